@@ -1,0 +1,221 @@
+"""The text form of a score program, read back: `parse(str(program)) == program`, exactly.
+
+    program    := { statement ( newline | ";" ) }            "#" starts a comment
+    statement  := "s" "=" expr | "keep" expr [ "else" expr ] | "sink" expr | "p" "=" expr
+    expr       := or ;  or := and { "or" and } ;  and := not { "and" not } ;  not := "not" not | compare
+    compare    := sum [ ("<" | "<=" | ">" | ">=" | "==" | "!=") sum ]
+    sum        := product { ("+" | "-") product } ;  product := signed { ("*" | "/" | "//" | "%") signed }
+    signed     := "-" signed | power ;  power := atom [ "**" signed ]
+    atom       := number | "true" | "false" | "inf" | "nan" | "b" | "h" | "q" | "k" | "dot" | "s" | "p"
+                | "n" digits | "r" digits "[" [ expr { "," expr } ] "]" | function "(" expr { "," expr } ")"
+                | "(" expr ")"
+
+`/` divides real numbers; `//` and `%` are floor division and its remainder, as in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from attngraph.ir import expr as E
+from attngraph.ir import score as S
+from attngraph.ir.expr import Expr
+from attngraph.ir.score import Keep, ProgramError, Score, ScoreProgram, Sink, Statement, Weight
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>=()\[\],]))"
+)
+_COMPARE = {S.BINARY[op][0]: op for op in S.COMPARISONS}
+_SUM = {"+": "add", "-": "sub"}
+_PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
+_INTEGER = frozenset({"floordiv", "mod", "int", "floor", "ceil", "trunc", "round"})
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> ScoreProgram:
+    """The score program that `text` spells.
+
+    Raises:
+        ProgramError: with the line, the column, what was found and what was expected.
+    """
+    statements: list[Statement] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        code = line.split("#", 1)[0]
+        start = 0
+        for piece in code.split(";"):
+            if piece.strip():
+                statements.append(_Parser(piece, line, number, start).statement())
+            start += len(piece) + 1
+    return ScoreProgram(tuple(statements))
+
+
+def kind_of(op: str, args: tuple[Expr, ...]) -> str:
+    """The kind ("int", "float", "bool", "any") of an operation's result."""
+    if op in S.BOOLEAN:
+        return "bool"
+    kinds = {arg.kind for arg in (args[1:] if op == "where" else args)}
+    if op in ("add", "sub", "mul", "neg", "abs", "min", "max", "where", "floordiv", "mod"):
+        return kinds.pop() if len(kinds) == 1 else "float" if "float" in kinds else "any"
+    return "int" if op in _INTEGER and kinds == {"int"} else "int" if op == "int" else "float"
+
+
+def operation(op: str, *args: Expr) -> Expr:
+    """A pointwise operation, not simplified in any way."""
+    return E.make(op, args, None, kind_of(op, args))
+
+
+class _Parser:
+    """One statement, by recursive descent. `offset` is the piece's place in its line."""
+
+    def __init__(self, code: str, line: str, number: int, offset: int) -> None:
+        self.line, self.number, self.offset = line, number, offset
+        self.tokens: list[tuple[str, str, int]] = []
+        place = 0
+        while code[place:].strip():
+            found = _TOKEN.match(code, place)
+            if found is None:
+                place += len(code[place:]) - len(code[place:].lstrip())
+                self.tokens.append(("unknown", code[place], place))
+                break
+            group = found.lastgroup or ""
+            self.tokens.append((group, found[group], found.start(group)))
+            place = found.end()
+        self.tokens.append(("end", "end of statement", len(code.rstrip())))
+        self.place = 0
+
+    def fail(self, expected: str) -> ProgramError:
+        kind, found, column = self.tokens[self.place]
+        column += self.offset
+        shown = found if kind == "end" else f"`{found}`"
+        return ProgramError(
+            f"score program, line {self.number}, column {column + 1}: "
+            f"expected {expected}, found {shown}\n  {self.line}\n  {' ' * column}^"
+        )
+
+    def accept(self, *texts: str) -> str | None:
+        kind, found, _ = self.tokens[self.place]
+        if kind in ("name", "sign") and found in texts:
+            self.place += 1
+            return found
+        return None
+
+    def expect(self, text: str) -> None:
+        if self.accept(text) is None:
+            raise self.fail(f"`{text}`")
+
+    def statement(self) -> Statement:
+        built: Statement
+        if self.accept("keep"):
+            predicate = self.expression()
+            built = Keep(predicate, self.expression() if self.accept("else") else E.NEG_INF)
+        elif self.accept("sink"):
+            built = Sink(self.expression())
+        elif self.accept("s"):
+            self.expect("=")
+            built = Score(self.expression())
+        elif self.accept("p"):
+            self.expect("=")
+            built = Weight(self.expression())
+        else:
+            raise self.fail("a statement (`s = ...`, `keep ...`, `sink ...` or `p = ...`)")
+        if self.tokens[self.place][0] != "end":
+            raise self.fail("an operator or the end of the statement")
+        return built
+
+    def expression(self) -> Expr:
+        left = self.conjunction()
+        while self.accept("or"):
+            left = operation("or", left, self.conjunction())
+        return left
+
+    def conjunction(self) -> Expr:
+        left = self.negation()
+        while self.accept("and"):
+            left = operation("and", left, self.negation())
+        return left
+
+    def negation(self) -> Expr:
+        return operation("not", self.negation()) if self.accept("not") else self.comparison()
+
+    def comparison(self) -> Expr:
+        left = self.chain(_SUM)
+        sign = self.accept(*_COMPARE)
+        if sign is None:
+            return left
+        node = operation(_COMPARE[sign], left, self.chain(_SUM))
+        if self.tokens[self.place][1] in _COMPARE:
+            raise self.fail("`and` (comparisons do not chain)")
+        return node
+
+    def chain(self, signs: dict[str, str]) -> Expr:
+        """Operands joined by `signs`, grouped from the left; products stand inside sums."""
+        operand = self.signed if signs is _PRODUCT else functools.partial(self.chain, _PRODUCT)
+        left = operand()
+        while (sign := self.accept(*signs)) is not None:
+            left = operation(signs[sign], left, operand())
+        return left
+
+    def signed(self) -> Expr:
+        if not self.accept("-"):
+            return self.power()
+        literal = self.tokens[self.place][0] == "number" or self.tokens[self.place][1] == "inf"
+        operand = self.signed()
+        if literal and operand.op == "const":
+            return E.const(-operand.value)
+        return operation("neg", operand)
+
+    def power(self) -> Expr:
+        base = self.atom()
+        return operation("pow", base, self.signed()) if self.accept("**") else base
+
+    def arguments(self, close: str) -> tuple[Expr, ...]:
+        if self.accept(close):
+            return ()
+        found = [self.expression()]
+        while self.accept(","):
+            found.append(self.expression())
+        if self.accept(close) is None:
+            raise self.fail(f"`,` or `{close}`")
+        return tuple(found)
+
+    def atom(self) -> Expr:
+        kind, text, _ = self.tokens[self.place]
+        if self.accept("("):
+            inner = self.expression()
+            self.expect(")")
+            return inner
+        if kind == "number":
+            self.place += 1
+            return E.const(int(text) if text.isdigit() else float(text))
+        if kind != "name":
+            raise self.fail("an expression")
+        if text in S.FUNCTIONS:
+            self.place += 1
+            self.expect("(")
+            start = self.place
+            args = self.arguments(")")
+            if len(args) != S.FUNCTIONS[text]:
+                self.place = start
+                raise self.fail(f"{S.FUNCTIONS[text]} argument(s) for {text}(), got {len(args)}, at")
+            return operation(text, *args)
+        return self.name(text)
+
+    def name(self, text: str) -> Expr:
+        self.place += 1
+        constants = {"true": E.TRUE, "false": E.FALSE, "inf": E.INF, "nan": E.NAN}
+        values = {"dot": S.DOT, "s": S.SCORE, "p": S.WEIGHT}
+        if text in constants:
+            return constants[text]
+        if text in values:
+            return values[text]
+        if text in S.INDICES:
+            return S.index(text)
+        if re.fullmatch(r"n\d+", text):
+            return E.size(text)
+        if re.fullmatch(r"r\d+", text):
+            self.expect("[")
+            return E.read(int(text[1:]), self.arguments("]"))
+        self.place -= 1
+        raise self.fail("a name of the score language (b h q k dot s p, n0.., r0[..], a function)")

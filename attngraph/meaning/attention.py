@@ -1,0 +1,301 @@
+"""The recogniser: is this node an attention, and if so which?
+
+There is one, and it knows no spellings. It asks for the meaning of one element of a node that sums
+products (`meaning/element.py`), takes that apart into weights and values (`normalised.py`), finds
+the dot inside the scores (`dot.py`), gives every index variable its role (`roles.py`), and writes
+what is left as a score program (`program.py`). What it returns is a claim; the pass that uses it
+checks the claim in float64 before anything is replaced (`meaning/check.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.score import DOT, WEIGHT, ScoreProgram
+from attngraph.meaning import dot as dots
+from attngraph.meaning import layout, normalised, program, roles
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning, has_data, is_part
+from attngraph.meaning.layout import Step
+from attngraph.meaning.normalised import Refusal, Unnormalised
+from attngraph.meaning.program import Source
+from attngraph.meaning.roles import Digits, Roles
+from attngraph.meaning.rules import Category, Unliftable
+from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
+
+SOFTMAX_LIKE = frozenset(f"aten.{n}" for n in (*SOFTMAX, "scaled_dot_product_attention.default"))
+_EXPONENTIALS = SOFTMAX_LIKE | {
+    f"aten.{n}" for n in (*LOG_SOFTMAX, "exp.default", "exp2.default", "logsumexp.default")
+}
+_ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A tensor of the graph and the views that present it as `[B, H, S, D]`."""
+
+    base: fx.Node
+    steps: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """A claim: `node` equals attention(q, k, v, reads, sizes, program), seen through `output`.
+
+    `heads`, `kv_heads`, `head_dim` and `value_dim` are size expressions.
+    """
+
+    node: fx.Node
+    q: Operand
+    k: Operand
+    v: Operand
+    program: ScoreProgram
+    reads: tuple[Source, ...]
+    sizes: tuple[Expr, ...]
+    output: tuple[Step, ...]
+    heads: Expr
+    kv_heads: Expr
+    head_dim: Expr
+    value_dim: Expr
+
+
+class Recogniser:
+    """Recognition over one graph. Nodes must be asked about in the graph's order."""
+
+    def __init__(self, meaning: Meaning) -> None:
+        self.meaning = meaning
+        self._near: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._unnormalised: set[fx.Node] = set()
+
+    def near(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The exponentials that this node's elements are computed from, without a contraction or
+        an opaque op in between."""
+        if node not in self._near:
+            self._near[node] = self._find_near(node)
+        return self._near[node]
+
+    def _find_near(self, node: fx.Node) -> frozenset[fx.Node]:
+        if node.op != "call_function":
+            return frozenset()
+        if str(node.target) in _EXPONENTIALS:
+            return frozenset((node,))
+        category = self.meaning.category(node)
+        if category is None and not is_part(node):
+            return frozenset()
+        if category is Category.CONTRACTION and node not in self._unnormalised:
+            return frozenset()
+        if category is Category.REDUCTION and "sum" not in str(node.target):
+            return frozenset()
+        return frozenset().union(*(self.near(n) for n in node.all_input_nodes))
+
+    def examine(self, node: fx.Node) -> Attention | Refusal | None:
+        """What this node is; None where nothing about it looks like attention."""
+        if not self._is_root(node):
+            return None
+        try:
+            found = self._examine(node)
+        except (Unliftable, layout.NoView) as problem:
+            return Refusal(str(problem) or "an operand is no view of a tensor of the model")
+        if isinstance(found, Unnormalised):
+            self._unnormalised.add(node)
+            self._near.pop(node, None)
+            return None
+        return found
+
+    def _is_root(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or not self.meaning.is_tensor(node):
+            return False
+        if str(node.target) == "aten.scaled_dot_product_attention.default":
+            return True
+        category = self.meaning.category(node)
+        may_be = category is Category.CONTRACTION or str(node.target).startswith(
+            ("aten.sum.", *_ROOTS)
+        )
+        return may_be and any(self.near(n) for n in node.all_input_nodes)
+
+    def _examine(self, node: fx.Node) -> Attention | Refusal | Unnormalised | None:
+        meaning = self.meaning
+        shape = meaning.shape(node)
+        output = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(shape))
+        at = tuple(E.ZERO if E.is_const(v.args[0], 1) else v for v in output)
+        lifted = meaning.lift(meaning.element(node, at), lambda n: bool(self.near(n)))
+        parts = normalised.weighted_sum(lifted)
+        if not isinstance(parts, normalised.WeightedSum):
+            return parts
+        score = dots.lift_score(meaning, parts.score, parts.keys)
+        found = dots.find_dot(meaning, score, parts.keys)
+        if found is None:
+            return Refusal(
+                "the scores are no product of a query side and a key side over a shared dimension"
+            )
+        dot, score = found
+        return self._claim(node, output, parts, dot, score)
+
+    def _claim(
+        self,
+        node: fx.Node,
+        output: tuple[Expr, ...],
+        parts: normalised.WeightedSum,
+        dot: dots.Dot,
+        score: Expr,
+    ) -> Attention | Refusal:
+        meaning = self.meaning
+        weight = meaning.lift(parts.weight, lambda n: meaning.category(n) in dots.look_through(meaning))
+        sink = None
+        if parts.sink is not None:
+            sink = meaning.lift(parts.sink, lambda n: meaning.category(n) in dots.look_through(meaning))
+        values = dots.chain(meaning, parts.value)
+        # Where an operand is deepest a view of something, variables may appear divided: cut them.
+        q, k, v = dot.q[-1][0], dot.k[-1][0], values[-1][0]
+        variables = [*output, *parts.keys, *dot.inner]
+        digits = roles.split_digits(variables, [*q.args, *k.args, *v.args])
+        if digits is None:
+            digits = {}
+        cut = {variable: roles.joined(found) for variable, found in digits.items()}
+
+        def digits_of(variable: Expr) -> Digits:
+            if E.is_const(variable.args[0], 1):
+                return ()
+            return digits.get(variable, (variable,))
+
+        assigned = roles.assign(
+            tuple(digits_of(o) for o in output),
+            tuple(d for key in parts.keys for d in digits_of(key)),
+            tuple(d for i in dot.inner for d in digits_of(i)),
+            *(M.substitute(side, cut).free for side in (q, k, v)),
+            scores=M.substitute(M.mul(M.number(score), weight), cut).free,
+            beside_keys=_beside_keys(M.substitute(score, cut), parts.keys, digits),
+        )
+        if isinstance(assigned, Refusal):
+            return assigned
+        views = _Views(meaning, assigned, cut)
+        operand_q, factor_q = views.operand(dot.q, assigned.heads, assigned.queries, assigned.inner)
+        operand_k, factor_k = views.operand(dot.k, assigned.kv_heads, assigned.keys, assigned.inner)
+        operand_v, factor_v = views.operand(values, assigned.kv_heads, assigned.keys, assigned.values)
+        rename = _program_indices(assigned, cut)
+        scaled = M.mul(E.const(factor_q * factor_k), DOT) if factor_q * factor_k != 1 else DOT
+        score = M.substitute(score, {DOT: scaled, **rename})
+        weight = M.substitute(weight, rename)
+        if factor_v != 1:
+            weight = M.mul(E.const(factor_v), weight)
+        sink = None if sink is None else M.substitute(sink, rename)
+        stray = [x for x in (score, weight, sink) if x is not None and not _is_closed(x)]
+        if stray:
+            return Refusal("the scores depend on something that is no batch, head, query or key")
+        built = program.build(score, weight, sink)
+        return Attention(
+            node, operand_q, operand_k, operand_v, built.program, built.reads, built.sizes,
+            tuple(views.output(tuple(digits_of(o) for o in output), output)),
+            heads=roles.extent(assigned.heads), kv_heads=roles.extent(assigned.kv_heads),
+            head_dim=roles.extent(assigned.inner), value_dim=roles.extent(assigned.values),
+        )  # fmt: skip
+
+
+def _beside_keys(score: Expr, keys: tuple[Expr, ...], digits: dict[Expr, Digits]) -> frozenset[Expr]:
+    """Variables that stand in one index formula with a key: `k <= q`, `k - q`."""
+    places = {d for key in keys for d in digits.get(key, (key,))}
+    found: set[Expr] = set()
+    for node in E.walk(score):
+        if node.op in ("le", "lt", "eq", "add", "abs") and node.args[0].kind == "int" and not has_data(node):
+            if not node.free.isdisjoint(places):
+                found |= node.free - places
+    return frozenset(found)
+
+
+def _is_closed(node: Expr) -> bool:
+    return all(v.value in ("b", "h", "q", "k") for v in node.free) and not any(
+        n.op in E.BINDERS for n in E.walk(node)
+    )
+
+
+def _program_indices(assigned: Roles, cut: dict[Expr, Expr]) -> dict[Expr, Expr]:
+    """Each digit as a formula of the program's b, h, q, k; each cut variable through its digits."""
+    mapping: dict[Expr, Expr] = {}
+    for name, digits in (
+        ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries), ("k", assigned.keys),
+    ):  # fmt: skip
+        whole = E.var(name, roles.extent(digits))
+        below: Expr = E.ONE
+        for place, digit in enumerate(reversed(digits)):
+            value = M.floordiv(whole, below)
+            leading = place == len(digits) - 1
+            mapping[digit] = value if leading else M.mod(value, digit.args[0])
+            below = M.mul(below, digit.args[0])
+    for variable, spelled in cut.items():
+        mapping[variable] = M.substitute(spelled, mapping)
+    return mapping
+
+
+class _Views:
+    """Presents operands and the result in the op's layout."""
+
+    def __init__(self, meaning: Meaning, assigned: Roles, cut: dict[Expr, Expr]) -> None:
+        self.meaning, self.assigned, self.cut = meaning, assigned, cut
+
+    def operand(
+        self, chain: tuple[tuple[Expr, float], ...], heads: Digits, rows: Digits, columns: Digits
+    ) -> tuple[Operand, float]:
+        """The operand as `[batch, heads, rows, columns]`, from the deepest tensor that allows it."""
+        wanted = (self.assigned.batch, heads, rows, columns)
+        for read, factor in reversed(chain):
+            index = tuple(M.substitute(i, self.cut) for i in read.args)
+            whole, index = merge_digits(wanted, index)
+            try:
+                steps = layout.solve(self.meaning.shape(read.value), index, whole, whole)
+            except layout.NoView:
+                continue
+            return Operand(read.value, tuple(steps)), factor
+        raise layout.NoView
+
+    def output(self, dimensions: tuple[Digits, ...], output: tuple[Expr, ...]) -> list[Step]:
+        """Steps from `[B, Hq, Sq, Dv]` to the shape of the node."""
+        assigned = self.assigned
+        have = (*assigned.batch, *assigned.heads, *assigned.queries, *assigned.values)
+        want = [d for dimension in dimensions for d in dimension]
+        steps = [Step("reshape", (), tuple(v.args[0] for v in have))]
+        order = tuple(have.index(d) for d in want)
+        if order != tuple(range(len(order))):
+            steps.append(Step("permute", order))
+        if any(len(dimension) != 1 for dimension in dimensions):
+            steps.append(Step("reshape", (), tuple(v.args[0] for v in output)))
+        packed = (assigned.batch, assigned.heads, assigned.queries, assigned.values)
+        return steps if any(len(p) != 1 for p in packed) else steps[1:]
+
+
+def merge_digits(wanted: layout.Roles, index: tuple[Expr, ...]) -> tuple[layout.Roles, tuple[Expr, ...]]:
+    """Join neighbouring digits of a role that the index only ever uses together."""
+    merged: list[Digits] = []
+    for role in wanted:
+        kept = list(role)
+        place = 0
+        while place + 1 < len(kept):
+            slow, fast = kept[place], kept[place + 1]
+            both = E.var(f"{slow.value}&{fast.value}", M.mul(slow.args[0], fast.args[0]))
+            pair = M.add(M.mul(slow, fast.args[0]), fast)
+            tried = tuple(_replace_pair(i, slow, fast, both) for i in index)
+            if any(t is None for t in tried):
+                place += 1
+                continue
+            del pair
+            index = tuple(t for t in tried if t is not None)
+            kept[place : place + 2] = [both]
+        merged.append(tuple(kept))
+    return tuple(merged), index
+
+
+def _replace_pair(index: Expr, slow: Expr, fast: Expr, both: Expr) -> Expr | None:
+    """`index` with slow * extent(fast) + fast written as `both`; None where they occur otherwise."""
+    if slow not in index.free and fast not in index.free:
+        return index
+    if slow not in index.free or fast not in index.free:
+        return None
+    replaced = M.substitute(index, {slow: E.ZERO, fast: both})
+    spelled = M.substitute(replaced, {both: M.add(M.mul(slow, fast.args[0]), fast)})
+    return replaced if spelled is index else None
+
+
+__all__ = ["SOFTMAX_LIKE", "WEIGHT", "Attention", "Operand", "Recogniser", "Refusal"]

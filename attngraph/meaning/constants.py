@@ -1,0 +1,82 @@
+"""What the values of a known tensor say, as a formula of the index.
+
+A buffer that holds a lower triangle, a band, a range or a single number is read as that formula.
+The formula must give every value of the tensor exactly: one odd entry and it is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import simplify as M
+
+MOST_ELEMENTS = 1 << 26
+
+
+def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:
+    """The element of `values` at `at`, or None where its values follow no known pattern."""
+    if values.numel() == 0 or values.numel() > MOST_ELEMENTS or values.is_complex():
+        return None
+    first = values.reshape(-1)[0]
+    if bool((values == first).all()):
+        return E.const(first.item())
+    kept = [d for d, extent in enumerate(values.shape) if extent > 1]
+    squeezed = values.squeeze()
+    if len(kept) == 1:
+        return _progression(squeezed, at[kept[0]])
+    if len(kept) == 2:
+        return _band(squeezed, at[kept[0]], at[kept[1]])
+    return None
+
+
+def _progression(values: Tensor, place: Expr) -> Expr | None:
+    """start + step * place, integers only (a float range would have to match to the last bit)."""
+    if values.is_floating_point() or values.dtype == torch.bool:
+        return None
+    start, step = int(values[0]), int(values[1]) - int(values[0])
+    steps = torch.arange(values.numel(), device=values.device, dtype=torch.int64)
+    if not torch.equal(values.to(torch.int64), start + step * steps):
+        return None
+    return M.add(E.const(start), M.mul(E.const(step), place))
+
+
+def _band(values: Tensor, row: Expr, column: Expr) -> Expr | None:
+    """One value where low <= column - row <= high, another elsewhere."""
+    rows, columns = values.shape
+    inside = values[0, 0]
+    marked = values == inside
+    for flipped in (False, True):
+        limits = _limits(~marked if flipped else marked)
+        if limits is not None:
+            break
+    else:
+        return None
+    outside_mask = marked if flipped else ~marked
+    outside = values[outside_mask]
+    within = values[~outside_mask]
+    if not (bool((outside == outside[0]).all()) and bool((within == within[0]).all())):
+        return None
+    low, high = limits
+    distance = M.sub(column, row)
+    conditions = []
+    if low > -(rows - 1):
+        conditions.append(M.le(E.const(low), distance))
+    if high < columns - 1:
+        conditions.append(M.le(distance, E.const(high)))
+    return M.where(M.and_(*conditions), E.const(within[0].item()), E.const(outside[0].item()))
+
+
+def _limits(marked: Tensor) -> tuple[int, int] | None:
+    """The least and greatest column - row of the marked entries, if those fill the whole band."""
+    rows, columns = marked.shape
+    distance = torch.arange(columns, device=marked.device) - torch.arange(
+        rows, device=marked.device
+    ).unsqueeze(1)
+    if not bool(marked.any()):
+        return None
+    low = int(torch.where(marked, distance, columns).min())
+    high = int(torch.where(marked, distance, -rows).max())
+    return (low, high) if torch.equal(marked, (distance >= low) & (distance <= high)) else None

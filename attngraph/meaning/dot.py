@@ -1,0 +1,121 @@
+"""The contraction inside a score: which product of a q-side and a k-side tensor is *the dot*.
+
+A score may contain several contractions (relative keys, positional projections). The dot is the
+one that sums a product of two tensors of which exactly one depends on the key. Any other becomes a
+read of the tensor that the model computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.score import DOT
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning, has_data
+from attngraph.meaning.rules import Category, Unliftable
+
+_LOOK_THROUGH = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """sum over `inner` of q * k. Each side is the chain of tensors from the one that was multiplied
+    down through views and scalings: (read, factor), outermost first."""
+
+    inner: tuple[Expr, ...]
+    q: tuple[tuple[Expr, float], ...]
+    k: tuple[tuple[Expr, float], ...]
+
+
+def look_through(meaning: Meaning) -> frozenset[Category]:
+    return _LOOK_THROUGH
+
+
+def lift_score(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> Expr:
+    """The score in terms of contractions and data, looking through everything elementwise."""
+    return meaning.lift(score, lambda n: meaning.category(n) in _LOOK_THROUGH)
+
+
+def find_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> tuple[Dot, Expr] | None:
+    """The dot of a lifted score, and the score with `dot` in its place; None where there is none."""
+    for node in sorted(set(E.walk(score)), key=lambda n: n.serial):
+        if node.free.isdisjoint(keys):
+            continue
+        if node.op == "sum":
+            found = _as_dot(meaning, node, keys)
+            if found is not None:
+                return found, M.substitute(score, {node: DOT})
+        elif node.op == "read" and isinstance(node.value, fx.Node):
+            opened = _open(meaning, node)
+            if opened is None:
+                continue
+            for part in (n for n in E.walk(opened) if n.op == "sum"):
+                found = _as_dot(meaning, part, keys)
+                if found is not None:
+                    inside = M.substitute(opened, {part: DOT})
+                    return found, M.substitute(score, {node: inside})
+    return None
+
+
+def _open(meaning: Meaning, node: Expr) -> Expr | None:
+    category = meaning.category(node.value)
+    if category not in (Category.CONTRACTION, Category.REDUCTION):
+        return None
+    try:
+        return meaning.element(node.value, node.args)
+    except Unliftable:
+        return None
+
+
+def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
+    """`node` as a sum of products of a side with the keys and a side without."""
+    inner: list[Expr] = []
+    body = node
+    while body.op == "sum":
+        inner.append(body.args[0])
+        body = body.args[1]
+    if body.op == "read" and isinstance(body.value, fx.Node):
+        if meaning.category(body.value) is not Category.POINTWISE:
+            return None
+        try:
+            body = meaning.element(body.value, body.args)
+        except Unliftable:
+            return None
+    if body.op != "mul" or len(body.args) != 2 or any(f.op != "read" for f in body.args):
+        return None
+    sides = sorted(body.args, key=lambda f: not f.free.isdisjoint(keys))
+    q, k = sides
+    if not q.free.isdisjoint(keys) or k.free.isdisjoint(keys):
+        return None
+    if any(i not in q.free or i not in k.free for i in inner):
+        return None
+    return Dot(tuple(inner), chain(meaning, q), chain(meaning, k))
+
+
+def chain(meaning: Meaning, node: Expr) -> tuple[tuple[Expr, float], ...]:
+    """A read, then what it is a view or a multiple of, and so on: (read, factor) each, where the
+    first read equals factor times this one."""
+    found: list[tuple[Expr, float]] = [(node, 1.0)]
+    factor = 1.0
+    while True:
+        current = found[-1][0]
+        tensor: fx.Node = current.value
+        if meaning.category(tensor) not in (Category.MOVEMENT, Category.POINTWISE):
+            return tuple(found)
+        try:
+            times, below = M.coefficient(meaning.element(tensor, current.args))
+        except Unliftable:
+            return tuple(found)
+        same_dtype = (
+            below.op == "read"
+            and isinstance(below.value, fx.Node)
+            and below.value.meta["val"].dtype == tensor.meta["val"].dtype
+        )
+        if not same_dtype or any(has_data(i) for i in below.args):
+            return tuple(found)
+        factor *= times
+        found.append((below, factor))

@@ -1,0 +1,244 @@
+"""What one element of a graph value equals.
+
+`Meaning` answers, for a node of a program graph and index expressions, the expression of that
+element in terms of elements of the node's operands, by the element rules in `meaning/rules/`.
+`lift` repeats that through chosen nodes. Views, layouts, operand order and broadcasting disappear
+on the way: they only ever change indices. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import constants, rules
+from attngraph.meaning import simplify as M
+from attngraph.meaning.rules import PARTS, RULES, Category, Unliftable
+
+Indices = tuple[Expr, ...]
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+class Meaning:
+    """The element meaning of one graph.
+
+    Args:
+        values: tensors that are known when compiling (buffers, constants), by placeholder. A
+            placeholder whose values form a recognised pattern is lifted to that pattern, and is
+            then listed in `assumed`: the caller must see to it that those values stay.
+    """
+
+    def __init__(self, values: Mapping[fx.Node, Tensor] | None = None) -> None:
+        rules.load()
+        self.values = dict(values or {})
+        self.assumed: set[fx.Node] = set()
+        self._fresh = itertools.count()
+        self._elements: dict[tuple[fx.Node, Indices], Expr] = {}
+        self._shapes: dict[fx.Node, Indices] = {}
+
+    # --- facts about nodes ---
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor)
+
+    def kind(self, node: Any) -> str:
+        dtype = node.meta["val"].dtype
+        if dtype == torch.bool:
+            return "bool"
+        if dtype in _INTEGERS:
+            return "int"
+        if not dtype.is_floating_point:
+            raise Unliftable(f"values of dtype {dtype}")
+        return "float"
+
+    def shape(self, node: Any) -> Indices:
+        if node not in self._shapes:
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor):
+                raise Unliftable(f"{node} is no tensor")
+            self._shapes[node] = tuple(size_expression(s) for s in value.shape)
+        return self._shapes[node]
+
+    def part_shape(self, node: fx.Node, part: int) -> Indices:
+        return tuple(size_expression(s) for s in node.meta["val"][part].shape)
+
+    def category(self, node: fx.Node) -> Category | None:
+        """What kind of op made this node; None where it has no element rule."""
+        if node.op == "placeholder":
+            return Category.INDEX if node in self.values else None
+        name = str(node.target)
+        if is_part(node):
+            found = PARTS.get(str(node.args[0].target))  # type: ignore[union-attr]
+            return found[0] if found else None
+        return RULES[name].category if name in RULES else None
+
+    # --- expressions ---
+
+    def fresh(self, extent: Expr) -> Expr:
+        """A new index variable."""
+        return E.var(f"i{next(self._fresh)}", extent)
+
+    def read(self, node: Any, at: Indices) -> Expr:
+        """The element of `node` at `at`, not looked into. A dimension of extent 1 is read at 0."""
+        shape = self.shape(node)
+        at = tuple(
+            E.ZERO if E.is_const(extent, 1) else place
+            for extent, place in zip(shape, at, strict=True)
+        )
+        return E.read(node, at, self.kind(node))
+
+    def read_broadcast(self, node: Any, at: Indices) -> Expr:
+        """The element of `node` that broadcasting puts at `at`."""
+        if not self.is_tensor(node):
+            return self.scalar(node)
+        return self.read(node, at[len(at) - len(self.shape(node)) :])
+
+    def scalar(self, value: Any) -> Expr:
+        """A number, or an element of a tensor of rank 0."""
+        if self.is_tensor(value):
+            return self.read(value, ())
+        if isinstance(value, fx.Node):
+            value = value.meta.get("val")
+        if isinstance(value, (bool, int, float)):
+            return E.const(value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return size_expression(value)
+        raise Unliftable(f"an operand of type {type(value).__name__}")
+
+    def integer(self, value: Any) -> Expr:
+        found = self.scalar(value)
+        if found.kind != "int":
+            raise Unliftable("a size that is no integer")
+        return found
+
+    def element(self, node: fx.Node, at: Indices) -> Expr:
+        """One element of `node`, one rule deep.
+
+        Raises:
+            Unliftable: the op has no rule for this use.
+        """
+        key = (node, at)
+        if key not in self._elements:
+            self._elements[key] = self._element(node, at)
+        return self._elements[key]
+
+    def _element(self, node: fx.Node, at: Indices) -> Expr:
+        if node.op == "placeholder" and node in self.values:
+            found = constants.describe(self.values[node], at)
+            if found is None:
+                raise Unliftable("a tensor whose values follow no known pattern")
+            self.assumed.add(node)
+            return found
+        if is_part(node):
+            source: Any = node.args[0]
+            if str(source.target) in PARTS:
+                return PARTS[str(source.target)][1](self, source, int(node.args[1]), at)  # type: ignore[arg-type]
+        elif node.op == "call_function" and str(node.target) in RULES:
+            return RULES[str(node.target)].element(self, node, at)
+        raise Unliftable(f"no element rule for {node.target}")
+
+    def lift(self, node: Expr, through: Callable[[fx.Node], bool]) -> Expr:
+        """Look through every read whose tensor `through` allows; leave the others."""
+        done: dict[Expr, Expr] = {}
+
+        def resolve(current: Expr) -> Expr:
+            if current in done:
+                return done[current]
+            if current.op == "var" or not current.args and current.op != "read":
+                return current
+            args = tuple(resolve(a) for a in current.args)
+            result = M.construct(current, args) if args != current.args else current
+            if result.op == "read" and isinstance(result.value, fx.Node) and through(result.value):
+                try:
+                    result = resolve(self.element(result.value, result.args))
+                except Unliftable:
+                    pass
+            done[current] = result
+            return result
+
+        return resolve(node)
+
+    def index_expression(self, node: Any, at: Indices) -> Expr | None:
+        """The element as a formula of its index alone, or None where it depends on data."""
+        lifted = self.lift(self.read(node, at), lambda n: self.category(n) is not None)
+        return None if has_data(lifted) else lifted
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether the node picks one result of an op that has several."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def has_data(node: Expr) -> bool:
+    return any(n.op in ("read", "random") for n in E.walk(node))
+
+
+def size_expression(value: Any) -> Expr:
+    """A size (int, SymInt or sympy expression) as an expression over named sizes."""
+    if isinstance(value, (bool, int, float)):
+        return E.const(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        value = value.node.expr
+    return _from_sympy(value)
+
+
+def _from_sympy(value: Any) -> Expr:
+    if value.is_Symbol:
+        return E.size(str(value))
+    if value.is_Integer:
+        return E.const(int(value))
+    if value.is_Number:
+        return E.const(float(value))
+    args = [_from_sympy(a) for a in value.args]
+    name = type(value).__name__
+    if isinstance(value, sympy.Add):
+        return M.add(*args)
+    if isinstance(value, sympy.Mul):
+        return M.mul(*args)
+    if isinstance(value, sympy.Pow) or name in ("PowByNatural", "FloatPow"):
+        if args[1].op == "const" and isinstance(args[1].value, int) and 0 < args[1].value < 8:
+            return M.mul(*[args[0]] * args[1].value)
+        return M.power(*args)
+    if name in ("FloorDiv", "CleanDiv"):
+        return M.floordiv(*args)
+    if name in ("Mod", "PythonMod"):
+        return M.mod(*args)
+    if name in ("IntTrueDiv", "FloatTrueDiv"):
+        return M.div(*args)
+    if name == "ToFloat":
+        return args[0]
+    if name == "OpaqueUnaryFn_sqrt":
+        return M.function("sqrt", args[0])
+    raise Unliftable(f"a size of the form {value}")
+
+
+def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> int:
+    """The number that a size expression stands for.
+
+    Raises:
+        Unliftable: the expression is not one over sizes.
+    """
+    match node.op:
+        case "const":
+            return int(node.value)
+        case "size":
+            return sizes[node.value]
+    args = [evaluate_size(a, sizes) for a in node.args]
+    match node.op:
+        case "add":
+            return sum(args)
+        case "mul":
+            return math.prod(args)
+        case "floordiv":
+            return args[0] // args[1]
+        case "mod":
+            return args[0] % args[1]
+    raise Unliftable(f"a size of the form {node!r}")

@@ -1,0 +1,257 @@
+"""From the meaning of scores to a score program: masks taken out as `keep`, tensors numbered,
+canonical forms turned back into what a person would write."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.parser import operation
+from attngraph.ir.score import DOT, INDICES, SCORE, WEIGHT, Keep, Score, ScoreProgram, Sink, Statement, Weight
+from attngraph.meaning import simplify as M
+
+LARGE_FILL = -1000.0
+"""A finite number at or below this, put in place of a score, is a mask that was meant to hide it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seed:
+    """A read that the model does not have yet: the seed of one dropout's random numbers."""
+
+    dropout: fx.Node
+
+
+Source = fx.Node | Seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    program: ScoreProgram
+    reads: tuple[Source, ...]
+    sizes: tuple[Expr, ...]
+
+
+def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
+    """The program of a score over `dot`, of what becomes of the weight `p`, and of the sink. All
+    variables are the program's own `b h q k` (extents are allowed and dropped)."""
+    writer = _Writer()
+    statements: list[Statement] = []
+    for kind, value, fill in reversed(_peel_masks(score)):
+        if kind == "keep":
+            filled = E.NEG_INF if fill is E.NEG_INF else writer.write(fill)
+            statements.append(Keep(writer.write(value), filled))
+        else:
+            statements.append(Score(writer.write(value)))
+    if sink is not None:
+        statements.append(Sink(writer.write(sink)))
+    if weight is not WEIGHT:
+        statements.append(Weight(writer.write(weight)))
+    return Built(ScoreProgram(tuple(statements)), tuple(writer.reads), tuple(writer.sizes))
+
+
+def _peel_masks(score: Expr) -> list[tuple[str, Expr, Expr]]:
+    """Outermost first: ("keep", predicate, fill) and at last ("score", value, -)."""
+    found: list[tuple[str, Expr, Expr]] = []
+    while True:
+        masked = _as_mask(score)
+        if masked is None:
+            break
+        predicate, score, fill = masked
+        if fill is E.NEG_INF and found and found[-1][0] == "keep" and found[-1][2] is fill:
+            predicate = M.and_(found.pop()[1], predicate)
+        found.append(("keep", predicate, fill))
+    found.append(("score", score, E.ZERO))
+    return found
+
+
+def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """(predicate, score where it holds, what stands where it does not)."""
+    if score.op == "where":
+        condition, yes, no = score.args
+        if _is_fill(no) and not _is_fill(yes):
+            return condition, yes, no
+        if _is_fill(yes) and not _is_fill(no):
+            return M.not_(condition), no, yes
+        difference = M.sub(no, yes)
+        if _is_fill(difference) and difference.op == "const":
+            return condition, yes, M.add(SCORE, difference)
+        difference = M.neg(difference)
+        if _is_fill(difference) and difference.op == "const":
+            return M.not_(condition), no, M.add(SCORE, difference)
+        return None
+    if score.op != "add":
+        return None
+    for place, term in enumerate(score.args):
+        if term.op != "where":
+            continue
+        condition, yes, no = term.args
+        if yes.op != "const" or no.op != "const":
+            continue
+        rest = M.add(*score.args[:place], *score.args[place + 1 :])
+        if _is_fill(no) and not _is_fill(yes):
+            return condition, M.add(rest, yes), M.add(SCORE, M.sub(no, yes))
+        if _is_fill(yes) and not _is_fill(no):
+            return M.not_(condition), M.add(rest, no), M.add(SCORE, M.sub(yes, no))
+    return None
+
+
+def _is_fill(node: Expr) -> bool:
+    return node.op == "const" and node is not E.NAN and node.value <= LARGE_FILL
+
+
+class _Writer:
+    """Canonical expressions to the program's: numbers reads and sizes in order of appearance."""
+
+    def __init__(self) -> None:
+        self.reads: list[Source] = []
+        self.sizes: list[Expr] = []
+
+    def write(self, node: Expr) -> Expr:
+        if node.op == "var":
+            assert node.value in INDICES, node
+            return E.var(node.value)
+        if node.op == "size":
+            if node not in self.sizes:
+                self.sizes.append(node)
+            return E.size(f"n{self.sizes.index(node)}")
+        if node.op == "read":
+            return self._read(node.value, node.args)
+        if node.op == "random":
+            seed = self._read(Seed(node.value), ())
+            counters = [self.write(a) for a in node.args]
+            counters += [E.ZERO] * (4 - len(counters))
+            return E.make("random", (seed, *counters), None, "float")
+        if not node.args:
+            return node
+        if node.op == "add":
+            return self._sum(node)
+        if node.op == "mul":
+            return self._product(node)
+        if node.op == "recip":
+            if node.args[0].op == "sqrt":
+                return operation("rsqrt", self.write(node.args[0].args[0]))
+            return operation("div", E.ONE, self.write(node.args[0]))
+        if node.op == "le":
+            return self._at_most(node)
+        if node.op == "not" and node.args[0].op == "eq":
+            return operation("ne", *(self.write(a) for a in self._ordered(node.args[0].args)))
+        if node.op == "eq":
+            return operation("eq", *(self.write(a) for a in self._ordered(node.args)))
+        if node.op in ("and", "or"):
+            parts = [self.write(a) for a in self._ordered(node.args)]
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = operation(node.op, whole, part)
+            return whole
+        return operation(node.op, *(self.write(a) for a in node.args))
+
+    def _read(self, source: Source, indices: tuple[Expr, ...]) -> Expr:
+        if source not in self.reads:
+            self.reads.append(source)
+        return E.read(self.reads.index(source), tuple(self.write(i) for i in indices))
+
+    def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
+        """An order for people that does not depend on how the nodes came about: what is computed
+        from indices first, then what is read; ties by text."""
+        return sorted(nodes, key=lambda n: (any(m.op == "read" for m in E.walk(n)), _shape_key(n)))
+
+    def _at_most(self, node: Expr) -> Expr:
+        """left <= right, with the key on the left where it stands alone: `k <= q`, `k > q - 4`."""
+        left, right = node.args
+        difference = M.sub(right, left)
+        for term in difference.args if difference.op == "add" else (difference,):
+            factor, rest = M.coefficient(term)
+            if rest.op == "var" and rest.value == "k" and factor in (1, -1):
+                other = M.sub(difference, term)
+                if factor == -1:
+                    return operation("le", self.write(rest), self.write(other))
+                bound = M.neg(other)
+                above = M.sub(bound, E.ONE)
+                if _weight_of(above) < _weight_of(bound):
+                    return operation("gt", self.write(rest), self.write(above))
+                return operation("ge", self.write(rest), self.write(bound))
+        return operation("le", self.write(left), self.write(right))
+
+    def _sum(self, node: Expr) -> Expr:
+        terms = sorted(node.args, key=_term_key)
+        whole: Expr | None = None
+        for term in terms:
+            factor, rest = (term.value, None) if term.op == "const" else M.coefficient(term)
+            negative = not isinstance(factor, str) and factor < 0
+            if whole is not None and negative:
+                size = E.const(-factor) if rest is None else M.scale(-factor, rest)
+                whole = operation("sub", whole, self.write(size))
+            else:
+                whole = self.write(term) if whole is None else operation("add", whole, self.write(term))
+        assert whole is not None
+        return whole
+
+    def _product(self, node: Expr) -> Expr:
+        factor, rest = M.coefficient(node)
+        over = [f.args[0] for f in M_factors(rest) if f.op == "recip"]
+        under = [f for f in M_factors(rest) if f.op != "recip"]
+        parts = [self.write(f) for f in sorted(under, key=_term_key)]
+        if factor == -1 and parts:
+            parts[0] = operation("neg", parts[0])
+        elif factor != 1 or not parts:
+            parts.insert(0, E.const(factor))
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = operation("mul", whole, part)
+        for divisor in over:
+            whole = operation("div", whole, self.write(divisor))
+        return whole
+
+
+def M_factors(node: Expr) -> tuple[Expr, ...]:
+    return node.args if node.op == "mul" else (node,)
+
+
+def _weight_of(node: Expr) -> int:
+    return sum(1 for _ in E.walk(node))
+
+
+_RANK = {"dot": 0, "s": 0, "p": 0, "where": 3, "read": 4}
+
+
+def _shape_key(node: Expr) -> str:
+    """A text that names variables and operations but no tensors: stable between equal layers."""
+    if node.op in ("const", "var", "size"):
+        return f"{node.op}:{node.value}"
+    return f"{node.op}({','.join(sorted(_shape_key(a) for a in node.args))})"
+
+
+def _term_key(node: Expr) -> tuple[int, int, int, str]:
+    """dot first, then formulas of the index, then reads, numbers last (first in products)."""
+    if node.op == "const":
+        return (9, 0, 0, str(node.value))
+    ops = {n.op for n in E.walk(node)}
+    rank = 0 if ops & {"dot", "s", "p"} else 2 if "read" in ops else 1
+    negative = int(M.coefficient(node)[0] < 0)
+    variables = sorted(INDICES.index(v.value) for v in node.free if v.value in INDICES)
+    return (rank, negative, -variables[-1] if variables else 0, _shape_key(node))
+
+
+def scale_of(program: ScoreProgram) -> float | None:
+    """The factor c where the program's scores are c * dot and nothing else before masking."""
+    scores = [s for s in program.statements if isinstance(s, Score)]
+    if not scores:
+        return 1.0
+    if len(scores) > 1:
+        return None
+    value = scores[0].value
+    if value is DOT:
+        return 1.0
+    if value.op == "mul" and value.args[1] is DOT and value.args[0].op == "const":
+        return float(value.args[0].value)
+    if value.op == "div" and value.args[0] is DOT and value.args[1].op == "const":
+        return 1.0 / float(value.args[1].value)
+    return None
+
+
+def is_finite(value: float) -> bool:
+    return math.isfinite(value)

@@ -1,0 +1,147 @@
+"""Rules of contractions: matrix products in all their names, einsum, linear, and torch's own
+scaled_dot_product_attention spelled out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Indices, Unliftable, rule
+from attngraph.meaning.rules.movement import argument
+from attngraph.meaning.rules.pointwise import dropped
+from attngraph.meaning.rules.reduction import zero_where_nan
+
+CONTRACTION = Category.CONTRACTION
+
+
+def product(context: Meaning, a: Any, b: Any, at: Indices) -> Expr:
+    """One element of torch.matmul(a, b), with its rules for vectors and for batch dimensions."""
+    shape_a, shape_b = context.shape(a), context.shape(b)
+    inner = context.fresh(shape_a[-1])
+    rows = (at[-2] if len(shape_b) > 1 else at[-1],) if len(shape_a) > 1 else ()
+    columns = (at[-1],) if len(shape_b) > 1 else ()
+    batch = at[: len(at) - len(rows) - len(columns)]
+    left = context.read_broadcast(a, (*batch, *rows, inner))
+    right = context.read_broadcast(b, (*batch, inner, *columns))
+    return M.total(inner, M.mul(left, right))
+
+
+@rule(CONTRACTION, "matmul.default", "bmm.default", "mm.default", "mv.default", "dot.default")
+def matmul(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return product(context, node.args[0], node.args[1], at)
+
+
+@rule(CONTRACTION, "addmm.default", "baddbmm.default", "addbmm.default")
+def addmm(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    if "addbmm" in str(node.target) and "baddbmm" not in str(node.target):
+        raise Unliftable("addbmm sums over the batch")
+    alpha, beta = (context.scalar(node.kwargs.get(n, 1)) for n in ("alpha", "beta"))
+    value = M.mul(alpha, product(context, node.args[1], node.args[2], at))
+    if E.is_const(beta, 0):
+        return value
+    return M.add(value, M.mul(beta, context.read_broadcast(node.args[0], at)))
+
+
+@rule(CONTRACTION, "linear.default")
+def linear(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    inner = context.fresh(context.shape(node.args[0])[-1])
+    weight_at = (at[-1], inner) if len(context.shape(node.args[1])) == 2 else (inner,)
+    outer = at[:-1] if len(weight_at) == 2 else at
+    value = M.total(
+        inner, M.mul(context.read(node.args[0], (*outer, inner)), context.read(node.args[1], weight_at))
+    )
+    bias = argument(node, 2, "bias")
+    return value if bias is None else M.add(value, context.read_broadcast(bias, at))
+
+
+@rule(CONTRACTION, "einsum.default")
+def einsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    tensors: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    ranks = [len(context.shape(t)) for t in tensors]
+    terms, output = subscripts(str(node.args[0]), ranks)
+    places: dict[str, Expr] = dict(zip(output, at, strict=True))
+    variables: list[Expr] = []
+    factors: list[Expr] = []
+    for term, tensor in zip(terms, tensors, strict=True):
+        for letter, extent in zip(term, context.shape(tensor), strict=True):
+            if letter not in places:
+                places[letter] = context.fresh(extent)
+                variables.append(places[letter])
+        factors.append(context.read(tensor, tuple(places[letter] for letter in term)))
+    value = M.mul(*factors)
+    for variable in variables:
+        value = M.total(variable, value)
+    return value
+
+
+def subscripts(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+    """An einsum equation as names for every dimension of the operands and of the result; the
+    dimensions under an ellipsis are named "0", "1", ... from the right."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    hidden = [rank - len(t.replace("...", "")) if "..." in t else 0 for t, rank in zip(terms, ranks, strict=True)]
+
+    def names(term: str, count: int) -> list[str]:
+        before, dots, after = term.partition("...")
+        return [*before, *(str(i) for i in reversed(range(count if dots else 0))), *after]
+
+    if not arrow:
+        letters = [c for c in inputs if c.isalpha()]
+        output = ("..." if "..." in inputs else "") + "".join(
+            sorted(c for c in set(letters) if letters.count(c) == 1)
+        )
+    return [names(t, n) for t, n in zip(terms, hidden, strict=True)], names(output, max(hidden))
+
+
+@rule(CONTRACTION, "scaled_dot_product_attention.default")
+def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """softmax(scale * q k^T + mask) v, as torch documents it; rows with nothing to see give zero."""
+    q, k, v = node.args[:3]
+    mask, rate = argument(node, 3, "attn_mask"), float(argument(node, 4, "dropout_p", 0.0))
+    causal, scale = argument(node, 5, "is_causal", False), node.kwargs.get("scale")
+    grouped = node.kwargs.get("enable_gqa", False)
+    width = context.shape(q)[-1]
+    if scale is None:
+        factor = M.recip(M.function("sqrt", width))
+        factor = E.const(1 / math.sqrt(width.value)) if width.op == "const" else factor
+    else:
+        factor = context.scalar(scale)
+    batch, row, column = at[:-2], at[-2], at[-1]
+
+    def heads_of(tensor: Any) -> Indices:
+        if not grouped:
+            return batch
+        group = M.floordiv(context.shape(q)[-3], context.shape(tensor)[-3])
+        return (*batch[:-1], M.floordiv(batch[-1], group))
+
+    def score(place: Expr) -> Expr:
+        inner = context.fresh(width)
+        dot = M.total(
+            inner,
+            M.mul(
+                context.read_broadcast(q, (*batch, row, inner)),
+                context.read_broadcast(k, (*heads_of(k), place, inner)),
+            ),
+        )
+        value = M.mul(factor, dot)
+        if causal:
+            value = M.where(M.le(place, row), value, E.NEG_INF)
+        if mask is not None:
+            extra = context.read_broadcast(mask, (*batch, row, place))
+            value = M.where(extra, value, E.NEG_INF) if extra.kind == "bool" else M.add(value, extra)
+        return value
+
+    extent = context.shape(k)[-2]
+    place, other = context.fresh(extent), context.fresh(extent)
+    weight = M.mul(M.exp(score(place)), M.recip(M.total(other, M.exp(score(other)))))
+    weight = zero_where_nan(weight)
+    if rate > 0:
+        weight = dropped(node, weight, rate, (*batch, row, place))
+    value = context.read_broadcast(v, (*heads_of(v), place, column))
+    return M.total(place, M.mul(weight, value))

@@ -1,0 +1,74 @@
+"""Rules of tensors that are computed from their index alone: ranges, constants, triangles."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Indices, Unliftable, rule
+from attngraph.meaning.rules.movement import argument, axis
+
+INDEX = Category.INDEX
+
+
+def _constant(context: Meaning, node: fx.Node, value: object) -> Expr:
+    if context.kind(node) == "bool":
+        return E.const(bool(value))
+    return context.scalar(value)
+
+
+@rule(INDEX, "arange.default", "arange.start", "arange.start_step")
+def arange(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    first = context.scalar(node.args[0]) if len(node.args) > 1 else E.ZERO
+    step = context.scalar(argument(node, 2, "step", 1))
+    return M.add(first, M.mul(at[0], step))
+
+
+@rule(INDEX, "full.default", "full_like.default", "new_full.default", "scalar_tensor.default")
+def full(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    place = 2 if "new_full" in str(node.target) else 0 if "scalar_tensor" in str(node.target) else 1
+    value = argument(node, place, "fill_value")
+    if isinstance(value, fx.Node) and context.is_tensor(value):
+        return context.read(value, ())
+    return _constant(context, node, value)
+
+
+@rule(INDEX, "zeros.default", "zeros_like.default", "new_zeros.default")
+def zeros(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return _constant(context, node, 0)
+
+
+@rule(INDEX, "ones.default", "ones_like.default", "new_ones.default")
+def ones(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return _constant(context, node, 1)
+
+
+@rule(INDEX, "eye.default", "eye.m")
+def eye(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return M.where(M.eq(at[0], at[1]), E.ONE, E.ZERO)
+
+
+@rule(Category.POINTWISE, "tril.default", "triu.default")
+def triangle(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    diagonal = context.integer(argument(node, 1, "diagonal", 0))
+    row, column = at[-2:]
+    if "tril" in str(node.target):
+        kept = M.le(column, M.add(row, diagonal))
+    else:
+        kept = M.le(M.add(row, diagonal), column)
+    value = context.read(node.args[0], at)
+    return M.where(kept, value, E.FALSE if value.kind == "bool" else E.ZERO)
+
+
+@rule(Category.POINTWISE, "cumsum.default")
+def cumsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """A running sum of something that does not change along the dimension: n + 1 times it."""
+    dim = axis(argument(node, 1, "dim"), len(at))
+    place = E.var("i", context.shape(node)[dim])
+    value = context.index_expression(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+    if value is None or place in value.free:
+        raise Unliftable("a running sum of values that differ")
+    return M.mul(M.number(value), M.add(at[dim], E.ONE))

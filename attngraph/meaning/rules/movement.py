@@ -1,0 +1,348 @@
+"""Rules of ops that move elements: views, slices, repeats, joins, gathers at computed places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import ranges
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
+
+MOVEMENT = Category.MOVEMENT
+_END = (1 << 63) - 1
+
+
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def axis(dim: int, rank: int) -> int:
+    return dim % rank if rank else 0
+
+
+@rule(
+    MOVEMENT, "clone.default", "contiguous.default", "alias.default",
+    "lift_fresh.default", "lift_fresh_copy.default",
+)  # fmt: skip
+def same(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """`detach` is not among these: where gradients flow it is not the identity, and where they do
+    not, canonicalisation has removed it."""
+    return context.read(node.args[0], at)
+
+
+@rule(MOVEMENT, "_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default")
+def cast(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """A change of dtype: between floating types the real number stays the same."""
+    value = context.read(node.args[0], at)
+    target = context.kind(node)
+    if target == "bool":
+        return value if value.kind == "bool" else M.ne(value, E.ZERO)
+    if target == "int" and value.kind not in ("int", "bool"):
+        return M.function("int", value)
+    return M.number(value)
+
+
+@rule(
+    MOVEMENT, "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints",
+    "unflatten.int", "view_as.default", "reshape_as.default", "squeeze.default", "squeeze.dim",
+    "squeeze.dims", "unsqueeze.default",
+)  # fmt: skip
+def view(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    source = context.shape(node.args[0])
+    return context.read(node.args[0], reindex(context.shape(node), source, at))
+
+
+def reindex(shape: Indices, source: Indices, at: Indices) -> Indices:
+    """Where element `at` of a tensor of `shape` lies in the same elements of shape `source`. Both
+    shapes are cut into the shortest groups of equal product, so that digits never mix needlessly."""
+    found: list[Expr] = []
+    i = j = 0
+    while i < len(shape) or j < len(source):
+        start_i, start_j = i, j
+        new: Expr = E.ONE
+        old: Expr = E.ONE
+        while new is not old or (i == start_i and j == start_j):
+            grow_new = _divides(new, old) and i < len(shape)
+            if new is old:
+                grow_new = i < len(shape)
+            if grow_new or j >= len(source):
+                if i >= len(shape):
+                    raise Unliftable("shapes of a view do not match")
+                new, i = M.mul(new, shape[i]), i + 1
+            else:
+                old, j = M.mul(old, source[j]), j + 1
+            if new is old:
+                break
+        found += _digits(_flat(shape[start_i:i], at[start_i:i]), source[start_j:j])
+    return tuple(found)
+
+
+def _divides(a: Expr, b: Expr) -> bool:
+    """Whether a divides b, or is the smaller number where both are numbers."""
+    if a.op == "const" and b.op == "const":
+        return bool(a.value <= b.value)
+    divisor = ranges.polynomial(a)
+    return len(divisor) == 1 and not ranges.split_multiples(ranges.polynomial(b), divisor)[1]
+
+
+def _flat(shape: Indices, at: Indices) -> Expr:
+    flat: Expr = E.ZERO
+    for extent, place in zip(shape, at, strict=True):
+        flat = M.add(M.mul(flat, extent), place)
+    return flat
+
+
+def _digits(flat: Expr, shape: Indices) -> list[Expr]:
+    digits: list[Expr] = []
+    for extent in reversed(shape):
+        if E.is_const(extent, 1):
+            digits.append(E.ZERO)
+        else:
+            digits.append(M.mod(flat, extent))
+            flat = M.floordiv(flat, extent)
+    # The leading digit needs no remainder: the index is in range.
+    for place in range(len(digits) - 1, -1, -1):
+        if not E.is_const(shape[len(digits) - 1 - place], 1):
+            digits[place] = _leading(digits[place])
+            break
+    return digits[::-1]
+
+
+def _leading(digit: Expr) -> Expr:
+    return digit.args[0] if digit.op == "mod" else digit
+
+
+@rule(
+    MOVEMENT, "transpose.int", "permute.default", "t.default", "numpy_T.default", "mT.default",
+    "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int", "adjoint.default",
+)  # fmt: skip
+def permute(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    rank = len(at)
+    name = str(node.target).split(".")[1]
+    order = list(range(rank))
+    if name in ("transpose", "swapaxes", "swapdims"):
+        a, b = (axis(int(d), rank) for d in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = b, a
+    elif name == "permute":
+        order = [axis(int(d), rank) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    elif name in ("movedim", "moveaxis"):
+        source, target = (
+            [axis(d, rank) for d in (a if isinstance(a, (list, tuple)) else [a])] for a in node.args[1:3]
+        )
+        rest = [d for d in range(rank) if d not in source]
+        for place, dim in sorted(zip(target, source, strict=True)):
+            rest.insert(place, dim)
+        order = rest
+    elif name == "numpy_T":
+        order = order[::-1]
+    else:
+        order[-2:] = order[-2:][::-1]
+    place = {dim: at[i] for i, dim in enumerate(order)}
+    return context.read(node.args[0], tuple(place[d] for d in range(rank)))
+
+
+@rule(MOVEMENT, "expand.default", "expand_as.default", "broadcast_to.default")
+def expand(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return context.read_broadcast(node.args[0], at)
+
+
+@rule(MOVEMENT, "slice.Tensor", "narrow.default")
+def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    dim = axis(argument(node, 1, "dim", 0), len(at))
+    start = argument(node, 2, "start")
+    step = 1 if "narrow" in str(node.target) else argument(node, 4, "step", 1)
+    extent = context.shape(node.args[0])[dim]
+    first = context.integer(0 if start is None else start)
+    if first.op == "const" and first.value < 0:
+        first = M.add(first, extent)
+        if extent.op == "const":
+            first = E.const(max(first.value, 0))
+        elif not ranges.is_nonnegative(ranges.polynomial(first)):
+            raise Unliftable("a slice from the end that may start before the beginning")
+    elif first.op != "const":
+        room = ranges.subtract(ranges.polynomial(extent), ranges.polynomial(first))
+        if not ranges.is_nonnegative(room) or not ranges.is_nonnegative(ranges.polynomial(first)):
+            raise Unliftable("a slice whose start may be out of range")
+    place = M.add(M.mul(at[dim], context.integer(step)), first)
+    return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+
+
+@rule(MOVEMENT, "select.int")
+def select(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    shape = context.shape(node.args[0])
+    dim = axis(argument(node, 1, "dim"), len(shape))
+    place = context.integer(argument(node, 2, "index"))
+    if place.op == "const" and place.value < 0:
+        place = M.add(place, shape[dim])
+    return context.read(node.args[0], (*at[:dim], place, *at[dim:]))
+
+
+@part_rule(
+    MOVEMENT, "split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default",
+    "unbind.int", "unsafe_split.Tensor", "tensor_split.sections", "unsafe_chunk.default",
+)  # fmt: skip
+def split(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
+    name = str(node.target).split(".")[1]
+    source = context.shape(node.args[0])
+    if name == "unbind":
+        dim = axis(argument(node, 1, "dim", 0), len(source))
+        return context.read(node.args[0], (*at[:dim], E.const(part), *at[dim:]))
+    dim = axis(argument(node, 2, "dim", 0), len(source))
+    first: Expr = E.ZERO
+    for before in range(part):
+        first = M.add(first, context.part_shape(node, before)[dim])
+    return context.read(node.args[0], (*at[:dim], M.add(at[dim], first), *at[dim + 1 :]))
+
+
+@rule(MOVEMENT, "repeat.default", "tile.default")
+def repeat(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    source = context.shape(node.args[0])
+    new = len(at) - len(source)
+    places = [
+        E.ZERO if E.is_const(extent, 1) else M.mod(place, extent)
+        for extent, place in zip(source, at[new:], strict=True)
+    ]
+    return context.read(node.args[0], tuple(places))
+
+
+@rule(MOVEMENT, "repeat_interleave.self_int")
+def repeat_interleave(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    dim = argument(node, 2, "dim")
+    times = context.integer(node.args[1])
+    source = context.shape(node.args[0])
+    if dim is None:
+        flat = M.floordiv(at[0], times)
+        return context.read(node.args[0], tuple(_digits(flat, source)))
+    dim = axis(dim, len(at))
+    return context.read(node.args[0], (*at[:dim], M.floordiv(at[dim], times), *at[dim + 1 :]))
+
+
+@rule(MOVEMENT, "flip.default")
+def flip(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    shape = context.shape(node.args[0])
+    dims = {axis(d, len(at)) for d in node.args[1]}  # type: ignore[union-attr, arg-type]
+    places = tuple(
+        M.sub(M.sub(shape[d], E.ONE), place) if d in dims else place for d, place in enumerate(at)
+    )
+    return context.read(node.args[0], places)
+
+
+@rule(MOVEMENT, "cat.default", "concat.default")
+def cat(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    tensors: Any = node.args[0]
+    dim = axis(argument(node, 1, "dim", 0), len(at))
+    pieces: list[tuple[Expr, Expr]] = []
+    first: Expr = E.ZERO
+    for tensor in tensors:
+        shape = context.shape(tensor)
+        if len(shape) == 1 and E.is_const(shape[0], 0):
+            continue
+        place = M.sub(at[dim], first)
+        first = M.add(first, shape[dim])
+        pieces.append((M.lt(at[dim], first), context.read(tensor, (*at[:dim], place, *at[dim + 1 :]))))
+    value = pieces[-1][1]
+    for condition, piece in reversed(pieces[:-1]):
+        value = M.where(condition, piece, value)
+    return value
+
+
+@rule(MOVEMENT, "stack.default")
+def stack(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    tensors: Any = node.args[0]
+    dim = axis(argument(node, 1, "dim", 0), len(at))
+    rest = (*at[:dim], *at[dim + 1 :])
+    value = context.read(tensors[-1], rest)
+    for place in range(len(tensors) - 2, -1, -1):
+        value = M.where(M.eq(at[dim], E.const(place)), context.read(tensors[place], rest), value)
+    return value
+
+
+@rule(MOVEMENT, "constant_pad_nd.default", "pad.default")
+def pad(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    if str(node.target) == "aten.pad.default" and argument(node, 2, "mode", "constant") != "constant":
+        raise Unliftable("padding other than by a constant")
+    value = argument(node, 3 if "pad.default" in str(node.target) else 2, "value", 0) or 0
+    widths: Any = node.args[1]
+    shape = context.shape(node.args[0])
+    places, inside = list(at), E.TRUE
+    for pair in range(len(widths) // 2):
+        dim = len(at) - 1 - pair
+        places[dim] = M.sub(at[dim], context.integer(widths[2 * pair]))
+        inside = M.and_(inside, M.le(E.ZERO, places[dim]), M.lt(places[dim], shape[dim]))
+    return M.where(inside, context.read(node.args[0], tuple(places)), E.const(value))
+
+
+@rule(MOVEMENT, "index.Tensor")
+def index(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """Reads at computed places. The index tensors broadcast together and stand where the first one
+    stood (in front if they are not adjacent)."""
+    source = context.shape(node.args[0])
+    picks: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    picks += [None] * (len(source) - len(picks))
+    used = [d for d, p in enumerate(picks) if p is not None]
+    if any(context.kind(picks[d]) == "bool" for d in used):
+        raise Unliftable("indexing with a boolean mask has a data-dependent size")
+    rank = max(len(context.shape(picks[d])) for d in used)
+    start = used[0] if used[-1] - used[0] == len(used) - 1 else 0
+    picked, others = at[start : start + rank], iter((*at[:start], *at[start + rank :]))
+    places = []
+    for d, pick in enumerate(picks):
+        if pick is None:
+            places.append(next(others))
+        else:
+            places.append(wrapped(context.read_broadcast(pick, picked), source[d]))
+    return context.read(node.args[0], tuple(places))
+
+
+def wrapped(place: Expr, extent: Expr) -> Expr:
+    """A computed index; negative ones count from the end. A read of data may be either."""
+    if place.kind != "int":
+        raise Unliftable("an index that is no integer")
+    low, _ = ranges.bounds(ranges.polynomial(place))
+    if low is not None and ranges.is_nonnegative(low):
+        return place
+    return M.where(M.lt(place, E.ZERO), M.add(place, extent), place)
+
+
+@rule(MOVEMENT, "index_select.default")
+def index_select(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    dim = axis(argument(node, 1, "dim"), len(at))
+    place = context.read(node.args[2], (at[dim],))
+    return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+
+
+@rule(MOVEMENT, "embedding.default")
+def embedding(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return context.read(node.args[0], (context.read(node.args[1], at[:-1]), at[-1]))
+
+
+@rule(MOVEMENT, "gather.default")
+def gather(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    dim = axis(argument(node, 1, "dim"), len(at))
+    place = context.read(node.args[2], at)
+    return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+
+
+@rule(MOVEMENT, "diff.default")
+def diff(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """Neighbouring differences, with one element put in front if asked."""
+    dim = axis(argument(node, 2, "dim", -1), len(at))
+    before, after = argument(node, 3, "prepend"), argument(node, 4, "append")
+    if argument(node, 1, "n", 1) != 1 or after is not None:
+        raise Unliftable("differences of higher order")
+
+    def element(place: Expr) -> Expr:
+        if before is None:
+            return M.number(context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :])))
+        width = context.shape(before)[dim]
+        inner = context.read(node.args[0], (*at[:dim], M.sub(place, width), *at[dim + 1 :]))
+        outer = context.read(before, (*at[:dim], place, *at[dim + 1 :]))
+        return M.where(M.lt(place, width), outer, inner)
+
+    return M.sub(element(M.add(at[dim], E.ONE)), element(at[dim]))

@@ -1,0 +1,175 @@
+"""Rules of pointwise ops: arithmetic, comparisons, selections, functions of one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
+from attngraph.meaning.rules.movement import argument
+
+POINTWISE = Category.POINTWISE
+
+
+def operand(context: Meaning, value: Any, at: Indices) -> Expr:
+    """An operand of a pointwise op: a tensor read where it broadcasts to, or a number."""
+    return context.read_broadcast(value, at) if context.is_tensor(value) else context.scalar(value)
+
+
+def _register(names: tuple[str, ...], build: Callable[..., Expr], count: int) -> None:
+    def element(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+        return build(*(operand(context, value, at) for value in node.args[:count]))
+
+    rule(POINTWISE, *names)(element)
+
+
+def _names(*names: str) -> tuple[str, ...]:
+    return tuple(f"{n}.{overload}" for n in names for overload in ("Tensor", "Scalar"))
+
+
+def _bitwise(junction: Callable[..., Expr]) -> Callable[[Expr, Expr], Expr]:
+    def build(a: Expr, b: Expr) -> Expr:
+        if a.kind != "bool" or b.kind != "bool":
+            raise Unliftable("bitwise operation on integers")
+        return junction(a, b)
+
+    return build
+
+
+def _truth(value: Expr) -> Expr:
+    return value if value.kind == "bool" else M.ne(value, E.ZERO)
+
+
+def _invert(value: Expr) -> Expr:
+    return M.not_(value) if value.kind == "bool" else M.sub(E.const(-1), value)
+
+
+def _maximum(a: Expr, b: Expr) -> Expr:
+    return M.function("max", a, b)
+
+
+def _minimum(a: Expr, b: Expr) -> Expr:
+    return M.function("min", a, b)
+
+
+def _unary(name: str) -> Callable[[Expr], Expr]:
+    return lambda x: M.function(name, x)
+
+
+for _name in ("tanh", "sigmoid", "sin", "cos", "erf", "log2", "sign", "floor", "ceil", "trunc"):
+    _register((f"{_name}.default",), _unary(_name), 1)
+_register(("exp.default",), M.exp, 1)
+_register(("exp2.default",), lambda x: M.exp(M.mul(E.const(math.log(2)), x)), 1)
+_register(("log.default",), M.log, 1)
+_register(("sqrt.default",), _unary("sqrt"), 1)
+_register(("rsqrt.default",), lambda x: M.recip(M.function("sqrt", x)), 1)
+_register(("reciprocal.default",), M.recip, 1)
+_register(("neg.default",), M.neg, 1)
+_register(("abs.default",), M.absolute, 1)
+_register(("square.default",), lambda x: M.mul(x, x), 1)
+_register(("relu.default",), lambda x: _maximum(x, E.ZERO), 1)
+_register(("isnan.default",), lambda x: E.make("isnan", (x,), None, "bool"), 1)
+_register(("logical_not.default",), lambda x: M.not_(_truth(x)), 1)
+_register(("bitwise_not.default",), _invert, 1)
+_register(_names("mul"), M.mul, 2)
+_register((*_names("pow"), "pow.Tensor_Scalar", "pow.Tensor_Tensor"), M.power, 2)
+_register(_names("eq"), M.eq, 2)
+_register(_names("ne"), M.ne, 2)
+_register(_names("le"), M.le, 2)
+_register(_names("lt"), M.lt, 2)
+_register(_names("ge"), lambda a, b: M.le(b, a), 2)
+_register(_names("gt"), lambda a, b: M.lt(b, a), 2)
+_register(_names("remainder"), M.mod, 2)
+_register(("floor_divide.default", "floor_divide.Scalar"), M.floordiv, 2)
+_register(("maximum.default", "max.other"), _maximum, 2)
+_register(("minimum.default", "min.other"), _minimum, 2)
+_register(("clamp_min.default", "clamp_min.Tensor"), _maximum, 2)
+_register(("clamp_max.default", "clamp_max.Tensor"), _minimum, 2)
+_register(("logical_and.default",), lambda a, b: M.and_(_truth(a), _truth(b)), 2)
+_register(("logical_or.default",), lambda a, b: M.or_(_truth(a), _truth(b)), 2)
+_register(
+    ("logical_xor.default",), lambda a, b: M.where(_truth(a), M.not_(_truth(b)), _truth(b)), 2
+)
+_register((*_names("bitwise_and", "__and__"),), _bitwise(M.and_), 2)
+_register((*_names("bitwise_or", "__or__"),), _bitwise(M.or_), 2)
+_register(
+    (*_names("bitwise_xor", "__xor__"),), _bitwise(lambda a, b: M.where(a, M.not_(b), b)), 2
+)
+_register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
+_register(
+    ("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3
+)
+_register(("outer.default",), M.mul, 2)
+
+
+@rule(POINTWISE, *_names("add", "sub", "rsub"))
+def add(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    a, b = (M.number(operand(context, x, at)) for x in node.args[:2])
+    if str(node.target).startswith("aten.rsub"):
+        a, b = b, a
+    factor = context.scalar(argument(node, 2, "alpha", 1))
+    if str(node.target).startswith("aten.rsub"):
+        return M.sub(a, M.mul(factor, b))
+    return M.add(a, M.mul(factor, b)) if "add" in str(node.target) else M.sub(a, M.mul(factor, b))
+
+
+@rule(POINTWISE, *_names("div"), "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor")
+def div(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    a, b = (operand(context, x, at) for x in node.args[:2])
+    mode = node.kwargs.get("rounding_mode")
+    if mode == "floor":
+        return M.floordiv(a, b)
+    return M.function("trunc", M.div(a, b)) if mode == "trunc" else M.div(a, b)
+
+
+@rule(POINTWISE, "clamp.default", "clamp.Tensor")
+def clamp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    value = operand(context, node.args[0], at)
+    low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    if low is not None:
+        value = _maximum(value, operand(context, low, at))
+    return value if high is None else _minimum(value, operand(context, high, at))
+
+
+@rule(POINTWISE, "nan_to_num.default")
+def nan_to_num(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """NaN becomes a number. Infinities, which it also replaces, are kept: a rule may only be used
+    where its operand is never infinite, which holds for softmax weights."""
+    value = operand(context, node.args[0], at)
+    fill = argument(node, 1, "nan") or 0.0
+    return M.where(E.make("isnan", (value,), None, "bool"), E.const(float(fill)), value)
+
+
+@rule(POINTWISE, "dropout.default")
+def dropout(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    value = operand(context, node.args[0], at)
+    rate = float(argument(node, 1, "p", 0.5))
+    if not argument(node, 2, "train", False) or rate == 0:
+        return value
+    return dropped(node, value, rate, at)
+
+
+@part_rule(POINTWISE, "native_dropout.default")
+def native_dropout(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
+    rate = float(argument(node, 1, "p", 0.5))
+    train = argument(node, 2, "train", True)
+    if part != 0:
+        raise Unliftable("the mask of a dropout")
+    value = operand(context, node.args[0], at)
+    return value if train is False or rate == 0 else dropped(node, value, rate, at)
+
+
+def dropped(node: fx.Node, value: Expr, rate: float, at: Indices) -> Expr:
+    """Dropout in training: zero with probability `rate`, else scaled up. The random number is one
+    of this node's own, counted by the element's indices."""
+    number = E.make("random", at, node, "float")
+    if rate >= 1:
+        return E.const(0.0)
+    return M.where(E.make("le", (E.const(rate), number), None, "bool"), M.mul(E.const(1 / (1 - rate)), value), E.const(0.0))

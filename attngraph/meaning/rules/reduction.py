@@ -1,0 +1,120 @@
+"""Rules of reductions: sums, means, maxima, and the softmax family in terms of exp and sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
+from attngraph.meaning.rules.movement import argument, axis
+
+REDUCTION = Category.REDUCTION
+
+
+def _open(
+    context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices
+) -> tuple[list[Expr], Expr]:
+    """The summation variables of a reduction, and the operand's element under them."""
+    shape = context.shape(source)
+    rank = len(shape)
+    if dims is None or dims == []:
+        chosen = list(range(rank))
+    else:
+        chosen = [axis(d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    outer = iter(at)
+    variables, places = [], []
+    for d in range(rank):
+        if d in chosen:
+            variables.append(context.fresh(shape[d]))
+            places.append(variables[-1])
+            if keepdim:
+                next(outer)
+        else:
+            places.append(next(outer))
+    return variables, M.number(context.read(source, tuple(places)))
+
+
+@rule(REDUCTION, "sum.default", "sum.dim_IntList", "mean.default", "mean.dim")
+def total(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    dims, keepdim = argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
+    variables, value = _open(context, node.args[0], dims, keepdim, at)
+    for variable in variables:
+        value = M.total(variable, value)
+    if "mean" in str(node.target):
+        value = M.mul(value, *(M.recip(v.args[0]) for v in variables))
+    return value
+
+
+def _extreme(
+    context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices, binder: str
+) -> Expr:
+    variables, value = _open(context, source, dims, keepdim, at)
+    for variable in variables:
+        if variable in value.free:
+            value = E.make(binder, (variable, value), None, value.kind)
+    return value
+
+
+@rule(REDUCTION, "amax.default", "amin.default")
+def extreme(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    dims, keepdim = argument(node, 1, "dim", []), argument(node, 2, "keepdim", False)
+    binder = "amax" if "amax" in str(node.target) else "amin"
+    return _extreme(context, node.args[0], dims, keepdim, at, binder)
+
+
+@rule(REDUCTION, "max.default", "min.default")
+def extreme_of_all(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return _extreme(context, node.args[0], [], False, at, "amax" if "max" in str(node.target) else "amin")
+
+
+@part_rule(REDUCTION, "max.dim", "min.dim")
+def extreme_with_place(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
+    if part != 0:
+        raise Unliftable("the place of a maximum")
+    binder = "amax" if "max" in str(node.target) else "amin"
+    return _extreme(context, node.args[0], node.args[1], argument(node, 2, "keepdim", False), at, binder)
+
+
+@rule(REDUCTION, "logsumexp.default")
+def logsumexp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    variables, value = _open(context, node.args[0], node.args[1], argument(node, 2, "keepdim", False), at)
+    value = M.exp(value)
+    for variable in variables:
+        value = M.total(variable, value)
+    return M.log(value)
+
+
+SOFTMAX = ("softmax.int", "_softmax.default", "special_softmax.int", "_safe_softmax.default")
+LOG_SOFTMAX = ("log_softmax.int", "_log_softmax.default", "special_log_softmax.int")
+
+
+@rule(REDUCTION, *SOFTMAX, *LOG_SOFTMAX)
+def softmax(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """exp(a) / sum of exp(a) along one dimension (Bridle, 1990), or its logarithm."""
+    dim = axis(int(node.args[1]), len(at))  # type: ignore[arg-type]
+    if "log_softmax" in str(node.target):
+        value = M.number(context.read(node.args[0], at))
+        return M.sub(value, M.log(normaliser(context, node.args[0], dim, at)))
+    weight = M.mul(
+        M.exp(M.number(context.read(node.args[0], at))),
+        M.recip(normaliser(context, node.args[0], dim, at)),
+    )
+    if "_safe_softmax" in str(node.target):
+        return zero_where_nan(weight)
+    return weight
+
+
+def normaliser(context: Meaning, source: Any, dim: int, at: Indices) -> Expr:
+    place = context.fresh(context.shape(source)[dim])
+    value = M.number(context.read(source, (*at[:dim], place, *at[dim + 1 :])))
+    return M.total(place, M.exp(value))
+
+
+def zero_where_nan(weight: Expr) -> Expr:
+    """A softmax that gives zeros, not NaN, where every score is minus infinity."""
+    return M.where(E.make("isnan", (weight,), None, "bool"), E.const(0.0), weight)

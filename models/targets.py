@@ -1,0 +1,113 @@
+"""Models by name for the command line: each function gives `(model, example inputs)`.
+
+    attngraph compile attngraph.models.targets:decoder_lm
+
+Every target takes `batch` and `tokens` by keyword, is in eval mode on the CPU in float32, has
+weights drawn from a fixed seed (the caller's random state is left as it was), and comes with bytes
+of real text. Call the model as `model(*inputs)`.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.models.encoder import PADDING_ID, Encoder, EncoderConfig
+from attngraph.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+from attngraph.models.text import byte_batch
+
+Target = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Inside, PyTorch's CPU random numbers start from `seed`; afterwards they go on as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def ragged_padding(batch: int, tokens: int) -> Tensor:
+    """Padding of a batch of unequal lengths: bool `[batch, tokens]`, True at padding.
+
+    Row b lacks (b % 4) eighths of its tokens, so the first row is always full.
+    """
+    lengths = torch.tensor([tokens - (row % 4) * tokens // 8 for row in range(batch)])
+    return torch.arange(tokens) >= lengths[:, None]
+
+
+def decoder_lm(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """The plain decoder-only model: 12 layers, width 768, 12 heads. Input: ids `[B, T]`."""
+    with seeded():
+        model = DecoderLM(DecoderLMConfig(max_tokens=max(1024, tokens)))
+    return model.eval(), (byte_batch(batch, tokens),)
+
+
+def tiny_decoder_lm(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """The plain decoder-only model, for docs and tests: 2 layers, width 64, 4 heads."""
+    config = DecoderLMConfig(layers=2, width=64, heads=4, max_tokens=max(1024, tokens))
+    with seeded():
+        model = DecoderLM(config)
+    return model.eval(), (byte_batch(batch, tokens),)
+
+
+def modern_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """RMSNorm, RoPE, 12 query heads over 4, SwiGLU: 12 layers, width 768. Input: ids `[B, T]`."""
+    with seeded():
+        model = ModernDecoder(ModernDecoderConfig())
+    return model.eval(), (byte_batch(batch, tokens),)
+
+
+def bert(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """The BERT base encoder over a ragged batch. Inputs: ids `[B, T]`, keep bool `[B, T]`."""
+    with seeded():
+        model = Encoder(EncoderConfig(max_tokens=max(512, tokens)))
+    padding = ragged_padding(batch, tokens)
+    ids = byte_batch(batch, tokens).masked_fill(padding, PADDING_ID)
+    return model.eval(), (ids, ~padding)
+
+
+def encoder_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """The base Transformer, `tokens` on both sides.
+
+    Inputs: source and target ids `[B, T]`, then their padding masks, bool `[B, T]`.
+    """
+    with seeded():
+        model = EncoderDecoder(EncoderDecoderConfig(max_tokens=max(1024, tokens)))
+    source, target = byte_batch(batch, tokens), byte_batch(batch, tokens, seed=1)
+    padding = ragged_padding(batch, tokens)
+    return model.eval(), (source, target, padding, padding.flip(0).clone())
+
+
+def gpt2(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """Stock GPT-2 small from transformers, eager attention, random weights, no cache.
+
+    Input: ids `[B, T]`, bytes in a vocabulary of 50257. Raises ModuleNotFoundError where
+    transformers is not installed.
+    """
+    transformers = import_transformers()
+    config = transformers.GPT2Config(
+        attn_implementation="eager", use_cache=False, n_positions=max(1024, tokens)
+    )
+    with seeded():
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model.eval(), (byte_batch(batch, tokens),)
+
+
+def import_transformers() -> Any:
+    """The transformers package, which is imported only when a target needs it."""
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModuleNotFoundError(
+            "this target is a model of the transformers package, which is not installed: "
+            'pip install "attngraph[transformers]"',
+            name="transformers",
+        ) from error

@@ -1,0 +1,171 @@
+"""The modern decoder equals stock Llama on the same weights; rotations are rotations."""
+
+import cmath
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from attngraph.models.grouped_attention import SharingSpelling
+from attngraph.models.modern_decoder import (
+    ModernDecoder,
+    ModernDecoderConfig,
+    RMSNorm,
+    RotaryLayout,
+    rotary_angles,
+    rotate_half,
+    rotate_interleaved,
+)
+from attngraph.models.text import byte_batch
+
+SMALL = ModernDecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_width=6, hidden=24)
+LAYOUTS = get_args(RotaryLayout)
+ROTATIONS = [rotate_interleaved, rotate_half]
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def positions(start: float, count: int) -> Tensor:
+    return start + torch.arange(count, dtype=torch.float64)
+
+
+def test_logits_equal_those_of_transformers_llama_with_the_same_weights() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-6,
+        attn_implementation="eager", use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    ours = ModernDecoder(SMALL).eval()
+    weights = {
+        "embedding.weight": theirs.model.embed_tokens.weight,
+        "norm.gain": theirs.model.norm.weight,
+        "head.weight": theirs.lm_head.weight,
+    }
+    for i, layer in enumerate(theirs.model.layers):
+        weights |= {
+            f"blocks.{i}.attention_norm.gain": layer.input_layernorm.weight,
+            f"blocks.{i}.attention.query.weight": layer.self_attn.q_proj.weight,
+            f"blocks.{i}.attention.key.weight": layer.self_attn.k_proj.weight,
+            f"blocks.{i}.attention.value.weight": layer.self_attn.v_proj.weight,
+            f"blocks.{i}.attention.project.weight": layer.self_attn.o_proj.weight,
+            f"blocks.{i}.feed_forward_norm.gain": layer.post_attention_layernorm.weight,
+            f"blocks.{i}.feed_forward.gate.weight": layer.mlp.gate_proj.weight,
+            f"blocks.{i}.feed_forward.up.weight": layer.mlp.up_proj.weight,
+            f"blocks.{i}.feed_forward.down.weight": layer.mlp.down_proj.weight,
+        }
+    for tensor in weights.values():
+        torch.nn.init.normal_(tensor, std=0.3)
+    ours.load_state_dict(weights)
+    ids = byte_batch(2, 11)
+    # Llama takes its norms and softmax in float32 whatever the weights are, so float32 it is.
+    assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_rotating_is_multiplying_pairs_by_unit_complex_numbers() -> None:
+    x = rand(5, 6)
+    angles = rotary_angles(positions(0, 5), 6)
+    interleaved, half = rotate_interleaved(x, angles), rotate_half(x, angles)
+    for p in range(5):
+        for i in range(3):
+            turn = cmath.exp(1j * p * 10000 ** (-2 * i / 6))
+            paper = complex(x[p, 2 * i], x[p, 2 * i + 1]) * turn
+            assert complex(interleaved[p, 2 * i], interleaved[p, 2 * i + 1]) == pytest.approx(paper)
+            checkpoint = complex(x[p, i], x[p, i + 3]) * turn
+            assert complex(half[p, i], half[p, i + 3]) == pytest.approx(checkpoint)
+
+
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_rotary_scores_depend_on_position_differences_only(
+    rotate: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    query, key = rand(7, 6), rand(7, 6)
+
+    def scores(start: float) -> Tensor:
+        angles = rotary_angles(positions(start, 7), 6)
+        return rotate(query, angles) @ rotate(key, angles).T
+
+    assert_close(scores(1000.0), scores(0.0), rtol=0, atol=1e-11)
+    assert not torch.allclose(scores(0.0), query @ key.T)
+
+
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_rotation_keeps_lengths(rotate: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x = rand(2, 3, 7, 6)
+    assert_close(rotate(x, rotary_angles(positions(3, 7), 6)).norm(dim=-1), x.norm(dim=-1))
+
+
+def test_the_two_rotary_layouts_differ_by_a_permutation_of_the_projections() -> None:
+    half = ModernDecoder(replace(SMALL, rotary="half")).double()
+    interleaved = ModernDecoder(replace(SMALL, rotary="interleaved")).double()
+    weights = half.state_dict()
+    ids = byte_batch(2, 11)
+    interleaved.load_state_dict(weights)
+    assert not torch.allclose(interleaved(ids), half(ids))
+    for name, weight in weights.items():
+        if name.endswith(("query.weight", "key.weight")):
+            heads = weight.unflatten(0, (-1, 2, 3))  # [heads, first or second of a pair, pair, C]
+            weights[name] = heads.transpose(1, 2).flatten(0, 2)
+    interleaved.load_state_dict(weights)
+    assert_close(interleaved(ids), half(ids))
+
+
+def test_rms_norm_divides_by_the_root_mean_square() -> None:
+    norm, x = RMSNorm(6, 1e-6).double(), rand(5, 6)
+    torch.nn.init.normal_(norm.gain)
+    gain = norm.gain.tolist()
+    expected = [
+        [
+            g * v / (sum(u * u for u in row) / 6 + 1e-6) ** 0.5
+            for g, v in zip(gain, row, strict=True)
+        ]
+        for row in x.tolist()
+    ]
+    assert_close(norm(x), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_at_t_do_not_move_when_a_later_token_changes(layout: RotaryLayout) -> None:
+    model, ids = ModernDecoder(replace(SMALL, rotary=layout)).double(), byte_batch(2, 12)
+    changed = ids.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 256
+    before, after = model(ids), model(changed)
+    assert_close(after[:, :7], before[:, :7], rtol=0, atol=0)
+    assert (after[:, 7:] != before[:, 7:]).any(dim=-1).all()
+
+
+def test_the_three_spellings_of_shared_heads_give_the_same_logits() -> None:
+    ids, results = byte_batch(2, 9), []
+    weights = ModernDecoder(SMALL).double().state_dict()
+    for spelling in get_args(SharingSpelling):
+        model = ModernDecoder(replace(SMALL, sharing=spelling)).double()
+        model.load_state_dict(weights)
+        results.append(model(ids))
+    assert_close(results[1], results[0])
+    assert_close(results[2], results[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loss_is_a_scalar_and_gradients_are_finite(layout: RotaryLayout) -> None:
+    model, window = ModernDecoder(replace(SMALL, rotary=layout)), byte_batch(2, 9)
+    logits, loss = model(window[:, :-1], window[:, 1:])
+    assert logits.shape == (2, 8, 256)
+    assert_close(loss, -logits.log_softmax(-1).gather(2, window[:, 1:, None]).mean())
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_impossible_sizes_are_errors_that_say_what_to_change() -> None:
+    with pytest.raises(ValueError, match="heads must be a multiple of kv_heads"):
+        ModernDecoderConfig(heads=6, kv_heads=4)
+    with pytest.raises(ValueError, match="must be even"):
+        ModernDecoderConfig(head_width=5)
