@@ -70,6 +70,11 @@ class Keep:
     predicate: Expr
     fill: Expr = E.NEG_INF
 
+    @property
+    def is_hard(self) -> bool:
+        """Whether what is not kept gets no weight at all, whatever the scores are."""
+        return self.fill is E.NEG_INF
+
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
@@ -138,9 +143,42 @@ class ScoreProgram:
         nodes = [n for e in self.expressions for n in E.walk(e) if n.op == "size"]
         return max((int(n.value[1:]) + 1 for n in nodes), default=0)
 
+    @functools.cached_property
+    def scale(self) -> float | None:
+        """The factor c where scores are c * dot and nothing else before masking, else None."""
+        statements = self.statements
+        later = self.expressions
+        value = DOT
+        if statements and isinstance(statements[0], Score):
+            value, later = statements[0].value, later[1:]
+        if any(isinstance(s, Score) for s in statements[1:]) or any(
+            n is DOT for e in later for n in E.walk(e)
+        ):
+            return None
+        if value is DOT:
+            return 1.0
+        if value.op in ("mul", "div") and DOT in value.args:
+            other = value.args[1 if value.args[0] is DOT else 0]
+            if other.op == "const" and (value.op == "mul" or value.args[0] is DOT):
+                found = float(other.value)
+                return found if value.op == "mul" else 1.0 / found if found else None
+        return None
+
+    @functools.cached_property
+    def without_scale(self) -> ScoreProgram:
+        """The program for a q that was multiplied by `scale` beforehand (itself if there is none)."""
+        if self.scale is None or not self.statements or not isinstance(self.statements[0], Score):
+            return self
+        return ScoreProgram(self.statements[1:])
+
     @property
     def keeps(self) -> tuple[Keep, ...]:
         return tuple(s for s in self.statements if isinstance(s, Keep))
+
+    @functools.cached_property
+    def changes_weights(self) -> bool:
+        """Whether anything is done to the weights after the softmax."""
+        return any(isinstance(s, Weight) for s in self.statements)
 
     @property
     def sink(self) -> Expr | None:

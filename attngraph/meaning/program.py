@@ -4,14 +4,13 @@ canonical forms turned back into what a person would write."""
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from torch import fx
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import operation
-from attngraph.ir.score import DOT, INDICES, SCORE, WEIGHT, Keep, Score, ScoreProgram, Sink, Statement, Weight
+from attngraph.ir.score import INDICES, SCORE, WEIGHT, Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.meaning import simplify as M
 
 LARGE_FILL = -1000.0
@@ -192,8 +191,8 @@ class _Writer:
 
     def _product(self, node: Expr) -> Expr:
         factor, rest = M.coefficient(node)
-        over = [f.args[0] for f in M_factors(rest) if f.op == "recip"]
-        under = [f for f in M_factors(rest) if f.op != "recip"]
+        over = [f.args[0] for f in _factors(rest) if f.op == "recip"]
+        under = [f for f in _factors(rest) if f.op != "recip"]
         parts = [self.write(f) for f in sorted(under, key=_term_key)]
         if factor == -1 and parts:
             parts[0] = operation("neg", parts[0])
@@ -207,7 +206,7 @@ class _Writer:
         return whole
 
 
-def M_factors(node: Expr) -> tuple[Expr, ...]:
+def _factors(node: Expr) -> tuple[Expr, ...]:
     return node.args if node.op == "mul" else (node,)
 
 
@@ -234,24 +233,3 @@ def _term_key(node: Expr) -> tuple[int, int, int, str]:
     negative = int(M.coefficient(node)[0] < 0)
     variables = sorted(INDICES.index(v.value) for v in node.free if v.value in INDICES)
     return (rank, negative, -variables[-1] if variables else 0, _shape_key(node))
-
-
-def scale_of(program: ScoreProgram) -> float | None:
-    """The factor c where the program's scores are c * dot and nothing else before masking."""
-    scores = [s for s in program.statements if isinstance(s, Score)]
-    if not scores:
-        return 1.0
-    if len(scores) > 1:
-        return None
-    value = scores[0].value
-    if value is DOT:
-        return 1.0
-    if value.op == "mul" and value.args[1] is DOT and value.args[0].op == "const":
-        return float(value.args[0].value)
-    if value.op == "div" and value.args[0] is DOT and value.args[1].op == "const":
-        return 1.0 / float(value.args[1].value)
-    return None
-
-
-def is_finite(value: float) -> bool:
-    return math.isfinite(value)

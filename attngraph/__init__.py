@@ -1,0 +1,1 @@
+"""attngraph: a compiler for attention."""

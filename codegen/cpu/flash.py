@@ -1,0 +1,117 @@
+"""ATen's flash attention for CPUs: one pass over K and V, nothing of size Sq x Skv in memory.
+
+Serves scores that are a multiple of the dot, unmasked or causal. A causal mask with a finite fill is
+served too: the kernel's log-sum-exp shows afterwards whether the fill really hid what it stands for,
+and where it did not the tiled kernel computes the answer instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import soft
+from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.ir import kernels
+from attngraph.ir.kernels import Operands
+from attngraph.ir.parser import parse
+from attngraph.ir.score import Keep, ScoreProgram
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CAUSAL = parse("keep k <= q").keeps[0].predicate
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Flash:
+    """`cpu.flash`. Grouped heads are served one group member at a time, so that keys and values are
+    never repeated in memory."""
+
+    name = "cpu.flash"
+
+    def __init__(self) -> None:
+        self._otherwise = Tiled()
+
+    def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
+        q, _, v = operands
+        if q.device.type != "cpu":
+            return f"runs on the CPU, the tensors are on {q.device.type}"
+        if q.dtype not in _DTYPES:
+            return f"no dtype {q.dtype}"
+        if q.shape[3] != v.shape[3]:
+            return "keys and values differ in width"
+        if program.sink is not None or program.changes_weights:
+            return "weights are more than a softmax of the scores"
+        if program.scale is None:
+            return "scores are more than a multiple of the dot"
+        rest = program.without_scale.statements
+        if any(not isinstance(s, Keep) or s.predicate is not _CAUSAL for s in rest) or len(rest) > 1:
+            return "the mask is not plainly causal"
+        return None
+
+    def forward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = operands
+        if min(*q.shape, *k.shape) == 0:
+            return self._otherwise.forward(program, operands, reads, sizes)
+        causal = bool(program.keeps)
+        members = [
+            _forward(member, k, v, 0.0, causal, scale=program.scale) for member in _members(q, k)
+        ]
+        out = _join([m[0] for m in members], q)
+        lse = _join([m[1] for m in members], q)
+        if not self._fill_hides(program, q, k, lse, sizes):
+            return self._otherwise.forward(program, operands, reads, sizes)
+        return out, lse
+
+    def backward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
+        q, k, v = operands
+        out, lse = results
+        served = (
+            min(*q.shape, *k.shape) > 0
+            and not bool(grads[1].any())
+            and self._fill_hides(program, q, k, lse, sizes)
+        )
+        if not served:
+            return self._otherwise.backward(program, operands, reads, sizes, results, grads)
+        causal = bool(program.keeps)
+        parts = zip(_members(grads[0], k), _members(q, k), _members(out, k), _members(lse, k), strict=True)
+        found = [
+            _backward(g.contiguous(), m, k, v, o, s.contiguous(), 0.0, causal, scale=program.scale)
+            for g, m, o, s in parts
+        ]
+        grad_k, grad_v = found[0][1], found[0][2]
+        for _, more_k, more_v in found[1:]:
+            grad_k, grad_v = grad_k + more_k, grad_v + more_v
+        none: list[Tensor | None] = [None] * len(reads)
+        for place, read in enumerate(reads):
+            if read.is_floating_point():
+                none[place] = torch.zeros_like(read)
+        return [_join([f[0] for f in found], q), grad_k, grad_v, *none]
+
+    def _fill_hides(
+        self, program: ScoreProgram, q: Tensor, k: Tensor, lse: Tensor, sizes: Sequence[int]
+    ) -> bool:
+        """A row's best score is at least its log-sum-exp less the logarithm of the number of keys."""
+        if not soft.has_finite_fill(program):
+            return True
+        lowest = float(lse.amin()) - math.log(k.shape[2])
+        dtype = kernels.accumulation_dtype(q.dtype)
+        return soft.hides(program, lowest, soft.largest_dot(q, k), tuple(sizes), dtype)
+
+
+def _members(tensor: Tensor, k: Tensor) -> list[Tensor]:
+    """`[B, Hq, ...]` as one tensor `[B, Hkv, ...]` per member of a head group."""
+    group = tensor.shape[1] // k.shape[1]
+    return [tensor] if group == 1 else [tensor[:, member::group] for member in range(group)]
+
+
+def _join(parts: list[Tensor], q: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)

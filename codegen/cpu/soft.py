@@ -1,0 +1,41 @@
+"""When a finite fill hides a key completely.
+
+A model that masks with -1e9 or with the smallest float does not say "no weight"; it says "a weight
+that is zero in practice". Whether it is zero depends on the scores, so it is found out while running:
+if the best kept score of every row is so far above every hidden score that the exponential of the
+difference underflows to exactly zero, the hidden keys need not be looked at. If not, they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.score import ScoreProgram
+from attngraph.meaning import tiles
+
+_UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
+"""exp(-x) is exactly zero from here on: log of half the smallest subnormal number, rounded up."""
+
+
+def has_finite_fill(program: ScoreProgram) -> bool:
+    return any(not keep.is_hard for keep in program.keeps)
+
+
+def largest_dot(q: Tensor, k: Tensor) -> float:
+    """A bound of |q . k| over all pairs, by Cauchy and Schwarz; infinite if anything is not finite."""
+    bound = torch.linalg.vector_norm(q, dim=-1).amax() * torch.linalg.vector_norm(k, dim=-1).amax()
+    value = float(bound)
+    return value if value == value else float("inf")
+
+
+def hides(program: ScoreProgram, lowest_top: float, dot: float, sizes: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether keys behind a finite fill get a weight of exactly zero in every row.
+
+    Args:
+        lowest_top: a bound from below, over all rows, of the row's best score among kept keys.
+        dot: a bound of |dot|. dtype: the accumulation dtype.
+    """
+    if lowest_top != lowest_top:
+        return False
+    return lowest_top - tiles.hidden_below(program, dot, sizes) > _UNDERFLOW[dtype]

@@ -1,0 +1,163 @@
+"""Attention by blocks of queries in plain PyTorch: any program, memory linear in the tokens.
+
+For each block of queries only the runs of keys that the mask does not empty are looked at, and the
+predicate is evaluated only where it is undecided (`meaning/tiles.py`). The whole row of a block is at
+hand, so the softmax needs no running maximum. The backward pass recomputes a block's scores and lets
+autograd differentiate them, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import soft
+from attngraph.ir import kernels
+from attngraph.ir.evaluate import Tile
+from attngraph.ir.kernels import Operands
+from attngraph.ir.score import ScoreProgram
+from attngraph.meaning import tiles
+from attngraph.meaning.tiles import Run
+
+BLOCK = 64
+"""Queries of a block, and keys of a step in which masks are classified."""
+SCORES = 1 << 22
+"""Scores held at once, about: batches are taken apart to stay below (4 MiB x 4 bytes)."""
+
+
+class Tiled:
+    """`cpu.tiled`. Plain tensor operations, so it serves any device."""
+
+    name = "cpu.tiled"
+
+    def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
+        return None
+
+    def forward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = operands
+        if min(*q.shape, *k.shape, v.shape[3]) == 0:
+            return kernels.KERNELS["reference"].forward(program, operands, reads, sizes)
+        dtype = kernels.accumulation_dtype(q.dtype)
+        work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
+        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        for tile in work.tiles():
+            part, part_lse = work.attend(tile)
+            place = (slice(*tile.b), slice(None), slice(*tile.q))
+            out[place], lse[place] = part, part_lse
+        return out, lse
+
+    def backward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
+        q, k, v = operands
+        if min(*q.shape, *k.shape, v.shape[3]) == 0:
+            reference = kernels.KERNELS["reference"]
+            return reference.backward(program, operands, reads, sizes, results, grads)
+        dtype = kernels.accumulation_dtype(q.dtype)
+        work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
+        totals: list[Tensor | None] = [
+            torch.zeros_like(t) if t.is_floating_point() else None for t in (work.q, work.k, work.v, *reads)
+        ]
+        for tile in work.tiles():
+            work.add_gradients(tile, (grads[0], grads[1]), totals)
+        inputs = (q, k, v, *reads)
+        return [t if t is None else t.to(like.dtype) for t, like in zip(totals, inputs, strict=True)]
+
+
+class _Work:
+    """One call: the operands in the accumulation dtype, and how a block is computed."""
+
+    def __init__(
+        self, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor],
+        sizes: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.scale = 1.0 if program.scale is None else program.scale
+        self.program = program.without_scale
+        self.q, self.k, self.v, self.reads, self.sizes = q, k, v, reads, sizes
+        self.soft = soft.has_finite_fill(self.program)
+        self.dot = abs(self.scale) * soft.largest_dot(q, k) if self.soft else 0.0
+
+    def tiles(self) -> Iterator[Tile]:
+        b, h, sq, _ = self.q.shape
+        keys = self.k.shape[2]
+        batches = max(1, min(b, SCORES // (h * BLOCK * keys)))
+        for b0 in range(0, b, batches):
+            for q0 in range(0, sq, BLOCK):
+                yield Tile((b0, min(b0 + batches, b)), (0, h), (q0, min(q0 + BLOCK, sq)), (0, keys))
+
+    def attend(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
+        for softly in (True, False) if self.soft else (False,):
+            runs = self._runs(tile, softly)
+            out, lse = kernels.attend(self.program, q, [self._part(tile, run) for run in runs])
+            if not softly or self._hidden(lse, runs):
+                return out, lse
+        raise AssertionError("unreachable")
+
+    def _runs(self, tile: Tile, softly: bool) -> tuple[Run, ...]:
+        keys = tile.k[1]
+        found = tiles.runs(self.program, tile.b, tile.h, tile.q, keys, BLOCK, self.sizes, softly)
+        # Where nothing at all is kept, one step shows what the model makes of an empty row.
+        return found or (Run(0, min(BLOCK, keys), frozenset()),)
+
+    def _hidden(self, lse: Tensor, runs: tuple[Run, ...]) -> bool:
+        count = sum(run.stop - run.start for run in runs)
+        lowest = float(lse.amin() - torch.tensor(float(count), dtype=lse.dtype).log())
+        return soft.hides(self.program, lowest, self.dot, self.sizes, lse.dtype)
+
+    def _part(
+        self, tile: Tile, run: Run, k: Tensor | None = None, v: Tensor | None = None,
+        reads: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, kernels.Environment, frozenset[int]]:  # fmt: skip
+        rows = (slice(*tile.b), slice(None), slice(run.start, run.stop))
+        here = Tile(tile.b, tile.h, tile.q, (run.start, run.stop))
+        sources = self.reads if reads is None else reads
+        env = kernels.environment(self.program, here, sources, self.sizes, self.q)
+        return (self.k[rows] if k is None else k, self.v[rows] if v is None else v, env, run.skip)
+
+    def add_gradients(
+        self, tile: Tile, grads: tuple[Tensor, Tensor], totals: list[Tensor | None]
+    ) -> None:
+        """Recompute one block with gradients and add them to `totals` (q, k, v, reads)."""
+        with torch.no_grad():
+            softly = self.soft
+            runs = self._runs(tile, softly)
+            if softly:
+                q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
+                lse = kernels.attend(self.program, q, [self._part(tile, run) for run in runs])[1]
+                if not self._hidden(lse, runs):
+                    runs = self._runs(tile, False)
+        place = (slice(*tile.b), slice(None), slice(*tile.q))
+        with torch.enable_grad():
+            q = self.q[place].detach().requires_grad_()
+            reads = [
+                r.detach().requires_grad_() if r.is_floating_point() else r for r in self.reads
+            ]
+            spans = [(slice(*tile.b), slice(None), slice(run.start, run.stop)) for run in runs]
+            ks = [self.k[s].detach().requires_grad_() for s in spans]
+            vs = [self.v[s].detach().requires_grad_() for s in spans]
+            parts = [self._part(tile, run, k, v, reads) for run, k, v in zip(runs, ks, vs, strict=True)]
+            outputs = kernels.attend(self.program, q * self.scale, parts)
+            wanted = (grads[0][place].to(outputs[0].dtype), grads[1][place])
+            found = kernels.gradients([q, *ks, *vs, *reads], outputs, wanted)
+        _accumulate(totals[0], place, found[0])
+        for number, span in enumerate(spans):
+            _accumulate(totals[1], span, found[1 + number])
+            _accumulate(totals[2], span, found[1 + len(spans) + number])
+        for number, grad in enumerate(found[1 + 2 * len(spans) :]):
+            _accumulate(totals[3 + number], (slice(None),), grad)
+
+
+def _accumulate(total: Tensor | None, place: tuple[slice, ...], grad: Tensor | None) -> None:
+    if total is None or grad is None:
+        return
+    if total.ndim == 0:
+        total += grad
+    else:
+        total[place] += grad

@@ -1,0 +1,1 @@
+"""The Triton backend. (Kernels are registered here as they come.)"""
