@@ -1,1 +1,30 @@
-"""attngraph: a compiler for attention."""
+"""attngraph: a compiler for attention.
+
+    compiled = attngraph.compile(model)      # nothing is traced yet
+    y = compiled(x)                          # traced on the first call; same answer as model(x)
+    print(compiled.report)                   # what was fused, what was not, and why not
+"""
+
+from attngraph.compile import CompiledModule, compile, explain
+from attngraph.errors import AttnGraphError, CaptureError, NotFusedError, VerificationError
+from attngraph.ir.ops import attention
+from attngraph.ir.parser import parse
+from attngraph.ir.score import ProgramError, ScoreProgram
+from attngraph.report import AttentionEntry, CompileReport
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttentionEntry",
+    "AttnGraphError",
+    "CaptureError",
+    "CompileReport",
+    "CompiledModule",
+    "NotFusedError",
+    "ProgramError",
+    "ScoreProgram",
+    "VerificationError",
+    "attention",
+    "compile",
+    "explain",
+    "parse",
+]

@@ -1,0 +1,8 @@
+"""The passes, one rewrite per file, and the order in which they run."""
+
+from attngraph.passes.canonicalize import Canonicalize
+from attngraph.passes.fuse_attention import FuseAttention
+from attngraph.passes.select_kernels import SelectKernels
+from attngraph.pipeline import Pass
+
+DEFAULT_PIPELINE: tuple[Pass, ...] = (Canonicalize(), FuseAttention(), SelectKernels())

@@ -208,6 +208,17 @@ def _read_view(source: Tensor, args: tuple[Expr, ...], env: Environment) -> Tens
     return view
 
 
+def counters(places: Sequence[Value], extents: Sequence[Value]) -> list[Value]:
+    """The four counters of `random` for an element of a tensor of any rank: its indices, the leading
+    ones joined into one number where there are more than four, zeros where there are fewer."""
+    found = list(places)
+    sizes = list(extents)
+    while len(found) > 4:
+        found[:2] = [found[0] * sizes[1] + found[1]]
+        sizes[:2] = [sizes[0] * sizes[1]]
+    return found + [0] * (4 - len(found))
+
+
 def random(args: Sequence[Value], env: Environment) -> Tensor:
     """Uniform numbers in [0, 1) from a seed and a counter, one 32-bit mix per index: the finaliser
     of MurmurHash3 (Appleby, public domain), applied to (state ^ index) in turn. Stateless, so every

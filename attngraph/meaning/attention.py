@@ -122,11 +122,11 @@ class Recogniser:
         shape = meaning.shape(node)
         output = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(shape))
         at = tuple(E.ZERO if E.is_const(v.args[0], 1) else v for v in output)
-        lifted = meaning.lift(meaning.element(node, at), lambda n: bool(self.near(n)))
+        lifted = meaning.lift(meaning.element(node, at), lambda r: bool(self.near(r.value)))
         parts = normalised.weighted_sum(lifted)
         if not isinstance(parts, normalised.WeightedSum):
             return parts
-        score = dots.lift_score(meaning, parts.score, parts.keys)
+        score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free)
         found = dots.find_dot(meaning, score, parts.keys)
         if found is None:
             return Refusal(
@@ -144,10 +144,9 @@ class Recogniser:
         score: Expr,
     ) -> Attention | Refusal:
         meaning = self.meaning
-        weight = meaning.lift(parts.weight, lambda n: meaning.category(n) in dots.look_through(meaning))
-        sink = None
-        if parts.sink is not None:
-            sink = meaning.lift(parts.sink, lambda n: meaning.category(n) in dots.look_through(meaning))
+        of_value = parts.value.free
+        weight = dots.look_into(meaning, parts.weight, parts.keys, of_value)
+        sink = parts.sink and dots.look_into(meaning, parts.sink, parts.keys, of_value)
         values = dots.chain(meaning, parts.value)
         # Where an operand is deepest a view of something, variables may appear divided: cut them.
         q, k, v = dot.q[-1][0], dot.k[-1][0], values[-1][0]

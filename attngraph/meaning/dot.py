@@ -18,6 +18,10 @@ from attngraph.meaning import simplify as M
 from attngraph.meaning.element import Meaning, has_data
 from attngraph.meaning.rules import Category, Unliftable
 
+_COSTLY = (
+    ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
+    ["rsqrt"], ["erf"], ["div"], ["reciprocal"],
+)  # fmt: skip
 _LOOK_THROUGH = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
 
 
@@ -31,13 +35,24 @@ class Dot:
     k: tuple[tuple[Expr, float], ...]
 
 
-def look_through(meaning: Meaning) -> frozenset[Category]:
-    return _LOOK_THROUGH
+def look_into(meaning: Meaning, node: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]) -> Expr:
+    """Scores or weights in terms of contractions and data, looking through everything elementwise.
 
+    A function of data that does not vary over query and key together (slopes, gates, decays) is left
+    as the vector that the model computed: reading that is cheaper than computing it for every pair.
+    `of_value` are the variables of the values, so that the others can be told for queries.
+    """
 
-def lift_score(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> Expr:
-    """The score in terms of contractions and data, looking through everything elementwise."""
-    return meaning.lift(score, lambda n: meaning.category(n) in _LOOK_THROUGH)
+    def through(read: Expr) -> bool:
+        tensor: fx.Node = read.value
+        if meaning.category(tensor) not in _LOOK_THROUGH:
+            return False
+        if str(tensor.target).split(".")[1:2] not in _COSTLY:
+            return True
+        pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
+        return pairs or meaning.index_expression(tensor, read.args) is not None
+
+    return meaning.lift(node, through)
 
 
 def find_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> tuple[Dot, Expr] | None:

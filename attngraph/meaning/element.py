@@ -145,8 +145,8 @@ class Meaning:
             return RULES[str(node.target)].element(self, node, at)
         raise Unliftable(f"no element rule for {node.target}")
 
-    def lift(self, node: Expr, through: Callable[[fx.Node], bool]) -> Expr:
-        """Look through every read whose tensor `through` allows; leave the others."""
+    def lift(self, node: Expr, through: Callable[[Expr], bool]) -> Expr:
+        """Look through every read that `through` allows; leave the others."""
         done: dict[Expr, Expr] = {}
 
         def resolve(current: Expr) -> Expr:
@@ -156,7 +156,7 @@ class Meaning:
                 return current
             args = tuple(resolve(a) for a in current.args)
             result = M.construct(current, args) if args != current.args else current
-            if result.op == "read" and isinstance(result.value, fx.Node) and through(result.value):
+            if result.op == "read" and isinstance(result.value, fx.Node) and through(result):
                 try:
                     result = resolve(self.element(result.value, result.args))
                 except Unliftable:
@@ -168,7 +168,7 @@ class Meaning:
 
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
         """The element as a formula of its index alone, or None where it depends on data."""
-        lifted = self.lift(self.read(node, at), lambda n: self.category(n) is not None)
+        lifted = self.lift(self.read(node, at), lambda r: self.category(r.value) is not None)
         return None if has_data(lifted) else lifted
 
 

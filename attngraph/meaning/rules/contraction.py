@@ -14,7 +14,6 @@ from attngraph.meaning import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Indices, Unliftable, rule
 from attngraph.meaning.rules.movement import argument
-from attngraph.meaning.rules.pointwise import dropped
 from attngraph.meaning.rules.reduction import zero_where_nan
 
 CONTRACTION = Category.CONTRACTION
@@ -142,6 +141,6 @@ def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -
     weight = M.mul(M.exp(score(place)), M.recip(M.total(other, M.exp(score(other)))))
     weight = zero_where_nan(weight)
     if rate > 0:
-        weight = dropped(node, weight, rate, (*batch, row, place))
+        raise Unliftable("dropout inside scaled_dot_product_attention")
     value = context.read_broadcast(v, (*heads_of(v), place, column))
     return M.total(place, M.mul(weight, value))

@@ -153,7 +153,7 @@ def dropout(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     rate = float(argument(node, 1, "p", 0.5))
     if not argument(node, 2, "train", False) or rate == 0:
         return value
-    return dropped(node, value, rate, at)
+    return dropped(context, node, value, rate, at)
 
 
 @part_rule(POINTWISE, "native_dropout.default")
@@ -163,13 +163,17 @@ def native_dropout(context: Meaning, node: fx.Node, part: int, at: Indices) -> E
     if part != 0:
         raise Unliftable("the mask of a dropout")
     value = operand(context, node.args[0], at)
-    return value if train is False or rate == 0 else dropped(node, value, rate, at)
+    return value if train is False or rate == 0 else dropped(context, node, value, rate, at)
 
 
-def dropped(node: fx.Node, value: Expr, rate: float, at: Indices) -> Expr:
+def dropped(context: Meaning, node: fx.Node, value: Expr, rate: float, at: Indices) -> Expr:
     """Dropout in training: zero with probability `rate`, else scaled up. The random number is one
     of this node's own, counted by the element's indices."""
-    number = E.make("random", at, node, "float")
+    places, extents = list(at), list(context.shape(node.args[0]))
+    while len(places) > 4:
+        places[:2] = [M.add(M.mul(places[0], extents[1]), places[1])]
+        extents[:2] = [M.mul(extents[0], extents[1])]
+    number = E.make("random", tuple(places), node, "float")
     if rate >= 1:
         return E.const(0.0)
     return M.where(E.make("le", (E.const(rate), number), None, "bool"), M.mul(E.const(1 / (1 - rate)), value), E.const(0.0))

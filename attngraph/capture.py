@@ -1,0 +1,301 @@
+"""From a callable and example inputs to a program graph: the only reader of torch.export.
+
+The model is wrapped so that torch sees nothing but a flat list of tensors: input and output
+structures, numbers and None are ours to take apart and to put back. Every tensor dimension is dynamic
+unless the model forbids it. In-place ops are functionalised; writes to buffers and arguments become
+results that the executable copies back. Regions without gradients become `detach`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from attngraph.errors import CaptureError
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph
+from attngraph.ir.source import short_path
+
+log = logging.getLogger(__name__)
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, enum.Enum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """How a call's results go back together: the tree, and for each leaf either the position of a
+    tensor among the graph's values, a size to be worked out, or a fixed value."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A program graph, how its results go back together, and when it is valid.
+
+    `shapes` has the shape (numbers and sympy expressions) of each tensor argument.
+    """
+
+    graph: ProgramGraph
+    structure: Structure
+    shapes: tuple[tuple[Any, ...], ...]
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure; dataclasses are opened, whether torch knew of them or not."""
+    while True:
+        leaves, spec = pytree.tree_flatten(tree)
+        unknown = {
+            type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+        }
+        if not unknown:
+            return leaves, spec
+        for kind in unknown:
+            pytree.register_dataclass(kind)
+
+
+class _Recorded:
+    """What a trace saw of the results' structure."""
+
+    structure: Structure | None = None
+
+
+class _Flat(nn.Module):
+    """The user's callable over a flat list of tensors."""
+
+    def __init__(self, target: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        if isinstance(target, nn.Module):
+            self.model = target
+        else:
+            self.function = target
+            for place, module in enumerate(closed_over_modules(target)):
+                self.add_module(f"closure_{place}", module)
+        self.leaves, self.spec = list(leaves), spec
+        self.recorded = _Recorded()  # export restores attributes that a forward sets, so not here
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        target = self.model if hasattr(self, "model") else self.function
+        return self._record(target(*args, **kwargs))
+
+    def _record(self, result: Any) -> tuple[Tensor, ...]:
+        leaves, tree = flatten(result)
+        tensors: list[Tensor] = []
+        recorded: list[tuple[str, Any]] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                recorded.append(("tensor", len(tensors)))
+                tensors.append(leaf)
+            elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                recorded.append(("size", leaf.node.expr))
+            elif isinstance(leaf, _PLAIN):
+                recorded.append(("fixed", leaf))
+            else:
+                raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
+        self.recorded.structure = Structure(tree, tuple(recorded))
+        return tuple(tensors)
+
+
+def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that a function reaches through its closure, its globals or its owner."""
+    owner = getattr(function, "__self__", None)
+    found: list[nn.Module] = [owner] if isinstance(owner, nn.Module) else []
+    try:
+        variables = inspect.getclosurevars(inspect.unwrap(function))
+        reached = [*variables.nonlocals.values(), *variables.globals.values()]
+    except TypeError:
+        reached = []
+    for value in reached:
+        found += [v for v in pytree.tree_leaves(value) if isinstance(v, nn.Module) and v not in found]
+    return found
+
+
+def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Trace one call of `target` on these inputs.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
+    """
+    leaves, spec = flatten((args, kwargs))
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    flat = _Flat(target, leaves, spec)
+    flat.train(getattr(target, "training", True))
+    restore = [(m, m.training) for m in target.modules()] if isinstance(target, nn.Module) else []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shapes = tuple(dict.fromkeys(range(t.ndim), Dim.AUTO) for t in tensors)
+            program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
+            structure = flat.recorded.structure
+            inline_grad_regions(program.graph_module)
+            program = program.run_decompositions({})
+    except Exception as problem:  # torch raises many kinds; each means the same to us
+        raise _capture_error(problem) from problem
+    finally:
+        for module, training in restore:
+            module.training = training
+    assert structure is not None
+    graph = _program_graph(program, flat)
+    arguments = [
+        n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"
+    ]
+    sizes = tuple(tuple(_size(s) for s in n.meta["val"].shape) for n in arguments)
+    graph.conditions = tuple(_conditions(program, arguments))
+    graph.hints = _hints(arguments)
+    return Captured(graph, _simplified(structure, arguments), sizes)
+
+
+def _hints(arguments: Sequence[fx.Node]) -> dict[str, int]:
+    extents = [s for n in arguments for s in n.meta["val"].shape if not isinstance(s, int)]
+    return {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
+
+
+def _size(value: Any) -> Any:
+    return value if isinstance(value, int) else value.node.expr
+
+
+def _shape_env(arguments: Sequence[fx.Node]) -> Any:
+    modes = [getattr(n.meta["val"], "fake_mode", None) for n in arguments]
+    return next((m.shape_env for m in modes if m is not None), None)
+
+
+def _simplified(structure: Structure, arguments: Sequence[fx.Node]) -> Structure:
+    env = _shape_env(arguments)
+    leaves = tuple(
+        (kind, env.simplify(value) if kind == "size" and env is not None else value)
+        for kind, value in structure.leaves
+    )
+    return Structure(structure.tree, leaves)
+
+
+def _conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Iterator[Any]:
+    """Every relation between sizes that the trace took for granted."""
+    env = _shape_env(arguments)
+    if env is None:
+        return
+    for guard in env.guards:
+        relation = env.simplify(guard.expr)
+        if relation not in (True, sympy.true):
+            yield relation
+    for symbol, limits in program.range_constraints.items():
+        if isinstance(symbol, sympy.Symbol):
+            yield sympy.And(
+                sympy.Ge(symbol, max(int(limits.lower), 0)),
+                sympy.Le(symbol, int(limits.upper)) if limits.upper.is_Integer else True,
+            )
+
+
+def inline_grad_regions(module: fx.GraphModule) -> None:
+    """Put the body of every `with torch.no_grad()` region in the graph itself; its results are
+    detached, which is all that the region means for a pure function."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
+            continue
+        enabled, body, *inputs = node.args
+        inner = getattr(module, str(body.target))
+        inline_grad_regions(inner)
+        copies: dict[fx.Node, Any] = dict(
+            zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        )
+        with module.graph.inserting_before(node):
+            for step in inner.graph.nodes:
+                if step.op not in ("placeholder", "output"):
+                    copies[step] = module.graph.node_copy(step, lambda n, c=copies: c[n])
+            results = fx.map_arg(inner.graph.output_node().args[0], lambda n: copies[n])
+            if not enabled:
+                results = [_detached(module.graph, r) for r in results]
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return node
+    made: fx.Node = graph.call_function(torch.ops.aten.detach.default, (node,))
+    made.meta = dict(node.meta)
+    return made
+
+
+def _program_graph(program: ExportedProgram, flat: _Flat) -> ProgramGraph:
+    kinds = {
+        "PARAMETER": "parameter",
+        "BUFFER": "buffer",
+        "CONSTANT_TENSOR": "constant",
+        "USER_INPUT": "argument",
+    }
+    inputs: list[Input] = []
+    values: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
+    arguments = 0
+    written = {spec.target for spec in program.graph_signature.output_specs if "MUTATION" in spec.kind.name}
+    for spec in program.graph_signature.input_specs:
+        kind = kinds.get(spec.kind.name)
+        if kind is None:
+            raise CaptureError(f"cannot capture an input of kind {spec.kind.name}", spec.kind.name)
+        name = str(spec.target)
+        placeholder = getattr(spec.arg, "name", "")
+        if kind == "argument":
+            name, arguments = str(arguments), arguments + 1
+        elif kind == "constant":
+            constants[name] = values[placeholder] = program.constants[name]
+        elif kind == "buffer" and name not in written:
+            values[placeholder] = flat.get_buffer(name)
+        inputs.append(Input(kind, name))
+    outputs: list[Output] = []
+    order = [spec.arg.name for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")]
+    for result in program.graph_signature.output_specs:
+        match result.kind.name:
+            case "USER_OUTPUT":
+                outputs.append(Output("value"))
+            case "BUFFER_MUTATION":
+                outputs.append(Output("buffer", str(result.target)))
+            case "USER_INPUT_MUTATION":
+                outputs.append(Output("argument", inputs[order.index(str(result.target))].name))
+            case other:
+                raise CaptureError(f"cannot capture a result of kind {other}", other)
+    return ProgramGraph(
+        fx.GraphModule({}, program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def _capture_error(problem: Exception) -> CaptureError:
+    """Torch's own words, shortened, with the user's line if they hold one."""
+    text = str(problem).strip()
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
+    frames = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<")]
+    if not frames:
+        trace = problem.__traceback__
+        while trace is not None:
+            path = trace.tb_frame.f_code.co_filename
+            if "/torch/" not in path and "attngraph/" not in path and not path.startswith("<"):
+                frames.append((path, str(trace.tb_lineno)))
+            trace = trace.tb_next
+    source = f"{short_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    return CaptureError(
+        f"torch.export cannot capture the model{' at ' + source if source else ''}: {reason}\n"
+        "What to do: make the control flow at that line independent of tensor values (torch.where, a "
+        "fixed bound), or compile without strict=True, which lets torch.compile capture the model in pieces.",
+        reason,
+        source,
+    )

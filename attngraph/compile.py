@@ -1,0 +1,377 @@
+"""The composition root: from a model to a module that traces, rewrites and runs.
+
+The only module that knows the passes and the backends. A call is served by a traced graph that is
+valid for it, or traced anew; a small number of graphs is kept, the least used go first. Where
+torch.export cannot capture the model, torch.compile captures it in pieces and hands each to us.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from attngraph import capture as capturing
+from attngraph import codegen, pipeline
+from attngraph import report as reporting
+from attngraph.errors import CaptureError, NotFusedError
+from attngraph.passes import DEFAULT_PIPELINE
+from attngraph.passes.select_kernels import SelectKernels
+from attngraph.pipeline import Pass
+from attngraph.report import Break, CompileReport
+from attngraph.runtime.executable import Executable
+from attngraph.runtime.guards import call_key, model_state
+
+log = logging.getLogger(__name__)
+MOST_GRAPHS = 8
+BACKENDS = ("auto", "cpu", "triton", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to compile; see `compile`."""
+
+    backend: str = "auto"
+    inductor: bool = False
+    strict: bool = False
+    dump: Path | None = None
+    passes: tuple[Pass, ...] | None = None
+    progress: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
+
+    def pipeline(self) -> tuple[Pass, ...]:
+        if self.passes is not None:
+            return self.passes
+        family = "" if self.backend == "auto" else self.backend
+        return tuple(SelectKernels(family) if isinstance(p, SelectKernels) else p for p in DEFAULT_PIPELINE)
+
+
+def compile_graph(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Executable:
+    """Capture one call of `target`, run the passes, and make it executable.
+
+    Raises:
+        CaptureError: torch.export cannot follow it. NotFusedError: under `strict`, something that looks
+            like attention was left alone.
+    """
+    start = time.perf_counter()
+    tell = options.progress or (lambda stage: None)
+    tell("capture")
+    captured = capturing.capture(target, args, kwargs)
+    graph = captured.graph
+    result = pipeline.run(graph, options.pipeline(), options.dump, options.progress)
+    entries = tuple(
+        dataclasses.replace(node.meta["attention"], kernel=str(node.args[6])) for node in graph.attentions()
+    )
+    if options.strict and result.missed:
+        first = result.missed[0]
+        raise NotFusedError(
+            f"{len(result.missed)} softmax-like place(s) were not fused; the first is at "
+            f"{first.source or 'an unknown line'}: {first.reason}.\n"
+            "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
+        )
+    run: Callable[..., Any] = graph.module
+    if options.inductor:
+        tell("inductor")
+        run = torch.compile(graph.module, dynamic=True, fullgraph=True)
+    seconds = time.perf_counter() - start
+    report = CompileReport(entries, tuple(result.missed), tuple(result.records), (), seconds)
+    return Executable(captured, _owner(target), run, report)
+
+
+def _owner(target: Callable[..., Any]) -> nn.Module:
+    """The module that parameter names are looked up in: the wrapper's names, without the wrapper."""
+    holder = nn.Module()
+    if isinstance(target, nn.Module):
+        holder.model = target
+    else:
+        for place, module in enumerate(capturing.closed_over_modules(target)):
+            holder.add_module(f"closure_{place}", module)
+    return holder
+
+
+class CompiledModule(nn.Module):
+    """What `attngraph.compile` returns: a module with the model's parameters, state dict, training flag
+    and attributes, whose forward runs traced and rewritten graphs."""
+
+    _own = frozenset({"_options", "_graphs", "_lock", "_pieces", "_target", "_no_pieces"})
+
+    def __init__(self, target: Callable[..., Any], options: Options, pieces: bool = True) -> None:
+        super().__init__()
+        if isinstance(target, nn.Module):
+            self._orig_mod = target
+        object.__setattr__(self, "_target", target)
+        self._options = options
+        self._allow_pieces = pieces
+        self._reset()
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def _reset(self) -> None:
+        self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
+        self._pieces: dict[Any, _Pieces] = {}
+        self._lock = threading.RLock()
+        owner = self._target
+        self._modules_of_target = [owner] if isinstance(owner, nn.Module) else capturing.closed_over_modules(owner)
+
+    @property
+    def report(self) -> CompileReport:
+        """What was done, over all graphs kept (the latest graph's entries first)."""
+        graphs = [g for kept in reversed(self._graphs.values()) for g in reversed(kept)]
+        pieces = [p.report() for p in self._pieces.values()]
+        latest = [graphs[0].report] if graphs else []
+        found = reporting.merge([*latest, *pieces])
+        return dataclasses.replace(found, graphs=len(graphs) + sum(p.graphs for p in pieces))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = capturing.flatten((args, kwargs))
+        key = call_key(leaves, spec, self._target, self._modules_of_target)
+        if key in self._pieces:
+            return self._pieces[key].run(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        found = self._find(key, tensors)
+        if found is None:
+            found = self._trace(key, tensors, args, kwargs)
+            if found is None:
+                return self._pieces[key].run(*args, **kwargs)
+        return found(tensors)
+
+    def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
+        for executable in reversed(self._graphs.get(key, ())):
+            if executable.accepts(tensors):
+                return executable
+        return None
+
+    def _trace(
+        self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Executable | None:
+        """Trace for this call and keep the graph; None where the model must be captured in pieces."""
+        with self._lock:
+            found = self._find(key, tensors)
+            if found is not None:
+                return found
+            before = [model_state(m) for m in self._modules_of_target]
+            try:
+                found = compile_graph(self._target, args, kwargs, self._options)
+                if before != [model_state(m) for m in self._modules_of_target]:
+                    raise CaptureError(
+                        "the model changes its own attributes while it runs; a graph would do so only once",
+                        "forward() changes attributes of the model",
+                    )
+                if not found.accepts(tensors):
+                    raise CaptureError(
+                        "the traced graph does not accept the call it was traced for", "inconsistent guards"
+                    )
+            except CaptureError as problem:
+                if self._options.strict or not self._allow_pieces:
+                    raise
+                log.warning("%s", problem)
+                self._pieces[key] = _Pieces(self._target, self._options, problem)
+                return None
+            kept = self._graphs.setdefault(key, [])
+            kept.append(found)
+            self._graphs.move_to_end(key)
+            while sum(len(k) for k in self._graphs.values()) > MOST_GRAPHS:
+                oldest = next(iter(self._graphs))
+                self._graphs[oldest].pop(0)
+                if not self._graphs[oldest]:
+                    del self._graphs[oldest]
+            return found
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        target = self.__dict__.get("_target")
+        return bool(target.training) if isinstance(target, nn.Module) else self.__dict__.get("_mode", True)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        target = self.__dict__.get("_target")
+        if isinstance(target, nn.Module):
+            target.training = value
+        self.__dict__["_mode"] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "_orig_mod" in modules:
+                return getattr(modules["_orig_mod"], name)
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the model and the options; graphs are traced anew."""
+        state = dict(self.__dict__)
+        for name in ("_graphs", "_pieces", "_lock", "_modules_of_target"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_orig_mod" in self._modules:
+            object.__setattr__(self, "_target", self._modules["_orig_mod"])
+        self._reset()
+
+
+def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in [k for k in state if k.startswith(f"{prefix}_orig_mod.")]:
+        state[prefix + key[len(prefix) + len("_orig_mod.") :]] = state.pop(key)
+
+
+def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if "_orig_mod" not in module._modules:
+        return
+    for key in [k for k in state if k.startswith(prefix)]:
+        name = key[len(prefix) :]
+        if not name.startswith("_orig_mod."):
+            state[f"{prefix}_orig_mod.{name}"] = state.pop(key)
+
+
+class _Pieces:
+    """A model that torch.compile captures in pieces, with us as its backend for each."""
+
+    def __init__(self, target: Callable[..., Any], options: Options, problem: CaptureError) -> None:
+        self.problem, self.parts = problem, []  # type: tuple[CaptureError, list[CompiledModule]]
+
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            part = piece(module, options)
+            self.parts.append(part.compiled)
+            return part
+
+        self.run = torch.compile(target, backend=backend)
+
+    def report(self) -> CompileReport:
+        stop = Break(self.problem.reason, self.problem.source)
+        found = reporting.merge([part.report for part in self.parts])
+        return dataclasses.replace(found, breaks=(stop, *found.breaks), graphs=max(found.graphs, 1))
+
+
+class piece:
+    """One graph of torch.compile's as a callable of ours. It takes what torch.compile passes (sizes
+    among the tensors) and works sizes out from the tensors instead, so that they stay dynamic."""
+
+    def __init__(self, module: fx.GraphModule, options: Options) -> None:
+        self.module = module
+        self.kept = _sizes_from_tensors(module)
+        self.compiled = CompiledModule(module, options, pieces=False)
+        self.__name__ = "attngraph_piece"
+
+    @torch._dynamo.disable
+    def __call__(self, *args: Any) -> Any:
+        kept = [a for a, keep in zip(args, self.kept, strict=True) if keep]
+        try:
+            return self.compiled(*kept)
+        except CaptureError as problem:
+            log.warning("a piece runs as it is: %s", problem)
+            return self.module(*kept)
+
+
+def _sizes_from_tensors(module: fx.GraphModule) -> list[bool]:
+    """Replace size inputs by queries of the tensor inputs that have them; which inputs remain."""
+    graph = module.graph
+    inputs = graph.find_nodes(op="placeholder")
+    kept: list[bool] = []
+    found: dict[str, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        for axis, extent in enumerate(getattr(value, "shape", ())):
+            if isinstance(extent, torch.SymInt) and extent.node.expr.is_Symbol:
+                found.setdefault(str(extent.node.expr), (node, axis))
+    last = inputs[-1] if inputs else None
+    for node in inputs:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        source = found.get(str(value.node.expr)) if isinstance(value, torch.SymInt) else None
+        kept.append(source is None)
+        if source is not None and last is not None:
+            with graph.inserting_after(last):
+                size = graph.call_method("size", source)
+            node.replace_all_uses_with(size)
+            graph.erase_node(node)
+            last = size if node is last else last
+    module.recompile()
+    return kept
+
+
+def dynamo_backend(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="attngraph")`.
+
+    Args:
+        options: the keyword arguments of `attngraph.compile`, except `strict`.
+    """
+    return piece(module, Options(**{**(options or {}), **kwargs}))
+
+
+def compile(
+    model: Callable[..., Any], *, backend: str = "auto", inductor: bool = False, strict: bool = False,
+    dump: str | Path | None = None, passes: Sequence[Pass] | None = None,
+) -> CompiledModule:  # fmt: skip
+    """A module with the same answers as `model`, in which every attention runs as one fused op.
+
+    Nothing is traced yet: the first call traces, and so does a later one that no graph at hand serves.
+
+    Args:
+        model: any nn.Module or function of tensors.
+        backend: "auto" (the best kernel for the device), "cpu", "triton" or "reference".
+        inductor: compile what is not attention with Inductor as well.
+        strict: raise where the model cannot be captured whole, or where something that looks like
+            attention is left alone.
+        dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
+        passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`.
+
+    Returns:
+        An nn.Module that shares the model's parameters; `.report` says what was done.
+
+    Raises:
+        TypeError: `model` is not callable. ValueError: an unknown backend.
+    """
+    if not callable(model):
+        raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
+    return CompiledModule(model, make_options(backend, inductor, strict, dump, passes))
+
+
+def make_options(
+    backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
+    passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
+) -> Options:  # fmt: skip
+    import os
+
+    folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
+    chosen = None if passes is None else tuple(passes)
+    return Options(backend, inductor, strict, Path(folder) if folder else None, chosen, progress)
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
+    """The report of compiling `model` for this call; nothing is run on it afterwards, nothing kept.
+
+    Raises:
+        CaptureError: the model cannot be captured whole and running it in pieces failed too.
+    """
+    compiled = CompiledModule(model, Options())
+    with _saved_generator():
+        try:
+            return compile_graph(model, args, kwargs, Options()).report
+        except CaptureError:
+            compiled(*args, **kwargs)
+            return compiled.report
+
+
+@contextlib.contextmanager
+def _saved_generator() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+assert codegen

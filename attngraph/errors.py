@@ -1,0 +1,23 @@
+"""The errors that attngraph raises, each saying what was tried, what was found and what to do."""
+
+from __future__ import annotations
+
+
+class AttnGraphError(RuntimeError):
+    """Base of every error of attngraph's own."""
+
+
+class CaptureError(AttnGraphError):
+    """A model that torch.export cannot capture. `reason` is torch's; `source` the user's line, if known."""
+
+    def __init__(self, message: str, reason: str, source: str = "") -> None:
+        super().__init__(message)
+        self.reason, self.source = reason, source
+
+
+class NotFusedError(AttnGraphError):
+    """Under `strict=True`: something that looks like attention was left alone."""
+
+
+class VerificationError(AttnGraphError):
+    """A program graph breaks a rule of its level: a bug in a pass."""

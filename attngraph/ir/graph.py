@@ -1,0 +1,188 @@
+"""The program graph: an fx graph with everything it depends on as an input, and a level.
+
+Weights, buffers and constants are placeholders, so a graph is a pure function: it can be run, checked
+and compared on other values, and it never holds a copy of a weight. The executable feeds the user's
+own tensors at every call. A level says which ops may occur; `verify` holds a pass to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from attngraph.errors import VerificationError
+
+
+class Level(enum.IntEnum):
+    """How far a graph has come."""
+
+    CAPTURED = 0
+    CANONICAL = 1
+    FUSED = 2
+    CACHED = 3
+    LOWERED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """What a placeholder stands for: `kind` is "parameter", "buffer", "constant" or "argument"; `name`
+    is the qualified name in the user's model, or the number of the argument leaf."""
+
+    kind: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a result is: "value" for the caller, or the new contents of a "buffer" or "argument"."""
+
+    kind: str
+    name: str = ""
+
+
+@dataclasses.dataclass
+class ProgramGraph:
+    """One captured computation.
+
+    Attributes:
+        inputs, outputs: one for each placeholder and each result, in order.
+        constants: tensors made by the model's code itself, by name.
+        values: tensors whose contents are known when compiling (buffers and constants), by placeholder.
+        assumed: placeholders whose contents a rewrite relied on; the executable guards them.
+        gradients: whether gradients may flow (captured with grad mode on).
+        conditions: sympy relations between sizes that the trace took for granted.
+        hints: the sizes of the example inputs, by symbol.
+    """
+
+    module: fx.GraphModule
+    level: Level
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    constants: dict[str, Tensor]
+    values: dict[str, Tensor]
+    gradients: bool
+    conditions: tuple[Any, ...] = ()
+    hints: dict[str, int] = dataclasses.field(default_factory=dict)
+    assumed: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    def op_count(self) -> int:
+        """Computing nodes: no inputs, no output, no size queries."""
+        return sum(1 for n in self.graph.nodes if n.op == "call_function" and not is_size(n))
+
+    def admits(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the graph is valid for these sizes; symbols that are not named are not judged."""
+        return all(holds(condition, sizes) for condition in self.conditions)
+
+    def attentions(self) -> list[fx.Node]:
+        """The attention nodes, in order. Each carries its report entry as `meta["attention"]`."""
+        return list(self.graph.find_nodes(op="call_function", target=torch.ops.attngraph.attention.default))
+
+    def fake_mode(self) -> Any:
+        modes = [getattr(n.meta.get("val"), "fake_mode", None) for n in self.placeholders()]
+        return next((m for m in modes if m is not None), None)
+
+    def known_values(self) -> dict[fx.Node, Tensor]:
+        return {n: self.values[n.name] for n in self.placeholders() if n.name in self.values}
+
+    def clean(self) -> None:
+        """Drop what nothing uses, and make the module match the graph."""
+        self.graph.eliminate_dead_code(is_impure_node=_is_kept)
+        self.module.recompile()
+
+
+def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
+    """Whether a sympy relation is true (or cannot be judged) for these sizes."""
+    known = {s: sizes[str(s)] for s in condition.free_symbols if str(s) in sizes}
+    if len(known) < len(condition.free_symbols):
+        return True
+    return bool(condition.xreplace({s: sympy.Integer(v) for s, v in known.items()}))
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node is a number (a size), not a tensor."""
+    value = node.meta.get("val")
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_kept(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output") or str(node.target) == "aten._assert_scalar.default"
+
+
+def op_name(node: fx.Node) -> str:
+    """`softmax` for aten.softmax.int, `attention` for attngraph.attention.default."""
+    name = str(node.target) if not callable(node.target) or "." in str(node.target) else ""
+    parts = name.split(".")
+    return parts[1] if len(parts) >= 2 and "<" not in name else getattr(node.target, "__name__", name)
+
+
+_FORBIDDEN: dict[Level, tuple[str, ...]] = {
+    Level.CAPTURED: ("attngraph.attention",),
+    Level.CANONICAL: ("attngraph.attention", "aten._assert_tensor_metadata", "aten.contiguous"),
+    Level.FUSED: ("aten._assert_tensor_metadata",),
+    Level.CACHED: ("aten._assert_tensor_metadata",),
+    Level.LOWERED: ("aten._assert_tensor_metadata",),
+}
+
+
+def verify(graph: ProgramGraph) -> None:
+    """Hold a graph to the rules of its level: well-formed, shapes as inferred anew, only ops that the
+    level allows, every attention with a kernel once lowered.
+
+    Raises:
+        VerificationError: naming the node and the rule.
+    """
+    graph.graph.lint()
+    if len(graph.placeholders()) != len(graph.inputs):
+        raise VerificationError(f"{len(graph.placeholders())} placeholders for {len(graph.inputs)} inputs")
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            raise VerificationError(f"{node}: a graph holds no attributes, every tensor is an input")
+        if node.op != "call_function":
+            continue
+        if str(node.target).startswith(_FORBIDDEN[graph.level]):
+            raise VerificationError(f"{node}: {node.target} may not occur at level {graph.level.name}")
+        is_attention = str(node.target).startswith("attngraph.attention")
+        if graph.level is Level.LOWERED and is_attention and not node.args[6]:
+            raise VerificationError(f"{node}: no kernel was chosen for it")
+        if "inferred" not in node.meta and isinstance(node.meta.get("val"), Tensor):
+            _check_shape(node)
+            node.meta["inferred"] = True
+
+
+def infer(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any = None) -> Any:
+    """The fake result of an op on nodes' fake values; `mode` is used where no argument is a tensor."""
+    values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    tensors = [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)]
+    mode = getattr(tensors[0], "fake_mode", None) if tensors else mode
+    if mode is None:
+        return target(*values[0], **values[1])
+    with mode, torch.no_grad():
+        return target(*values[0], **values[1])
+
+
+def _check_shape(node: fx.Node) -> None:
+    recorded = node.meta["val"]
+    found = infer(node.target, node.args, node.kwargs, getattr(recorded, "fake_mode", None))
+    if found.dtype != recorded.dtype or len(found.shape) != len(recorded.shape):
+        raise VerificationError(
+            f"{node}: recorded as {recorded.dtype}{list(recorded.shape)}, "
+            f"but {node.target} gives {found.dtype}{list(found.shape)}"
+        )
+    for mine, theirs in zip(recorded.shape, found.shape, strict=True):
+        if isinstance(mine, int) and isinstance(theirs, int) and mine != theirs:
+            raise VerificationError(
+                f"{node}: recorded as {list(recorded.shape)}, but {node.target} gives {list(found.shape)}"
+            )

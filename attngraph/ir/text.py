@@ -1,0 +1,102 @@
+"""How a program graph prints: the dump format.
+
+One line per value, numbered in order, with its type and the user's line; score programs are written
+out under their attention. Two prints of the same computation are the same text: no addresses, no
+machine paths, no names that torch made up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph import ProgramGraph, is_size, op_name
+from attngraph.ir.source import source_of
+
+_DTYPES = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+_COLUMN = 78
+
+
+def format_graph(graph: ProgramGraph) -> str:
+    """The whole graph as text."""
+    return "\n".join(_Printer(graph).lines())
+
+
+def format_type(value: Any) -> str:
+    """`f32[2, T, 64]` for a tensor, `size` for a number."""
+    if isinstance(value, Tensor):
+        return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{', '.join(str(s) for s in value.shape)}]"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(format_type(v) for v in value)})"
+    return "size"
+
+
+class _Printer:
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self.names: dict[fx.Node, str] = {}
+
+    def lines(self) -> list[str]:
+        head = ["graph("]
+        for node, given in zip(self.graph.placeholders(), self.graph.inputs, strict=True):
+            prefix = {"argument": "%arg", "constant": "$constant."}.get(given.kind, "$")
+            name = given.name if given.kind != "constant" else str(len(self.names))
+            self.names[node] = f"{prefix}{name}"
+            if node.users or given.kind == "argument":
+                head.append(f"  {self.names[node]}: {format_type(node.meta.get('val'))},")
+        body: list[str] = []
+        for node in self.graph.graph.nodes:
+            if node.op == "call_function":
+                body += self._call(node)
+            elif node.op == "output":
+                body.append(f"  return {self._argument(node.args[0])}")
+        return [*head, ") {", *body, "}"]
+
+    def _call(self, node: fx.Node) -> list[str]:
+        if is_size(node):
+            self.names[node] = str(node.meta["val"])  # sizes print as the formula that they are
+            return []
+        if node.target is torch.ops.attngraph.attention.default:
+            return self._attention(node)
+        if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
+            whole = self.names[node.args[0]]
+            self.names[node] = whole if self._is_attention(node.args[0]) and node.args[1] == 0 else f"{whole}.{node.args[1]}"
+            return []
+        args = [self._argument(a) for a in node.args]
+        args += [f"{k}={self._argument(v)}" for k, v in node.kwargs.items() if v is not None]
+        return [self._line(node, f"{op_name(node)}({', '.join(args)})", node.meta.get("val"))]
+
+    @staticmethod
+    def _is_attention(node: fx.Node) -> bool:
+        return node.target is torch.ops.attngraph.attention.default
+
+    def _attention(self, node: fx.Node) -> list[str]:
+        q, k, v, reads, sizes, program, *kernel = node.args
+        args = [self._argument(a) for a in (q, k, v)]
+        args += [f"r{i}={self._argument(r)}" for i, r in enumerate(reads)]  # type: ignore[arg-type, union-attr]
+        args += [f"n{i}={self._argument(s)}" for i, s in enumerate(sizes)]  # type: ignore[arg-type, union-attr]
+        if kernel and kernel[0]:
+            args.append(f"kernel={kernel[0]}")
+        lines = [self._line(node, f"attention({', '.join(args)})", node.meta["val"][0])]
+        return lines + [f"          {line}" for line in str(program).splitlines()]
+
+    def _line(self, node: fx.Node, call: str, value: Any) -> str:
+        self.names[node] = f"%{sum(1 for n in self.names.values() if n[1:].isdigit())}"
+        text = f"  {self.names[node]} = {call} : {format_type(value)}"
+        source = source_of(node)
+        return f"{text.ljust(_COLUMN)}  # {source}" if source else text
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._argument(v) for v in value)}]"
+        if isinstance(value, torch.dtype):
+            return _DTYPES.get(value, str(value))
+        return str(value)

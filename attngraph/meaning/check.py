@@ -1,0 +1,248 @@
+"""Is a claim true? Two values of one graph, computed in float64 on random inputs and compared.
+
+The region between two nodes and the tensors that both are computed from is run on its own, with every
+floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one
+size. Where gradients flow they are compared as well. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from attngraph.ir import evaluate
+from attngraph.ir.evaluate import Environment, Tile
+from attngraph.ir.graph import is_size
+from attngraph.meaning.element import evaluate_size, size_expression
+from attngraph.meaning.rules import Unliftable
+from attngraph.meaning.rules.movement import argument
+
+TOLERANCE = 1e-10
+"""Largest accepted difference, relative to 1 + |value|, in float64."""
+MOST_BYTES = 4 << 30
+SEED = 2**31 + 12345
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether two values agree: the largest error, the sizes tried, and what went wrong if not."""
+
+    error: float
+    sizes: tuple[dict[str, int], ...]
+    problem: str = ""
+
+
+def same_value(
+    old: fx.Node,
+    new: fx.Node,
+    leaves: Iterable[fx.Node],
+    values: Mapping[fx.Node, Tensor],
+    sizes: Sequence[dict[str, int]],
+    gradients: bool,
+) -> Verdict:
+    """Whether `new` equals `old` as functions of `leaves`, for random values of these.
+
+    Args:
+        values: known tensors by placeholder (buffers), used as they are.
+        sizes: assignments of numbers to the graph's symbolic sizes, one trial each.
+        gradients: compare the gradients of the leaves too.
+    """
+    leaves = list(dict.fromkeys(leaves))
+    order = region((old, new), leaves)
+    worst = 0.0
+    for trial, assignment in enumerate(sizes):
+        if _bytes(order, assignment) > MOST_BYTES:
+            return Verdict(worst, tuple(sizes), "too large to be checked in float64 at its fixed sizes")
+        generator = torch.Generator().manual_seed(trial)
+        run = _Run(values, assignment, generator, trial)
+        given = {leaf: run.leaf(leaf, gradients) for leaf in leaves}
+        with torch.set_grad_enabled(gradients):
+            found = run.evaluate(order, given)
+            pairs = [("value", found[old], found[new])]
+            if gradients:
+                pairs += _gradients(found[old], found[new], given, generator)
+        for what, expected, actual in pairs:
+            error, problem = _compare(expected, actual)
+            if problem:
+                shown = ", ".join(f"{k}={v}" for k, v in assignment.items())
+                return Verdict(error, tuple(sizes), f"its {what} differs at sizes ({shown}): {problem}")
+            worst = max(worst, error)
+    return Verdict(worst, tuple(sizes))
+
+
+def region(targets: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes needed to compute `targets` from `leaves`, in graph order. Sizes are not followed."""
+    stop = set(leaves)
+    needed: set[fx.Node] = set()
+    stack = list(targets)
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if node not in stop and not is_size(node):
+            stack.extend(node.all_input_nodes)
+    graph = next(iter(needed)).graph
+    return [n for n in graph.nodes if n in needed]
+
+
+def _bytes(order: Sequence[fx.Node], assignment: Mapping[str, int]) -> int:
+    total = 0
+    for node in order:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            extents = [evaluate_size(size_expression(s), assignment) for s in value.shape]
+            total += 8 * torch.Size(extents).numel()
+    return total
+
+
+class _Run:
+    """One evaluation of a region in float64."""
+
+    def __init__(
+        self, values: Mapping[fx.Node, Tensor], assignment: Mapping[str, int], generator: torch.Generator,
+        trial: int,
+    ) -> None:  # fmt: skip
+        self.values, self.assignment, self.generator, self.trial = values, assignment, generator, trial
+
+    def leaf(self, node: fx.Node, gradients: bool) -> Tensor:
+        """A random tensor of the node's shape: normal, or small integers, or booleans of which the
+        first and the last row are all true and all false."""
+        if node in self.values:
+            return _widened(self.values[node])
+        value = node.meta["val"]
+        shape = [evaluate_size(size_expression(s), self.assignment) for s in value.shape]
+        if value.dtype == torch.bool:
+            drawn = torch.rand(shape, generator=self.generator) < 0.7
+            if self.trial % 2 and drawn.ndim and shape[0] > 1:
+                drawn[0], drawn[-1] = True, False
+            return drawn
+        if not value.is_floating_point():
+            return torch.randint(0, 2, shape, generator=self.generator, dtype=value.dtype)
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return drawn.requires_grad_(gradients)
+
+    def evaluate(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        found: dict[fx.Node, Any] = dict(given)
+        for node in order:
+            if node in found:
+                continue
+            if is_size(node):
+                found[node] = evaluate_size(size_expression(node.meta["val"]), self.assignment)
+            elif node.op == "placeholder":
+                found[node] = self.leaf(node, False)
+            else:
+                found[node] = self._call(node, found)
+        return found
+
+    def _call(self, node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: found[n])
+        name = str(node.target)
+        if name == "attngraph.seed.default":
+            return torch.tensor(SEED)
+        if name in ("aten.dropout.default", "aten.native_dropout.default"):
+            return _dropout(node, args[0])
+        if name == "attngraph.attention.default":
+            return node.target(*args[:6], kernel="reference")
+        args, kwargs = pytree.tree_map(_wide_dtype, (list(args), dict(kwargs)))
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        result = node.target(*args, **kwargs)
+        return pytree.tree_map(lambda x: _widened(x) if isinstance(x, Tensor) else x, result)
+
+
+def _wide_dtype(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.to("cpu")
+
+
+def _dropout(node: fx.Node, value: Tensor) -> Any:
+    """A dropout with the random numbers that the fused program draws: `random(seed, indices)`."""
+    rate = float(argument(node, 1, "p", 0.5))
+    train = argument(node, 2, "train", "native" in str(node.target))
+    parts = "native" in str(node.target)
+    if train is False or rate == 0:
+        return (value, torch.ones_like(value, dtype=torch.bool)) if parts else value
+    env = Environment(Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, value.device)
+    places: list[Any] = [
+        torch.arange(n).view([-1 if d == axis else 1 for d in range(value.ndim)])
+        for axis, n in enumerate(value.shape)
+    ]
+    counters = evaluate.counters(places, list(value.shape))
+    kept = evaluate.random([SEED, *counters], env) >= rate
+    result = torch.where(kept, value * (1 / (1 - rate)), 0.0)
+    return (result, kept) if parts else result
+
+
+def _gradients(
+    old: Tensor, new: Tensor, given: Mapping[fx.Node, Tensor], generator: torch.Generator
+) -> list[tuple[str, Tensor, Tensor]]:
+    inputs = {n: t for n, t in given.items() if t.requires_grad}
+    weight = torch.randn(old.shape, generator=generator, dtype=torch.float64)
+    both = []
+    for result in (old, new):
+        if not result.requires_grad:
+            both.append([torch.zeros_like(t) for t in inputs.values()])
+            continue
+        finite = torch.where(result.isfinite(), result, torch.zeros_like(result))
+        grads = torch.autograd.grad((finite * weight).sum(), list(inputs.values()), allow_unused=True)
+        both.append(
+            [torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs.values(), strict=True)]
+        )
+    return [(f"gradient for {n}", a, b) for n, a, b in zip(inputs, *both, strict=True)]
+
+
+def _compare(expected: Tensor, actual: Tensor) -> tuple[float, str]:
+    if expected.shape != actual.shape:
+        return float("inf"), f"shape {list(actual.shape)} instead of {list(expected.shape)}"
+    expected, actual = expected.detach(), actual.detach()
+    if not torch.equal(expected.isfinite(), actual.isfinite()):
+        return float("inf"), "NaN or infinity in one and not in the other"
+    expected, actual = (torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (expected, actual))
+    if expected.numel() == 0:
+        return 0.0, ""
+    error = (expected - actual).abs() / (1 + expected.abs())
+    worst = float(error.max())
+    if worst <= TOLERANCE:
+        return worst, ""
+    place = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
+    return worst, (
+        f"{actual[tuple(place)].item():.6g} instead of {expected[tuple(place)].item():.6g} at {place}"
+    )
+
+
+def choose_sizes(
+    nodes: Sequence[fx.Node], admissible: Callable[[Mapping[str, int]], bool], hints: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """Two assignments of small, different numbers to every symbolic size of `nodes` that keep to what
+    the trace took for granted; the example's own sizes where none is found."""
+    names: dict[str, None] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            for extent in value.shape:
+                if not isinstance(extent, int):
+                    names.update((str(s), None) for s in extent.node.expr.free_symbols)
+    if not names:
+        return [{}]
+    found: list[dict[str, int]] = []
+    for candidates in ((3, 5, 7, 2, 4, 6, 8, 16), (17, 13, 19, 12, 16, 10, 24, 32)):
+        tries = itertools.islice(itertools.product(candidates, repeat=len(names)), 5000)
+        distinct = sorted(tries, key=lambda c: -len(set(c)))
+        for choice in distinct:
+            assignment = dict(zip(names, choice, strict=True))
+            if admissible({**hints, **assignment}):
+                found.append(assignment)
+                break
+    return found or [{name: hints[name] for name in names}]
+
+
+__all__ = ["Unliftable", "Verdict", "choose_sizes", "region", "same_value"]

@@ -1,0 +1,98 @@
+"""A mask in words: `causal & window(4096) & r1[b, k]`."""
+
+from __future__ import annotations
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.score import Keep, ScoreProgram, format_expr, format_number
+from attngraph.meaning import simplify as M
+
+
+def describe(program: ScoreProgram) -> str:
+    """What a program's `keep` statements keep, in words; "none" without any."""
+    return " & ".join(_describe_keep(k) for k in program.keeps) or "none"
+
+
+def _describe_keep(keep: Keep) -> str:
+    words = _conjunction(_conjuncts(keep.predicate))
+    if keep.is_hard:
+        return words
+    fill = keep.fill
+    shown = format_number(fill.value) if fill.op == "const" else format_expr(fill)
+    return f"{words} (else {shown})"
+
+
+def _conjuncts(node: Expr) -> list[Expr]:
+    return [c for a in node.args for c in _conjuncts(a)] if node.op == "and" else [node]
+
+
+def _conjunction(parts: list[Expr]) -> str:
+    words: list[str] = []
+    below: Expr | None = None
+    above: Expr | None = None
+    for part in parts:
+        limit = _distance_limit(part)
+        if limit is None:
+            words.append(_other(part))
+        elif limit[0] == "behind" and below is None:
+            below = limit[1]
+        elif limit[0] == "ahead" and above is None:
+            above = limit[1]
+        else:
+            words.append(format_expr(part))
+    return " & ".join([*_distance_words(below, above), *words])
+
+
+def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
+    """Words for -behind <= k - q <= ahead."""
+    if behind is None and ahead is None:
+        return []
+    if behind is None:
+        assert ahead is not None
+        return ["causal" if E.is_const(ahead, 0) else f"k - q <= {format_expr(ahead)}"]
+    if ahead is None:
+        return [f"q - k <= {format_expr(behind)}"]
+    if E.is_const(ahead, 0):
+        return ["causal", f"window({format_expr(M.add(behind, E.ONE))})"]
+    if ahead is behind:
+        return [f"window(+-{format_expr(ahead)})"]
+    return [f"window(-{format_expr(behind)}, +{format_expr(ahead)})"]
+
+
+def _distance_limit(node: Expr) -> tuple[str, Expr] | None:
+    """("ahead", n) for k - q <= n, ("behind", n) for q - k <= n."""
+    if node.op not in ("le", "lt", "ge", "gt"):
+        return None
+    left, right = (_canonical(a) for a in node.args)
+    if left is None or right is None:
+        return None
+    slack = M.sub(right, left) if node.op in ("le", "lt") else M.sub(left, right)
+    if node.op in ("lt", "gt"):
+        slack = M.sub(slack, E.ONE)
+    q, k = E.var("q"), E.var("k")
+    ahead = M.sub(slack, M.sub(q, k))
+    behind = M.sub(slack, M.sub(k, q))
+    if not ahead.free:
+        return "ahead", ahead
+    return ("behind", behind) if not behind.free else None
+
+
+def _canonical(node: Expr) -> Expr | None:
+    """A program's integer expression in canonical form; None where it is none."""
+    if node.op in ("var", "size") or (node.op == "const" and node.kind == "int"):
+        return node
+    args = [_canonical(a) for a in node.args]
+    if node.op not in ("add", "sub", "mul") or any(a is None for a in args):
+        return None
+    a, b = (x for x in args if x is not None)
+    return {"add": M.add, "sub": M.sub, "mul": M.mul}[node.op](a, b)
+
+
+def _other(node: Expr) -> str:
+    """A vector over the keys, kept or dropped where it is true, is a padding mask."""
+    negated = node.op == "not"
+    inner = node.args[0] if negated else node
+    indices = [a for a in inner.args if a.op != "const"]
+    if inner.op == "read" and [a.value for a in indices if a.op == "var"] in (["b", "k"], ["k"]):
+        return f"padding({'not ' if negated else ''}r{inner.value})"
+    return format_expr(node, 3)

@@ -1,0 +1,136 @@
+"""What a compilation did, for people (`str`) and for machines (`to_json`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+
+from attngraph.pipeline import PassRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionEntry:
+    """One attention of the model.
+
+    `name` is the module that computes it, `program` its score program, `mask` the mask in words,
+    `source` the user's line. `heads`, `kv_heads`, `head_dim`, `value_dim` are numbers, or text where
+    they vary from call to call. `kernel` is who computes it, `numerics` how the result relates to the
+    eager one, `error` the largest relative error found when it was checked in float64.
+    """
+
+    name: str
+    program: str
+    heads: int | str
+    kv_heads: int | str
+    head_dim: int | str
+    value_dim: int | str
+    mask: str
+    source: str
+    kernel: str
+    error: float
+    numerics: str = "reassociated"
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What makes two attentions equal for a reader: everything but where they stand."""
+        skipped = ("name", "error")
+        return tuple(v for k, v in dataclasses.asdict(self).items() if k not in skipped)
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A softmax-like place that was left alone: why, and where."""
+
+    reason: str
+    source: str
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """Where capture of the whole model stopped, so that torch.compile captures it in pieces."""
+
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What was fused, what was not and why, and what each pass did."""
+
+    attention: tuple[AttentionEntry, ...] = ()
+    missed: tuple[Missed, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    breaks: tuple[Break, ...] = ()
+    seconds: float = 0.0
+    graphs: int = 1
+
+    def to_json(self) -> str:
+        """The whole report as a JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        total = len(self.attention) + len(self.missed)
+        lines = [
+            f"attngraph: {len(self.attention)} of {total} softmax-like places fused, "
+            f"compiled in {self.seconds:.2f} s"
+        ]
+        if self.graphs == 0:
+            lines = ["attngraph: nothing traced yet; call the compiled model once"]
+        for entries in _folded(self.attention):
+            lines += _attention_lines(entries)
+        for missed, group in itertools.groupby(self.missed, key=lambda m: (m.reason, m.source)):
+            count = len(list(group))
+            times = f" x {count}" if count > 1 else ""
+            lines += ["", f"  not fused{times}   {missed[1]}", f"      {missed[0]}"]
+        for stop in self.breaks:
+            lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
+        if self.passes:
+            lines.append("")
+        for record in self.passes:
+            change = f"{record.before} -> {record.after} ops" if record.changed else "no change"
+            lines.append(f"  {record.name:<18} {change:<18} {record.seconds * 1000:8.1f} ms")
+        return "\n".join(lines)
+
+
+def _folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:
+    groups: dict[tuple[object, ...], list[AttentionEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.kind, []).append(entry)
+    return list(groups.values())
+
+
+def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
+    first = entries[0]
+    times = f" x {len(entries)}" if len(entries) > 1 else ""
+    names = first.name or "attention"
+    if len(entries) > 1:
+        names = f"{first.name} .. {entries[-1].name}"
+    heads = f"{first.heads} heads"
+    if first.kv_heads != first.heads:
+        heads += f" on {first.kv_heads} key/value heads"
+    width = f"{first.head_dim}"
+    if first.value_dim != first.head_dim:
+        width += f" (values {first.value_dim})"
+    error = max(e.error for e in entries)
+    return [
+        "",
+        f"  attention{times}   {first.source}   {names}",
+        f"      {heads} of width {width}, mask: {first.mask}",
+        *(f"      | {line}" for line in first.program.splitlines()),
+        f"      kernel {first.kernel or '-'}, {first.numerics}, checked in float64 (error {error:.0e})",
+    ]
+
+
+def merge(reports: Sequence[CompileReport]) -> CompileReport:
+    """One report for a model that was captured in pieces."""
+    return CompileReport(
+        tuple(a for r in reports for a in r.attention),
+        tuple(m for r in reports for m in r.missed),
+        tuple(p for r in reports for p in r.passes),
+        tuple(dict.fromkeys(b for r in reports for b in r.breaks)),
+        sum(r.seconds for r in reports),
+        sum(r.graphs for r in reports),
+    )

@@ -1,0 +1,111 @@
+"""A lowered program graph with everything that a call needs: tensors fed in order, writes copied back,
+results put together again."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from attngraph.capture import Captured
+from attngraph.report import CompileReport
+from attngraph.runtime.guards import ShapeGuard, ValueGuard, size_value
+
+
+class Executable:
+    """One traced graph, ready to be called.
+
+    Args:
+        captured: the graph (lowered by now), its structure and its conditions.
+        owner: the module whose parameters and buffers the graph's inputs name.
+        run: what computes the graph's results from its inputs (the graph itself, or compiled further).
+    """
+
+    def __init__(
+        self, captured: Captured, owner: nn.Module, run: Callable[..., Sequence[Any]], report: CompileReport
+    ) -> None:
+        self.captured, self.report, self._run = captured, report, run
+        self.graph = captured.graph
+        self.sizes = ShapeGuard(captured)
+        self._fetch = [_fetcher(given, owner, self.graph.constants) for given in self.graph.inputs]
+        known = dict(zip((p.name for p in self.graph.placeholders()), self._fetch, strict=True))
+        self._assumed = [(known[n], ValueGuard.of(n, known[n]([]))) for n in sorted(self.graph.assumed)]
+        self._write = [_writer(output, owner) for output in self.graph.outputs]
+
+    def accepts(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the graph serves a call with these tensors (of the dtypes it was traced for)."""
+        if self.sizes.bind(tuple(t.shape for t in tensors)) is None:
+            return False
+        return all(guard.holds(fetch([])) for fetch, guard in self._assumed)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        inputs = [fetch(tensors) for fetch in self._fetch]
+        with contextlib.ExitStack() as stack:
+            for device in {t.device.type for t in inputs}:
+                # The casts that autocast made are in the graph already.
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            results = self._run(*inputs)
+        values = []
+        for result, write in zip(results, self._write, strict=True):
+            if write is None:
+                values.append(result)
+            else:
+                write(tensors, result)
+        return self._assemble(values, tensors)
+
+    def _assemble(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+        leaves: list[Any] = []
+        sizes = self.sizes.bind(tuple(t.shape for t in tensors)) or {}
+        for kind, value in self.captured.structure.leaves:
+            if kind == "tensor":
+                leaves.append(values[value])
+            else:
+                leaves.append(size_value(value, sizes) if kind == "size" and hasattr(value, "free_symbols") else value)
+        return pytree.tree_unflatten(leaves, self.captured.structure.tree)
+
+
+Fetch = Callable[[Sequence[Tensor]], Tensor]
+
+
+def _fetcher(given: Any, owner: nn.Module, constants: dict[str, Tensor]) -> Fetch:
+    """How an input is obtained at call time. Weights are looked up anew each time: the user may have
+    moved, replaced or retyped them."""
+    if given.kind == "argument":
+        return operator.itemgetter(int(given.name))
+    if given.kind == "constant":
+        constant = constants[given.name]
+        return lambda _: constant
+    path, _, name = given.name.rpartition(".")
+    module = owner.get_submodule(path)
+    store = module._parameters if given.kind == "parameter" else module._buffers
+
+    def fetch(_: Sequence[Tensor]) -> Tensor:
+        tensor = store.get(name)
+        return getattr(module, name) if tensor is None else tensor  # type: ignore[no-any-return]
+
+    return fetch
+
+
+def _writer(output: Any, owner: nn.Module) -> Callable[[Sequence[Tensor], Tensor], None] | None:
+    """How a result that is a write reaches its tensor; None for values."""
+    if output.kind == "value":
+        return None
+    if output.kind == "argument":
+        return lambda tensors, value: _overwrite(tensors[int(output.name)], value)
+    path, _, name = output.name.rpartition(".")
+    module = owner.get_submodule(path)
+    return lambda _, value: _overwrite(module.get_buffer(name), value)
+
+
+def _overwrite(target: Tensor, value: Tensor) -> None:
+    if target.requires_grad and target.is_leaf:
+        with torch.no_grad():
+            target.copy_(value)
+    else:
+        target.copy_(value)

@@ -1,0 +1,128 @@
+"""What a traced graph is valid for: the fixed key of a call, and the sizes that a graph accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.capture import Captured
+from attngraph.ir.graph import holds
+
+_SIMPLE = (int, float, bool, str, bytes, type(None))
+
+
+def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any], modules: Sequence[nn.Module]) -> Any:
+    """Everything about a call, except for tensor sizes and values, that a trace depends on: structure,
+    dtypes, devices, numbers, the state of PyTorch and of the model."""
+    return (
+        spec,
+        tuple(_leaf_key(leaf) for leaf in leaves),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        tuple(model_state(module) for module in modules),
+    )
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        return (type(leaf), id(leaf))
+    return (type(leaf), leaf)
+
+
+def model_state(model: nn.Module) -> tuple[Any, ...]:
+    """Training flags, the metadata of weights, and the plain attributes that a forward may branch on,
+    those of configuration objects included."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, _SIMPLE):
+                found.append(value)
+            elif name[0] != "_" and not isinstance(value, (Tensor, nn.Module)) and id(value) not in seen:
+                seen.add(id(value))
+                fields = getattr(value, "__dict__", None)
+                if fields:
+                    found.append(tuple(v for v in fields.values() if isinstance(v, _SIMPLE)))
+        for store in (module._parameters, module._buffers):
+            for tensor in store.values():
+                found.append(None if tensor is None else (tensor.dtype, tensor.device, tensor.shape))
+    return tuple(found)
+
+
+class ShapeGuard:
+    """Whether a graph accepts a call's sizes, and which numbers its symbols then stand for."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.shapes, self.conditions = captured.shapes, captured.graph.conditions
+        self._known: dict[tuple[torch.Size, ...], dict[str, int] | None] = {}
+
+    def bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:
+        """The graph's symbols for these shapes, or None where the graph does not serve them."""
+        if shapes not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            self._known[shapes] = self._bind(shapes)
+        return self._known[shapes]
+
+    def _bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:
+        if len(shapes) != len(self.shapes):
+            return None
+        sizes: dict[str, int] = {}
+        formulas: list[tuple[Any, int]] = []
+        for wanted, given in zip(self.shapes, shapes, strict=True):
+            if len(wanted) != len(given):
+                return None
+            for extent, number in zip(wanted, given, strict=True):
+                if isinstance(extent, int):
+                    if extent != number:
+                        return None
+                elif extent.is_Symbol:
+                    if sizes.setdefault(str(extent), number) != number:
+                        return None
+                else:
+                    formulas.append((extent, number))
+        for formula, number in formulas:
+            if size_value(formula, sizes) != number:
+                return None
+        return sizes if all(holds(condition, sizes) for condition in self.conditions) else None
+
+
+def size_value(formula: Any, sizes: dict[str, int]) -> Any:
+    """A sympy size formula as a Python number."""
+    value = formula.xreplace({s: sizes[str(s)] for s in formula.free_symbols if str(s) in sizes})
+    if value.is_Boolean:
+        return bool(value)
+    return int(value) if value.is_Integer else float(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueGuard:
+    """A buffer whose contents were read when compiling: still the same tensor, unwritten since.
+
+    Raises nothing; `holds` is False once the buffer was replaced or written to.
+    """
+
+    name: str
+    pointer: int
+    version: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> ValueGuard:
+        return cls(name, tensor.data_ptr(), _version(tensor))
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.data_ptr() == self.pointer and _version(tensor) == self.version
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,102 @@
+"""Building nodes: views from the layout solver's steps, sizes from size expressions.
+
+Every new node gets its fake value at once and the source line of the node that it stands for.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.expr import Expr
+from attngraph.ir.graph import ProgramGraph, infer
+from attngraph.meaning.layout import Step
+
+aten = torch.ops.aten
+
+
+class Builder:
+    """Inserts nodes before `anchor` that stand for it."""
+
+    def __init__(self, graph: ProgramGraph, anchor: fx.Node) -> None:
+        self.graph, self.anchor = graph, anchor
+        self.made: list[fx.Node] = []
+        self._sizes: dict[Expr, Any] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.graph.inserting_before(self.anchor):
+            node: fx.Node = self.graph.graph.call_function(target, args, kwargs)
+        node.meta = {
+            key: self.anchor.meta[key]
+            for key in ("stack_trace", "nn_module_stack")
+            if key in self.anchor.meta
+        }
+        node.meta["val"] = infer(target, args, kwargs, self.graph.fake_mode())
+        self.made.append(node)
+        return node
+
+    def discard(self) -> None:
+        """Take back everything that was built."""
+        for node in reversed(self.made):
+            self.graph.graph.erase_node(node)
+        self.made.clear()
+
+    def size(self, value: Expr) -> Any:
+        """A number, or a node that computes the size.
+
+        Raises:
+            KeyError: a symbol that is no dimension of any input.
+        """
+        if value.op == "const":
+            return int(value.value)
+        if value not in self._sizes:
+            self._sizes[value] = self._size(value)
+        return self._sizes[value]
+
+    def _size(self, value: Expr) -> fx.Node:
+        if value.op == "size":
+            return self._symbol(value.value)
+        functions = {
+            "add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+        }  # fmt: skip
+        args = [self.size(a) for a in value.args]
+        node = args[0]
+        for arg in args[1:]:
+            node = self.call(functions[value.op], node, arg)
+        return node  # type: ignore[no-any-return]
+
+    def _symbol(self, name: str) -> fx.Node:
+        for placeholder in self.graph.placeholders():
+            fake = placeholder.meta.get("val")
+            for axis, extent in enumerate(getattr(fake, "shape", ())):
+                if not isinstance(extent, int) and str(extent.node.expr) == name:
+                    for user in placeholder.users:
+                        if user.target is aten.sym_size.int and user.args[1] == axis and user < self.anchor:
+                            return user
+                    return self.call(aten.sym_size.int, placeholder, axis)
+        raise KeyError(f"size {name} is no dimension of an input")
+
+    def view(self, node: fx.Node, steps: tuple[Step, ...]) -> fx.Node:
+        """`node` seen through the steps."""
+        for step in steps:
+            sizes = [self.size(s) for s in step.sizes]
+            dim = step.dims[0] if step.dims else 0
+            match step.op:
+                case "unflatten":
+                    node = self.call(aten.unflatten.int, node, dim, sizes)
+                case "narrow":
+                    node = self.call(aten.narrow.default, node, dim, sizes[0], sizes[1])
+                case "select":
+                    node = self.call(aten.select.int, node, dim, sizes[0])
+                case "permute":
+                    node = self.call(aten.permute.default, node, list(step.dims))
+                case "unsqueeze":
+                    node = self.call(aten.unsqueeze.default, node, dim)
+                case "expand":
+                    node = self.call(aten.expand.default, node, sizes)
+                case "reshape":
+                    node = self.call(aten.reshape.default, node, sizes)
+        return node

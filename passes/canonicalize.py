@@ -1,0 +1,39 @@
+"""Canonicalize: take out what computes nothing.
+
+Matches assertions about metadata, contiguity and aliasing markers, and, in graphs through which no
+gradient flows, `detach`. Each is the identity on values there. What nothing uses goes as well.
+Refuses nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from attngraph.ir.graph import Level, ProgramGraph, op_name
+from attngraph.pipeline import Outcome
+
+_IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.", "aten.contiguous.")
+_ASSERTIONS = ("aten._assert_tensor_metadata.",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Canonicalize:
+    name: str = "canonicalize"
+    requires: Level = Level.CAPTURED
+    yields: Level = Level.CANONICAL
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        removed: Counter[str] = Counter()
+        for node in list(graph.graph.nodes):
+            target = str(node.target)
+            if node.op != "call_function":
+                continue
+            if target.startswith(_ASSERTIONS):
+                removed[op_name(node)] += 1
+                graph.graph.erase_node(node)
+            elif target.startswith(_IDENTITY) or (target.startswith("aten.detach.") and not graph.gradients):
+                removed[op_name(node)] += 1
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+        return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])

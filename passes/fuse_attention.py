@@ -1,0 +1,220 @@
+"""FuseAttention: replace every attention by one `attngraph::attention` node.
+
+Matches whatever `meaning/attention.py` recognises: a sum of values weighted by a softmax of scores
+that hold a product of queries and keys, however it is written. Right because every claim is checked in
+float64, values and (where they flow) gradients, at two sizes, before the graph is touched; equal layers
+are checked once. Refuses a claim that fails its check, and an attention whose weights are used
+elsewhere, because then nothing would be saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.expr import Expr
+from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.ir.score import format_expr
+from attngraph.ir.source import module_of, source_of
+from attngraph.meaning import check, masks
+from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
+from attngraph.meaning.check import Verdict
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.program import Seed
+from attngraph.passes.build import Builder
+from attngraph.pipeline import Outcome
+from attngraph.report import AttentionEntry, Missed
+
+log = logging.getLogger(__name__)
+NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseAttention:
+    name: str = "fuse-attention"
+    requires: Level = Level.CANONICAL
+    yields: Level = Level.FUSED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        return _Fusion(graph).run()
+
+
+class _Fusion:
+    """One run of the pass on one graph."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self.values = graph.known_values()
+        self.meaning = Meaning(self.values)
+        self.recogniser = Recogniser(self.meaning)
+        self.outcome = Outcome()
+        self.fused = 0
+        self.reasons: dict[fx.Node, str] = {}
+        self.checked: dict[Any, Verdict] = {}
+
+    def run(self) -> Outcome:
+        for node in list(self.graph.graph.nodes):
+            claim = self.recogniser.examine(node)
+            if isinstance(claim, Attention):
+                claim = self._fuse(claim)
+            if isinstance(claim, Refusal):
+                for place in self._exponentials(node):
+                    self.reasons[place] = claim.reason
+        self.graph.clean()
+        self._report_missed()
+        self.graph.assumed |= {n.name for n in self.meaning.assumed}
+        checks = f"{len(self.checked)} distinct one(s) checked in float64"
+        if self.fused:
+            self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
+        return self.outcome
+
+    def _exponentials(self, node: fx.Node) -> Iterable[fx.Node]:
+        if str(node.target) in SOFTMAX_LIKE:
+            return (node,)
+        return frozenset().union(*(self.recogniser.near(n) for n in node.all_input_nodes))
+
+    def _fuse(self, claim: Attention) -> Refusal | None:
+        """Check the claim and carry it out, or say why not."""
+        old = claim.node
+        elsewhere = self._used_elsewhere(old)
+        if elsewhere is not None:
+            where = source_of(elsewhere) or "the model's results"
+            return Refusal(f"its weights are also used at {where}; fusing would compute them twice")
+        builder = Builder(self.graph, old)
+        try:
+            new, leaves = _build(builder, claim)
+        except KeyError as problem:
+            builder.discard()
+            return Refusal(str(problem.args[0]))
+        verdict = self._check(claim, new, leaves)
+        if verdict.problem:
+            builder.discard()
+            log.warning("refused %s at %s: %s", old, source_of(old), verdict.problem)
+            return Refusal(f"a fused node would not compute the same: {verdict.problem}")
+        old.replace_all_uses_with(new)
+        self.graph.graph.erase_node(old)
+        whole = next(n for n in builder.made if n.target is torch.ops.attngraph.attention.default)
+        whole.meta["attention"] = self._entry(claim, verdict)
+        return None
+
+    def _used_elsewhere(self, root: fx.Node) -> fx.Node | None:
+        """A user of the softmax that is not on the way to `root` and is not dead."""
+        stack = [n for n in self._exponentials(root) if n is not root]
+        seen: set[fx.Node] = set(stack)
+        while stack:
+            node = stack.pop()
+            for user in node.users:
+                if user is root or user in seen:
+                    continue
+                if user.op == "output":
+                    return node
+                seen.add(user)
+                stack.append(user)
+        return None
+
+    def _check(self, claim: Attention, new: fx.Node, leaves: list[fx.Node]) -> Verdict:
+        key = self._fingerprint(claim, new, leaves)
+        if key not in self.checked:
+            sizes = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
+            self.checked[key] = check.same_value(
+                claim.node, new, leaves, self.values, sizes, self.graph.gradients
+            )
+        return self.checked[key]
+
+    def _fingerprint(self, claim: Attention, new: fx.Node, leaves: list[fx.Node]) -> Any:
+        """The region as text in which nodes are numbered: equal for equal layers."""
+        order = check.region((claim.node, new), leaves)
+        number = {node: place for place, node in enumerate(order)}
+        lines: list[Any] = []
+        for node in order:
+            value = node.meta.get("val")
+            about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
+            if node in leaves or node.op == "placeholder":
+                known = self.values.get(node)
+                lines.append((about, None if known is None else _content(known)))
+            else:
+                shown = fx.map_arg((node.args, node.kwargs), lambda n: _Number(number.get(n, -1)))
+                lines.append((str(node.target), repr(shown), about))
+        return tuple(lines)
+
+    def _entry(self, claim: Attention, verdict: Verdict) -> AttentionEntry:
+        source = source_of(claim.node)
+        self.fused += 1
+        shown = " and ".join(
+            "(" + ", ".join(f"{k}={v}" for k, v in s.items()) + ")" for s in verdict.sizes if s
+        )
+        self.outcome.notes.append(
+            f"fused attention at {source}, checked in float64"
+            f"{' at ' + shown if shown else ''} (max error {verdict.error:.0e})"
+        )
+        return AttentionEntry(
+            name=module_of(claim.node), program=str(claim.program), heads=_number(claim.heads),
+            kv_heads=_number(claim.kv_heads), head_dim=_number(claim.head_dim),
+            value_dim=_number(claim.value_dim), mask=masks.describe(claim.program), source=source,
+            kernel="", error=verdict.error,
+        )  # fmt: skip
+
+    def _report_missed(self) -> None:
+        alive = set(self.graph.graph.nodes)
+        for node in self.graph.graph.nodes:
+            if str(node.target) in SOFTMAX_LIKE and node not in self.reasons:
+                self.reasons[node] = NO_VALUES
+        for node, reason in self.reasons.items():
+            if node not in alive:
+                continue
+            source = source_of(node)
+            self.outcome.missed.append(Missed(reason, source, module_of(node)))
+            self.outcome.notes.append(f"left alone at {source}: {reason}")
+
+
+class _Number(int):
+    """A node's place in a region; prints as itself."""
+
+
+def _content(tensor: Tensor) -> Any:
+    """Something that is equal for equal contents."""
+    if tensor.numel() <= 1 << 22:
+        return hash(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return tensor.data_ptr()
+
+
+def _number(extent: Expr) -> int | str:
+    return int(extent.value) if extent.op == "const" else format_expr(extent)
+
+
+def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:
+    """The nodes of a claim, and the tensors of the model that they are computed from."""
+    dtypes = [o.base.meta["val"].dtype for o in (claim.q, claim.k, claim.v)]
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    operands = []
+    for operand, dtype in zip((claim.q, claim.k, claim.v), dtypes, strict=True):
+        node = builder.view(operand.base, operand.steps)
+        if dtype != widest:
+            node = builder.call(torch.ops.aten._to_copy.default, node, dtype=widest)
+        operands.append(node)
+    reads: list[fx.Node] = []
+    leaves = [claim.q.base, claim.k.base, claim.v.base]
+    for read in claim.reads:
+        if isinstance(read, Seed):
+            reads.append(builder.call(torch.ops.attngraph.seed.default))
+        else:
+            reads.append(read)
+            leaves.append(read)
+    sizes = [builder.size(s) for s in claim.sizes]
+    whole = builder.call(
+        torch.ops.attngraph.attention.default, *operands, reads, sizes, str(claim.program), ""
+    )
+    out = builder.call(operator.getitem, whole, 0)
+    out = builder.view(out, claim.output)
+    wanted = claim.node.meta["val"].dtype
+    if out.meta["val"].dtype != wanted:
+        out = builder.call(torch.ops.aten._to_copy.default, out, dtype=wanted)
+    return out, list(dict.fromkeys(leaves))

@@ -1,0 +1,37 @@
+"""SelectKernels: write into every attention node who computes it.
+
+Asks the kernels of the chosen backend in their order of preference and takes the first that serves the
+program on these dtypes and widths. The name stands in the graph, so a dump and the report show it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from attngraph.ir import kernels
+from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.ir.parser import parse
+from attngraph.pipeline import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectKernels:
+    """`backend` names a family of kernels ("cpu", "triton", "reference"); empty: any."""
+
+    backend: str = ""
+    name: str = "select-kernels"
+    requires: Level = Level.FUSED
+    yields: Level = Level.LOWERED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        for node in graph.graph.nodes:
+            if node.target is not torch.ops.attngraph.attention.default:
+                continue
+            q, k, v = (n.meta["val"] for n in node.args[:3])
+            chosen = kernels.choose(parse(node.args[5]), (q, k, v), self.backend)
+            node.args = (*node.args[:6], chosen.name)
+            outcome.notes.append(f"{chosen.name} for attention in {len(outcome.notes) + 1}")
+        return outcome
