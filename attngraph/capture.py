@@ -8,14 +8,17 @@ results that the executable copies back. Regions without gradients become `detac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import inspect
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -139,7 +142,8 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             shapes = tuple(dict.fromkeys(range(t.ndim), Dim.AUTO) for t in tensors)
-            program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
+            with _whole_stack_traces():
+                program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
             structure = flat.recorded.structure
             inline_grad_regions(program.graph_module)
             program = program.run_decompositions({})
@@ -162,6 +166,23 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _hints(arguments: Sequence[fx.Node]) -> dict[str, int]:
     extents = [s for n in arguments for s in n.meta["val"].shape if not isinstance(s, int)]
     return {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
+
+
+@contextlib.contextmanager
+def _whole_stack_traces() -> Iterator[None]:
+    """Let traces record the user's own lines. Torch keeps only frames of functions called `forward`,
+    which loses the line where a helper function computes; its tracer lets the choice be overridden."""
+    if not hasattr(fx.proxy.TracerBase, "_filter_traceback_frames"):
+        yield  # lines are then those of the enclosing forward
+        return
+
+    def below_wrapper(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        names = [(f.filename, f.name) for f in frames]
+        start = names.index((__file__, "forward")) + 1 if (__file__, "forward") in names else 0
+        return traceback.StackSummary.from_list(frames[start:])
+
+    with mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
+        yield
 
 
 def _size(value: Any) -> Any:
@@ -262,10 +283,15 @@ def _program_graph(program: ExportedProgram, flat: _Flat) -> ProgramGraph:
         inputs.append(Input(kind, name))
     outputs: list[Output] = []
     order = [spec.arg.name for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")]
+    contiguous = {
+        n.name
+        for n in program.graph.output_node().all_input_nodes
+        if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].is_contiguous()
+    }
     for result in program.graph_signature.output_specs:
         match result.kind.name:
             case "USER_OUTPUT":
-                outputs.append(Output("value"))
+                outputs.append(Output("value", contiguous=result.arg.name in contiguous))
             case "BUFFER_MUTATION":
                 outputs.append(Output("buffer", str(result.target)))
             case "USER_INPUT_MUTATION":

@@ -112,10 +112,19 @@ def run(
         _trace_artifact(step.name, text)
         if writer is not None and changed:
             title = f"{level.name.lower()} -> {graph.level.name.lower()}   {before} -> {record.after} ops"
-            writer.write(step.name, graph, title, [f"options: {step!r}", *outcome.notes])
+            writer.write(step.name, graph, title, [*_options(step), *outcome.notes])
     if writer is not None:
         writer.index(result)
     return result
+
+
+def _options(step: Pass) -> list[str]:
+    """The pass's own options, where it has any."""
+    fields = dataclasses.fields(step) if dataclasses.is_dataclass(step) else ()
+    shown = [
+        f"{f.name}={getattr(step, f.name)!r}" for f in fields if f.name not in ("name", "requires", "yields")
+    ]
+    return [f"options: {', '.join(shown)}"] if shown else []
 
 
 class _Dump:

@@ -1,8 +1,9 @@
 """Canonicalize: take out what computes nothing.
 
 Matches assertions about metadata, contiguity and aliasing markers, and, in graphs through which no
-gradient flows, `detach`. Each is the identity on values there. What nothing uses goes as well.
-Refuses nothing.
+gradient flows, `detach`. Each is the identity on values there. What nothing uses goes as well. A
+`view`, which is only possible for some strides, becomes a `reshape`, which has the same elements for
+any: a later pass may then change how a value lies in memory. Refuses nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+import torch
+
 from attngraph.ir.graph import Level, ProgramGraph, op_name
 from attngraph.pipeline import Outcome
 
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.", "aten.contiguous.")
+_STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
 
 
@@ -36,4 +40,6 @@ class Canonicalize:
                 removed[op_name(node)] += 1
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
+            elif target in _STRIDED_VIEWS:
+                node.target = torch.ops.aten.reshape.default
         return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])

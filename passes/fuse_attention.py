@@ -15,6 +15,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -25,7 +26,7 @@ from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
 from attngraph.meaning.check import Verdict
-from attngraph.meaning.element import Meaning
+from attngraph.meaning.element import Meaning, to_sympy
 from attngraph.meaning.program import Seed
 from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
@@ -61,6 +62,7 @@ class _Fusion:
     def run(self) -> Outcome:
         for node in list(self.graph.graph.nodes):
             claim = self.recogniser.examine(node)
+            self._require_equal_sizes()
             if isinstance(claim, Attention):
                 claim = self._fuse(claim)
             if isinstance(claim, Refusal):
@@ -74,6 +76,14 @@ class _Fusion:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
         return self.outcome
 
+    def _require_equal_sizes(self) -> None:
+        """What element rules took for granted about sizes becomes a condition of the graph."""
+        while self.meaning.required:
+            a, b = self.meaning.required.pop()
+            condition = sympy.Eq(to_sympy(a), to_sympy(b))
+            if condition not in self.graph.conditions:
+                self.graph.conditions += (condition,)
+
     def _exponentials(self, node: fx.Node) -> Iterable[fx.Node]:
         if str(node.target) in SOFTMAX_LIKE:
             return (node,)
@@ -82,10 +92,9 @@ class _Fusion:
     def _fuse(self, claim: Attention) -> Refusal | None:
         """Check the claim and carry it out, or say why not."""
         old = claim.node
-        elsewhere = self._used_elsewhere(old)
+        elsewhere = self._used_elsewhere(claim)
         if elsewhere is not None:
-            where = source_of(elsewhere) or "the model's results"
-            return Refusal(f"its weights are also used at {where}; fusing would compute them twice")
+            return Refusal(elsewhere)
         builder = Builder(self.graph, old)
         try:
             new, leaves = _build(builder, claim)
@@ -103,19 +112,23 @@ class _Fusion:
         whole.meta["attention"] = self._entry(claim, verdict)
         return None
 
-    def _used_elsewhere(self, root: fx.Node) -> fx.Node | None:
-        """A user of the softmax that is not on the way to `root` and is not dead."""
-        stack = [n for n in self._exponentials(root) if n is not root]
-        seen: set[fx.Node] = set(stack)
-        while stack:
-            node = stack.pop()
-            for user in node.users:
-                if user is root or user in seen:
-                    continue
-                if user.op == "output":
-                    return node
-                seen.add(user)
-                stack.append(user)
+    def _used_elsewhere(self, claim: Attention) -> str | None:
+        """Why the weights or the scores would still be computed after fusing, if they would."""
+        kept = [("weights", n) for n in self._exponentials(claim.node) if n is not claim.node]
+        if claim.scores is not None:
+            kept.append(("scores", claim.scores))
+        for what, start in kept:
+            seen, stack = {start}, [start]
+            while stack:
+                node = stack.pop()
+                for user in node.users:
+                    if user.op == "output" or user in claim.reads:
+                        where = source_of(node)
+                        place = "the model's results" if user.op == "output" else "its own mask or bias"
+                        return f"its {what} are also used in {place} ({where}); fusing would compute them twice"
+                    if user is not claim.node and user not in seen:
+                        seen.add(user)
+                        stack.append(user)
         return None
 
     def _check(self, claim: Attention, new: fx.Node, leaves: list[fx.Node]) -> Verdict:
@@ -123,7 +136,7 @@ class _Fusion:
         if key not in self.checked:
             sizes = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
             self.checked[key] = check.same_value(
-                claim.node, new, leaves, self.values, sizes, self.graph.gradients
+                claim.node, new, leaves, self.values, sizes, self.graph.hints, self.graph.gradients
             )
         return self.checked[key]
 
@@ -180,7 +193,7 @@ class _Number(int):
 def _content(tensor: Tensor) -> Any:
     """Something that is equal for equal contents."""
     if tensor.numel() <= 1 << 22:
-        return hash(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return hash(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return tensor.data_ptr()
 
 

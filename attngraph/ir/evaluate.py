@@ -36,6 +36,13 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+_KEEPS_INTEGERS = frozenset({
+    "add", "sub", "mul", "floordiv", "mod", "min", "max", "neg", "abs", "sign", "floor", "ceil", "trunc",
+    "round", "isnan", "eq", "ne", "le", "lt", "ge", "gt",
+})  # fmt: skip
+"""Operations on integers that are exact in integers; all others are done in the real dtype."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """A box of the index space: half-open ranges for b, h, q and k."""
@@ -133,13 +140,14 @@ def evaluate(node: Expr, env: Environment, names: dict[str, Value]) -> Value:
         return read(node, env, names)
     args = [evaluate(arg, env, names) for arg in node.args]
     if not any(isinstance(a, Tensor) for a in args):
-        return _apply(op, [_scalar_tensor(a) for a in args], env).item()  # type: ignore[return-value]
+        # Numbers among themselves are worked out in double precision.
+        exact = dataclasses.replace(env, dtype=torch.float64)
+        return _apply(op, [torch.tensor(a, dtype=_number_dtype(a)) for a in args], exact).item()
     return _apply(op, args, env)
 
 
-def _scalar_tensor(value: Value) -> Tensor:
-    dtype = torch.float64 if isinstance(value, float) else None
-    return torch.tensor(value, dtype=dtype)
+def _number_dtype(value: Value) -> torch.dtype | None:
+    return torch.float64 if isinstance(value, float) else None
 
 
 def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
@@ -160,8 +168,15 @@ def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
     if op == "int":
         return like.to(torch.int64)
     if op in _UNARY:
-        return _UNARY[op](like)
-    return _BINARY[op](*(_promote(a, env, like) for a in args))
+        return _UNARY[op](like if op in _KEEPS_INTEGERS else _real(like, env))
+    a, b = (_promote(x, env, like) for x in args)
+    if op not in _KEEPS_INTEGERS:
+        a, b = _real(a, env), _real(b, env)
+    return _BINARY[op](a, b)
+
+
+def _real(value: Tensor, env: Environment) -> Tensor:
+    return value if value.is_floating_point() else value.to(env.dtype)
 
 
 def _promote(value: Value, env: Environment, like: Tensor) -> Tensor:
@@ -174,9 +189,7 @@ def _promote(value: Value, env: Environment, like: Tensor) -> Tensor:
 
 
 def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
-    """`rN[...]` on this tile: a view where every index is a variable or a number, else a gather
-    with indices clamped into range (an index out of range is only legal where its value is
-    not used)."""
+    """`rN[...]` on this tile: a view where every index is a variable or a number, else a gather."""
     source = env.reads[node.value]
     plain = [a for a in node.args if a.op == "var"]
     if len(set(plain)) == len(plain) and all(a.op == "var" or a.op == "const" for a in node.args):
@@ -185,7 +198,13 @@ def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
     for extent, arg in zip(source.shape, node.args, strict=True):
         value = evaluate(arg, env, names)
         place = value if isinstance(value, Tensor) else torch.tensor(value, device=env.device)
-        picks.append(place.to(torch.int64).clamp(0, max(extent - 1, 0)))
+        low, high = (int(x) for x in torch.aminmax(place)) if place.numel() else (0, 0)
+        if low < 0 or high >= extent:
+            raise IndexError(
+                f"{S.format_expr(node)} reads place {low if low < 0 else high} of a dimension of "
+                f"{extent}; an index must be in range, also where its value is not used."
+            )
+        picks.append(place.to(torch.int64))
     return source[tuple(picks)]
 
 

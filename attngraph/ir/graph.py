@@ -37,13 +37,22 @@ class Input:
     kind: str
     name: str
 
+    @property
+    def label(self) -> str:
+        """The name as the user knows it, without the wrapper that the model was captured in."""
+        return self.name.removeprefix("model.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a result is: "value" for the caller, or the new contents of a "buffer" or "argument"."""
+    """What a result is: "value" for the caller, or the new contents of a "buffer" or "argument".
+
+    `contiguous`: the model itself returns it contiguous, so the caller may rely on that.
+    """
 
     kind: str
     name: str = ""
+    contiguous: bool = False
 
 
 @dataclasses.dataclass

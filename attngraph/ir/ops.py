@@ -173,8 +173,9 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         out, lse, q, k, v, reads, ctx.sizes, ctx.program, ctx.kernel,
     )  # fmt: skip
     rest = iter(found[3:])
+    # torch flattens lists of tensors, and takes an empty list for one.
     of_reads = [next(rest) if r.is_floating_point() else None for r in reads]
-    return found[0], found[1], found[2], of_reads, [None] * len(ctx.sizes), None, None
+    return found[0], found[1], found[2], of_reads, [] if not ctx.sizes else None, None, None
 
 
 torch.library.register_autograd(

@@ -7,6 +7,7 @@ machine paths, no names that torch made up.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -25,7 +26,22 @@ _COLUMN = 78
 
 def format_graph(graph: ProgramGraph) -> str:
     """The whole graph as text."""
-    return "\n".join(_Printer(graph).lines())
+    return "\n".join(_with_plain_sizes(_Printer(graph).lines()))
+
+
+def _with_plain_sizes(lines: list[str]) -> list[str]:
+    """Symbolic sizes renamed s0, s1, ... in order of appearance: torch's own numbers differ from one
+    trace to the next."""
+    names: dict[str, str] = {}
+
+    def rename(found: re.Match[str]) -> str:
+        return names.setdefault(found[0], f"s{len(names)}")
+
+    renamed = []
+    for line in lines:
+        code, mark, comment = line.partition("  # ")
+        renamed.append(re.sub(r"\bs\d+\b", rename, code) + mark + comment)
+    return renamed
 
 
 def format_type(value: Any) -> str:
@@ -41,13 +57,12 @@ class _Printer:
     def __init__(self, graph: ProgramGraph) -> None:
         self.graph = graph
         self.names: dict[fx.Node, str] = {}
+        self.count = 0
 
     def lines(self) -> list[str]:
         head = ["graph("]
         for node, given in zip(self.graph.placeholders(), self.graph.inputs, strict=True):
-            prefix = {"argument": "%arg", "constant": "$constant."}.get(given.kind, "$")
-            name = given.name if given.kind != "constant" else str(len(self.names))
-            self.names[node] = f"{prefix}{name}"
+            self.names[node] = f"%arg{given.name}" if given.kind == "argument" else f"${given.label}"
             if node.users or given.kind == "argument":
                 head.append(f"  {self.names[node]}: {format_type(node.meta.get('val'))},")
         body: list[str] = []
@@ -87,7 +102,8 @@ class _Printer:
         return lines + [f"          {line}" for line in str(program).splitlines()]
 
     def _line(self, node: fx.Node, call: str, value: Any) -> str:
-        self.names[node] = f"%{sum(1 for n in self.names.values() if n[1:].isdigit())}"
+        self.names[node] = f"%{self.count}"
+        self.count += 1
         text = f"  {self.names[node]} = {call} : {format_type(value)}"
         source = source_of(node)
         return f"{text.ljust(_COLUMN)}  # {source}" if source else text

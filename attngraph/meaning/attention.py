@@ -46,10 +46,12 @@ class Operand:
 class Attention:
     """A claim: `node` equals attention(q, k, v, reads, sizes, program), seen through `output`.
 
-    `heads`, `kv_heads`, `head_dim` and `value_dim` are size expressions.
+    `scores` is the node that computes the dot, if the model has one. `heads`, `kv_heads`, `head_dim`
+    and `value_dim` are size expressions.
     """
 
     node: fx.Node
+    scores: fx.Node | None
     q: Operand
     k: Operand
     v: Operand
@@ -127,6 +129,10 @@ class Recogniser:
         if not isinstance(parts, normalised.WeightedSum):
             return parts
         score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free)
+        # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
+        score, shift = normalised.split_by(score, parts.keys)
+        if parts.sink is not None:
+            parts = dataclasses.replace(parts, sink=M.sub(parts.sink, shift))
         found = dots.find_dot(meaning, score, parts.keys)
         if found is None:
             return Refusal(
@@ -187,7 +193,7 @@ class Recogniser:
             return Refusal("the scores depend on something that is no batch, head, query or key")
         built = program.build(score, weight, sink)
         return Attention(
-            node, operand_q, operand_k, operand_v, built.program, built.reads, built.sizes,
+            node, dot.node, operand_q, operand_k, operand_v, built.program, built.reads, built.sizes,
             tuple(views.output(tuple(digits_of(o) for o in output), output)),
             heads=roles.extent(assigned.heads), kv_heads=roles.extent(assigned.kv_heads),
             head_dim=roles.extent(assigned.inner), value_dim=roles.extent(assigned.values),

@@ -28,11 +28,13 @@ _LOOK_THROUGH = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX
 @dataclasses.dataclass(frozen=True)
 class Dot:
     """sum over `inner` of q * k. Each side is the chain of tensors from the one that was multiplied
-    down through views and scalings: (read, factor), outermost first."""
+    down through views and scalings: (read, factor), outermost first. `node` computes the dot, if a
+    node of its own does."""
 
     inner: tuple[Expr, ...]
     q: tuple[tuple[Expr, float], ...]
     k: tuple[tuple[Expr, float], ...]
+    node: fx.Node | None = None
 
 
 def look_into(meaning: Meaning, node: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]) -> Expr:
@@ -72,6 +74,7 @@ def find_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> tuple[Dot
                 found = _as_dot(meaning, part, keys)
                 if found is not None:
                     inside = M.substitute(opened, {part: DOT})
+                    found = dataclasses.replace(found, node=node.value)
                     return found, M.substitute(score, {node: inside})
     return None
 

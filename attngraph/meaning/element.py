@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,12 +35,16 @@ class Meaning:
         values: tensors that are known when compiling (buffers, constants), by placeholder. A
             placeholder whose values form a recognised pattern is lifted to that pattern, and is
             then listed in `assumed`: the caller must see to it that those values stay.
+
+    `required` collects pairs of sizes that a rule took to be equal because the op demands it, where
+    the trace did not say so.
     """
 
     def __init__(self, values: Mapping[fx.Node, Tensor] | None = None) -> None:
         rules.load()
         self.values = dict(values or {})
         self.assumed: set[fx.Node] = set()
+        self.required: set[tuple[Expr, Expr]] = set()
         self._fresh = itertools.count()
         self._elements: dict[tuple[fx.Node, Indices], Expr] = {}
         self._shapes: dict[fx.Node, Indices] = {}
@@ -79,6 +84,10 @@ class Meaning:
             found = PARTS.get(str(node.args[0].target))  # type: ignore[union-attr]
             return found[0] if found else None
         return RULES[name].category if name in RULES else None
+
+    def require_equal(self, a: Expr, b: Expr) -> None:
+        if a is not b:
+            self.required.add((a, b))
 
     # --- expressions ---
 
@@ -220,7 +229,22 @@ def _from_sympy(value: Any) -> Expr:
     raise Unliftable(f"a size of the form {value}")
 
 
-def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> int:
+def to_sympy(node: Expr) -> Any:
+    """A size expression as a sympy formula over symbols of the same names."""
+    if node.op == "const":
+        return sympy.sympify(node.value)
+    if node.op == "size":
+        return sympy.Symbol(node.value, integer=True)
+    args = [to_sympy(a) for a in node.args]
+    functions: dict[str, Callable[..., Any]] = {
+        "add": sympy.Add, "mul": sympy.Mul, "mod": sympy.Mod, "floordiv": lambda a, b: sympy.floor(a / b),
+    }  # fmt: skip
+    if node.op not in functions:
+        raise Unliftable(f"a size of the form {node!r}")
+    return functions[node.op](*args)
+
+
+def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> Any:
     """The number that a size expression stands for.
 
     Raises:
@@ -228,17 +252,13 @@ def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> int:
     """
     match node.op:
         case "const":
-            return int(node.value)
+            return node.value
         case "size":
             return sizes[node.value]
-    args = [evaluate_size(a, sizes) for a in node.args]
-    match node.op:
-        case "add":
-            return sum(args)
-        case "mul":
-            return math.prod(args)
-        case "floordiv":
-            return args[0] // args[1]
-        case "mod":
-            return args[0] % args[1]
-    raise Unliftable(f"a size of the form {node!r}")
+    functions: dict[str, Callable[..., Any]] = {
+        "add": lambda *a: sum(a), "mul": lambda *a: math.prod(a), "floordiv": operator.floordiv,
+        "mod": operator.mod, "recip": lambda a: 1 / a, "sqrt": math.sqrt, "pow": operator.pow,
+    }  # fmt: skip
+    if node.op not in functions:
+        raise Unliftable(f"a size of the form {node!r}")
+    return functions[node.op](*(evaluate_size(a, sizes) for a in node.args))

@@ -153,7 +153,13 @@ def _logarithm(term: Expr) -> Expr:
 
 
 def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:
-    """A sum as the terms that depend on the keys, and those that do not."""
+    """A sum as the terms that depend on the keys, and those that do not. Minus infinity swallows what
+    is added to it, so a term may be taken out of a mask."""
+    if node.op == "where" and E.NEG_INF in node.args[1:]:
+        condition, yes, no = node.args
+        inner, fixed = split_by(no if yes is E.NEG_INF else yes, keys)
+        masked = (yes, inner) if yes is E.NEG_INF else (inner, no)
+        return M.where(condition, *masked), fixed
     terms = node.args if node.op == "add" else (node,)
     moving = [t for t in terms if not t.free.isdisjoint(keys)]
     fixed = [t for t in terms if t.free.isdisjoint(keys)]

@@ -52,9 +52,9 @@ class Executable:
                     stack.enter_context(torch.autocast(device, enabled=False))
             results = self._run(*inputs)
         values = []
-        for result, write in zip(results, self._write, strict=True):
+        for result, write, output in zip(results, self._write, self.graph.outputs, strict=True):
             if write is None:
-                values.append(result)
+                values.append(result.contiguous() if output.contiguous else result)
             else:
                 write(tensors, result)
         return self._assemble(values, tensors)

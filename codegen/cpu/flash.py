@@ -58,6 +58,7 @@ class Flash:
         q, k, v = operands
         if min(*q.shape, *k.shape) == 0:
             return self._otherwise.forward(program, operands, reads, sizes)
+        q, k, v = (_rows(t) for t in operands)
         causal = bool(program.keeps)
         members = [
             _forward(member, k, v, 0.0, causal, scale=program.scale) for member in _members(q, k)
@@ -81,10 +82,11 @@ class Flash:
         )
         if not served:
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
+        q, k, v = (_rows(t) for t in operands)
         causal = bool(program.keeps)
         parts = zip(_members(grads[0], k), _members(q, k), _members(out, k), _members(lse, k), strict=True)
         found = [
-            _backward(g.contiguous(), m, k, v, o, s.contiguous(), 0.0, causal, scale=program.scale)
+            _backward(_rows(g), m, k, v, _rows(o), s.contiguous(), 0.0, causal, scale=program.scale)
             for g, m, o, s in parts
         ]
         grad_k, grad_v = found[0][1], found[0][2]
@@ -105,6 +107,11 @@ class Flash:
         lowest = float(lse.amin()) - math.log(k.shape[2])
         dtype = kernels.accumulation_dtype(q.dtype)
         return soft.hides(program, lowest, soft.largest_dot(q, k), tuple(sizes), dtype)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor with its width contiguous: the kernel takes that for granted and does not check."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _members(tensor: Tensor, k: Tensor) -> list[Tensor]:

@@ -137,6 +137,7 @@ def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -
         return value
 
     extent = context.shape(k)[-2]
+    context.require_equal(extent, context.shape(v)[-2])
     place, other = context.fresh(extent), context.fresh(extent)
     weight = M.mul(M.exp(score(place)), M.recip(M.total(other, M.exp(score(other)))))
     weight = zero_where_nan(weight)
