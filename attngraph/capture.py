@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import inspect
+import io
 import logging
 import re
 import traceback
@@ -29,9 +29,11 @@ from torch.utils import _pytree as pytree
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph
 from attngraph.ir.source import short_path
+from attngraph.runtime.state import model_state
+from attngraph.structure import TreeSpec, flatten, unflatten
 
 log = logging.getLogger(__name__)
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, enum.Enum)
+_CHATTY = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes", "torch.export._trace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Structure:
     """How a call's results go back together: the tree, and for each leaf either the position of a
     tensor among the graph's values, a size to be worked out, or a fixed value."""
 
-    tree: pytree.TreeSpec
+    tree: TreeSpec
     leaves: tuple[tuple[str, Any], ...]
 
 
@@ -55,29 +57,17 @@ class Captured:
     shapes: tuple[tuple[Any, ...], ...]
 
 
-def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure; dataclasses are opened, whether torch knew of them or not."""
-    while True:
-        leaves, spec = pytree.tree_flatten(tree)
-        unknown = {
-            type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-        }
-        if not unknown:
-            return leaves, spec
-        for kind in unknown:
-            pytree.register_dataclass(kind)
-
-
 class _Recorded:
-    """What a trace saw of the results' structure."""
+    """What a trace saw: the structure of the results, and a change it made that a graph cannot make."""
 
     structure: Structure | None = None
+    changed: str = ""
 
 
 class _Flat(nn.Module):
     """The user's callable over a flat list of tensors."""
 
-    def __init__(self, target: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+    def __init__(self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
         super().__init__()
         if isinstance(target, nn.Module):
             self.model = target
@@ -91,9 +81,16 @@ class _Flat(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = unflatten(leaves, self.spec)
         target = self.model if hasattr(self, "model") else self.function
-        return self._record(target(*args, **kwargs))
+        before = [model_state(m) for m in self.children()]
+        result = target(*args, **kwargs)
+        if before != [model_state(m) for m in self.children()]:
+            self.recorded.changed = "forward() changes attributes of the model"
+        after, _ = flatten((args, kwargs))
+        if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
+            self.recorded.changed = "forward() changes the containers among its arguments"
+        return self._record(result)
 
     def _record(self, result: Any) -> tuple[Tensor, ...]:
         leaves, tree = flatten(result)
@@ -105,10 +102,8 @@ class _Flat(nn.Module):
                 tensors.append(leaf)
             elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 recorded.append(("size", leaf.node.expr))
-            elif isinstance(leaf, _PLAIN):
-                recorded.append(("fixed", leaf))
             else:
-                raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
+                recorded.append(("fixed", leaf))
         self.recorded.structure = Structure(tree, tuple(recorded))
         return tuple(tensors)
 
@@ -142,7 +137,7 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             shapes = tuple(dict.fromkeys(range(t.ndim), Dim.AUTO) for t in tensors)
-            with _whole_stack_traces():
+            with _whole_stack_traces(), _quiet():
                 program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
             structure = flat.recorded.structure
             inline_grad_regions(program.graph_module)
@@ -153,6 +148,12 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         for module, training in restore:
             module.training = training
     assert structure is not None
+    if flat.recorded.changed:
+        raise CaptureError(
+            f"a graph of the model would lose a side effect: {flat.recorded.changed}, which a graph would "
+            "do once, not at every call.\nWhat to do: return what changes, or compile without strict=True.",
+            flat.recorded.changed,
+        )
     graph = _program_graph(program, flat)
     arguments = [
         n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"
@@ -183,6 +184,22 @@ def _whole_stack_traces() -> Iterator[None]:
 
     with mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
         yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own messages about a failed or specialised export out of the user's terminal: what
+    matters of them is in our errors and reports."""
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _size(value: Any) -> Any:

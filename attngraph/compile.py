@@ -29,7 +29,8 @@ from attngraph.passes.select_kernels import SelectKernels
 from attngraph.pipeline import Pass
 from attngraph.report import Break, CompileReport
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.guards import call_key, model_state
+from attngraph.runtime.guards import call_key
+from attngraph.structure import flatten
 
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 8
@@ -135,7 +136,7 @@ class CompiledModule(nn.Module):
         return dataclasses.replace(found, graphs=len(graphs) + sum(p.graphs for p in pieces))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = capturing.flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         key = call_key(leaves, spec, self._target, self._modules_of_target)
         if key in self._pieces:
             return self._pieces[key].run(*args, **kwargs)
@@ -161,14 +162,8 @@ class CompiledModule(nn.Module):
             found = self._find(key, tensors)
             if found is not None:
                 return found
-            before = [model_state(m) for m in self._modules_of_target]
             try:
                 found = compile_graph(self._target, args, kwargs, self._options)
-                if before != [model_state(m) for m in self._modules_of_target]:
-                    raise CaptureError(
-                        "the model changes its own attributes while it runs; a graph would do so only once",
-                        "forward() changes attributes of the model",
-                    )
                 if not found.accepts(tensors):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
@@ -262,9 +257,12 @@ class piece:
     among the tensors) and works sizes out from the tensors instead, so that they stay dynamic."""
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
-        self.module = module
-        self.kept = _sizes_from_tensors(module)
-        self.compiled = CompiledModule(module, options, pieces=False)
+        # torch.compile goes on reading its own graph, so ours is a copy.
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        self.module = fx.GraphModule(module, graph)
+        self.kept = _sizes_from_tensors(self.module)
+        self.compiled = CompiledModule(_Interpreted(self.module), options, pieces=False)
         self.__name__ = "attngraph_piece"
 
     @torch._dynamo.disable
@@ -275,6 +273,19 @@ class piece:
         except CaptureError as problem:
             log.warning("a piece runs as it is: %s", problem)
             return self.module(*kept)
+
+
+class _Interpreted(nn.Module):
+    """A graph run node by node, so that a trace of it keeps the lines of the user's code."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+
+    def forward(self, *args: Any) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(self.module).run(*args)
 
 
 def _sizes_from_tensors(module: fx.GraphModule) -> list[bool]:

@@ -129,8 +129,23 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
     return CompileReport(
         tuple(a for r in reports for a in r.attention),
         tuple(m for r in reports for m in r.missed),
-        tuple(p for r in reports for p in r.passes),
+        _merged_passes([p for r in reports for p in r.passes]),
         tuple(dict.fromkeys(b for r in reports for b in r.breaks)),
         sum(r.seconds for r in reports),
         sum(r.graphs for r in reports),
     )
+
+
+def _merged_passes(records: Sequence[PassRecord]) -> tuple[PassRecord, ...]:
+    """One record per pass: the runs of it on several graphs together."""
+    found: dict[str, PassRecord] = {}
+    for record in records:
+        known = found.get(record.name)
+        if known is None:
+            found[record.name] = record
+            continue
+        found[record.name] = PassRecord(
+            record.name, known.changed or record.changed, known.seconds + record.seconds,
+            known.before + record.before, known.after + record.after, known.notes + record.notes,
+        )  # fmt: skip
+    return tuple(found.values())

@@ -3,7 +3,8 @@
 Matches assertions about metadata, contiguity and aliasing markers, and, in graphs through which no
 gradient flows, `detach`. Each is the identity on values there. What nothing uses goes as well. A
 `view`, which is only possible for some strides, becomes a `reshape`, which has the same elements for
-any: a later pass may then change how a value lies in memory. Refuses nothing.
+any: a later pass may then change how a value lies in memory. For the same reason a copy made only to
+be contiguous becomes `contiguous`, which copies nothing where there is nothing to do. Refuses nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import dataclasses
 from collections import Counter
 
 import torch
+from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, op_name
 from attngraph.pipeline import Outcome
 
-_IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.", "aten.contiguous.")
+_IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
+_VIEWS = tuple(
+    f"aten.{name}."
+    for name in ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select",
+                 "split", "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten")
+)  # fmt: skip
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
 
@@ -40,6 +47,18 @@ class Canonicalize:
                 removed[op_name(node)] += 1
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
+            elif target == "aten.clone.default" and node.kwargs.get("memory_format") is torch.contiguous_format:
+                if not _is_view_of_input(node.args[0]):
+                    node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
         return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])
+
+
+def _is_view_of_input(node: fx.Node) -> bool:
+    """Whether the value may share memory with an input, so that a copy of it must stay a copy."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        if not str(node.target).startswith(_VIEWS):
+            return False
+        node = node.args[0]
+    return node.op == "placeholder"

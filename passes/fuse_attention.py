@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Level, ProgramGraph
-from attngraph.ir.score import format_expr
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
@@ -198,7 +197,7 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _number(extent: Expr) -> int | str:
-    return int(extent.value) if extent.op == "const" else format_expr(extent)
+    return int(extent.value) if extent.op == "const" else "dynamic"
 
 
 def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:

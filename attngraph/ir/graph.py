@@ -139,7 +139,7 @@ def op_name(node: fx.Node) -> str:
 
 _FORBIDDEN: dict[Level, tuple[str, ...]] = {
     Level.CAPTURED: ("attngraph.attention",),
-    Level.CANONICAL: ("attngraph.attention", "aten._assert_tensor_metadata", "aten.contiguous"),
+    Level.CANONICAL: ("attngraph.attention", "aten._assert_tensor_metadata"),
     Level.FUSED: ("aten._assert_tensor_metadata",),
     Level.CACHED: ("aten._assert_tensor_metadata",),
     Level.LOWERED: ("aten._assert_tensor_metadata",),

@@ -49,15 +49,30 @@ class Kernel(Protocol):
 
 
 KERNELS: dict[str, Kernel] = {}
-"""By name, the most preferred first; "reference" stays last."""
+"""By name, in order of preference among those made for the same devices; "reference" stays last."""
+_DEVICES: dict[str, frozenset[str]] = {}
 
 
-def register(kernel: Kernel) -> None:
-    """Add a kernel, before the reference and after those registered earlier."""
+def register(kernel: Kernel, devices: frozenset[str] = frozenset()) -> None:
+    """Add a kernel, before the reference and after those registered earlier.
+
+    Args:
+        devices: the types of device ("cuda", ...) that the kernel is made for. There it is preferred
+            to kernels made for none in particular; elsewhere it serves only if it is asked for.
+    """
     last = KERNELS.pop("reference", None)
     KERNELS[kernel.name] = kernel
+    _DEVICES[kernel.name] = devices
     if last is not None:
         KERNELS["reference"] = last
+
+
+def candidates(device: str, family: str = "") -> list[Kernel]:
+    """Kernels to ask for tensors on such a device, the most preferred first."""
+    if family:
+        return [kernel for name, kernel in KERNELS.items() if name.split(".")[0] == family]
+    made_for = [kernel for name, kernel in KERNELS.items() if device in _DEVICES[name]]
+    return made_for + [kernel for name, kernel in KERNELS.items() if not _DEVICES[name]]
 
 
 def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kernel:
@@ -68,13 +83,11 @@ def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kerne
         ValueError: none of the family serves it; the message lists each one's reason.
     """
     reasons = []
-    for name, kernel in KERNELS.items():
-        if family and name.split(".")[0] != family:
-            continue
+    for kernel in candidates(operands[0].device.type, family):
         reason = kernel.refuse(program, operands)
         if reason is None:
             return kernel
-        reasons.append(f"{name}: {reason}")
+        reasons.append(f"{kernel.name}: {reason}")
     raise ValueError(f"no kernel of {family or 'any backend'} serves this attention: " + "; ".join(reasons))
 
 

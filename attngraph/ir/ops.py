@@ -5,7 +5,8 @@
 One op for every attention. q is `[B, Hq, Sq, D]`, k `[B, Hkv, Skv, D]`, v `[B, Hkv, Skv, Dv]`, by any
 strides; `Hq % Hkv == 0`. `program` is a score program as text (`ir/score.py`); it reads the tensors
 `reads` as r0, r1, ... and the integers `sizes` as n0, n1, .... `kernel` names who computes it
-(`ir/kernels.py`); empty means the first that will. `out` is `[B, Hq, Sq, Dv]` in v's dtype; `lse`,
+(`ir/kernels.py`); empty means the first that will. `out` is `[B, Hq, Sq, Dv]` in v's dtype, with the
+heads of a token side by side in memory; `lse`,
 `[B, Hq, Sq]`, is the logarithm of each row's normaliser, which the backward pass needs and by which
 partial attentions can be merged.
 
@@ -124,7 +125,9 @@ def _attention(
     parsed = parse(program)
     check_operands(q, k, v, reads, sizes, parsed)
     with torch.no_grad():
-        return _kernel(kernel, parsed, q, k, v).forward(parsed, (q, k, v), reads, sizes)
+        out, lse = _kernel(kernel, parsed, q, k, v).forward(parsed, (q, k, v), reads, sizes)
+        # One layout for every kernel: [B, Sq, Hq, Dv] in memory, so that joining heads moves nothing.
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
 @torch.library.register_fake("attngraph::attention")
@@ -132,7 +135,8 @@ def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[Any], program: str, kernel: str = ""
 ) -> tuple[Tensor, Tensor]:
     check_operands(q, k, v, reads, sizes, parse(program))
-    out = v.new_empty((*q.shape[:3], v.shape[3]))
+    b, h, s, _ = q.shape
+    out = v.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
     return out, lse
 

@@ -13,14 +13,17 @@ from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
 
 def source_of(node: fx.Node) -> str:
-    """`file:line` of the innermost frame outside of torch, or "" if none is known."""
+    """`file:line` of the innermost frame outside of torch, else of torch's own (a layer of torch.nn
+    that is the model itself), or "" if none is known."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    for path, line in reversed(frames):
-        if path.startswith(_TORCH) or path.startswith(("<", "torch/")):
-            continue
+    frames = [f for f in frames if not f[0].startswith(("<", "torch/"))]
+    outside = [f for f in frames if not f[0].startswith(_TORCH)]
+    layers = [f for f in frames if f[0].startswith(_LAYERS) and not f[0].endswith("module.py")]
+    for path, line in (outside or layers)[-1:]:
         return f"{short_path(path)}:{line}"
     return ""
 

@@ -133,7 +133,7 @@ class Recogniser:
         score, shift = normalised.split_by(score, parts.keys)
         if parts.sink is not None:
             parts = dataclasses.replace(parts, sink=M.sub(parts.sink, shift))
-        found = dots.find_dot(meaning, score, parts.keys)
+        found = dots.find_dot(meaning, score, parts.keys, parts.value.free)
         if found is None:
             return Refusal(
                 "the scores are no product of a query side and a key side over a shared dimension"

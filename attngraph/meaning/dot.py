@@ -57,26 +57,45 @@ def look_into(meaning: Meaning, node: Expr, keys: tuple[Expr, ...], of_value: fr
     return meaning.lift(node, through)
 
 
-def find_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> tuple[Dot, Expr] | None:
-    """The dot of a lifted score, and the score with `dot` in its place; None where there is none."""
-    for node in sorted(set(E.walk(score)), key=lambda n: n.serial):
+def find_dot(
+    meaning: Meaning, score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]
+) -> tuple[Dot, Expr] | None:
+    """The dot of a lifted score, and the score with `dot` in its place; None where there is none.
+
+    Outer contractions come before those nested in their operands (a projection of the keys is a
+    contraction too), and one whose query side varies over more than the values do comes first.
+    """
+    found: list[tuple[Dot, Expr]] = []
+    for node in _outermost_first(score):
         if node.free.isdisjoint(keys):
             continue
         if node.op == "sum":
-            found = _as_dot(meaning, node, keys)
-            if found is not None:
-                return found, M.substitute(score, {node: DOT})
+            dot = _as_dot(meaning, node, keys)
+            if dot is not None:
+                found.append((dot, M.substitute(score, {node: DOT})))
         elif node.op == "read" and isinstance(node.value, fx.Node):
             opened = _open(meaning, node)
-            if opened is None:
-                continue
-            for part in (n for n in E.walk(opened) if n.op == "sum"):
-                found = _as_dot(meaning, part, keys)
-                if found is not None:
+            for part in _outermost_first(opened) if opened is not None else ():
+                dot = _as_dot(meaning, part, keys) if part.op == "sum" else None
+                if dot is not None and opened is not None:
                     inside = M.substitute(opened, {part: DOT})
-                    found = dataclasses.replace(found, node=node.value)
-                    return found, M.substitute(score, {node: inside})
-    return None
+                    dot = dataclasses.replace(dot, node=node.value)
+                    found.append((dot, M.substitute(score, {node: inside})))
+                    break
+    varied = [f for f in found if f[0].q[0][0].free - of_value - set(f[0].inner)]
+    return next(iter(varied or found), None)
+
+
+def _outermost_first(node: Expr) -> list[Expr]:
+    """Every distinct node, breadth first from the top."""
+    order: dict[Expr, None] = {node: None}
+    queue = [node]
+    for current in queue:
+        for arg in current.args:
+            if arg not in order:
+                order[arg] = None
+                queue.append(arg)
+    return list(order)
 
 
 def _open(meaning: Meaning, node: Expr) -> Expr | None:

@@ -83,6 +83,8 @@ class Meaning:
         if is_part(node):
             found = PARTS.get(str(node.args[0].target))  # type: ignore[union-attr]
             return found[0] if found else None
+        if name in PARTS:
+            return PARTS[name][0]
         return RULES[name].category if name in RULES else None
 
     def require_equal(self, a: Expr, b: Expr) -> None:

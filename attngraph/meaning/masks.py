@@ -89,10 +89,27 @@ def _canonical(node: Expr) -> Expr | None:
 
 
 def _other(node: Expr) -> str:
-    """A vector over the keys, kept or dropped where it is true, is a padding mask."""
-    negated = node.op == "not"
-    inner = node.args[0] if negated else node
-    indices = [a for a in inner.args if a.op != "const"]
-    if inner.op == "read" and [a.value for a in indices if a.op == "var"] in (["b", "k"], ["k"]):
-        return f"padding({'not ' if negated else ''}r{inner.value})"
+    """Padding: a vector over the keys, kept or dropped where it is set. Documents: query and key must
+    read the same value of a vector over tokens."""
+    if node.op == "eq":
+        names = [_vector(a) for a in node.args]
+        if None not in names and names[0] == names[1] and node.args[0] is not node.args[1]:
+            return f"documents({names[0]})"
+    inner, dropped = node, False
+    if node.op == "not":
+        inner, dropped = node.args[0], True
+    elif node.op in ("eq", "ne") and E.is_const(node.args[1], 0):
+        inner, dropped = node.args[0], node.op == "eq"
+    name = _vector(inner)
+    over_keys = any(a.op == "var" and a.value == "k" for a in inner.args)
+    if name is not None and over_keys:
+        return f"padding({'not ' if dropped else ''}{name})"
     return format_expr(node, 3)
+
+
+def _vector(node: Expr) -> str | None:
+    """`rN` where the node reads it by batch and one position at most."""
+    if node.op != "read" or any(a.op not in ("const", "var") for a in node.args):
+        return None
+    names = [a.value for a in node.args if a.op == "var"]
+    return f"r{node.value}" if set(names) <= {"b", "k"} or set(names) <= {"b", "q"} else None

@@ -156,7 +156,10 @@ class _Writer:
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
         """An order for people that does not depend on how the nodes came about: what is computed
         from indices first, then what is read; ties by text."""
-        return sorted(nodes, key=lambda n: (any(m.op == "read" for m in E.walk(n)), _shape_key(n)))
+        return sorted(
+            nodes,
+            key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n)),
+        )
 
     def _at_most(self, node: Expr) -> Expr:
         """left <= right, with the key on the left where it stands alone: `k <= q`, `k > q - 4`."""

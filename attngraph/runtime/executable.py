@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from attngraph.capture import Captured
 from attngraph.report import CompileReport
 from attngraph.runtime.guards import ShapeGuard, ValueGuard, size_value
+from attngraph.structure import unflatten
 
 
 class Executable:
@@ -67,7 +67,7 @@ class Executable:
                 leaves.append(values[value])
             else:
                 leaves.append(size_value(value, sizes) if kind == "size" and hasattr(value, "free_symbols") else value)
-        return pytree.tree_unflatten(leaves, self.captured.structure.tree)
+        return unflatten(leaves, self.captured.structure.tree)
 
 
 Fetch = Callable[[Sequence[Tensor]], Tensor]

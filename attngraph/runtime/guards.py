@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 
 from attngraph.capture import Captured
 from attngraph.ir.graph import holds
-
-_SIMPLE = (int, float, bool, str, bytes, type(None))
-
+from attngraph.runtime.state import model_state
 
 def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any], modules: Sequence[nn.Module]) -> Any:
     """Everything about a call, except for tensor sizes and values, that a trace depends on: structure,
@@ -37,26 +36,6 @@ def _leaf_key(leaf: Any) -> Any:
     except TypeError:
         return (type(leaf), id(leaf))
     return (type(leaf), leaf)
-
-
-def model_state(model: nn.Module) -> tuple[Any, ...]:
-    """Training flags, the metadata of weights, and the plain attributes that a forward may branch on,
-    those of configuration objects included."""
-    found: list[Any] = []
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, _SIMPLE):
-                found.append(value)
-            elif name[0] != "_" and not isinstance(value, (Tensor, nn.Module)) and id(value) not in seen:
-                seen.add(id(value))
-                fields = getattr(value, "__dict__", None)
-                if fields:
-                    found.append(tuple(v for v in fields.values() if isinstance(v, _SIMPLE)))
-        for store in (module._parameters, module._buffers):
-            for tensor in store.values():
-                found.append(None if tensor is None else (tensor.dtype, tensor.device, tensor.shape))
-    return tuple(found)
 
 
 class ShapeGuard:
@@ -99,7 +78,9 @@ class ShapeGuard:
 
 def size_value(formula: Any, sizes: dict[str, int]) -> Any:
     """A sympy size formula as a Python number."""
-    value = formula.xreplace({s: sizes[str(s)] for s in formula.free_symbols if str(s) in sizes})
+    value = sympy.sympify(
+        formula.xreplace({s: sympy.Integer(sizes[str(s)]) for s in formula.free_symbols if str(s) in sizes})
+    )
     if value.is_Boolean:
         return bool(value)
     return int(value) if value.is_Integer else float(value)

@@ -43,7 +43,8 @@ class Tiled:
             return kernels.KERNELS["reference"].forward(program, operands, reads, sizes)
         dtype = kernels.accumulation_dtype(q.dtype)
         work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=q.device)
+        b, h, sq, _ = q.shape
+        out = torch.empty((b, sq, h, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
         lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for tile in work.tiles():
             part, part_lse = work.attend(tile)

@@ -1,1 +1,15 @@
-"""The Triton backend. (Kernels are registered here as they come.)"""
+"""The Triton backend: one readable kernel for each score program.
+
+    plan.py        what a kernel must know        expression.py  formulas as Triton
+    weights.py     what may follow the softmax    helpers.py     functions that Triton lacks
+    emit.py        a plan as source               store.py       where the source is kept
+    launch.py      `triton.forward`, the kernel of the registry
+
+Aimed at CUDA devices (AMD's among them). On a CPU it serves only when asked for by name, under
+TRITON_INTERPRET=1, which is how it is tested without a GPU.
+"""
+
+from attngraph.codegen.triton.launch import Forward
+from attngraph.ir import kernels
+
+kernels.register(Forward(), devices=frozenset({"cuda"}))

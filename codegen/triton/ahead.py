@@ -1,0 +1,114 @@
+"""Compile a plan ahead of time, for a GPU that need not be there, and read what the binary uses.
+
+For tests and for people who tune: registers, spills and shared memory decide whether a choice of
+blocks is any good, and all three stand in the binary. The compilation is the one that a call with
+contiguous rows and strides divisible by 16 would cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from attngraph.codegen.triton.emit import arguments
+from attngraph.codegen.triton.launch import launch_options, load
+from attngraph.codegen.triton.plan import Plan
+
+_POINTERS = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+    "bool": "*u8", "int": "*i64", "half": "*fp16", "float": "*fp32", "double": "*fp64",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU: Triton's backend, its architecture, and the bytes of shared memory of a program."""
+
+    backend: str
+    architecture: int | str
+    shared: int
+    warp: int = 32
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 166_912),
+    "sm_90": Target("cuda", 90, 232_448),
+    "sm_100": Target("cuda", 100, 232_448),
+    "gfx942": Target("hip", "gfx942", 65_536, 64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What one program of a compiled kernel uses: bytes of shared memory, registers of a thread, bytes
+    (NVIDIA) or registers (AMD) of a thread spilled to memory."""
+
+    shared: int
+    registers: int
+    spilled: int
+
+
+def compile_ahead(plan: Plan, target: Target) -> Usage:
+    """Compile for the target.
+
+    Raises:
+        RuntimeError: Triton runs as an interpreter in this process, or its tools say nothing readable.
+    """
+    kernel = load(plan)
+    compiler = importlib.import_module("triton.compiler")
+    gpu = importlib.import_module("triton.backends.compiler").GPUTarget(
+        target.backend, target.architecture, target.warp
+    )
+    if not hasattr(kernel, "cache_key"):
+        raise RuntimeError("compile_ahead: TRITON_INTERPRET is set; there is nothing to compile.")
+    signature = {name: _type(plan, name) for name in arguments(plan)}
+    ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
+    aligned = [place for place, name in enumerate(signature) if _is_aligned(name, signature[name])]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
+    source = compiler.ASTSource(kernel, signature, ones, attributes)
+    binary = importlib.import_module("triton").compile(source, target=gpu, options=launch_options(plan))
+    if target.backend == "cuda":
+        registers, spilled = _read_cubin(binary.asm["cubin"])
+    else:
+        registers, spilled = _read_assembly(binary.asm["amdgcn"])
+    return Usage(int(binary.metadata.shared), registers, spilled)
+
+
+def _type(plan: Plan, name: str) -> str:
+    if name in ("query", "key", "value", "out"):
+        return _POINTERS[plan.dtype]
+    if name.endswith("_d"):
+        return "constexpr"
+    kinds = {f"r{read.number}": read.kind for read in plan.reads}
+    return "*fp32" if name == "lse" else _POINTERS[kinds[name]] if name in kinds else "i32"
+
+
+def _is_aligned(name: str, kind: str) -> bool:
+    return kind.startswith("*") or re.fullmatch(r"(query|key|value)_[bhs]", name) is not None
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int]:
+    nvidia = Path(importlib.import_module("triton.backends.nvidia").__path__[0])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [str(nvidia / "bin" / "cuobjdump"), "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"compile_ahead: cuobjdump says nothing about registers:\n{text}")
+    return int(found[1]), int(found[2])
+
+
+def _read_assembly(text: str) -> tuple[int, int]:
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
+    if registers is None or spilled is None:
+        raise RuntimeError("compile_ahead: the assembly says nothing about registers.")
+    return int(registers[1]), int(spilled[1])

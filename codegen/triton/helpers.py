@@ -1,0 +1,105 @@
+"""Small functions that the emitted source may call, as Triton source of its own.
+
+Triton has no floor division, hyperbolic tangent or rounding to even, and these must agree with
+`ir/evaluate.py` in the interpreter and when compiled. A kernel's file holds those that it calls.
+"""
+
+HELPERS: dict[str, str] = {}
+
+
+def _define(source: str) -> None:
+    name = source.split("def ", 1)[1].split("(", 1)[0]
+    HELPERS[name] = "@triton.jit\n" + source.strip() + "\n"
+
+
+_define('''
+def floor_divide(a, b):
+    """a // b of integers, rounded down (the hardware rounds towards zero)."""
+    quotient = a // b
+    rest = a - quotient * b
+    return quotient - tl.where((rest != 0) & ((rest < 0) != (b < 0)), 1, 0)
+''')
+
+_define('''
+def floor_modulo(a, b):
+    """a % b of numbers, with the sign of b."""
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+''')
+
+_define('''
+def floor_divide_real(a, b):
+    """a // b of real numbers: the largest whole number that a holds of b, by its exact remainder."""
+    rest = a % b
+    quotient = (a - rest) / b
+    quotient = tl.where((rest != 0) & ((rest < 0) != (b < 0)), quotient - 1, quotient)
+    whole = tl.floor(quotient)
+    whole = tl.where(quotient - whole > 0.5, whole + 1, whole)
+    return tl.where(b == 0, a / b, whole)
+''')
+
+_define('''
+def tanh(x):
+    """By exp(-2|x|), and by its series near zero, where the difference of near equals loses digits."""
+    t = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    y = (1.0 - t) / (1.0 + t)
+    x2 = x * x
+    series = x + x * x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835))))
+    return tl.where(tl.abs(x) < 0.3, series, tl.where(x < 0, -y, y))
+''')
+
+_define('''
+def tanh_half(x):
+    """By exp(-2|x|); absolute error below 1e-7, which 16-bit operands cannot see."""
+    t = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    y = (1.0 - t) / (1.0 + t)
+    return tl.where(x < 0, -y, y)
+''')
+
+_define('''
+def truncate(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+''')
+
+_define('''
+def round_even(x):
+    """To the nearest whole number; halves to the even one."""
+    low = tl.floor(x)
+    odd = low * 0.5 != tl.floor(low * 0.5)
+    return tl.where((x - low > 0.5) | ((x - low == 0.5) & odd), low + 1.0, low)
+''')
+
+_define('''
+def power(x, y):
+    """x ** y of real numbers; a negative x only to whole powers."""
+    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    odd = tl.floor(y) * 0.5 != tl.floor(tl.floor(y) * 0.5)
+    signed = tl.where(odd, -size, size)
+    signed = tl.where(y == tl.floor(y), signed, float("nan"))
+    return tl.where(y == 0, 1.0, tl.where(x < 0, signed, size))
+''')
+
+_define('''
+def stir(state, place):
+    """One 32-bit round of `random`: the finaliser of MurmurHash3 on (state ^ place)."""
+    state = state ^ (tl.cast(place, tl.uint32) * 0x9E3779B1)
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    return state ^ (state >> 16)
+''')
+
+_define('''
+def uniform(seed, b, h, q, k):
+    """A number in [0, 1) by a seed and four counters."""
+    state = stir(stir(stir(stir(tl.cast(seed, tl.uint32), b), h), q), k)
+    return tl.cast(state >> 8, tl.float32) * (1.0 / (1 << 24))
+''')
+
+NEEDS = {"uniform": ("stir",)}
+"""What a helper calls itself."""
+
+
+def helpers(names: set[str]) -> list[str]:
+    """The source of these and of what they need, in an order in which each is defined before use."""
+    wanted = names | {other for name in names for other in NEEDS.get(name, ())}
+    return [source for name, source in HELPERS.items() if name in wanted]

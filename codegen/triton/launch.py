@@ -1,0 +1,196 @@
+"""`triton.forward`: from a call of the attention op to a launched kernel.
+
+Makes the plan of a call, has its source emitted, imported and compiled (once per plan), and launches
+it: one program per block of queries of one head. Triton is imported when a kernel is first wanted, so
+nothing here needs it to be installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.codegen.triton import store
+from attngraph.codegen.triton.emit import emit
+from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Plan, Read, UnsupportedError, blocks_for
+from attngraph.ir import expr as E
+from attngraph.ir.kernels import Operands
+from attngraph.ir.score import ScoreProgram
+
+
+class Forward:
+    """`triton.forward`. A program whose forward pass is one Triton kernel; the backward pass is, for
+    now, the blocks of plain PyTorch operations of `cpu.tiled`, on whatever device the tensors are.
+
+    Calls with nothing to compute, and programs that read tensors of a dtype that kernels do not
+    compute with (8- and 16-bit integers), are served by `cpu.tiled` too.
+
+    Args:
+        blocks: tile sizes; None: chosen for the widths, the dtype and the GPU.
+    """
+
+    name = "triton.forward"
+
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        self._blocks = blocks
+        self._otherwise = Tiled()
+
+    def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
+        q, _, v = operands
+        reason = _no_device(q)
+        if reason is not None:
+            return reason
+        if q.dtype not in DTYPES:
+            return f"no dtype {q.dtype}; there are {', '.join(DTYPES.values())}"
+        if q.dtype is torch.bfloat16 and is_interpreted():
+            return "the interpreter of Triton computes products of bfloat16 wrongly"
+        if max(q.shape[3], v.shape[3]) > WIDEST:
+            return f"heads wider than {WIDEST}"
+        return unsupported(program)
+
+    def forward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        reason = self.refuse(program, operands)
+        if reason is not None:
+            raise ValueError(f"{self.name} does not serve this attention: {reason}.")
+        q, k, v = operands
+        if min(*q.shape, *k.shape, v.shape[3]) == 0 or any(reads[n].dtype not in READS for n in program.reads):
+            return self._otherwise.forward(program, operands, reads, sizes)
+        _check_reads(program, q, k, reads)
+        plan = plan_call(program, operands, reads, sizes, self._blocks)
+        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        arguments = [q, k, v, out, lse, q.shape[1], q.shape[2], k.shape[2]]
+        arguments += [stride for tensor in operands for stride in tensor.stride()]
+        for read in plan.reads:
+            tensor = reads[read.number]
+            # Triton has no pointers to single bits.
+            arguments.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
+            arguments += [*tensor.stride(), *tensor.shape]
+        arguments += sizes[: program.sizes]
+        programs = -(-q.shape[2] // plan.blocks.q) * q.shape[0] * q.shape[1]
+        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+            load(plan)[(programs,)](*arguments, **launch_options(plan))
+        return out, lse
+
+    def backward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Block by block in plain PyTorch (`codegen/cpu/tiled.py`), until there is a kernel for it."""
+        return self._otherwise.backward(program, operands, reads, sizes, results, grads)
+
+
+def launch_options(plan: Plan) -> dict[str, Any]:
+    """Options of a compilation. Multiplications and additions may fuse, as they do in PyTorch's own
+    kernels."""
+    return {"num_warps": plan.blocks.warps, "num_stages": plan.blocks.stages, "enable_fp_fusion": True}
+
+
+def plan_call(
+    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    blocks: Blocks | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of the kernel that serves one call."""
+    q, k, v = operands
+    widths = (q.shape[3], v.shape[3])
+    return Plan(
+        program, q.dtype, *widths, q.shape[1] // k.shape[1],
+        tuple(Read(n, rank, READS[reads[n].dtype], _is_wide(reads[n])) for n, rank in program.reads.items()),
+        blocks or blocks_for(program, *widths, q.dtype, q.shape[2], _shared_memory(q.device)),
+        wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
+    )  # fmt: skip
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 1 << 31
+
+
+@functools.lru_cache(maxsize=512)
+def load(plan: Plan) -> Any:
+    """The plan's kernel, a function of Triton's, imported from its file."""
+    kernel = emit(plan)
+    version = importlib.import_module("triton").__version__
+    return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def unsupported(program: ScoreProgram) -> str | None:
+    """What the emitter cannot write in a program, or None. Tensors are not at hand yet, so both what
+    integers and what real numbers would make of it must be writable."""
+    try:
+        for kind in ("float", "int"):
+            reads = tuple(Read(number, rank, kind) for number, rank in program.reads.items())
+            emit(Plan(program, torch.float16, 64, 64, 1, reads, Blocks(64, 64)))
+    except UnsupportedError as problem:
+        return f"not written yet: {problem}"
+    return None
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """Whether Triton was imported with TRITON_INTERPRET=1, which makes every kernel plain Python."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    language = importlib.import_module("triton.language")
+    return not isinstance(language.sum, importlib.import_module("triton.runtime.jit").JITFunction)
+
+
+@functools.cache
+def _no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        importlib.import_module("triton.language")
+    except Exception as problem:  # a broken installation fails in many ways
+        return f"triton cannot be imported ({type(problem).__name__}: {problem})"
+    return None
+
+
+def _no_device(q: Tensor) -> str | None:
+    """Why no kernel can run where the tensor is, or None."""
+    kind = q.device.type
+    if kind != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"runs on a GPU, the tensors are on {kind} (TRITON_INTERPRET=1 runs it anywhere, slowly)"
+    reason = _no_triton()
+    if reason is not None:
+        return reason
+    if kind != "cuda":
+        return None if is_interpreted() else "TRITON_INTERPRET=1 was set after triton had been imported"
+    if torch.version.hip is None and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(q.device)
+        if major < 8:
+            return f"needs compute capability 8.0, this GPU has {major}.{minor}"
+    return None
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 65536
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or 65536)
+
+
+def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Tensor]) -> None:
+    """Raise ValueError where a read by a plain index does not find a tensor long enough."""
+    extents = dict(zip("bhqk", (*q.shape[:3], k.shape[2]), strict=True))
+    for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
+        for axis, (arg, extent) in enumerate(zip(node.args, reads[node.value].shape, strict=True)):
+            needed = extents[arg.value] if arg.op == "var" else arg.value + 1 if arg.op == "const" else 0
+            if extent < needed:
+                raise ValueError(
+                    f"attention: `{node}` needs {needed} elements along axis {axis}, "
+                    f"r{node.value} has shape {tuple(reads[node.value].shape)}."
+                )

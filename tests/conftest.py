@@ -1,0 +1,297 @@
+"""What the tests of attngraph's own packages share: hypothesis settings, random score programs, and
+the meaning of expressions in plain Python, written apart from attngraph's evaluators.
+
+Everything is handed out as fixtures, so that no test imports from another file of the tests.
+"""
+
+import functools
+import itertools
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import attngraph  # noqa: F401  (registers the kernels)
+from attngraph.ir import expr as E
+from attngraph.ir import score as S
+from attngraph.ir.expr import Expr
+from attngraph.ir.parser import operation
+from attngraph.ir.score import Keep, Score, ScoreProgram, Sink, Weight
+
+settings.register_profile(
+    "attngraph",
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+settings.load_profile("attngraph")
+
+COMPARISONS = ("eq", "ne", "le", "lt", "ge", "gt")
+
+
+# --- what an expression means, in plain Python ------------------------------------------------
+
+
+def _nan_if_any(choose: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *a: math.nan if any(x != x for x in a) else choose(a)
+
+
+def _guarded(function: Callable[..., Any], otherwise: Callable[..., float]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except (ValueError, OverflowError, ZeroDivisionError):
+            return otherwise(*args)
+
+    return call
+
+
+def _quotient(a: float, b: float) -> float:
+    return a / b if b else math.nan if a == 0 or a != a else math.copysign(math.inf, a) * math.copysign(1, b)
+
+
+def _rounded(function: Callable[[float], int]) -> Callable[[float], float]:
+    return lambda x: x if not math.isfinite(x) else function(x) if isinstance(x, int) else float(function(x))
+
+
+_log = _guarded(math.log, lambda x: -math.inf if x == 0 else math.nan)
+_PYTHON: dict[str, Callable[..., Any]] = {
+    "add": lambda *a: sum(a[1:], a[0] + 0), "sub": lambda a, b: a - b, "neg": lambda a: -a,
+    "mul": lambda *a: math.prod(a), "div": _quotient, "recip": lambda x: _quotient(1, x),
+    "floordiv": _guarded(lambda a, b: a // b, lambda *_: math.nan),
+    "mod": _guarded(lambda a, b: a % b, lambda *_: math.nan),
+    "pow": _guarded(lambda a, b: math.pow(a, b) if isinstance(a, float) or b < 0 else a**b, lambda a, _: math.nan if a else math.inf),
+    "min": _nan_if_any(min), "max": _nan_if_any(max), "abs": abs,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "le": lambda a, b: a <= b,
+    "lt": lambda a, b: a < b, "ge": lambda a, b: a >= b, "gt": lambda a, b: a > b,
+    "and": lambda *a: all(a), "or": lambda *a: any(a), "not": lambda a: not a,
+    "exp": _guarded(math.exp, lambda _: math.inf), "exp2": _guarded(lambda x: 2.0**x, lambda _: math.inf),
+    "log": _log, "log2": lambda x: _log(x) / math.log(2), "tanh": math.tanh,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)) if x > -700 else 0.0,
+    "sqrt": _guarded(math.sqrt, lambda _: math.nan), "rsqrt": lambda x: _quotient(1, math.sqrt(x)),
+    "sin": math.sin, "cos": math.cos, "erf": math.erf, "sign": lambda x: (x > 0) - (x < 0),
+    "floor": _rounded(math.floor), "ceil": _rounded(math.ceil), "trunc": _rounded(math.trunc),
+    "round": _rounded(round), "isnan": lambda x: x != x, "float": float, "int": lambda x: math.trunc(x),
+}  # fmt: skip
+
+
+def value_of(
+    node: Expr,
+    names: Mapping[Any, Any],
+    read: Callable[[Any, tuple[int, ...]], Any],
+    random: Callable[..., float] | None = None,
+) -> Any:
+    """The number that an expression stands for.
+
+    Args:
+        names: a number for each variable (by object or by name), size (by name), "dot", "s", "p".
+        read: the element of a read tensor at given indices.
+        random: the number that a `random` node stands for.
+    """
+    op = node.op
+    if op == "const":
+        return math.nan if node.value == "nan" else node.value
+    if op == "var":
+        return names[node] if node in names else names[node.value]
+    if op == "size":
+        return names[node.value]
+    if op in ("dot", "s", "p"):
+        return names[op]
+    if op in ("sum", "amax", "amin"):
+        variable, body = node.args
+        extent = value_of(variable.args[0], names, read, random)
+        items = [value_of(body, {**names, variable: i}, read, random) for i in range(extent)]
+        fold = {"sum": lambda x: math.fsum(x) if any(isinstance(i, float) for i in x) else sum(x),
+                "amax": lambda x: _PYTHON["max"](*x), "amin": lambda x: _PYTHON["min"](*x)}[op]  # fmt: skip
+        if op == "sum" and not all(math.isfinite(i) for i in items):
+            return sum(items)
+        return fold(items)
+    if op == "where":
+        condition, a, b = node.args
+        return value_of(a if value_of(condition, names, read, random) else b, names, read, random)
+    args = [value_of(a, names, read, random) for a in node.args]
+    if op == "read":
+        return read(node.value, tuple(args))
+    if op == "random":
+        assert random is not None
+        return random(*args)
+    return _PYTHON[op](*args)
+
+
+def attend_by_loops(
+    program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor] = (), sizes: Sequence[int] = ()
+) -> Tensor:  # fmt: skip
+    """The op's definition, element by element: `[B, Hq, Sq, Dv]` in float64."""
+    B, Hq, Sq, D = q.shape
+    group = Hq // k.shape[1]
+    out = torch.zeros(B, Hq, Sq, v.shape[3], dtype=torch.float64)
+    qs, ks, vs, tables = q.tolist(), k.tolist(), v.tolist(), [r.tolist() for r in reads]
+
+    def read(number: int, at: tuple[int, ...]) -> Any:
+        found = tables[number]
+        for place in at:
+            found = found[place]
+        return found
+
+    for b, h, i in itertools.product(range(B), range(Hq), range(Sq)):
+        scores, names = [], {f"n{n}": s for n, s in enumerate(sizes)} | {"b": b, "h": h, "q": i}
+        for j in range(k.shape[2]):
+            dot = math.fsum(qs[b][h][i][d] * ks[b][h // group][j][d] for d in range(D))
+            score = dot
+            for statement in program.statements:
+                here = {**names, "k": j, "dot": dot, "s": score}
+                if isinstance(statement, Score):
+                    score = value_of(statement.value, here, read)
+                elif isinstance(statement, Keep) and not value_of(statement.predicate, here, read):
+                    score = value_of(statement.fill, here, read)
+            scores.append(float(score))
+        sink = -math.inf if program.sink is None else float(value_of(program.sink, names, read))
+        top = max([*scores, sink]) if not any(s != s for s in scores) else math.nan
+        weights = [math.exp(s - top) if s - top == s - top else math.nan for s in scores]
+        mass = sum(weights) + (math.exp(sink - top) if sink > -math.inf else 0.0)
+        for j, weight in enumerate(weights):
+            p = weight / mass
+            for statement in program.statements:
+                if isinstance(statement, Weight):
+                    p = value_of(statement.value, {**names, "k": j, "p": p}, read)
+            for d in range(v.shape[3]):
+                out[b, h, i, d] += p * vs[b][h // group][j][d]
+    return out
+
+
+# --- random expressions and programs ------------------------------------------------------------
+
+
+@functools.cache
+def _integers(names: tuple[str, ...], depth: int) -> st.SearchStrategy[Expr]:
+    """Integer expressions over index variables, n0 and n1."""
+    leaves = st.one_of(
+        st.sampled_from([S.index(n) for n in names]), st.integers(-3, 9).map(E.const),
+        st.sampled_from([E.size("n0"), E.size("n1")]),
+    )  # fmt: skip
+    if depth == 0:
+        return leaves
+    inner = _integers(names, depth - 1)
+    positive = st.integers(1, 5).map(E.const)
+    return st.one_of(
+        leaves,
+        st.builds(operation, st.sampled_from(["add", "sub", "mul", "min", "max"]), inner, inner),
+        st.builds(operation, st.sampled_from(["neg", "abs", "sign", "floor"]), inner),
+        st.builds(operation, st.sampled_from(["floordiv", "mod"]), inner, positive),
+        st.builds(operation, st.just("where"), _booleans(names, depth - 1), inner, inner),
+    )
+
+
+@functools.cache
+def _booleans(names: tuple[str, ...], depth: int, data: bool = True) -> st.SearchStrategy[Expr]:
+    integers = _integers(names, max(depth - 1, 0))
+    compare = st.builds(operation, st.sampled_from(COMPARISONS), integers, integers)
+    leaves = [compare]
+    if data and {"b", "k"} <= set(names):
+        leaves.append(st.just(E.read(1, (S.index("b"), S.index("k")))))
+        leaves.append(st.just(operation("gt", E.read(2, tuple(map(S.index, S.INDICES))), E.const(0.1))))
+    if depth <= 0:
+        return st.one_of(*leaves)
+    inner = _booleans(names, depth - 1, data)
+    return st.one_of(
+        *leaves,
+        st.builds(operation, st.sampled_from(["and", "or"]), inner, inner),
+        st.builds(operation, st.just("not"), inner),
+    )
+
+
+@functools.cache
+def _floats(names: tuple[str, ...], own: tuple[Expr, ...], depth: int) -> st.SearchStrategy[Expr]:
+    """Floating expressions that stay finite and small."""
+    constants = st.sampled_from([0.5, -1.25, 3.0, 0.1, 1e-3]).map(E.const)
+    picks = [*own, E.read(0, (S.index("h"),)), E.read(4, ()), E.read(3, (S.index("q"),))]
+    if "k" in names:
+        picks.append(E.read(2, tuple(map(S.index, S.INDICES))))
+    computed = _integers(names, 1).map(lambda i: E.read(0, (operation("mod", i, E.const(2)),)))
+    leaves = st.one_of(st.sampled_from(picks), constants, computed)
+    if depth == 0:
+        return leaves
+    inner, integers = _floats(names, own, depth - 1), _integers(names, depth - 1)
+
+    def above(low: float) -> st.SearchStrategy[Expr]:
+        return inner.map(lambda x: operation("add", operation("abs", x), E.const(low)))
+
+    bounded = inner.map(lambda x: operation("tanh", x))
+    return st.one_of(
+        leaves, bounded, integers,
+        st.builds(operation, st.sampled_from(["add", "sub", "min", "max"]), inner, inner),
+        st.builds(operation, st.just("mul"), inner, constants),
+        st.builds(operation, st.just("div"), st.one_of(inner, integers), st.sampled_from([E.const(7), E.const(0.3)])),
+        st.builds(operation, st.sampled_from(["neg", "abs", "sigmoid", "sin", "cos", "erf"]), st.one_of(inner, integers)),
+        st.builds(operation, st.sampled_from(["exp", "exp2"]), bounded),
+        st.builds(operation, st.sampled_from(["log", "log2", "sqrt", "rsqrt"]), above(1.0)),
+        st.builds(operation, st.sampled_from(["sqrt", "rsqrt", "log"]), st.sampled_from([E.size("n0"), E.const(3)])),
+        st.builds(operation, st.just("pow"), above(1.0), st.sampled_from([E.const(2), E.const(-1), E.const(0.5)])),
+        st.builds(operation, st.just("where"), _booleans(names, depth - 1), inner, inner),
+    )  # fmt: skip
+
+
+SCORES = ("b", "h", "q", "k")
+
+
+@functools.cache
+def _fills() -> st.SearchStrategy[Expr]:
+    fixed = [E.NEG_INF, E.const(-5.0), E.const(-1e9), operation("add", S.SCORE, E.const(-2.0)), E.const(0)]
+    return st.sampled_from(fixed)
+
+
+@functools.cache
+def _programs(depth: int = 2, weights: bool = True, masks: bool = False) -> st.SearchStrategy[ScoreProgram]:
+    """With `masks`, predicates are often such that whole tiles of (q, k) are decided."""
+    scores = _floats(SCORES, (S.DOT, S.SCORE), depth).map(Score)
+    predicates = _booleans(SCORES, depth)
+    if masks:
+        predicates = st.one_of(_booleans(("q", "k"), depth, data=False), predicates, _integers(("q", "k"), 1))
+    keeps = st.builds(Keep, predicates, _fills())
+    sinks = _floats(("b", "h", "q"), (), 1).map(Sink)
+    after = _floats(SCORES, (S.WEIGHT,), 1).map(Weight)
+    guard = Weight(operation("where", operation("isnan", S.WEIGHT), E.const(0.0), S.WEIGHT))
+    last = st.one_of(st.just([]), st.just([guard]), st.lists(after, max_size=1)) if weights else st.just([])
+    return st.builds(
+        lambda body, sink, tail: ScoreProgram((*body, *sink, *tail)),
+        st.lists(st.one_of(scores, keeps), max_size=3), st.lists(sinks, max_size=1), last,
+    )  # fmt: skip
+
+
+def make_reads(B: int, Hq: int, Sq: int, Skv: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    """The tensors r0 .. r4 that the random programs read, and what sizes n0, n1 go with them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return [
+        drawn(Hq), torch.rand(B, Skv, generator=generator) < 0.7, drawn(B, Hq, Sq, Skv),
+        torch.randint(-3, 9, (Sq,), generator=generator), drawn(),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def language() -> types.SimpleNamespace:
+    """Random expressions and programs of the score language. `integers`, `booleans` and `floats` give
+    a strategy for names and a depth; programs read the tensors of `reads` and the sizes n0, n1."""
+    return types.SimpleNamespace(
+        integers=_integers, booleans=_booleans, floats=_floats, programs=_programs, reads=make_reads
+    )
+
+
+@pytest.fixture(scope="session")
+def number() -> Callable[..., Any]:
+    return value_of
+
+
+@pytest.fixture(scope="session")
+def by_loops() -> Callable[..., Tensor]:
+    return attend_by_loops
