@@ -15,17 +15,17 @@ class AttentionEntry:
     """One attention of the model.
 
     `name` is the module that computes it, `program` its score program, `mask` the mask in words,
-    `source` the user's line. `heads`, `kv_heads`, `head_dim`, `value_dim` are numbers, or text where
-    they vary from call to call. `kernel` is who computes it, `numerics` how the result relates to the
+    `source` the user's line. `heads`, `kv_heads`, `head_dim`, `value_dim` are those of the traced call.
+    `kernel` is who computes it, `numerics` how the result relates to the
     eager one, `error` the largest relative error found when it was checked in float64.
     """
 
     name: str
     program: str
-    heads: int | str
-    kv_heads: int | str
-    head_dim: int | str
-    value_dim: int | str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
     mask: str
     source: str
     kernel: str

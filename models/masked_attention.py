@@ -36,6 +36,19 @@ class CausalAttentionConfig(AttentionConfig):
     max_tokens: int = 1024
 
 
+class CausalAttention(nn.Module):
+    """softmax(Q K^T / sqrt(D) with the future masked) V, no projections.
+
+    query, key, value `[B, H, T, D]`, one floating dtype; result `[B, H, T, D]`.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        tokens = query.shape[-2]
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+        future = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+        return torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value
+
+
 class CausalSelfAttention(nn.Module):
     """The attention of a GPT block: each token sees itself and what came before.
 

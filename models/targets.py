@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.encoder import PADDING_ID, Encoder, EncoderConfig
 from attngraph.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from attngraph.models.masked_attention import CausalAttention
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 from attngraph.models.text import byte_batch
 
@@ -111,3 +112,10 @@ def import_transformers() -> Any:
             'pip install "attngraph[transformers]"',
             name="transformers",
         ) from error
+
+
+def causal_attention(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """Causal attention alone: no projections, 12 heads of width 64, `[batch, 12, tokens, 64]` each."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, batch, 12, tokens, 64, generator=generator)
+    return CausalAttention(), (query, key, value)

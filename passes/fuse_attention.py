@@ -25,7 +25,7 @@ from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
 from attngraph.meaning.check import Verdict
-from attngraph.meaning.element import Meaning, to_sympy
+from attngraph.meaning.element import Meaning, evaluate_size, to_sympy
 from attngraph.meaning.program import Seed
 from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
@@ -166,11 +166,15 @@ class _Fusion:
             f"{' at ' + shown if shown else ''} (max error {verdict.error:.0e})"
         )
         return AttentionEntry(
-            name=module_of(claim.node), program=str(claim.program), heads=_number(claim.heads),
-            kv_heads=_number(claim.kv_heads), head_dim=_number(claim.head_dim),
-            value_dim=_number(claim.value_dim), mask=masks.describe(claim.program), source=source,
+            name=module_of(claim.node), program=str(claim.program), heads=self._number(claim.heads),
+            kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
+            value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
             kernel="", error=verdict.error,
         )  # fmt: skip
+
+    def _number(self, extent: Expr) -> int:
+        """A size as it was in the traced call."""
+        return int(evaluate_size(extent, self.graph.hints))
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
@@ -196,8 +200,6 @@ def _content(tensor: Tensor) -> Any:
     return tensor.data_ptr()
 
 
-def _number(extent: Expr) -> int | str:
-    return int(extent.value) if extent.op == "const" else "dynamic"
 
 
 def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:

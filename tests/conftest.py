@@ -63,23 +63,50 @@ def _rounded(function: Callable[[float], int]) -> Callable[[float], float]:
 
 _log = _guarded(math.log, lambda x: -math.inf if x == 0 else math.nan)
 _PYTHON: dict[str, Callable[..., Any]] = {
-    "add": lambda *a: sum(a[1:], a[0] + 0), "sub": lambda a, b: a - b, "neg": lambda a: -a,
-    "mul": lambda *a: math.prod(a), "div": _quotient, "recip": lambda x: _quotient(1, x),
+    "add": lambda *a: sum(a[1:], a[0] + 0),
+    "sub": lambda a, b: a - b,
+    "neg": lambda a: -a,
+    "mul": lambda *a: math.prod(a),
+    "div": _quotient,
+    "recip": lambda x: _quotient(1, x),
     "floordiv": _guarded(lambda a, b: a // b, lambda *_: math.nan),
     "mod": _guarded(lambda a, b: a % b, lambda *_: math.nan),
-    "pow": _guarded(lambda a, b: math.pow(a, b) if isinstance(a, float) or b < 0 else a**b, lambda a, _: math.nan if a else math.inf),
-    "min": _nan_if_any(min), "max": _nan_if_any(max), "abs": abs,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "le": lambda a, b: a <= b,
-    "lt": lambda a, b: a < b, "ge": lambda a, b: a >= b, "gt": lambda a, b: a > b,
-    "and": lambda *a: all(a), "or": lambda *a: any(a), "not": lambda a: not a,
-    "exp": _guarded(math.exp, lambda _: math.inf), "exp2": _guarded(lambda x: 2.0**x, lambda _: math.inf),
-    "log": _log, "log2": lambda x: _log(x) / math.log(2), "tanh": math.tanh,
+    "pow": _guarded(
+        lambda a, b: math.pow(a, b) if isinstance(a, float) or b < 0 else a**b,
+        lambda a, _: math.nan if a else math.inf,
+    ),
+    "min": _nan_if_any(min),
+    "max": _nan_if_any(max),
+    "abs": abs,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "le": lambda a, b: a <= b,
+    "lt": lambda a, b: a < b,
+    "ge": lambda a, b: a >= b,
+    "gt": lambda a, b: a > b,
+    "and": lambda *a: all(a),
+    "or": lambda *a: any(a),
+    "not": lambda a: not a,
+    "exp": _guarded(math.exp, lambda _: math.inf),
+    "exp2": _guarded(lambda x: 2.0**x, lambda _: math.inf),
+    "log": _log,
+    "log2": lambda x: _log(x) / math.log(2),
+    "tanh": math.tanh,
     "sigmoid": lambda x: 1 / (1 + math.exp(-x)) if x > -700 else 0.0,
-    "sqrt": _guarded(math.sqrt, lambda _: math.nan), "rsqrt": lambda x: _quotient(1, math.sqrt(x)),
-    "sin": math.sin, "cos": math.cos, "erf": math.erf, "sign": lambda x: (x > 0) - (x < 0),
-    "floor": _rounded(math.floor), "ceil": _rounded(math.ceil), "trunc": _rounded(math.trunc),
-    "round": _rounded(round), "isnan": lambda x: x != x, "float": float, "int": lambda x: math.trunc(x),
-}  # fmt: skip
+    "sqrt": _guarded(math.sqrt, lambda _: math.nan),
+    "rsqrt": lambda x: _quotient(1, math.sqrt(x)),
+    "sin": math.sin,
+    "cos": math.cos,
+    "erf": math.erf,
+    "sign": lambda x: (x > 0) - (x < 0),
+    "floor": _rounded(math.floor),
+    "ceil": _rounded(math.ceil),
+    "trunc": _rounded(math.trunc),
+    "round": _rounded(round),
+    "isnan": lambda x: x != x,
+    "float": float,
+    "int": lambda x: math.trunc(x),
+}
 
 
 def value_of(
@@ -126,7 +153,8 @@ def value_of(
 
 
 def attend_by_loops(
-    program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor] = (), sizes: Sequence[int] = ()
+    program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
     """The op's definition, element by element: `[B, Hq, Sq, Dv]` in float64."""
     B, Hq, Sq, D = q.shape
@@ -173,9 +201,10 @@ def attend_by_loops(
 def _integers(names: tuple[str, ...], depth: int) -> st.SearchStrategy[Expr]:
     """Integer expressions over index variables, n0 and n1."""
     leaves = st.one_of(
-        st.sampled_from([S.index(n) for n in names]), st.integers(-3, 9).map(E.const),
+        st.sampled_from([S.index(n) for n in names]),
+        st.integers(-3, 9).map(E.const),
         st.sampled_from([E.size("n0"), E.size("n1")]),
-    )  # fmt: skip
+    )
     if depth == 0:
         return leaves
     inner = _integers(names, depth - 1)
@@ -225,17 +254,29 @@ def _floats(names: tuple[str, ...], own: tuple[Expr, ...], depth: int) -> st.Sea
 
     bounded = inner.map(lambda x: operation("tanh", x))
     return st.one_of(
-        leaves, bounded, integers,
+        leaves,
+        bounded,
+        integers,
         st.builds(operation, st.sampled_from(["add", "sub", "min", "max"]), inner, inner),
         st.builds(operation, st.just("mul"), inner, constants),
-        st.builds(operation, st.just("div"), st.one_of(inner, integers), st.sampled_from([E.const(7), E.const(0.3)])),
-        st.builds(operation, st.sampled_from(["neg", "abs", "sigmoid", "sin", "cos", "erf"]), st.one_of(inner, integers)),
+        st.builds(
+            operation, st.just("div"), st.one_of(inner, integers), st.sampled_from([E.const(7), E.const(0.3)])
+        ),
+        st.builds(
+            operation,
+            st.sampled_from(["neg", "abs", "sigmoid", "sin", "cos", "erf"]),
+            st.one_of(inner, integers),
+        ),
         st.builds(operation, st.sampled_from(["exp", "exp2"]), bounded),
         st.builds(operation, st.sampled_from(["log", "log2", "sqrt", "rsqrt"]), above(1.0)),
-        st.builds(operation, st.sampled_from(["sqrt", "rsqrt", "log"]), st.sampled_from([E.size("n0"), E.const(3)])),
-        st.builds(operation, st.just("pow"), above(1.0), st.sampled_from([E.const(2), E.const(-1), E.const(0.5)])),
+        st.builds(
+            operation, st.sampled_from(["sqrt", "rsqrt", "log"]), st.sampled_from([E.size("n0"), E.const(3)])
+        ),
+        st.builds(
+            operation, st.just("pow"), above(1.0), st.sampled_from([E.const(2), E.const(-1), E.const(0.5)])
+        ),
         st.builds(operation, st.just("where"), _booleans(names, depth - 1), inner, inner),
-    )  # fmt: skip
+    )
 
 
 SCORES = ("b", "h", "q", "k")
@@ -261,11 +302,15 @@ def _programs(depth: int = 2, weights: bool = True, masks: bool = False) -> st.S
     last = st.one_of(st.just([]), st.just([guard]), st.lists(after, max_size=1)) if weights else st.just([])
     return st.builds(
         lambda body, sink, tail: ScoreProgram((*body, *sink, *tail)),
-        st.lists(st.one_of(scores, keeps), max_size=3), st.lists(sinks, max_size=1), last,
-    )  # fmt: skip
+        st.lists(st.one_of(scores, keeps), max_size=3),
+        st.lists(sinks, max_size=1),
+        last,
+    )
 
 
-def make_reads(B: int, Hq: int, Sq: int, Skv: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+def make_reads(
+    B: int, Hq: int, Sq: int, Skv: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> list[Tensor]:
     """The tensors r0 .. r4 that the random programs read, and what sizes n0, n1 go with them."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -273,9 +318,12 @@ def make_reads(B: int, Hq: int, Sq: int, Skv: int, dtype: torch.dtype = torch.fl
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return [
-        drawn(Hq), torch.rand(B, Skv, generator=generator) < 0.7, drawn(B, Hq, Sq, Skv),
-        torch.randint(-3, 9, (Sq,), generator=generator), drawn(),
-    ]  # fmt: skip
+        drawn(Hq),
+        torch.rand(B, Skv, generator=generator) < 0.7,
+        drawn(B, Hq, Sq, Skv),
+        torch.randint(-3, 9, (Sq,), generator=generator),
+        drawn(),
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -97,19 +97,20 @@ def _both_ways(
 
 
 def region(targets: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes needed to compute `targets` from `leaves`, in graph order. Sizes are not followed."""
+    """The nodes needed to compute `targets` from `leaves`, operands first, in an order that depends on
+    the computation alone (not on where its nodes stand in the graph). Sizes are not followed."""
     stop = set(leaves)
-    needed: set[fx.Node] = set()
-    stack = list(targets)
+    order: dict[fx.Node, None] = {}
+    stack = [(node, False) for node in reversed(list(targets))]
     while stack:
-        node = stack.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        if node not in stop and not is_size(node):
-            stack.extend(node.all_input_nodes)
-    graph = next(iter(needed)).graph
-    return [n for n in graph.nodes if n in needed]
+        node, visited = stack.pop()
+        if visited:
+            order[node] = None
+        elif node not in order:
+            stack.append((node, True))
+            if node not in stop and not is_size(node):
+                stack.extend((n, False) for n in reversed(node.all_input_nodes))
+    return list(order)
 
 
 def _bytes(order: Sequence[fx.Node], assignment: Mapping[str, int]) -> int:

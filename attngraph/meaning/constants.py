@@ -46,17 +46,15 @@ def _progression(values: Tensor, place: Expr) -> Expr | None:
 def _band(values: Tensor, row: Expr, column: Expr) -> Expr | None:
     """One value where low <= column - row <= high, another elsewhere."""
     rows, columns = values.shape
-    inside = values[0, 0]
-    marked = values == inside
-    for flipped in (False, True):
-        limits = _limits(~marked if flipped else marked)
+    corner = values[0, 0]
+    marked = values == corner
+    for inside in (marked, ~marked):
+        limits = _limits(inside)
         if limits is not None:
             break
     else:
         return None
-    outside_mask = marked if flipped else ~marked
-    outside = values[outside_mask]
-    within = values[~outside_mask]
+    within, outside = values[inside], values[~inside]
     if not (bool((outside == outside[0]).all()) and bool((within == within[0]).all())):
         return None
     low, high = limits
@@ -69,14 +67,14 @@ def _band(values: Tensor, row: Expr, column: Expr) -> Expr | None:
     return M.where(M.and_(*conditions), E.const(within[0].item()), E.const(outside[0].item()))
 
 
-def _limits(marked: Tensor) -> tuple[int, int] | None:
-    """The least and greatest column - row of the marked entries, if those fill the whole band."""
-    rows, columns = marked.shape
-    distance = torch.arange(columns, device=marked.device) - torch.arange(
-        rows, device=marked.device
-    ).unsqueeze(1)
-    if not bool(marked.any()):
+def _limits(inside: Tensor) -> tuple[int, int] | None:
+    """The least and greatest column - row of the marked entries, if those fill the whole band. A band
+    is known from where it meets the first row and the first column."""
+    top = inside[0].nonzero().flatten()
+    left = inside[:, 0].nonzero().flatten()
+    if not len(top) and not len(left):
         return None
-    low = int(torch.where(marked, distance, columns).min())
-    high = int(torch.where(marked, distance, -rows).max())
-    return (low, high) if torch.equal(marked, (distance >= low) & (distance <= high)) else None
+    high = int(top[-1]) if len(top) else -int(left[0])
+    low = -int(left[-1]) if len(left) else int(top[0])
+    band = torch.ones_like(inside).tril(high).triu(low)
+    return (low, high) if torch.equal(inside, band) else None

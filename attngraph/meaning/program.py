@@ -39,7 +39,11 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
     variables are the program's own `b h q k` (extents are allowed and dropped)."""
     writer = _Writer()
     statements: list[Statement] = []
-    for kind, value, fill in reversed(_peel_masks(score)):
+    masks = _peel_masks(score)
+    if _rows_are_numbers(masks):
+        nan = E.make("isnan", (WEIGHT,), None, "bool")
+        weight = M.substitute(weight, {nan: E.FALSE})
+    for kind, value, fill in reversed(masks):
         if kind == "keep":
             filled = E.NEG_INF if fill is E.NEG_INF else writer.write(fill)
             statements.append(Keep(writer.write(value), filled))
@@ -50,6 +54,19 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
     if weight is not WEIGHT:
         statements.append(Weight(writer.write(weight)))
     return Built(ScoreProgram(tuple(statements)), tuple(writer.reads), tuple(writer.sizes))
+
+
+def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
+    """Whether every row's softmax is a number: nothing read can be infinite, and either the first key
+    or the query's own position is kept by every mask."""
+    values = [value for kind, value, _ in masks if kind == "score"]
+    if any(n.op == "read" for value in values for n in E.walk(value)):
+        return False
+    hidden = [value for kind, value, fill in masks if kind == "keep" and fill is E.NEG_INF]
+    variables = {v.value: v for predicate in hidden for v in predicate.free}
+    k, q = variables.get("k"), variables.get("q")
+    places = [E.ZERO] if q is None or k is None or q.args != k.args else [E.ZERO, q]
+    return any(all(M.substitute(p, {k: place} if k else {}) is E.TRUE for p in hidden) for place in places)
 
 
 def _peel_masks(score: Expr) -> list[tuple[str, Expr, Expr]]:

@@ -326,6 +326,10 @@ def eq(a: Expr, b: Expr) -> Expr:
             high is not None and ranges.is_positive(ranges.subtract({}, high))
         ):
             return E.FALSE
+        selected = _selected_atom(difference)
+        if selected is not None:
+            condition, *branches = (selected[0], *(from_polynomial(p) for p in selected[1:]))
+            return where(condition, *(eq(branch, E.ZERO) for branch in branches))
         left, right = _sides(difference)
         if left.serial > right.serial:
             left, right = right, left
@@ -364,6 +368,14 @@ def _at_most_zero(terms: Polynomial) -> Expr:
         return E.TRUE
     if low is not None and ranges.is_positive(low):
         return E.FALSE
+    if low is not None and ranges.is_nonnegative(low):
+        return eq(from_polynomial(terms), E.ZERO)  # what is never negative is at most zero when zero
+    if high is not None and high == {(): 1}:
+        return not_(eq(from_polynomial(ranges.subtract({(): 1}, terms)), E.ZERO))
+    selected = _selected_atom(terms)
+    if selected is not None:
+        condition, yes, no = selected
+        return where(condition, _at_most_zero(yes), _at_most_zero(no))
     for atoms, factor in terms.items():
         if len(atoms) == 1 and atoms[0].op == "abs":
             rest = {a: c for a, c in terms.items() if a != atoms}
@@ -376,6 +388,19 @@ def _at_most_zero(terms: Polynomial) -> Expr:
     terms = ranges.tighten(terms)
     left, right = _sides(terms)
     return E.make("le", (left, right), None, "bool")
+
+
+def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | None:
+    """A selection among the terms: its condition, and the terms with either branch in its place."""
+    for atoms, factor in terms.items():
+        if len(atoms) == 1 and atoms[0].op == "where":
+            rest = {a: c for a, c in terms.items() if a != atoms}
+            condition, *branches = atoms[0].args
+            yes, no = (
+                ranges.add(rest, ranges.multiply({(): factor}, ranges.polynomial(b))) for b in branches
+            )
+            return condition, yes, no
+    return None
 
 
 def _sides(terms: Polynomial) -> tuple[Expr, Expr]:
@@ -440,6 +465,8 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     if a is b or (E.is_const(a) and E.is_const(b, a.value)):
         return a
     if a.kind == "bool" and b.kind == "bool":
+        a = E.TRUE if a is condition else E.FALSE if a is not_(condition) else a
+        b = E.FALSE if b is condition else E.TRUE if b is not_(condition) else b
         return or_(and_(condition, a), and_(not_(condition), b))
     if condition.op == "not":
         return where(condition.args[0], b, a)
@@ -532,6 +559,8 @@ def function(name: str, *args: Expr) -> Expr:
             return where(x.args[0], *(function(name, a) for a in x.args[1:]))
         if name in ("floor", "ceil", "trunc", "round", "int") and x.kind == "int":
             return x
+    if name == "isnan":
+        return E.make("isnan", args, None, "bool")
     kind = "int" if name == "int" or (name in ("abs", "sign", "min", "max") and _kind(args) == "int") else "float"
     if name in ("min", "max") and all(a.op == "const" for a in args):
         return E.const((min if name == "min" else max)(a.value for a in args))

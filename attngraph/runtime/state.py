@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _SIMPLE = (int, float, bool, str, bytes, type(None))
+_TORCHS_OWN = (frozenset(vars(nn.Module())) | {"_is_torch_compile"}) - {"training"}
 
 
 def model_state(model: nn.Module) -> tuple[Any, ...]:
@@ -16,6 +17,8 @@ def model_state(model: nn.Module) -> tuple[Any, ...]:
     seen: set[int] = set()
     for module in model.modules():
         for name, value in vars(module).items():
+            if name in _TORCHS_OWN:
+                continue
             if isinstance(value, _SIMPLE):
                 found.append(value)
             elif name[0] != "_" and not isinstance(value, (Tensor, nn.Module)) and id(value) not in seen:

@@ -91,14 +91,14 @@ class _Emitter:
     def header(self) -> str:
         plan = self.plan
         program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
-        heads = "one each" if plan.group == 1 else f"one for {plan.group} of them"
+        heads = "as many" if plan.group == 1 else f"one for {plan.group} of query"
         linear = [f"RATE = tl.constexpr({plan.rate!r})  # scale times log2(e)"] if plan.is_linear else []
         return "\n".join([
             f"# {self.name}, forward, written by attngraph. For each batch b, head h, query q and key k:",
             *program,
             f"# query [B, Hq, Sq, {plan.D}], key [B, Hkv, Skv, {plan.D}], value [B, Hkv, Skv, {plan.Dv}], "
             f"{DTYPES[plan.dtype]};",
-            f"# heads of query Hq, heads of key and value {heads}; out [B, Hq, Sq, {plan.Dv}], lse [B, Hq, Sq].",
+            f"# heads of key and value {heads}; out [B, Sq, Hq, {plan.Dv}] in memory, lse [B, Hq, Sq].",
             "",
             "import triton",
             "import triton.language as tl",
@@ -284,10 +284,10 @@ class _Emitter:
             result = "tl.where(l > 0.0, acc / l, 0.0)"
         lse = "m + tl.log(l)" if not plan.is_linear else f"(m + tl.log2(l)) * {math.log(2)!r}"
         return [
-            "row = tl.cast(place // blocks, tl.int64) * Sq + q",
+            f"out_row = out + ((tl.cast(b, tl.int64) * Sq + q) * Hq + h) * {plan.Dv}",
             f"out_tile = ({result}).to(out.dtype.element_ty)",
-            f"tl.store(out + row * {plan.Dv} + {self.dv}, out_tile, mask={self.inside('q < Sq', self.dv)})",
-            f"tl.store(lse + row, {lse}, mask=q < Sq)",
+            f"tl.store(out_row + {self.dv}, out_tile, mask={self.inside('q < Sq', self.dv)})",
+            f"tl.store(lse + tl.cast(place // blocks, tl.int64) * Sq + q, {lse}, mask=q < Sq)",
         ]
 
 

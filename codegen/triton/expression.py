@@ -36,6 +36,10 @@ _CONSTANTS = evaluate.Environment(
 )
 
 
+_Key = tuple[Expr, str]
+"""A node, and what was made of it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """Source of an expression, how tightly it binds, and its kind: "bool", "int" (32 bits), "long"
@@ -77,9 +81,9 @@ class Writer:
         self.before: list[str] = []
         self.inside: list[str] = []
         self.calls: set[str] = set()
-        self._labels: dict[Expr, str] = {}
-        self._outer: dict[Expr, Term] = {}
-        self._inner: dict[Expr, Term] = {}
+        self._labels: dict[_Key, str] = {}
+        self._outer: dict[_Key, Term] = {}
+        self._inner: dict[_Key, Term] = {}
         self._uses: collections.Counter[Expr] = collections.Counter()
 
     def begin_body(self) -> None:
@@ -89,7 +93,7 @@ class Writer:
     def expression(self, node: Expr) -> Term:
         """The term of a statement's expression; the lines that it needs are written on the way."""
         # A value made from the score is another one in each statement.
-        self._inner = {n: term for n, term in self._inner.items() if not follows_score(n)}
+        self._inner = {key: term for key, term in self._inner.items() if not follows_score(key[0])}
         self._uses = collections.Counter(arg for n in E.walk(node) for arg in n.args)
         return self._term(node)
 
@@ -97,26 +101,29 @@ class Writer:
         return self._truth(self.expression(node))
 
     def _term(self, node: Expr) -> Term:
-        known = self._outer.get(node) or self._inner.get(node)
+        known = self._outer.get((node, "t")) or self._inner.get((node, "t"))
         if known is not None:
             return known
         if node.args and all(not n.free and n.op not in _OPEN for n in E.walk(node)):
             return self._constant(E.const(evaluate.evaluate(node, _CONSTANTS, {})))  # type: ignore[arg-type]
         term = self._build(node)
         if self._uses[node] > 1 and node.args and node.op != "read":
-            return self._bind(node, term, "t")
+            return self._bind(node, term)
         return term
 
-    def _bind(self, node: Expr, term: Term, prefix: str) -> Term:
-        """Give the term a name, by a line before the loop or inside it."""
-        label = self._labels.get(node)
-        if label is None:
-            taken = sum(name.startswith(prefix) for name in self._labels.values())
-            label = self._labels[node] = f"{prefix}{taken}"
+    def _bind(self, node: Expr, term: Term, prefix: str = "t") -> Term:
+        """Give a term made of the node a name, by a line before the loop or inside it. Under the
+        prefix "t" it is the node's own value."""
+        key = node, prefix
+        if key not in self._labels:
+            self._labels[key] = f"{prefix}{sum(other == prefix for _, other in self._labels)}"
+        label = self._labels[key]
         inside = follows_score(node) or S.index("k") in node.free
-        (self.inside if inside else self.before).append(f"{label} = {term.code}")
-        (self._inner if inside else self._outer)[node] = named = Term(label, _ATOM, term.kind)
-        return named
+        known = self._inner if inside else self._outer
+        if key not in known:
+            (self.inside if inside else self.before).append(f"{label} = {term.code}")
+            known[key] = Term(label, _ATOM, term.kind)
+        return known[key]
 
     def _call(self, name: str, *args: str, kind: str = "float") -> Term:
         if not name.startswith("tl."):
@@ -215,8 +222,9 @@ class Writer:
             term = Term(f"{term.at(_OR)} != 0", _COMPARE, "bool")
         return term.at(level)
 
-    def _atom(self, node: Expr, term: Term) -> Term:
-        return term if term.level == _ATOM and "(" not in term.code else self._bind(node, term, "t")
+    def _atom(self, node: Expr, term: Term, prefix: str = "t") -> Term:
+        """The term if it is a name or a number, else a name for it."""
+        return term if term.level == _ATOM and "(" not in term.code else self._bind(node, term, prefix)
 
     def _arithmetic(self, node: Expr, terms: list[Term]) -> Term:
         if len(terms) == 2 and all(t.kind == "bool" for t in terms):
@@ -251,12 +259,8 @@ class Writer:
         base, exponent = node.args
         whole = exponent.op == "const" and exponent.value == exponent.value and exponent.value in range(2, 5)
         if whole:
-            kind = "long" if a.is_integer and b.is_integer else "float"
-            code = f"tl.cast({a.code}, tl.int64)" if kind == "long" else self._real(a)
-            x = self._atom(node, Term(code, a.level, kind))
-            return Term(" * ".join([x.code] * int(exponent.value)), _PRODUCT, kind)
-        if a.is_integer and b.is_integer:
-            raise UnsupportedError(f"integer powers: `{S.format_expr(node)}`")
+            x = self._atom(base, Term(self._real(a), _ATOM if a.is_integer else a.level, "float"), "x")
+            return Term(" * ".join([x.code] * int(exponent.value)), _PRODUCT, "float")
         if base.op == "const" and base.value == base.value and 0 < base.value < math.inf:
             rate = "" if base.value == 2 else f" * {math.log2(base.value)!r}"
             return self._call("tl.exp2", f"{Term(self._real(b), b.level, 'float').at(_PRODUCT)}{rate}")
@@ -264,6 +268,9 @@ class Writer:
 
     def _read(self, node: Expr) -> Term:
         """A masked load: an index out of range reads nothing, and its value is not used."""
+        known = self._outer.get((node, f"r{node.value}_at")) or self._inner.get((node, f"r{node.value}_at"))
+        if known is not None:
+            return known
         name, read = f"r{node.value}", self.reads[node.value]
         address, inside = [name], []
         for axis, arg in enumerate(node.args):
@@ -273,7 +280,7 @@ class Writer:
             if arg.op == "const" and arg.value < 0:
                 raise UnsupportedError(f"a negative index: `{S.format_expr(node)}`")
             if arg.op not in ("var", "const"):
-                term = self._atom(arg, term) if term.level == _ATOM else self._bind(arg, term, "i")
+                term = self._atom(arg, term, "i")
                 inside += [f"({term.code} >= 0)"] if bounds(arg)[0] < 0 else []
             place = f"tl.cast({term.code}, tl.int64)" if read.wide else term.code
             address.append(f"{place} * {name}_stride{axis}")

@@ -68,9 +68,11 @@ class Forward:
             return self._otherwise.forward(program, operands, reads, sizes)
         _check_reads(program, q, k, reads)
         plan = plan_call(program, operands, reads, sizes, self._blocks)
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=q.device)
+        # The heads of a token side by side, as the op returns them.
+        B, Hq, Sq, _ = q.shape
+        out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        arguments = [q, k, v, out, lse, q.shape[1], q.shape[2], k.shape[2]]
+        arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
         arguments += [stride for tensor in operands for stride in tensor.stride()]
         for read in plan.reads:
             tensor = reads[read.number]
@@ -78,7 +80,7 @@ class Forward:
             arguments.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
             arguments += [*tensor.stride(), *tensor.shape]
         arguments += sizes[: program.sizes]
-        programs = -(-q.shape[2] // plan.blocks.q) * q.shape[0] * q.shape[1]
+        programs = -(-Sq // plan.blocks.q) * B * Hq
         with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
             load(plan)[(programs,)](*arguments, **launch_options(plan))
         return out, lse

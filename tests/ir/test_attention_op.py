@@ -57,7 +57,9 @@ def test_the_op_is_registered_as_torch_wants_it(name: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [{}, {"Hq": 2}, {"Sq": 3, "Skv": 7}, {"Dv": 6}, {"B": 0}, {"Sq": 0}, {"Skv": 0}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"Hq": 2}, {"Sq": 3, "Skv": 7}, {"Dv": 6}, {"B": 0}, {"Sq": 0}, {"Skv": 0}]
+)
 def test_the_fake_result_has_the_real_ones_shape_dtype_and_strides(
     dtype: torch.dtype, shape: dict[str, int]
 ) -> None:
@@ -77,8 +79,10 @@ def test_the_op_traces_with_dynamic_sizes() -> None:
     q, k, v = operands()
     table = bias(4)
     auto = torch.export.Dim.AUTO
-    dims = {i: auto for i in (0, 2)}
-    exported = torch.export.export(Model(), (q, k, v, table), dynamic_shapes=(dims, dims, dims, None), strict=False)
+    dims = dict.fromkeys((0, 2), auto)
+    exported = torch.export.export(
+        Model(), (q, k, v, table), dynamic_shapes=(dims, dims, dims, None), strict=False
+    )
     q, k, v = operands(B=3, Sq=7, Skv=7)
     expected = attngraph.attention(q, k, v, "s = dot + r0[h]; keep k <= q", table)
     torch.testing.assert_close(exported.module()(q, k, v, table), expected)
@@ -106,7 +110,9 @@ def test_gradients_are_those_of_finite_differences(name: str, kernel: str) -> No
 
     def run(q: Tensor, k: Tensor, v: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor]:
         rest = iter(sources)
-        return op(q, k, v, [next(rest) if r.requires_grad else r for r in given], list(SIZES), program, kernel)
+        return op(
+            q, k, v, [next(rest) if r.requires_grad else r for r in given], list(SIZES), program, kernel
+        )
 
     assert torch.autograd.gradcheck(run, (q, k, v, *floating), atol=1e-6, fast_mode=True)
 
@@ -157,11 +163,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("shapes", "program", "reads", "sizes", "words"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+@pytest.mark.parametrize(
+    ("shapes", "program", "reads", "sizes", "words"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
+)
 @pytest.mark.parametrize("kernel", ["", "reference", "cpu.tiled"])
 def test_operands_that_do_not_fit_are_refused_by_name(
-    shapes: dict[str, tuple[int, ...]], program: str, reads: tuple[tuple[int, ...], ...], sizes: tuple[int, ...],
-    words: str, kernel: str,
+    shapes: dict[str, tuple[int, ...]], program: str, reads: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, ...], words: str, kernel: str,
 ) -> None:  # fmt: skip
     default = {"q": (2, 4, 5, 4), "k": (2, 2, 5, 4), "v": (2, 2, 5, 4)}
     q, k, v = (torch.randn(shapes.get(n, s)) for n, s in default.items())
@@ -171,7 +179,12 @@ def test_operands_that_do_not_fit_are_refused_by_name(
 
 def test_dtypes_and_devices_that_do_not_fit_are_refused() -> None:
     q, k, v = operands()
-    for wrong in ((q.float(), k, v), (q, k, v.half()), (q.int(), k.int(), v.int()), (q, k, v.to(torch.complex128))):
+    for wrong in (
+        (q.float(), k, v),
+        (q, k, v.half()),
+        (q.int(), k.int(), v.int()),
+        (q, k, v.to(torch.complex128)),
+    ):
         with pytest.raises(ValueError, match="one floating dtype"):
             attngraph.attention(*wrong)
     for wrong in ((q.to("meta"), k, v), (q, k, v.to("meta"))):
@@ -187,7 +200,7 @@ def test_a_program_that_does_not_parse_is_refused_before_anything_runs() -> None
 
 
 def test_an_unknown_kernel_is_refused_with_the_names_that_there_are() -> None:
-    with pytest.raises(ValueError, match="no kernel is called 'fast'; there are .*reference"):
+    with pytest.raises(ValueError, match=r"no kernel is called 'fast'; there are .*reference"):
         attngraph.attention(*operands(), "", kernel="fast")
 
 
@@ -207,7 +220,9 @@ def test_importing_attngraph_registers_the_kernels_and_the_reference_is_last() -
 def test_a_parsed_program_is_accepted_as_well_as_its_text() -> None:
     q, k, v = operands()
     text = "keep k <= q"
-    assert torch.equal(attngraph.attention(q, k, v, text), attngraph.attention(q, k, v, attngraph.parse(text)))
+    assert torch.equal(
+        attngraph.attention(q, k, v, text), attngraph.attention(q, k, v, attngraph.parse(text))
+    )
 
 
 def test_the_choice_of_a_kernel_says_why_each_one_declined() -> None:

@@ -54,7 +54,9 @@ def assert_as_reference(
 ) -> None:  # fmt: skip
     names = ["out", "lse", "grad q", "grad k", "grad v", *(f"grad r{i}" for i, r in enumerate(reads))]
     expected = call("reference", program, given, reads, sizes, through_lse)
-    for name, a, b in zip(names, call(kernel, program, given, reads, sizes, through_lse), expected, strict=False):
+    for name, a, b in zip(
+        names, call(kernel, program, given, reads, sizes, through_lse), expected, strict=False
+    ):
         torch.testing.assert_close(
             a, b, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -135,9 +137,10 @@ def test_tiled_equals_the_reference_with_gradients(name: str) -> None:
 
 
 SERVED_BY_FLASH = [
-    n for n, (p, s, _, _) in CASES.items()
+    n
+    for n, (p, s, _, _) in CASES.items()
     if KERNELS["cpu.flash"].refuse(parse(p), operands(**{**s, "B": 1, "Sq": 2, "Skv": 2})) is None
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", SERVED_BY_FLASH)
@@ -148,7 +151,9 @@ def test_flash_equals_the_reference_with_gradients(name: str) -> None:
 
 
 def test_flash_serves_the_cases_that_it_is_for() -> None:
-    assert {"plain", "causal", "grouped", "multi-query", "fill of -1e9", "fill that leaks"} <= set(SERVED_BY_FLASH)
+    assert {"plain", "causal", "grouped", "multi-query", "fill of -1e9", "fill that leaks"} <= set(
+        SERVED_BY_FLASH
+    )
     assert not {"window", "softcap", "sink", "dropout", "wide values"} & set(SERVED_BY_FLASH)
 
 
@@ -164,7 +169,9 @@ def test_a_fill_of_minus_ten_thousand_leaks_where_scores_are_large(kernel: str, 
 
 @pytest.mark.parametrize("kernel", ["cpu.flash", "cpu.tiled"])
 @pytest.mark.parametrize("program", ["s = 0.5 * dot; keep k <= q", "s = 0.5 * dot", "keep k <= q else -1e9"])
-@pytest.mark.parametrize("layout", ["expanded batch", "expanded heads", "token-major", "reversed", "slice", "expanded width"])
+@pytest.mark.parametrize(
+    "layout", ["expanded batch", "expanded heads", "token-major", "reversed", "slice", "expanded width"]
+)
 def test_strides_do_not_matter(kernel: str, program: str, layout: str) -> None:
     q, k, v = operands()
     if layout == "expanded batch":
@@ -197,7 +204,9 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, fill: float, bia
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kernel", ["cpu.flash", "cpu.tiled", "reference"])
 @pytest.mark.parametrize("name", ["plain", "causal", "soft", "grouped", "bias"])
-def test_errors_are_at_most_twice_those_of_the_eager_model(name: str, kernel: str, dtype: torch.dtype) -> None:
+def test_errors_are_at_most_twice_those_of_the_eager_model(
+    name: str, kernel: str, dtype: torch.dtype
+) -> None:
     q, k, v = operands(Hq=4, Hkv=2 if name == "grouped" else 4, Sq=96, Skv=96, D=32, Dv=32, dtype=dtype)
     fill = -1e4 if name == "soft" else -math.inf
     mask = None if name in ("plain", "bias") else torch.ones(96, 96, dtype=torch.bool).tril()
@@ -242,13 +251,17 @@ def test_nan_and_infinity_in_the_operands_come_out_where_the_reference_has_them(
 
 @given(data=st.data())
 @settings(max_examples=80)
-def test_tiled_equals_the_reference_on_random_programs(data: st.DataObject, language: types.SimpleNamespace) -> None:
+def test_tiled_equals_the_reference_on_random_programs(
+    data: st.DataObject, language: types.SimpleNamespace
+) -> None:
     """Forward only; more keys than one step, few queries."""
     program: ScoreProgram = data.draw(language.programs(1, masks=True))
     B, H, Sq, Skv = 1, 2, 66, 130
     q, k, v = operands(B, H, 1, Sq, Skv, 2, 2)
     reads = language.reads(B, H, Sq, Skv)
-    found, expected = (KERNELS[n].forward(program, (q, k, v), reads, (100, 40)) for n in ("cpu.tiled", "reference"))
+    found, expected = (
+        KERNELS[n].forward(program, (q, k, v), reads, (100, 40)) for n in ("cpu.tiled", "reference")
+    )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
 

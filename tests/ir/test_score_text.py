@@ -102,11 +102,15 @@ def test_text_has_one_canonical_form(text: str, canonical: str) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("s = 1", "s = 1.0"), ("s = 1", "s = true"), ("s = 0.0", "s = -0.0"), ("s = -5", "s = -(5)"),
-        ("s = dot + q + k", "s = dot + (q + k)"), ("s = 2 ** 3 ** 2", "s = (2 ** 3) ** 2"),
+        ("s = 1", "s = 1.0"),
+        ("s = 1", "s = true"),
+        ("s = 0.0", "s = -0.0"),
+        ("s = -5", "s = -(5)"),
+        ("s = dot + q + k", "s = dot + (q + k)"),
+        ("s = 2 ** 3 ** 2", "s = (2 ** 3) ** 2"),
         ("keep not k == q", "keep (not k) == q"),
     ],
-)  # fmt: skip
+)
 def test_different_programs_stay_different(one: str, other: str) -> None:
     assert parse(one) != parse(other)
     assert str(parse(one)) != str(parse(other))
@@ -143,7 +147,7 @@ def test_different_programs_stay_different(one: str, other: str) -> None:
         ("s = 'x'", 1, 5, "an expression"),
         ("s == dot", 1, 3, "expected `=`"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_text_is_refused_with_its_place_and_what_was_expected(
     text: str, line: int, column: int, words: str
 ) -> None:
@@ -162,11 +166,19 @@ def test_a_bad_text_is_refused_with_its_place_and_what_was_expected(
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("s = p", "p"), ("keep p > 0", "p"), ("sink p", "p"),
-        ("sink dot", "dot"), ("sink s", "s"), ("sink k", "k"), ("sink r0[k]", "k"), ("sink r0[b, h + k]", "k"),
-        ("p = dot", "dot"), ("p = s", "s"), ("p = p * where(s > 0, 1, 0)", "s"),
+        ("s = p", "p"),
+        ("keep p > 0", "p"),
+        ("sink p", "p"),
+        ("sink dot", "dot"),
+        ("sink s", "s"),
+        ("sink k", "k"),
+        ("sink r0[k]", "k"),
+        ("sink r0[b, h + k]", "k"),
+        ("p = dot", "dot"),
+        ("p = s", "s"),
+        ("p = p * where(s > 0, 1, 0)", "s"),
     ],
-)  # fmt: skip
+)
 def test_a_name_is_refused_where_it_has_no_meaning(text: str, name: str) -> None:
     with pytest.raises(ProgramError, match=f"`{name}` has no meaning"):
         parse(text)
@@ -208,13 +220,24 @@ def test_reads_and_sizes_are_counted_from_every_statement() -> None:
 @pytest.mark.parametrize(
     ("text", "scale"),
     [
-        ("", 1.0), ("keep k <= q", 1.0), ("s = 0.5 * dot", 0.5), ("s = dot * 0.5", 0.5), ("s = dot / 4", 0.25),
-        ("s = 4 / dot", None), ("s = dot + 1", None), ("s = 2 * dot\ns = s * 2", None),
-        ("s = 2 * dot\nkeep dot > 0", None), ("keep k <= q\ns = 2 * dot", None), ("s = dot * dot", None),
-        ("s = 2 * dot\nkeep k <= q else s - 5", 2.0), ("s = dot / 0", None),
+        ("", 1.0),
+        ("keep k <= q", 1.0),
+        ("s = 0.5 * dot", 0.5),
+        ("s = dot * 0.5", 0.5),
+        ("s = dot / 4", 0.25),
+        ("s = 4 / dot", None),
+        ("s = dot + 1", None),
+        ("s = 2 * dot\ns = s * 2", None),
+        ("s = 2 * dot\nkeep dot > 0", None),
+        ("keep k <= q\ns = 2 * dot", None),
+        ("s = dot * dot", None),
+        ("s = 2 * dot\nkeep k <= q else s - 5", 2.0),
+        ("s = dot / 0", None),
     ],
-)  # fmt: skip
-def test_scale_is_the_factor_only_where_nothing_else_happens_to_the_dot(text: str, scale: float | None) -> None:
+)
+def test_scale_is_the_factor_only_where_nothing_else_happens_to_the_dot(
+    text: str, scale: float | None
+) -> None:
     assert parse(text).scale == scale
 
 

@@ -33,16 +33,39 @@ def assert_gives_every_value(formula: Expr, values: Tensor, number: Callable[...
 
 NINF = -math.inf
 KNOWN: dict[str, Tensor] = {
-    "lower triangle": torch.ones(5, 5).tril(), "upper triangle": torch.ones(5, 5).triu(1), "wide triangle": torch.ones(3, 7).tril(2),
-    "tall triangle": torch.ones(7, 3, dtype=torch.bool).tril(-2), "band": torch.ones(6, 6).tril(1).triu(-2), "additive mask": torch.full((4, 4), NINF).triu(1),
-    "finite mask": torch.full((4, 4), -1e9).triu(1), "float16 mask": torch.full((4, 4), torch.finfo(torch.float16).min, dtype=torch.float16).triu(1),
-    "batched triangle": torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(), "identity": torch.eye(4), "all but the diagonal": 1 - torch.eye(4), "outside a band": (torch.ones(6, 6).tril(1).triu(-1) == 0),
-    "range": torch.arange(7), "range with a step": torch.arange(3, 30, 4), "falling range": torch.arange(5, -3, -2), "range of int32": torch.arange(4, dtype=torch.int32),
-    "column": torch.arange(4)[:, None], "row": torch.arange(4)[None], "number": torch.tensor(2.5), "truth": torch.tensor(True), "zeros": torch.zeros(2, 3, 4), "minus infinities": torch.full((3,), NINF),
-    "two by two": torch.tensor([[1, 0], [0, 1]]), "one row": torch.tensor([[3, 5]]), "two": torch.tensor([4, 4]), "corner": torch.ones(4, 4).tril(-3), "other corner": torch.ones(4, 4).triu(3),
-    "not contiguous": torch.ones(8, 8).tril()[::2, ::2].mT, "uint8": torch.ones(4, 4, dtype=torch.uint8).tril(), "bfloat16": torch.full((3, 3), 0.1, dtype=torch.bfloat16),
-    "large integers": torch.tensor([2**60, 2**60 + 1, 2**60 + 2]), "large flags": torch.tensor([[2**53 + 1, 0], [2**53 + 1, 2**53 + 1]]),
-}  # fmt: skip
+    "lower triangle": torch.ones(5, 5).tril(),
+    "upper triangle": torch.ones(5, 5).triu(1),
+    "wide triangle": torch.ones(3, 7).tril(2),
+    "tall triangle": torch.ones(7, 3, dtype=torch.bool).tril(-2),
+    "band": torch.ones(6, 6).tril(1).triu(-2),
+    "additive mask": torch.full((4, 4), NINF).triu(1),
+    "finite mask": torch.full((4, 4), -1e9).triu(1),
+    "float16 mask": torch.full((4, 4), torch.finfo(torch.float16).min, dtype=torch.float16).triu(1),
+    "batched triangle": torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(),
+    "identity": torch.eye(4),
+    "all but the diagonal": 1 - torch.eye(4),
+    "outside a band": (torch.ones(6, 6).tril(1).triu(-1) == 0),
+    "range": torch.arange(7),
+    "range with a step": torch.arange(3, 30, 4),
+    "falling range": torch.arange(5, -3, -2),
+    "range of int32": torch.arange(4, dtype=torch.int32),
+    "column": torch.arange(4)[:, None],
+    "row": torch.arange(4)[None],
+    "number": torch.tensor(2.5),
+    "truth": torch.tensor(True),
+    "zeros": torch.zeros(2, 3, 4),
+    "minus infinities": torch.full((3,), NINF),
+    "two by two": torch.tensor([[1, 0], [0, 1]]),
+    "one row": torch.tensor([[3, 5]]),
+    "two": torch.tensor([4, 4]),
+    "corner": torch.ones(4, 4).tril(-3),
+    "other corner": torch.ones(4, 4).triu(3),
+    "not contiguous": torch.ones(8, 8).tril()[::2, ::2].mT,
+    "uint8": torch.ones(4, 4, dtype=torch.uint8).tril(),
+    "bfloat16": torch.full((3, 3), 0.1, dtype=torch.bfloat16),
+    "large integers": torch.tensor([2**60, 2**60 + 1, 2**60 + 2]),
+    "large flags": torch.tensor([[2**53 + 1, 0], [2**53 + 1, 2**53 + 1]]),
+}
 
 
 @pytest.mark.parametrize("name", list(KNOWN))
@@ -54,16 +77,31 @@ def test_triangles_bands_and_ranges_are_described_exactly(name: str, number: Cal
 
 
 UNKNOWN: dict[str, Tensor] = {
-    "odd entry": torch.ones(4, 4).tril().index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(0.0)), "three values": torch.arange(4.0)[:, None].expand(4, 3).tril(),
-    "random": torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), "float range": torch.arange(4.0) / 3, "broken range": torch.tensor([0, 1, 2, 4]), "cube": torch.arange(8).view(2, 2, 2),
-    "empty": torch.zeros(0, 3), "complex": torch.zeros(2, dtype=torch.complex64), "all NaN": torch.full((3, 3), math.nan), "NaN in the corner": torch.ones(3, 3).index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(math.nan)),
-    "NaN triangle": torch.full((3, 3), math.nan).triu(1), "NaN on the diagonal": torch.eye(3) * math.nan, "NaNs in a row": torch.full((3,), math.nan), "one NaN": torch.tensor(math.nan),
-    "range that wraps around": torch.tensor([0, 2**62, -(2**63)]), "checkerboard": (torch.arange(4)[:, None] + torch.arange(4)) % 2,
-}  # fmt: skip
+    "odd entry": torch.ones(4, 4).tril().index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(0.0)),
+    "three values": torch.arange(4.0)[:, None].expand(4, 3).tril(),
+    "random": torch.randn(4, 4, generator=torch.Generator().manual_seed(0)),
+    "float range": torch.arange(4.0) / 3,
+    "broken range": torch.tensor([0, 1, 2, 4]),
+    "cube": torch.arange(8).view(2, 2, 2),
+    "empty": torch.zeros(0, 3),
+    "complex": torch.zeros(2, dtype=torch.complex64),
+    "all NaN": torch.full((3, 3), math.nan),
+    "NaN in the corner": torch.ones(3, 3).index_put(
+        (torch.tensor(0), torch.tensor(0)), torch.tensor(math.nan)
+    ),
+    "NaN triangle": torch.full((3, 3), math.nan).triu(1),
+    "NaN on the diagonal": torch.eye(3) * math.nan,
+    "NaNs in a row": torch.full((3,), math.nan),
+    "one NaN": torch.tensor(math.nan),
+    "range that wraps around": torch.tensor([0, 2**62, -(2**63)]),
+    "checkerboard": (torch.arange(4)[:, None] + torch.arange(4)) % 2,
+}
 
 
 @pytest.mark.parametrize("name", list(UNKNOWN))
-def test_what_follows_no_pattern_is_refused_or_given_back_exactly(name: str, number: Callable[..., Any]) -> None:
+def test_what_follows_no_pattern_is_refused_or_given_back_exactly(
+    name: str, number: Callable[..., Any]
+) -> None:
     formula = described(UNKNOWN[name])
     if formula is not None:
         assert_gives_every_value(formula, UNKNOWN[name], number)

@@ -53,7 +53,9 @@ def variables(*extents: int) -> tuple[Expr, ...]:
     return tuple(E.var(f"v{d}", E.const(n)) for d, n in enumerate(extents))
 
 
-def by_gather(tensor: Tensor, index: tuple[Expr, ...], roles: tuple[tuple[Expr, ...], ...], number: Number) -> Tensor:
+def by_gather(
+    tensor: Tensor, index: tuple[Expr, ...], roles: tuple[tuple[Expr, ...], ...], number: Number
+) -> Tensor:
     """The definition: every element looked up by its index."""
     flat = [v for role in roles for v in role]
     extents = [v.args[0].value for v in flat]
@@ -120,13 +122,28 @@ def test_the_steps_of_a_chain_of_views_give_the_view(data: st.DataObject, number
 
 
 CHAINS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], Callable[..., tuple[Expr, ...]]]] = {
-    "heads of a projection": ((2, 5, 12), lambda x: x.view(2, 5, 3, 4).transpose(1, 2), lambda b, h, t, d: (b, t, 4 * h + d)),
-    "one of three in a row": ((2, 5, 24), lambda x: x[..., 8:16].view(2, 5, 2, 4).transpose(1, 2), lambda b, h, t, d: (b, t, 4 * h + d + 8)),
-    "interleaved q, k, v": ((2, 5, 24), lambda x: x.view(2, 5, 2, 3, 4)[:, :, :, 1].transpose(1, 2), lambda b, h, t, d: (b, t, 12 * h + d + 4)),
-    "transposed": ((3, 4), lambda x: x.mT, lambda i, j: (j, i)), "part": ((6, 4), lambda x: x[2:5], lambda i, j: (i + 2, j)),
-    "every second": ((8,), lambda x: x[::2], lambda i: (2 * i,)), "every second from the second": ((8,), lambda x: x[1::2], lambda i: (2 * i + 1,)),
-    "selected": ((3, 4), lambda x: x[2], lambda j: (2, j)), "digits exchanged": ((6,), lambda x: x.view(2, 3).mT, lambda i, j: (3 * j + i,)),
-}  # fmt: skip
+    "heads of a projection": (
+        (2, 5, 12),
+        lambda x: x.view(2, 5, 3, 4).transpose(1, 2),
+        lambda b, h, t, d: (b, t, 4 * h + d),
+    ),
+    "one of three in a row": (
+        (2, 5, 24),
+        lambda x: x[..., 8:16].view(2, 5, 2, 4).transpose(1, 2),
+        lambda b, h, t, d: (b, t, 4 * h + d + 8),
+    ),
+    "interleaved q, k, v": (
+        (2, 5, 24),
+        lambda x: x.view(2, 5, 2, 3, 4)[:, :, :, 1].transpose(1, 2),
+        lambda b, h, t, d: (b, t, 12 * h + d + 4),
+    ),
+    "transposed": ((3, 4), lambda x: x.mT, lambda i, j: (j, i)),
+    "part": ((6, 4), lambda x: x[2:5], lambda i, j: (i + 2, j)),
+    "every second": ((8,), lambda x: x[::2], lambda i: (2 * i,)),
+    "every second from the second": ((8,), lambda x: x[1::2], lambda i: (2 * i + 1,)),
+    "selected": ((3, 4), lambda x: x[2], lambda j: (2, j)),
+    "digits exchanged": ((6,), lambda x: x.view(2, 3).mT, lambda i, j: (3 * j + i,)),
+}
 
 
 class _Index:
@@ -165,13 +182,19 @@ def test_a_known_layout_is_solved(name: str, number: Number) -> None:
 
 
 NO_VIEWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[..., tuple[Any, ...]]]] = {
-    "a flip": ((4,), (4,), lambda i: (_Index(E.const(3)) - i,)), "the diagonal": ((4, 4), (4,), lambda i: (i, i)),
-    "overlapping windows": ((8,), (3, 4), lambda i, j: (i + j,)), "overlapping strided windows": ((12,), (3, 4), lambda i, j: (2 * i + j,)),
-    "windows that overlap by one digit": ((16,), (3, 5), lambda i, j: (4 * i + j,)), "a stride that does not divide": ((7,), (2, 3), lambda i, j: (4 * i + j,)),
-    "a carry": ((12,), (2, 4), lambda i, j: (4 * i + j + 2,)), "an index read from data": ((4,), (3,), lambda i: (_Index(E.read("p", (i.node,), "int")),)),
-    "a product of indices": ((12,), (3, 4), lambda i, j: (i * j,)), "a remainder": ((4,), (8,), lambda i: (_Index(M.mod(i.node, E.const(4))),)),
-    "a start before the beginning": ((8,), (3,), lambda i: (i - 1,)), "one place before the beginning": ((8, 3), (3,), lambda i: (-1, i)),
-}  # fmt: skip
+    "a flip": ((4,), (4,), lambda i: (_Index(E.const(3)) - i,)),
+    "the diagonal": ((4, 4), (4,), lambda i: (i, i)),
+    "overlapping windows": ((8,), (3, 4), lambda i, j: (i + j,)),
+    "overlapping strided windows": ((12,), (3, 4), lambda i, j: (2 * i + j,)),
+    "windows that overlap by one digit": ((16,), (3, 5), lambda i, j: (4 * i + j,)),
+    "a stride that does not divide": ((7,), (2, 3), lambda i, j: (4 * i + j,)),
+    "a carry": ((12,), (2, 4), lambda i, j: (4 * i + j + 2,)),
+    "an index read from data": ((4,), (3,), lambda i: (_Index(E.read("p", (i.node,), "int")),)),
+    "a product of indices": ((12,), (3, 4), lambda i, j: (i * j,)),
+    "a remainder": ((4,), (8,), lambda i: (_Index(M.mod(i.node, E.const(4))),)),
+    "a start before the beginning": ((8,), (3,), lambda i: (i - 1,)),
+    "one place before the beginning": ((8, 3), (3,), lambda i: (-1, i)),
+}
 
 
 @pytest.mark.parametrize("name", list(NO_VIEWS))

@@ -19,10 +19,27 @@ from attngraph.meaning import ranges
 from attngraph.meaning import simplify as M
 
 BUILD: dict[str, Callable[..., Expr]] = {
-    "add": M.add, "mul": M.mul, "sub": M.sub, "neg": M.neg, "floordiv": M.floordiv, "mod": M.mod, "le": M.le,
-    "lt": M.lt, "eq": M.eq, "ne": M.ne, "where": M.where, "and": M.and_, "or": M.or_, "not": M.not_, "abs": M.absolute,
-    "div": M.div, "recip": M.recip, "exp": M.exp, "log": M.log, "pow": M.power,
-}  # fmt: skip
+    "add": M.add,
+    "mul": M.mul,
+    "sub": M.sub,
+    "neg": M.neg,
+    "floordiv": M.floordiv,
+    "mod": M.mod,
+    "le": M.le,
+    "lt": M.lt,
+    "eq": M.eq,
+    "ne": M.ne,
+    "where": M.where,
+    "and": M.and_,
+    "or": M.or_,
+    "not": M.not_,
+    "abs": M.absolute,
+    "div": M.div,
+    "recip": M.recip,
+    "exp": M.exp,
+    "log": M.log,
+    "pow": M.power,
+}
 for _name in ("min", "max", "tanh", "sqrt", "sin", "floor", "sign"):
     BUILD[_name] = lambda *a, n=_name: M.function(n, *a)
 
@@ -58,16 +75,29 @@ def integers(depth: int) -> st.SearchStrategy[Tree]:
         return leaves
     inner, truth = integers(depth - 1), booleans(depth - 1)
     divisor: st.SearchStrategy[Tree] = st.one_of(
-        st.sampled_from([2, 3, 4, 6, 12, -2, -3, 1]).map(E.const), st.sampled_from([N0, N1]),
+        st.sampled_from([2, 3, 4, 6, 12, -2, -3, 1]).map(E.const),
+        st.sampled_from([N0, N1]),
         st.sampled_from([("mul", N0, E.const(2)), ("mul", N0, N1), ("add", N0, E.ONE), ("add", J, E.ONE)]),
-    )  # fmt: skip
+    )
     return st.one_of(
-        leaves, _node("add", inner, inner), _node("add", inner, inner, inner), _node("mul", inner, inner),
-        _node("sub", inner, inner), _node("neg", inner), _node("floordiv", inner, divisor), _node("mod", inner, divisor),
-        _node("floordiv", inner, divisor), _node("mod", inner, divisor), _node("where", truth, inner, inner),
-        _node("abs", inner), _node(("min"), inner, inner), _node("max", inner, inner), _node("add", inner, truth),
-        _node("mul", truth, inner), _node("sign", inner),
-    )  # fmt: skip
+        leaves,
+        _node("add", inner, inner),
+        _node("add", inner, inner, inner),
+        _node("mul", inner, inner),
+        _node("sub", inner, inner),
+        _node("neg", inner),
+        _node("floordiv", inner, divisor),
+        _node("mod", inner, divisor),
+        _node("floordiv", inner, divisor),
+        _node("mod", inner, divisor),
+        _node("where", truth, inner, inner),
+        _node("abs", inner),
+        _node(("min"), inner, inner),
+        _node("max", inner, inner),
+        _node("add", inner, truth),
+        _node("mul", truth, inner),
+        _node("sign", inner),
+    )
 
 
 def booleans(depth: int) -> st.SearchStrategy[Tree]:
@@ -78,10 +108,17 @@ def booleans(depth: int) -> st.SearchStrategy[Tree]:
         return st.one_of(compare, compare, constants)
     truth = booleans(depth - 1)
     return st.one_of(
-        compare, compare, constants, _node("and", truth, truth), _node("or", truth, truth), _node("not", truth),
-        _node("and", truth, truth, truth), _node("where", truth, truth, truth),
-        _node("eq", truth, st.sampled_from([E.TRUE, E.FALSE, E.ZERO, E.ONE, E.const(2)])), _node("not", inner),
-    )  # fmt: skip
+        compare,
+        compare,
+        constants,
+        _node("and", truth, truth),
+        _node("or", truth, truth),
+        _node("not", truth),
+        _node("and", truth, truth, truth),
+        _node("where", truth, truth, truth),
+        _node("eq", truth, st.sampled_from([E.TRUE, E.FALSE, E.ZERO, E.ONE, E.const(2)])),
+        _node("not", inner),
+    )
 
 
 def floats(depth: int) -> st.SearchStrategy[Tree]:
@@ -91,18 +128,36 @@ def floats(depth: int) -> st.SearchStrategy[Tree]:
     )
     if depth == 0:
         return leaves
-    inner, truth = floats(depth - 1), st.one_of(booleans(1), _node("le", floats(0), floats(0)), _node("lt", floats(0), floats(0)))
+    inner, truth = (
+        floats(depth - 1),
+        st.one_of(booleans(1), _node("le", floats(0), floats(0)), _node("lt", floats(0), floats(0))),
+    )
     positive: st.SearchStrategy[Tree] = st.sampled_from([Y, Z, E.const(4.0), N0, ("mul", Y, Z), ("exp", X)])
     if depth > 1:
         positive = st.one_of(positive, _node("exp", inner), _node("add", st.just(Y), _node("abs", inner)))
     return st.one_of(
-        leaves, _node("add", inner, inner), _node("add", inner, inner, inner), _node("mul", inner, inner), _node("mul", inner, inner),
-        _node("sub", inner, inner), _node("neg", inner), _node("div", inner, positive), _node("exp", inner), _node("log", positive),
-        _node("recip", positive), _node("where", truth, inner, inner), _node("abs", inner), _node("min", inner, inner),
-        _node("max", inner, inner), _node("tanh", inner), _node("sqrt", positive),
-        _node("pow", inner, st.sampled_from([E.const(2), E.const(1), E.const(3)])), _node("pow", positive, st.sampled_from([E.const(-1), E.const(0.5), E.const(-0.5), E.const(2.5)])),
-        _node("mul", truth, inner), _node("mul", _node("sub", st.just(E.const(1.0)), truth), st.just(E.const(-1e9))),
-    )  # fmt: skip
+        leaves,
+        _node("add", inner, inner),
+        _node("add", inner, inner, inner),
+        _node("mul", inner, inner),
+        _node("mul", inner, inner),
+        _node("sub", inner, inner),
+        _node("neg", inner),
+        _node("div", inner, positive),
+        _node("exp", inner),
+        _node("log", positive),
+        _node("recip", positive),
+        _node("where", truth, inner, inner),
+        _node("abs", inner),
+        _node("min", inner, inner),
+        _node("max", inner, inner),
+        _node("tanh", inner),
+        _node("sqrt", positive),
+        _node("pow", inner, st.sampled_from([E.const(2), E.const(1), E.const(3)])),
+        _node("pow", positive, st.sampled_from([E.const(-1), E.const(0.5), E.const(-0.5), E.const(2.5)])),
+        _node("mul", truth, inner),
+        _node("mul", _node("sub", st.just(E.const(1.0)), truth), st.just(E.const(-1e9))),
+    )
 
 
 def masked(depth: int) -> st.SearchStrategy[Tree]:
@@ -116,9 +171,15 @@ def masked(depth: int) -> st.SearchStrategy[Tree]:
         return base
     deeper = masked(depth - 1)
     return st.one_of(
-        base, _node("add", deeper, inner), _node("add", inner, deeper, bias), _node("add", deeper, deeper), _node("where", booleans(1), deeper, inner),
-        _node("mul", st.sampled_from([E.const(0.5), E.const(3), Y]), deeper), _node("sub", deeper, inner), _node("div", deeper, st.just(Y)),
-    )  # fmt: skip
+        base,
+        _node("add", deeper, inner),
+        _node("add", inner, deeper, bias),
+        _node("add", deeper, deeper),
+        _node("where", booleans(1), deeper, inner),
+        _node("mul", st.sampled_from([E.const(0.5), E.const(3), Y]), deeper),
+        _node("sub", deeper, inner),
+        _node("div", deeper, st.just(Y)),
+    )
 
 
 VALUES = ({"x": -1.3, "y": 0.7, "z": 2.2, "flag": True}, {"x": 0.0, "y": 1.0, "z": 0.25, "flag": False})
@@ -142,13 +203,18 @@ def agree(
     for value, point in itertools.product(values, points(sizes)):
         read = lambda name, _, value=value: value[name]  # noqa: E731
         wanted = number(written, point, read)
-        if wanted != wanted or abs(wanted) > 1e12 and math.isfinite(wanted):
+        if wanted != wanted or (abs(wanted) > 1e12 and math.isfinite(wanted)):
             continue
         got = number(found, point, read)
-        close = got == wanted if exact or not math.isfinite(wanted) else math.isclose(got, wanted, rel_tol=1e-7, abs_tol=1e-7)
+        close = (
+            got == wanted
+            if exact or not math.isfinite(wanted)
+            else math.isclose(got, wanted, rel_tol=1e-7, abs_tol=1e-7)
+        )
         if not exact and not math.isfinite(wanted) and not close:
             close = abs(got) > 1e12 and (got > 0) == (wanted > 0)  # an overflow that algebra avoids
-        assert close, f"{got} instead of {wanted} by {found} for {written} at { {str(k): v for k, v in point.items()} } {value}"
+        place = ", ".join(f"{name}={at}" for name, at in [*point.items(), *value.items()])
+        assert close, f"{got} instead of {wanted} by {found} for {written} at {place}"
 
 
 @given(tree=integers(3))
@@ -171,25 +237,42 @@ def test_real_algebra_keeps_every_value(tree: Tree, number: Callable[..., Any]) 
 
 @given(tree=masked(2))
 @settings(max_examples=150)
-def test_minus_infinity_absorbs_what_is_added_and_nothing_else(tree: Tree, number: Callable[..., Any]) -> None:
+def test_minus_infinity_absorbs_what_is_added_and_nothing_else(
+    tree: Tree, number: Callable[..., Any]
+) -> None:
     agree(number, tree, simplified(tree), FEW_SIZES, False)
 
 
 @given(tree=masked(1), other=floats(1))
 @settings(max_examples=150)
-def test_exponentials_of_masked_scores_keep_every_value(tree: Tree, other: Tree, number: Callable[..., Any]) -> None:
-    for whole in (("exp", tree), ("mul", ("exp", tree), other), ("mul", ("exp", tree), ("exp", other)), ("exp", ("sub", tree, ("log", Y)))):
+def test_exponentials_of_masked_scores_keep_every_value(
+    tree: Tree, other: Tree, number: Callable[..., Any]
+) -> None:
+    for whole in (
+        ("exp", tree),
+        ("mul", ("exp", tree), other),
+        ("mul", ("exp", tree), ("exp", other)),
+        ("exp", ("sub", tree, ("log", Y))),
+    ):
         agree(number, whole, simplified(whole), FEW_SIZES, False)
 
 
 @given(tree=st.one_of(integers(2), floats(2)), place=integers(1))
 @settings(max_examples=150)
-def test_substitution_is_evaluation_at_the_substitute(tree: Tree, place: Tree, number: Callable[..., Any]) -> None:
+def test_substitution_is_evaluation_at_the_substitute(
+    tree: Tree, place: Tree, number: Callable[..., Any]
+) -> None:
     """k is replaced by something that stays within 0 .. 5."""
     within: Tree = ("mod", place, E.const(6))
 
     def put(node: Tree) -> Tree:
-        return within if node is K else node if isinstance(node, Expr) else (node[0], *(put(n) for n in node[1:]))
+        return (
+            within
+            if node is K
+            else node
+            if isinstance(node, Expr)
+            else (node[0], *(put(n) for n in node[1:]))
+        )
 
     found = M.substitute(simplified(tree), {K: simplified(within)})
     agree(number, put(tree), found, FEW_SIZES, False)
@@ -211,7 +294,9 @@ def test_bounds_hold_at_every_point(tree: Tree, number: Callable[..., Any]) -> N
         value = number(found, point, lambda name, _: VALUES[0][name])
         for bound, holds in ((low, lambda b, v: b <= v), (high, lambda b, v: v <= b)):
             if bound is not None:
-                limit = sum(c * math.prod(number(a, point, None) for a in atoms) for atoms, c in bound.items())
+                limit = sum(
+                    c * math.prod(number(a, point, None) for a in atoms) for atoms, c in bound.items()
+                )
                 assert holds(limit, value), f"{found}: {value} against {limit}"
 
 
@@ -238,18 +323,34 @@ def test_bound_variables_are_renamed_alike_and_free_ones_not_captured() -> None:
 
 
 EQUAL: dict[str, tuple[Expr, Expr]] = {
-    "x - x": (M.sub(X, X), E.ZERO), "2x + 3x": (M.add(M.mul(E.const(2), X), M.mul(E.const(3), X)), M.mul(E.const(5), X)),
-    "order of a sum": (M.add(X, Y, I), M.add(I, M.add(Y, X))), "order of a product": (M.mul(X, Y), M.mul(Y, X)),
-    "x / y * y": (M.mul(M.div(X, Y), Y), X), "exp(x) exp(y)": (M.mul(M.exp(X), M.exp(Y)), M.exp(M.add(X, Y))),
-    "exp(x) / exp(y)": (M.div(M.exp(X), M.exp(Y)), M.exp(M.sub(X, Y))), "exp(x - log y)": (M.exp(M.sub(X, M.log(Y))), M.div(M.exp(X), Y)),
-    "log exp x": (M.log(M.exp(X)), X), "(6i + k) // 6": (M.floordiv(M.add(M.mul(I, E.const(6)), K), E.const(6)), I), "(6i + k) % 6": (M.mod(M.add(M.mul(I, E.const(6)), K), E.const(6)), K),
-    "(n0 i + j) // n0": (M.floordiv(M.add(M.mul(I, N0), J), N0), I), "(n0 i + j) % n0": (M.mod(M.add(M.mul(I, N0), J), N0), J),
-    "k < 6": (M.lt(K, E.const(6)), E.TRUE), "j < n0": (M.lt(J, N0), E.TRUE), "k <= j is j >= k": (M.le(K, J), M.not_(M.lt(J, K))),
-    "k - j <= 0": (M.le(M.sub(K, J), E.ZERO), M.le(K, J)), "2k < 2j + 1": (M.lt(M.mul(E.const(2), K), M.add(M.mul(E.const(2), J), E.ONE)), M.le(K, J)),
-    "not not": (M.not_(M.not_(FLAG)), FLAG), "p and not p": (M.and_(FLAG, M.not_(FLAG)), E.FALSE), "p or not p": (M.or_(M.not_(FLAG), FLAG), E.TRUE),
-    "masked bias": (M.add(X, M.where(FLAG, E.const(0.0), E.NEG_INF)), M.where(FLAG, X, E.NEG_INF)), "(1 - p) * -1e9": (M.mul(M.sub(E.const(1.0), FLAG), E.const(-1e9)), M.where(FLAG, E.ZERO, E.const(-1e9))),
-    "|k - j| <= 2": (M.le(M.absolute(M.sub(K, J)), E.const(2)), M.and_(M.le(K, M.add(J, E.const(2))), M.le(J, M.add(K, E.const(2))))),
-}  # fmt: skip
+    "x - x": (M.sub(X, X), E.ZERO),
+    "2x + 3x": (M.add(M.mul(E.const(2), X), M.mul(E.const(3), X)), M.mul(E.const(5), X)),
+    "order of a sum": (M.add(X, Y, I), M.add(I, M.add(Y, X))),
+    "order of a product": (M.mul(X, Y), M.mul(Y, X)),
+    "x / y * y": (M.mul(M.div(X, Y), Y), X),
+    "exp(x) exp(y)": (M.mul(M.exp(X), M.exp(Y)), M.exp(M.add(X, Y))),
+    "exp(x) / exp(y)": (M.div(M.exp(X), M.exp(Y)), M.exp(M.sub(X, Y))),
+    "exp(x - log y)": (M.exp(M.sub(X, M.log(Y))), M.div(M.exp(X), Y)),
+    "log exp x": (M.log(M.exp(X)), X),
+    "(6i + k) // 6": (M.floordiv(M.add(M.mul(I, E.const(6)), K), E.const(6)), I),
+    "(6i + k) % 6": (M.mod(M.add(M.mul(I, E.const(6)), K), E.const(6)), K),
+    "(n0 i + j) // n0": (M.floordiv(M.add(M.mul(I, N0), J), N0), I),
+    "(n0 i + j) % n0": (M.mod(M.add(M.mul(I, N0), J), N0), J),
+    "k < 6": (M.lt(K, E.const(6)), E.TRUE),
+    "j < n0": (M.lt(J, N0), E.TRUE),
+    "k <= j is j >= k": (M.le(K, J), M.not_(M.lt(J, K))),
+    "k - j <= 0": (M.le(M.sub(K, J), E.ZERO), M.le(K, J)),
+    "2k < 2j + 1": (M.lt(M.mul(E.const(2), K), M.add(M.mul(E.const(2), J), E.ONE)), M.le(K, J)),
+    "not not": (M.not_(M.not_(FLAG)), FLAG),
+    "p and not p": (M.and_(FLAG, M.not_(FLAG)), E.FALSE),
+    "p or not p": (M.or_(M.not_(FLAG), FLAG), E.TRUE),
+    "masked bias": (M.add(X, M.where(FLAG, E.const(0.0), E.NEG_INF)), M.where(FLAG, X, E.NEG_INF)),
+    "(1 - p) * -1e9": (M.mul(M.sub(E.const(1.0), FLAG), E.const(-1e9)), M.where(FLAG, E.ZERO, E.const(-1e9))),
+    "|k - j| <= 2": (
+        M.le(M.absolute(M.sub(K, J)), E.const(2)),
+        M.and_(M.le(K, M.add(J, E.const(2))), M.le(J, M.add(K, E.const(2)))),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", list(EQUAL))

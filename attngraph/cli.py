@@ -1,0 +1,188 @@
+"""The command line: `attngraph compile TARGET ...` and `attngraph demo`.
+
+TARGET is `package.module:callable`; the callable returns a model and its example inputs, and may take
+`batch` and `tokens`. Results go to standard output, progress to standard error. Exit codes: 0 all good,
+1 the compiled model does not agree with the eager one (or, under --strict, something was not fused),
+2 the command or its target cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.codegen.benchmark.measure import Measurement, measure
+from attngraph.compile import CompiledModule, make_options
+from attngraph.errors import AttnGraphError
+from attngraph.runtime.verify import compare
+
+DEMO = (
+    ("attngraph.models.targets:decoder_lm", 1024),
+    ("attngraph.models.targets:gpt2", 1024),
+    ("attngraph.models.targets:causal_attention", 2048),
+)
+
+
+class TargetError(Exception):
+    """A target that cannot be loaded."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.command == "demo":
+            return max(_compile(target, options, tokens) for target, tokens in DEMO)
+        return max(_compile(target, options, options.tokens) for target in options.target)
+    except TargetError as problem:
+        print(f"attngraph: {problem}", file=sys.stderr)
+        return 2
+    except AttnGraphError as problem:
+        print(f"attngraph: {problem}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("attngraph", description="A compiler for attention.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser(
+        "compile",
+        help="compile a model, show the report, check it against eager, time it",
+        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64",
+    )
+    one.add_argument("target", nargs="+", help="package.module:callable returning (model, inputs)")
+    one.add_argument("--tokens", type=int, help="tokens of the example, passed to the callable")
+    one.add_argument("--batch", type=int, help="batch size of the example, passed to the callable")
+    one.add_argument("--dump", metavar="DIR", help="write the graph after each pass here")
+    one.add_argument("--strict", action="store_true", help="fail where something is not fused")
+    demo = commands.add_parser(
+        "demo",
+        help="two language models at real size on real text, and attention alone at 2048 tokens",
+    )
+    demo.set_defaults(batch=None, dump=None, strict=False)
+    for command in (one, demo):
+        command.add_argument("--json", action="store_true", help="print one JSON object for each target")
+        command.add_argument("--backend", default="auto", help="auto, cpu, triton or reference")
+        command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
+        command.add_argument(
+            "--no-torch-compile", action="store_true", help="do not measure torch.compile beside it"
+        )
+        command.add_argument("--rounds", type=int, default=5, help="rounds of timing (default 5)")
+    return parser
+
+
+def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and example inputs that `package.module:callable` returns.
+
+    Raises:
+        TargetError: it does not import, is missing, or returns something else.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise TargetError(f"a target is package.module:callable, found {name!r}.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as problem:
+        raise TargetError(f"cannot import {module_name}: {type(problem).__name__}: {problem}") from problem
+    make = getattr(module, attribute, None)
+    if make is None:
+        found = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
+        raise TargetError(f"{module_name} has no {attribute!r}; it has {', '.join(found) or 'no functions'}.")
+    accepted = inspect.signature(make).parameters
+    given = {k: v for k, v in sizes.items() if v is not None}
+    unknown = [k for k in given if k not in accepted]
+    if unknown:
+        raise TargetError(f"{name} takes no {' and no '.join(unknown)}; it takes {', '.join(accepted) or 'nothing'}.")
+    try:
+        made = make(**given)
+    except Exception as problem:
+        raise TargetError(f"{name} failed: {type(problem).__name__}: {problem}") from problem
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise TargetError(f"{name} must return (model, inputs), it returned {type(made).__name__}.")
+    model, inputs = made
+    return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> int:
+    tell = _Progress()
+    tell(f"building {target}")
+    model, inputs = load_target(target, batch=options.batch, tokens=tokens)
+    made = make_options(
+        options.backend, options.inductor, options.strict, options.dump, None, tell
+    )
+    compiled = CompiledModule(model, made)
+    with torch.no_grad():
+        compiled(*inputs)
+        report = compiled.report
+        tell("checking against eager")
+        agreement = compare(compiled, model, inputs)
+        found = measure(_candidates(model, compiled, inputs, options, tell), rounds=options.rounds, progress=tell)
+    tell.done()
+    shapes = ", ".join(str(list(t.shape)) for t in inputs if isinstance(t, Tensor))
+    if options.json:
+        result = {
+            "target": target, "inputs": shapes, "report": json.loads(report.to_json()),
+            "agreement": {**asdict(agreement), "holds": agreement.holds},
+            "measured": {name: asdict(m) for name, m in found.items()},
+        }  # fmt: skip
+        print(json.dumps(result, indent=2))
+    else:
+        print(f"== {target}, inputs {shapes}\n\n{report}\n\n  {agreement}\n\n{_table(found)}\n")
+    return 0 if agreement.holds else 1
+
+
+def _candidates(
+    model: nn.Module, compiled: CompiledModule, inputs: tuple[Any, ...], options: argparse.Namespace, tell: _Progress
+) -> dict[str, Any]:
+    candidates: dict[str, Any] = {
+        "eager": lambda: model(*inputs),
+        "attngraph": lambda: compiled(*inputs),
+    }
+    if not options.no_torch_compile:
+        tell("torch.compile")
+        reference = torch.compile(model)
+        candidates["torch.compile"] = lambda: reference(*inputs)
+    return candidates
+
+
+def _table(found: dict[str, Measurement]) -> str:
+    base = found["eager"]
+    lines = [f"  {'':<16}{'median':>10}{'least':>10}{'speed':>9}{'peak memory':>14}"]
+    for name, m in found.items():
+        speed = f"{base.seconds / m.seconds:.2f}x"
+        lines.append(
+            f"  {name:<16}{m.seconds * 1000:>7.0f} ms{m.least * 1000:>7.0f} ms{speed:>9}{m.peak_bytes / 2**20:>10.0f} MiB"
+        )
+    return "\n".join(lines)
+
+
+class _Progress:
+    """One line on standard error that says what is going on; a line per stage where it is no terminal."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, stage: str) -> None:
+        text = f"[{time.perf_counter() - self.start:6.1f} s] {stage} ..."
+        print(f"\r\x1b[K{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        if self.live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""The Triton kernels in Triton's interpreter, against the reference: run by `test_triton.py`.
+
+Not collected by itself: the interpreter has to be chosen before triton is imported, and it must not be
+chosen for the other tests. `TRITON_INTERPRET=1 pytest tests/codegen/interpreted_triton.py` runs it alone.
+"""
+
+import os
+import re
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("set TRITON_INTERPRET=1: these tests are for the interpreter")
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import triton
+from hypothesis import assume, given, settings
+from torch import Tensor
+from triton.runtime import interpreter
+
+import attngraph.codegen
+from attngraph.codegen.triton import store
+from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir import kernels, ops
+from attngraph.ir.parser import parse
+from attngraph.ir.score import ScoreProgram
+
+SMALL = Forward(Blocks(32, 16))
+REFERENCE = kernels.KERNELS["reference"]
+TOLERANCE = {
+    torch.float32: {"atol": 2e-5, "rtol": 1e-5},
+    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
+}
+Results = tuple[Tensor, Tensor]
+
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    # The interpreter of older versions makes an index of a one-element array, which numpy forbids from 2.4 on.
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_tensor(tensor, scope):
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = _patch_tensor
+
+
+@pytest.fixture(autouse=True, scope="session")
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    store.directory.cache_clear()
+
+
+def operands(
+    B: int = 2, Hq: int = 2, Hkv: int = 2, Sq: int = 40, Skv: int = 40, D: int = 16, Dv: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    torch.manual_seed(B + Hq + Sq + Skv + D)
+    shapes = ((B, Hq, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv))
+    q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def agree(
+    text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (), kernel: Forward = SMALL,
+) -> Results:  # fmt: skip
+    """Assert that the kernel gives the reference's output, NaN for NaN, and its log-sum-exp."""
+    program = parse(text)
+    found = kernel.forward(program, tensors, reads, sizes)
+    wanted = REFERENCE.forward(program, tensors, reads, sizes)
+    tolerance = TOLERANCE[tensors[0].dtype]
+    torch.testing.assert_close(found[0], wanted[0], equal_nan=True, **tolerance)
+    finite = wanted[1].isfinite()
+    torch.testing.assert_close(found[1][finite], wanted[1][finite], **tolerance)
+    return found
+
+
+def bias(*shape: int) -> Tensor:
+    return torch.linspace(-2, 2, torch.Size(shape).numel()).sin().view(shape)
+
+
+FIRST_BATCH_EMPTY = torch.arange(80).view(2, 40) >= 43
+
+PROGRAMS = [
+    ("", (), ()),
+    ("s = dot / 4", (), ()),
+    ("s = -0.5 * dot", (), ()),
+    ("s = 0 * dot", (), ()),
+    ("s = 0.25 * dot; keep k <= q", (), ()),
+    ("keep k <= q and k > q - 7", (), ()),
+    ("keep k < q", (), ()),
+    ("keep k % 3 == 0 or k == q", (), ()),
+    ("keep (k - q) % 3 != 1; keep (k - q) // 5 > -4", (), ()),
+    ("keep not (k > q and q > 4)", (), ()),
+    ("keep k <= q + 5", (), ()),
+    ("keep k <= q - 5", (), ()),
+    ("keep k <= q + n0", (), (3,)),
+    ("keep k <= q - n0 and k < n1", (), (1, 30)),
+    ("s = 0.25 * dot; keep k <= q else -1000000000.0", (), ()),
+    ("keep k <= q else -3.4028234663852886e+38", (), ()),
+    ("keep k <= q else -2.5", (), ()),
+    ("keep k <= q else s - 3", (), ()),
+    ("keep r0[b, k]; keep k <= q else -10000", (FIRST_BATCH_EMPTY,), ()),
+    ("keep r0[b, k] else -3.4028234663852886e+38", (FIRST_BATCH_EMPTY,), ()),
+    ("keep k <= q; s = s + r0[h, q, k]", (bias(2, 40, 40),), ()),
+    ("s = s + r0[h, k - q + 127]", (bias(2, 255),), ()),
+    ("s = s + r0[h] * (k - q); keep k <= q", (bias(2),), ()),
+    ("s = s + r0[b, h, q, k]", (bias(2, 2, 40, 40).half(),), ()),
+    ("s = s + r0[b, h, q, k]", (bias(2, 2, 40, 40).masked_fill(torch.ones(40, 40).triu(1) > 0, -torch.inf),), ()),
+    ("s = s + where(r0[b, k], 0.0, -10000.0)", (FIRST_BATCH_EMPTY,), ()),
+    ("keep r0[b, k]", (torch.arange(80).view(2, 40) % 3 > 0,), ()),
+    ("keep r0[b, q] == r0[b, k] and k <= q", (torch.arange(80).view(2, 40) // 9,), ()),
+    ("keep r0[b, k] > 0", (bias(2, 40).double(),), ()),
+    ("keep k < r0[b]", (torch.tensor([17, 40], dtype=torch.int32),), ()),
+    ("s = 50 * tanh(s / 50)", (), ()),
+    ("s = 0.1 * dot; s = 2 * tanh(s / 2); keep k <= q", (), ()),
+    ("s = 0.5 * s + tanh(dot)", (), ()),
+    ("s = r0[k, q]", (bias(40, 40),), ()),
+    ("s = 3", (), ()),
+    ("sink r0[h]", (bias(2),), ()),
+    ("s = 0.5 * dot; keep k < q; sink r0[h]", (bias(2),), ()),
+    ("s = tanh(s); sink r0[b, q] + 1", (bias(2, 40),), ()),
+    ("keep k < q; sink where(h == 0, -inf, 0.5)", (), ()),
+    ("keep k <= q; p = where(random(r0[], b, h, q, k) < 0.3, 0.0, p / 0.7)", (torch.tensor(1 << 40 | 12345),), ()),
+    ("p = p * r0[h]; p = where(k <= q, p, 0)", (bias(2),), ()),
+    ("keep r0[b, k]; p = where(isnan(p), 0, p)", (FIRST_BATCH_EMPTY & (torch.arange(2) > 0)[:, None],), ()),
+    ("keep k < q; p = where(not isnan(p), 2 * p - p / 4, 0.0)", (), ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "reads", "sizes"), PROGRAMS, ids=[p[0] or "plain" for p in PROGRAMS])
+def test_programs_agree_with_the_reference(text: str, reads: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    agree(text, operands(), reads, sizes)
+
+
+@pytest.mark.parametrize("text", ["s = 0.25 * dot", "keep k <= q", "s = 5 * tanh(s / 5); keep k <= q else -1e9"])
+def test_programs_agree_in_half_precision(text: str) -> None:
+    agree(text, operands(dtype=torch.float16))
+
+
+@pytest.mark.parametrize("text", ["", "keep k <= q", "s = 2 * tanh(s)"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"Hq": 4}, {"Hq": 4, "Hkv": 1}, {"Sq": 1}, {"Skv": 1}, {"Sq": 1, "Skv": 1, "B": 1, "Hq": 1, "Hkv": 1},
+        {"Sq": 7, "Skv": 53}, {"Sq": 53, "Skv": 7}, {"Sq": 64, "Skv": 64}, {"Sq": 33, "Skv": 17},
+        {"D": 20}, {"D": 20, "Dv": 5}, {"D": 1, "Dv": 40}, {"D": 64, "Dv": 32},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shapes_agree_with_the_reference(text: str, shape: dict[str, int]) -> None:
+    agree(text, operands(**shape))
+
+
+def test_tensors_may_lie_in_memory_as_they_like() -> None:
+    q, k, v = operands(Hq=4, D=16, Dv=16)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    k = k.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+    v = torch.cat([v, v], -1)[..., ::2]
+    read = bias(80, 4).t()[:, ::2]
+    agree("s = s + r0[h, k]; keep r1[q, k]", (q, k, v), (read, (torch.arange(40) > 3).expand(40, 40)))
+
+
+def test_heads_may_be_broadcast() -> None:
+    q, k, v = operands(Hkv=1)
+    agree("keep k <= q", (q, k.expand(2, 2, 40, 16), v.expand(2, 2, 40, 16)))
+
+
+def test_a_row_that_keeps_no_key_is_nan_and_others_are_not() -> None:
+    out, lse = agree("keep k < q and k > q - 4", operands())
+    assert out[:, :, 0].isnan().all()
+    assert not out[:, :, 1:].isnan().any()
+    assert (lse[:, :, 0] == -torch.inf).all()
+
+
+def test_tiles_of_the_default_size_agree() -> None:
+    agree("s = 0.125 * dot; keep k <= q", operands(B=1, Sq=200, Skv=150, D=32, Dv=32), kernel=Forward())
+
+
+def test_integers_may_need_64_bits() -> None:
+    agree("keep (k * n0 - q * n0) // n0 > -9", operands(), sizes=(1 << 27,))
+    agree("keep k * n0 <= q * n0 + r0[q]", operands(), (torch.arange(40) << 40,), (1 << 40,))
+    agree("keep k + 3000000000 <= q + 3000000003", operands())
+    agree("keep k <= q + n0", operands(), sizes=(1 << 40,))
+
+
+# With one key the log-sum-exp of a row is its score, so every number a formula gives can be seen.
+FORMULAS = [
+    "exp(x)", "exp2(x)", "log(abs(x) + 1)", "log2(abs(x) + 0.5)", "tanh(x)", "tanh(x / 20)", "sigmoid(x)",
+    "sqrt(abs(x))", "rsqrt(abs(x) + 0.1)", "sin(x)", "cos(x)", "erf(x)", "abs(x)", "sign(x)", "floor(x)",
+    "ceil(x)", "trunc(x)", "round(x)", "round(x * 2) / 2", "-x", "x - -x", "min(x, 0.5)", "max(x, i / 3)",
+    "where(x > 0, x, i)", "where(isnan(log(x)), -1.0, x)", "float(i) / 2", "int(x) + i", "x ** 2", "x ** 3",
+    "2 ** x", "0.5 ** (x / 2)", "abs(x) ** x", "x ** (i / 10)", "x ** (i - i)", "i ** (i // 9)", "2 ** (i - 20)", "i ** 2", "(i - 20) ** 3", "i // 7", "(i - 20) // 7",
+    "i % 7", "(i - 20) % 7", "(i - 20) % -7", "(3 - i) // (i + 1)", "x // 0.7", "x % 0.7", "x % -0.7",
+    "x // -1.5", "i / 7", "1 / (x + 100)", "min(i, 3)", "abs(i - 20)", "sign(i - 20)", "floor(i)", "i * i + 1",
+    "random(7, b, h, q, k)", "random(i, q, 0, 0, 0)", "random(n0, 1, 2, 3, 4)", "(i < 20) * 3",
+    "where(i < 20 and not x > 0 or i == 31, 1, 2)", "where(i, 1.0, 2.0)", "where(true, x, 0)", "sqrt(2) * x",
+    "x * n0 - 2 ** -0.5", "where(q < 20, r0[q], r0[39 - q])", "r0[(q * 7) % 40]", "r0[min(q, 11)]",
+    "(x + 1) * (x + 1) / (x * x + 2)", "3 - (2 - x)", "6 / (3 / (x + 100))", "-(x + 1)", "1 - x * 2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_formulas_mean_what_the_evaluator_says(formula: str) -> None:
+    x = torch.linspace(-5, 5, 40)
+    x[:6] = torch.tensor([0.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    text = re.sub(r"\bi\b", "r1[q]", re.sub(r"\bx\b", "r0[q]", formula))
+    integers = torch.arange(40).roll(5)
+    agree(f"s = {text}", operands(Skv=1), (x, integers), (3,))
+
+
+def agree_on_random_programs(language: Any, examples: int) -> None:
+    """Twice the reference's own error is allowed, by the reference in float64."""
+    tensors = operands(Hq=4, Sq=18, Skv=21)
+    reads, sizes = language.reads(2, 4, 18, 21, torch.float32), (21, 3)
+    kernel = Forward(Blocks(16, 16))
+
+    @settings(max_examples=examples)
+    @given(language.programs(weights=True))
+    def check(program: ScoreProgram) -> None:
+        assume(kernel.refuse(program, tensors) is None)
+        found = kernel.forward(program, tensors, reads, sizes)[0]
+        eager = REFERENCE.forward(program, tensors, reads, sizes)[0]
+        double = [r.double() if r.is_floating_point() else r for r in reads]
+        q, k, v = (t.double() for t in tensors)
+        exact = REFERENCE.forward(program, (q, k, v), double, sizes)[0]
+        assert torch.equal(found.isnan(), eager.isnan())
+        error, own = ((t - exact).nan_to_num().abs().amax().item() for t in (found, eager))
+        assert error <= 2 * own + 1e-4 * max(1.0, exact.nan_to_num().abs().amax().item())
+
+    check()
+
+
+def test_random_programs_agree(language: Any) -> None:
+    agree_on_random_programs(language, 30)
+
+
+@pytest.mark.slow
+def test_many_random_programs_agree(language: Any) -> None:
+    agree_on_random_programs(language, 300)
+
+
+def test_the_op_runs_the_kernel_that_is_named_and_differentiates_it() -> None:
+    results = []
+    for kernel in ("triton.forward", "reference"):
+        inputs = [t.requires_grad_() for t in operands(Hq=4, Dv=24)]
+        read = bias(4, 79).requires_grad_()
+        out = ops.attention(*inputs, "s = s / 4 + r0[h, k - q + 39]; keep k <= q", read, kernel=kernel)
+        out.square().sum().backward()
+        results.append([out, *(t.grad for t in inputs), read.grad])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+def test_on_a_cpu_it_serves_only_when_asked_for() -> None:
+    assert attngraph.codegen.triton is not None
+    program, tensors = parse("s = tanh(s)"), operands()
+    assert kernels.choose(program, tensors).name == "cpu.tiled"
+    assert kernels.choose(program, tensors, "triton").name == "triton.forward"
+
+
+def test_the_interpreter_refuses_bfloat16() -> None:
+    reason = SMALL.refuse(parse(""), operands(dtype=torch.bfloat16))
+    assert reason is not None and "bfloat16" in reason
+
+
+def test_empty_tensors_and_narrow_integers_are_served_otherwise() -> None:
+    agree("", operands(Skv=0))
+    agree("keep k <= q", operands(B=0))
+    agree("keep r0[k] - 1 < 9", operands(), (torch.arange(40, dtype=torch.uint8),))
+
+
+def test_a_tensor_too_short_for_a_read_is_an_error() -> None:
+    with pytest.raises(ValueError, match="needs 40 elements along axis 1"):
+        SMALL.forward(parse("keep r0[b, k]"), operands(), (torch.ones(2, 39, dtype=torch.bool),), ())
+    with pytest.raises(ValueError, match="needs 2 elements along axis 0"):
+        SMALL.forward(parse("keep r0[b, k]"), operands(), (torch.ones(1, 40, dtype=torch.bool),), ())
+
+
+def test_a_named_kernel_that_cannot_serve_says_why() -> None:
+    with pytest.raises(ValueError, match=r"triton\.forward does not serve.*float64"):
+        SMALL.forward(parse(""), operands(dtype=torch.float64), (), ())

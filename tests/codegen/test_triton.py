@@ -1,0 +1,348 @@
+"""The Triton backend without a GPU: its source, its refusals, its cache, and ahead-of-time compilation.
+
+What its kernels compute is tested by `interpreted_triton.py`, in a process of its own.
+"""
+
+import ast
+import dataclasses
+import io
+import os
+import re
+import stat
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import attngraph.codegen  # noqa: F401  (registers the kernels)
+from attngraph.codegen.triton import ahead, launch, store
+from attngraph.codegen.triton.emit import arguments, emit
+from attngraph.codegen.triton.plan import Blocks, Plan, Read, UnsupportedError, blocks_for, diagonal, is_linear
+from attngraph.ir import expr as E
+from attngraph.ir import kernels
+from attngraph.ir.parser import parse
+from attngraph.ir.score import Score, ScoreProgram
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+needs_compiler = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1" or launch._no_triton() is not None,
+    reason="needs triton as a compiler",
+)
+
+
+def plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **changes: object) -> Plan:
+    found = Plan(parse(text), torch.float16, D, D, 1, reads, Blocks(128, 64))
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache home of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store.directory.cache_clear()
+    launch.load.cache_clear()
+    yield tmp_path / "attngraph" / "triton"
+    store.directory.cache_clear()
+    launch.load.cache_clear()
+
+
+# --- in the interpreter -----------------------------------------------------------------------------
+
+
+def run_interpreted(marks: str) -> None:
+    """Run the tests of `interpreted_triton.py`, for which TRITON_INTERPRET must be set beforehand."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "-m", marks]
+    done = subprocess.run(
+        [*command, str(HERE / "interpreted_triton.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=HERE.parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(launch._no_triton() is not None, reason="needs triton")
+def test_kernels_agree_with_the_reference_in_the_interpreter() -> None:
+    run_interpreted("not slow and not gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(launch._no_triton() is not None, reason="needs triton")
+def test_kernels_agree_with_the_reference_on_many_random_programs() -> None:
+    run_interpreted("slow")
+
+
+# --- the source -------------------------------------------------------------------------------------
+
+
+def test_the_causal_kernel_reads_as_its_golden_file_says() -> None:
+    """Run with ATTNGRAPH_UPDATE_GOLDEN=1 to write the file anew; then read what changed."""
+    source = emit(plan("s = 0.125 * dot; keep k <= q")).source
+    golden = GOLDEN / "causal.py.txt"
+    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
+        golden.write_text(source)
+    assert source == golden.read_text()
+
+
+RICH = (
+    "s = 0.125 * dot; s = 50 * tanh(s / 50) + r0[h, k - q + n0]; keep k <= q and r1[b, k]; sink r2[h]; "
+    "p = where(random(r3[], b, h, q, k) < 0.1, 0, p / 0.9)"
+)
+RICH_READS = (Read(0, 2, "float"), Read(1, 2, "bool"), Read(2, 1, "half"), Read(3, 0, "int"))
+
+
+@pytest.mark.parametrize("text", ["", "keep k <= q", "keep k <= q and k > q - 9", RICH, "s = s ** 2 // 3; keep k < q"])
+def test_source_is_python_that_says_what_it_computes(text: str) -> None:
+    reads = RICH_READS if text == RICH else ()
+    kernel = emit(plan(text, reads=reads))
+    module = ast.parse(kernel.source)
+    functions = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef)}
+    assert tuple(a.arg for a in functions[kernel.name].args.args) == kernel.arguments
+    for line in str(parse(text)).splitlines():
+        assert f"#     {line}" in kernel.source
+
+
+def test_equal_plans_give_equal_source_whatever_came_before() -> None:
+    first = emit(plan(RICH, reads=RICH_READS)).source
+    emit(plan("keep k <= q"))
+    assert emit(plan(RICH, reads=RICH_READS)).source == first
+
+
+def test_a_plain_program_has_no_mask_and_no_formula() -> None:
+    source = emit(plan("s = 0.125 * dot")).source
+    assert source.count("tl.where") == 2  # a row without a key yet, and the end of the keys
+    assert "<= q" not in source and "minimum" not in source
+
+
+def test_a_causal_program_looks_at_its_mask_on_the_diagonal_only() -> None:
+    source = emit(plan("keep k <= q and r0[b, k]", reads=(Read(0, 2, "bool"),))).source
+    whole, edge = re.split(r"# at an edge", source.split("tl.range(0, whole, BLOCK_K)")[1])
+    assert "k <= q" not in whole and edge.count("k <= q") == 1
+    assert whole.count("r0_at0, s") == edge.count("r0_at0, s") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "offset"),
+    [
+        ("keep k <= q", "0"),
+        ("keep k > q - 9 and k <= q", "0"),
+        ("keep k <= q + 5; sink 1", "5"),
+        ("keep k <= q - n0", "-n0"),
+        ("keep k <= q or k < 4", None),
+        ("keep k <= q else -1e9", None),
+        ("keep k <= q; s = tanh(s)", None),
+        ("keep k <= q; keep r0[b, k] else -1e9", None),
+        ("keep k <= q + r0[b]", None),
+        ("keep k <= 2 * q", None),
+    ],
+)
+def test_only_what_stays_hidden_bounds_the_keys(text: str, offset: str | None) -> None:
+    found = diagonal(tuple(plan(text, reads=(Read(0, parse(text).reads.get(0, 0), "int"),)).statements))
+    assert (None if found is None else str(found[1])) == offset
+
+
+def test_scores_are_linear_only_where_nothing_can_overflow() -> None:
+    assert is_linear(parse("s = 0.125 * dot; keep k <= q"))
+    assert not any(
+        is_linear(parse(text))
+        for text in ("s = -dot", "s = 0 * dot", "keep k <= q else -1e9", "keep s > 0", "s = s + r0[q, k]")
+    )
+
+
+def names_in(source: str) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}
+
+
+def test_nothing_that_a_user_wrote_reaches_the_source() -> None:
+    text = "s = 0.1250 * dot   # SECRET_comment'''\nkeep k <= q ; # import os\nsink r7[h]"
+    source = emit(plan(text, reads=(Read(7, 1, "float"),))).source
+    assert "SECRET" not in source and "import os" not in source
+    ours = names_in(emit(plan("s = 0.125 * dot; keep k <= q; sink 1 + 0")).source)
+    assert names_in(source) - ours == {"r7", "r7_stride0", "r7_size0", "r7_at0"}
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        E.size("n0\nimport os\n"),
+        E.size("n0 + exit()"),
+        E.make("const", (), "exit()", "float"),
+        E.make("exit", (E.const(1),), None, "float"),
+    ],
+    ids=["size-lines", "size-call", "constant", "operation"],
+)
+def test_a_program_that_the_parser_did_not_make_is_not_written(node: E.Expr) -> None:
+    program = ScoreProgram((Score(node),))
+    with pytest.raises((UnsupportedError, ValueError)):
+        emit(Plan(program, torch.float16, 64, 64, 1, (), Blocks(64, 64)))
+
+
+# --- what is refused, and who is chosen ---------------------------------------------------------------
+
+
+def fake(device: str, dtype: torch.dtype = torch.float16, D: int = 64, Dv: int = 64) -> kernels.Operands:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, v = (torch.empty(1, 2, 8, width, dtype=dtype, device=device) for width in (D, Dv))
+        return q, q, v
+
+
+@pytest.mark.parametrize(
+    ("text", "operands", "reason"),
+    [
+        ("", fake("cpu"), "runs on a GPU, the tensors are on cpu"),
+        ("", fake("cuda", torch.float64), "no dtype torch.float64"),
+        ("", fake("cuda", D=1024), "wider than 512"),
+        ("p = exp(p)", fake("cuda"), "not a multiple of the softmax's: `exp(p)`"),
+        ("p = where(p > 0.1, p, 0)", fake("cuda"), "not a multiple"),
+        ("p = p + 0.1", fake("cuda"), "not a multiple"),
+        ("s = r0[-1, q]", fake("cuda"), "a negative index"),
+        ("keep k < 10000000000000000000", fake("cuda"), "more than 64 bits"),
+        ("s = (k < q) + (k > 3)", fake("cuda"), "arithmetic of two truth values"),
+    ],
+)
+@needs_compiler
+def test_what_it_does_not_serve_is_refused_with_the_reason(
+    text: str, operands: kernels.Operands, reason: str
+) -> None:
+    assert reason in (launch.Forward().refuse(parse(text), operands) or "")
+
+
+@needs_compiler
+@pytest.mark.parametrize("text", ["", "keep k <= q", RICH])
+def test_on_a_gpu_it_is_preferred(text: str) -> None:
+    assert kernels.choose(parse(text), fake("cuda")).name == "triton.forward"
+    assert kernels.choose(parse(text), fake("cuda", torch.float64)).name == "cpu.tiled"
+    assert kernels.choose(parse(text), fake("cpu")).name.startswith("cpu.")
+
+
+def test_without_triton_everything_else_works() -> None:
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None
+        import torch, attngraph
+        from attngraph.ir import kernels, parser
+        q = torch.randn(1, 1, 4, 8)
+        assert attngraph.attention(q, q, q, "keep k <= q").shape == q.shape
+        print(kernels.KERNELS["triton.forward"].refuse(parser.parse(""), (q, q, q)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, cwd=HERE.parents[1],
+    )  # fmt: skip
+    assert done.stdout == "triton is not installed\n", done.stderr
+
+
+def test_a_triton_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    launch._no_triton.cache_clear()
+    try:
+        assert "triton cannot be imported" in (launch.Forward().refuse(parse(""), fake("cuda")) or "")
+        assert kernels.choose(parse(""), fake("cuda")).name == "cpu.tiled"
+    finally:
+        launch._no_triton.cache_clear()
+
+
+# --- the cache ------------------------------------------------------------------------------------------
+
+
+def test_sources_are_kept_in_a_private_directory_and_reused(cache: Path) -> None:
+    first = store.import_source("answer = 1\n", "name", "3.9")
+    again = store.import_source("answer = 1\n", "name", "3.9")
+    other = store.import_source("answer = 1\n", "name", "3.10")
+    assert Path(first.__file__ or "").parent == cache and first.__file__ == again.__file__ != other.__file__
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert Path(first.__file__ or "").read_text() == "answer = 1\n"
+
+
+def test_a_file_that_is_not_its_source_is_written_again(cache: Path) -> None:
+    path = Path(store.import_source("answer = 1\n", "name", "3.9").__file__ or "")
+    path.write_text("answer = 2\n")
+    assert store.import_source("answer = 1\n", "name", "3.9").answer == 1
+    assert path.read_text() == "answer = 1\n"
+    assert [p for p in cache.iterdir() if p.suffix not in (".py", "") or p.is_symlink()] == []
+
+
+def test_a_cache_open_to_others_is_closed_or_left(cache: Path, tmp_path: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert store.directory() == cache and stat.S_IMODE(cache.stat().st_mode) == 0o700
+    store.directory.cache_clear()
+    cache.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    cache.symlink_to(tmp_path / "elsewhere")
+    found = store.directory()
+    assert found != cache and store.is_private(found)
+
+
+# --- blocks, and compilation for GPUs that are not here -------------------------------------------------
+
+
+@pytest.mark.parametrize("D", [16, 64, 72, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_blocks_fit_where_they_must(D: int, dtype: torch.dtype) -> None:
+    program = parse("s = s + r0[b, h, q, k]")
+    for shared in (65_536, 101_376, 232_448):
+        blocks = blocks_for(program, D, D, dtype, 4096, shared)
+        assert blocks.q >= 16 and blocks.k >= 16 and blocks.stages >= 1
+    assert blocks_for(program, D, D, dtype, 1, 232_448).q == 16
+
+
+def compile_and_check(text: str, D: int, target: ahead.Target, **changes: object) -> None:
+    program = parse(text)
+    dtype = changes.pop("dtype", torch.bfloat16)
+    assert isinstance(dtype, torch.dtype)
+    blocks = blocks_for(program, D, D, dtype, 4096, target.shared)
+    usage = ahead.compile_ahead(plan(text, D, dtype=dtype, blocks=blocks, **changes), target)
+    assert 0 < usage.shared <= target.shared
+    assert usage.spilled <= 64, usage
+
+
+@needs_compiler
+@pytest.mark.parametrize("text", ["s = 0.125 * dot", "s = 0.125 * dot; keep k <= q"])
+def test_kernels_compile_for_hopper(text: str, cache: Path) -> None:
+    compile_and_check(text, 64, ahead.TARGETS["sm_90"])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ahead.TARGETS)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("text", ["s = 0.125 * dot", "s = 0.125 * dot; keep k <= q"])
+def test_kernels_compile_for_every_target(text: str, D: int, name: str, cache: Path) -> None:
+    compile_and_check(text, D, ahead.TARGETS[name])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("changes", [{}, {"wide": True}, {"group": 4}], ids=str)
+def test_rich_programs_compile(dtype: torch.dtype, changes: dict[str, object], cache: Path) -> None:
+    compile_and_check(RICH, 64, ahead.TARGETS["sm_90"], reads=RICH_READS, dtype=dtype, **changes)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sm_90", "gfx942"])
+def test_every_helper_compiles(name: str, cache: Path) -> None:
+    formulas = (
+        "floor(r0[q]) + round(r0[q]) + trunc(r0[q])", "r0[q] // 0.7 + r0[q] % 0.3", "(k - q) // 3 + (k - q) % n0",
+        "abs(r0[q]) ** r0[q] + 2 ** s", "sin(s) + cos(s) + erf(s) + sigmoid(s) + rsqrt(abs(s) + 1)",
+        "where(isnan(s), 0, sign(s)) + min(s, 3) + max(q, 3)", "r1[q] // 3 + int(s) % 5 + float(r2[b, k])",
+    )  # fmt: skip
+    text = ";".join(f"s = {formula}" for formula in formulas) + "; keep not r2[b, k] or r1[q] == k"
+    reads = (Read(0, 1, "float"), Read(1, 1, "int", wide=True), Read(2, 2, "bool"))
+    kernel = plan(text, reads=reads, blocks=Blocks(32, 32))
+    assert ahead.compile_ahead(kernel, ahead.TARGETS[name]).shared > 0
+
+
+def test_arguments_name_everything_that_a_kernel_is_given() -> None:
+    assert arguments(plan(RICH, reads=RICH_READS))[20:] == (
+        "r0", "r0_stride0", "r0_stride1", "r0_size0", "r0_size1",
+        "r1", "r1_stride0", "r1_stride1", "r1_size0", "r1_size1",
+        "r2", "r2_stride0", "r2_size0", "r3", "n0",
+    )  # fmt: skip
