@@ -231,10 +231,10 @@ def _conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Itera
             yield relation
     for symbol, limits in program.range_constraints.items():
         if isinstance(symbol, sympy.Symbol):
-            yield sympy.And(
-                sympy.Ge(symbol, max(int(limits.lower), 0)),
-                sympy.Le(symbol, int(limits.upper)) if limits.upper.is_Integer else True,
-            )
+            if limits.lower.is_Integer:
+                yield sympy.Ge(symbol, max(int(limits.lower), 0))
+            if limits.upper.is_Integer:
+                yield sympy.Le(symbol, int(limits.upper))
 
 
 def inline_grad_regions(module: fx.GraphModule) -> None:

@@ -167,6 +167,10 @@ def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
         return like.to(torch.promote_types(env.dtype, torch.float32))
     if op == "int":
         return like.to(torch.int64)
+    if op != "isnan" and not like.is_floating_point() or op in _BINARY:
+        args = [a.to(torch.int64) if isinstance(a, Tensor) and a.dtype == torch.bool else a for a in args]
+        args = [int(a) if isinstance(a, bool) else a for a in args]
+        like = next(a for a in args if isinstance(a, Tensor))
     if op in _UNARY:
         return _UNARY[op](like if op in _KEEPS_INTEGERS else _real(like, env))
     a, b = (_promote(x, env, like) for x in args)
@@ -193,7 +197,7 @@ def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
     source = env.reads[node.value]
     plain = [a for a in node.args if a.op == "var"]
     if len(set(plain)) == len(plain) and all(a.op == "var" or a.op == "const" for a in node.args):
-        return _read_view(source, node.args, env)
+        return _read_view(node.value, node.args, env)
     picks: list[Tensor] = []
     for extent, arg in zip(source.shape, node.args, strict=True):
         value = evaluate(arg, env, names)
@@ -208,15 +212,19 @@ def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
     return source[tuple(picks)]
 
 
-def _read_view(source: Tensor, args: tuple[Expr, ...], env: Environment) -> Tensor:
-    view = source
+def _read_view(number: int, args: tuple[Expr, ...], env: Environment) -> Tensor:
+    view = env.reads[number]
     names: list[str] = []
     for arg in args:
         axis = len(names)
         if arg.op == "const":
+            if not 0 <= arg.value < view.shape[axis]:
+                raise IndexError(f"r{number} is read at {arg.value} of a dimension of {view.shape[axis]}.")
             view = view.select(axis, int(arg.value))
         else:
             lo, hi = env.tile.range(arg.value)
+            if hi > view.shape[axis]:
+                raise IndexError(f"r{number} is read at {arg.value} = {hi - 1} of a dimension of {view.shape[axis]}.")
             view = view.narrow(axis, lo, hi - lo)
             names.append(arg.value)
     order = sorted(range(len(names)), key=lambda i: S.INDICES.index(names[i]))

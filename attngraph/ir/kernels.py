@@ -180,10 +180,10 @@ class Reference:
         dtype = accumulation_dtype(q.dtype)
         b, hq, sq, _ = q.shape
         sk = k.shape[2]
-        if sk == 0:
-            return _nothing_to_see(q, v)
         tile = Tile((0, b), (0, hq), (0, sq), (0, sk))
         env = environment(program, tile, reads, sizes, q)
+        if sk == 0:
+            return _nothing_to_see(q, v, evaluate.sink(program, env))
         out, lse = attend(program, q.to(dtype), [(k.to(dtype), v.to(dtype), env, frozenset())])
         return out.to(v.dtype), lse
 
@@ -228,12 +228,13 @@ def gradients(
     return result
 
 
-def _nothing_to_see(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """With no keys at all the weighted sum is empty: zeros, as PyTorch's matmul gives."""
-    out = v.new_zeros((*q.shape[:3], v.shape[3]))
+    # Sums over nothing: zero, tied to the inputs so that gradients (zeros) flow.
+    nothing = q[..., :0].sum() + v.sum()
+    out = v.new_zeros((*q.shape[:3], v.shape[3])) + nothing
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
-    # Ties to the inputs, so that gradients (zeros) flow.
-    return out + 0 * (q.sum() + v.sum()), lse
+    return out, lse if sink is None else lse.unsqueeze(-1).maximum(sink).squeeze(-1)
 
 
 register(Reference())

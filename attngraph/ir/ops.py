@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngraph.ir import expr as E
 from attngraph.ir import kernels
 from attngraph.ir.kernels import KERNELS, Kernel
 from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.score import ScoreProgram, format_expr
 
 torch.library.define(
     "attngraph::attention",
@@ -60,7 +61,7 @@ def attention(
         ProgramError: the program does not parse. ValueError: shapes, dtypes, devices, reads or sizes
             do not fit; says which and how.
     """
-    text = str(parse(program) if isinstance(program, str) else program)
+    text = program if isinstance(program, str) else str(program)
     out: Tensor = torch.ops.attngraph.attention(q, k, v, list(reads), list(sizes), text, kernel)[0]
     return out
 
@@ -104,6 +105,20 @@ def check_operands(
                 f"attention: the program reads r{number} with {rank} index(es), but it has shape "
                 f"{tuple(reads[number].shape)}."
             )
+    for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
+        for axis, index in enumerate(node.args):
+            extent = reads[node.value].shape[axis]
+            if index.op == "var":
+                wanted = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2]}[index.value]
+            elif index.op == "const":
+                wanted = int(index.value) + 1
+            else:
+                continue
+            if extent < wanted or (index.op == "const" and index.value < 0):
+                raise ValueError(
+                    f"attention: {format_expr(node)} needs r{node.value} to have at least {wanted} entries "
+                    f"in dimension {axis}, it has shape {tuple(reads[node.value].shape)}."
+                )
     if program.sizes > len(sizes):
         raise ValueError(
             f"attention: the program names n{program.sizes - 1}, but only {len(sizes)} size(s) are given."
@@ -115,6 +130,9 @@ def _kernel(name: str, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor) -
         return kernels.choose(program, (q, k, v))
     if name not in KERNELS:
         raise ValueError(f"attention: no kernel is called {name!r}; there are {', '.join(KERNELS)}.")
+    reason = KERNELS[name].refuse(program, (q, k, v))
+    if reason is not None:
+        raise ValueError(f"attention: kernel {name} does not serve this: {reason}.")
     return KERNELS[name]
 
 

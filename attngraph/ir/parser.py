@@ -27,6 +27,8 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>=()\[\],]))"
 )
+LONGEST = 800
+"""Words of one statement, so that nothing that walks its tree runs out of stack."""
 _COMPARE = {S.BINARY[op][0]: op for op in S.COMPARISONS}
 _SUM = {"+": "add", "-": "sub"}
 _PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
@@ -46,7 +48,10 @@ def parse(text: str) -> ScoreProgram:
         start = 0
         for piece in code.split(";"):
             if piece.strip():
-                statements.append(_Parser(piece, line, number, start).statement())
+                try:
+                    statements.append(_Parser(piece, line, number, start).statement())
+                except RecursionError:
+                    raise ProgramError(f"score program, line {number}: nested too deeply.") from None
             start += len(piece) + 1
     return ScoreProgram(tuple(statements))
 
@@ -83,6 +88,8 @@ class _Parser:
             self.tokens.append((group, found[group], found.start(group)))
             place = found.end()
         self.tokens.append(("end", "end of statement", len(code.rstrip())))
+        if len(self.tokens) > LONGEST:
+            raise ProgramError(f"score program, line {number}: longer than {LONGEST} words.")
         self.place = 0
 
     def fail(self, expected: str) -> ProgramError:

@@ -104,6 +104,11 @@ class ScoreProgram:
     statements: tuple[Statement, ...]
 
     def __post_init__(self) -> None:
+        sinks = [s for s in self.statements if isinstance(s, Sink)]
+        if len(sinks) > 1:
+            raise ProgramError(
+                f"`{format_statement(sinks[1])}` is a second sink; a row has one. Join them into one value."
+            )
         seen_weight = False
         for statement in self.statements:
             if seen_weight and not isinstance(statement, Weight):

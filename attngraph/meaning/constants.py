@@ -38,7 +38,8 @@ def _progression(values: Tensor, place: Expr) -> Expr | None:
         return None
     start, step = int(values[0]), int(values[1]) - int(values[0])
     steps = torch.arange(values.numel(), device=values.device, dtype=torch.int64)
-    if not torch.equal(values.to(torch.int64), start + step * steps):
+    last = start + step * (values.numel() - 1)
+    if last != int(values[-1]) or not torch.equal(values.to(torch.int64), start + step * steps):
         return None
     return M.add(E.const(start), M.mul(E.const(step), place))
 
@@ -55,6 +56,8 @@ def _band(values: Tensor, row: Expr, column: Expr) -> Expr | None:
     else:
         return None
     within, outside = values[inside], values[~inside]
+    if not len(outside) or not len(within):
+        return None
     if not (bool((outside == outside[0]).all()) and bool((within == within[0]).all())):
         return None
     low, high = limits

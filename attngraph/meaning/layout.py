@@ -84,30 +84,44 @@ def _split_dimension(extent: Expr, place: Expr, present: list[Expr], steps: list
             strides[variables[0]] = others
         else:
             raise NoView
+    if start.op == "const" and start.value < 0:
+        raise NoView
     ordered = _by_stride(strides)
     dim = len(present)
-    for variable in ordered:
+    whole = True
+    for place_in_order, variable in enumerate(ordered):
         stride = strides[variable]
-        if stride is not E.ONE:
-            outer = M.floordiv(extent, stride)
-            if M.mul(outer, stride) is not extent:
+        if stride is E.ONE:
+            if place_in_order != len(ordered) - 1:
                 raise NoView
-            steps.append(Step("unflatten", (dim,), (outer, stride)))
-            _slice(steps, dim, outer, M.floordiv(start, stride), variable)
-            extent, start = stride, M.mod(start, stride)
-        else:
-            _slice(steps, dim, extent, start, variable)
+            _slice(steps, dim, extent, start, variable, whole)
             present.append(variable)
             return
+        outer = M.floordiv(extent, stride)
+        if M.mul(outer, stride) is not extent:
+            raise NoView
+        steps.append(Step("unflatten", (dim,), (outer, stride)))
+        _slice(steps, dim, outer, M.floordiv(start, stride), variable, whole and len(ordered) == 1)
+        extent, start, whole = stride, M.mod(start, stride), False
         present.append(variable)
         dim += 1
+    if not whole and not _fits(M.add(start, E.ONE), extent):
+        raise NoView
     steps.append(Step("select", (dim,), (start,)))
 
 
-def _slice(steps: list[Step], dim: int, extent: Expr, start: Expr, variable: Expr) -> None:
+def _fits(end: Expr, extent: Expr) -> bool:
+    return ranges.is_nonnegative(ranges.subtract(ranges.polynomial(extent), ranges.polynomial(end)))
+
+
+def _slice(steps: list[Step], dim: int, extent: Expr, start: Expr, variable: Expr, whole: bool) -> None:
+    """Cut the variable's range out of a dimension. A whole dimension is known to hold it; of a digit
+    that must be shown, or it would spill into the next."""
     length = variable.args[0]
     if start is E.ZERO and length is extent:
         return
+    if not whole and not _fits(M.add(start, length), extent):
+        raise NoView
     if "mod" in {n.op for n in E.walk(start)}:
         raise NoView
     steps.append(Step("narrow", (dim,), (start, length)))

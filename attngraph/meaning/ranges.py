@@ -99,7 +99,7 @@ def bounds(a: Polynomial) -> tuple[Polynomial | None, Polynomial | None]:
 def _atom_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
     match atom.op:
         case "size":
-            return {(atom,): 1}, {(atom,): 1}
+            return ({(atom,): 1}, {(atom,): 1}) if _is_extent(atom) else (None, None)
         case "var" if atom.args:
             return {}, subtract(polynomial(atom.args[0]), {(): 1})
         case "var" | "abs":
@@ -121,6 +121,12 @@ def _atom_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
     return None, None
 
 
+def _is_extent(size: Expr) -> bool:
+    """Whether a size is an extent of an input, so at least 1. A number that the model works out from
+    data (torch calls those u0, u1, ... and zuf0, ...) may be anything."""
+    return not str(size.value).startswith(("u", "zuf"))
+
+
 def is_nonnegative(a: Polynomial) -> bool:
     """Whether a >= 0 for all sizes >= 1 (a polynomial over sizes only): every factor is
     nonnegative once each size n is written 1 + n'."""
@@ -134,8 +140,8 @@ def is_positive(a: Polynomial) -> bool:
 def _shifted(a: Polynomial) -> Polynomial:
     found: Polynomial = {}
     for atoms, factor in a.items():
-        if any(atom.op != "size" for atom in atoms):
-            return {(): -1}  # not over sizes: nothing can be said
+        if any(atom.op != "size" or not _is_extent(atom) for atom in atoms):
+            return {(): -1}  # not over extents: nothing can be said
         term: Polynomial = {(): factor}
         for atom in atoms:
             term = multiply(term, {(): 1, (atom,): 1})

@@ -152,10 +152,10 @@ def mul(*factors: Expr) -> Expr:
             rest.append(factor)
     if exponents:
         rest.append(exponents[0] if len(exponents) == 1 else exp(add(*(e.args[0] for e in exponents))))
-    if constant == 0 and all(r.kind == "int" for r in rest):
-        return E.ZERO
+    if E.NAN in rest:
+        return E.NAN
     if constant == 0:
-        return E.const(0.0)
+        return E.ZERO if all(r.kind == "int" for r in rest) else E.const(0.0)
     rest = _cancel(rest)
     if not rest:
         return E.const(constant)
@@ -492,7 +492,7 @@ def exp(node: Expr) -> Expr:
     """e ** node; exp(a - log z) is exp(a) / z."""
     node = number(node)
     if node.op == "const" and node is not E.NAN:
-        return E.const(math.exp(node.value)) if node.value < 700 else E.INF
+        return E.const(math.exp(node.value)) if node.value < 709 else E.INF
     factors: list[Expr] = []
     exponent: list[Expr] = []
     for term in node.args if node.op == "add" else (node,):
@@ -521,8 +521,9 @@ def power(base: Expr, exponent: Expr) -> Expr:
             return simple[exponent.value]()
     if base.op == "const" and exponent.op == "const":
         try:
-            return E.const(base.value**exponent.value)
-        except (OverflowError, ZeroDivisionError):
+            value = base.value**exponent.value
+            return E.NAN if isinstance(value, complex) else E.const(value)
+        except (OverflowError, ZeroDivisionError, TypeError):
             pass
     return E.make("pow", (base, exponent), None, "float")
 
@@ -562,7 +563,7 @@ def function(name: str, *args: Expr) -> Expr:
     if name == "isnan":
         return E.make("isnan", args, None, "bool")
     kind = "int" if name == "int" or (name in ("abs", "sign", "min", "max") and _kind(args) == "int") else "float"
-    if name in ("min", "max") and all(a.op == "const" for a in args):
+    if name in ("min", "max") and all(a.op == "const" and a is not E.NAN for a in args):
         return E.const((min if name == "min" else max)(a.value for a in args))
     return E.make(name, args, None, kind)
 

@@ -12,8 +12,9 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
-from attngraph.ir.expr import Expr, walk
-from attngraph.ir.score import SCORE, Keep, Score, ScoreProgram
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.score import SCORE, WEIGHT, Keep, Score, ScoreProgram, Weight
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)
@@ -40,7 +41,7 @@ class Box:
 
 def classify(predicate: Expr, box: Box) -> Fill:
     """Whether the predicate is false, true or undecided on the box."""
-    low, high = interval(predicate, box, {})
+    low, high = _bit(interval(predicate, box, {}))
     return Fill.FULL if low >= 1 else Fill.EMPTY if high <= 0 else Fill.PARTIAL
 
 
@@ -60,8 +61,16 @@ def interval(node: Expr, box: Box, names: Mapping[str, Interval]) -> Interval:
             return EVERYTHING
     args = [interval(a, box, names) for a in node.args]
     rule = _RULES.get(node.op)
-    found = rule(*args) if rule is not None else _truth() if node.kind == "bool" else EVERYTHING
-    return found if found[0] == found[0] and found[1] == found[1] else EVERYTHING
+    unbounded = any(math.isinf(x) for a in args for x in a)
+    if rule is None or (unbounded and node.op not in _LOGIC):
+        # What is unbounded may also be NaN, of which nothing can be said.
+        return _truth() if node.kind == "bool" else EVERYTHING
+    if node.op == "mod":
+        return _mod(args[0], args[1], all(a.kind == "int" for a in node.args))
+    return rule(*args)
+
+
+_LOGIC = frozenset({"and", "or", "not", "where"})
 
 
 def _truth(low: bool = False, high: bool = True) -> Interval:
@@ -74,17 +83,17 @@ def _product(a: Interval, b: Interval) -> Interval:
 
 
 def _floordiv(a: Interval, b: Interval) -> Interval:
-    if b[0] != b[1] or b[0] <= 0 or math.isinf(a[0]) or math.isinf(a[1]):
+    if b[0] != b[1] or b[0] <= 0:
         return EVERYTHING
     return a[0] // b[0], a[1] // b[0]
 
 
-def _mod(a: Interval, b: Interval) -> Interval:
-    if b[0] != b[1] or b[0] <= 0 or math.isinf(a[0]) or math.isinf(a[1]):
+def _mod(a: Interval, b: Interval, integers: bool = False) -> Interval:
+    if b[0] != b[1] or b[0] <= 0:
         return EVERYTHING
-    if a[0] // b[0] == a[1] // b[0]:
+    if integers and a[0] // b[0] == a[1] // b[0]:
         return a[0] % b[0], a[1] % b[0]
-    return 0.0, b[0] - 1 if all(x == int(x) for x in (*a, b[0])) else b[0]
+    return 0.0, b[0] - 1 if integers else b[0]
 
 
 def _abs(a: Interval) -> Interval:
@@ -93,9 +102,10 @@ def _abs(a: Interval) -> Interval:
 
 
 def _where(condition: Interval, a: Interval, b: Interval) -> Interval:
+    condition = _bit(condition)
     if condition[0] >= 1:
         return a
-    if condition[1] <= 0 <= condition[0]:
+    if condition[1] <= 0:
         return b
     return min(a[0], b[0]), max(a[1], b[1])
 
@@ -174,12 +184,14 @@ def runs(
 
 
 def _fate(program: ScoreProgram, box: Box, soft: bool) -> frozenset[int] | None:
-    """The statements that change nothing on the box, or None where no key of it is kept."""
+    """The statements that change nothing on the box, or None where no key of it has any weight."""
     skip: set[int] = set()
     hidden = False
     for place, statement in enumerate(program.statements):
         if isinstance(statement, Score):
             hidden = False  # a score computed from a masked one may be anything
+        elif isinstance(statement, Weight):
+            hidden = hidden and _keeps_zero(statement.value)
         if not isinstance(statement, Keep):
             continue
         fill = classify(statement.predicate, box)
@@ -187,15 +199,37 @@ def _fate(program: ScoreProgram, box: Box, soft: bool) -> frozenset[int] | None:
             skip.add(place)
         elif statement.is_hard:
             hidden |= fill is Fill.EMPTY
-        elif fill is Fill.EMPTY:
-            hidden |= soft
-        elif hidden and not soft:
-            hidden = _mentions_score(statement.fill)  # a fill of its own would uncover the key
+        elif fill is Fill.EMPTY and soft:
+            hidden = True
+        else:
+            hidden = hidden and (soft or _keeps_minus_infinity(statement.fill))
     return None if hidden else frozenset(skip)
 
 
-def _mentions_score(node: Expr) -> bool:
-    return any(n is SCORE for n in walk(node))
+def _keeps_minus_infinity(fill: Expr) -> bool:
+    """Whether a fill leaves minus infinity what it is: `s`, or `s` plus a number."""
+    if fill is SCORE:
+        return True
+    if fill.op not in ("add", "sub"):
+        return False
+    a, b = fill.args
+    is_number = b.op == "const" and b.value != "nan" and math.isfinite(b.value)
+    return a is SCORE and is_number
+
+
+def _keeps_zero(weight: Expr) -> bool:
+    """Whether a weight of zero stays zero, and one that is no number is not made one: p times or over
+    a number, a selection between that and zero, or zero in place of NaN."""
+    if weight is WEIGHT or E.is_const(weight, 0):
+        return True
+    if weight.op in ("mul", "div"):
+        a, b = weight.args
+        number, other = (a, b) if a.op == "const" and weight.op == "mul" else (b, a)
+        usable = number.op == "const" and number.value != "nan" and math.isfinite(number.value)
+        return usable and number.value != 0 and _keeps_zero(other)
+    if weight.op == "where":
+        return all(_keeps_zero(branch) for branch in weight.args[1:])
+    return False
 
 
 def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> float:
@@ -210,6 +244,15 @@ def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> f
             if bound > -math.inf:
                 return math.inf
             score = interval(statement.value, everywhere, names)
-        elif isinstance(statement, Keep) and not statement.is_hard:
-            bound = max(bound, interval(statement.fill, everywhere, names)[1])
+        elif isinstance(statement, Keep):
+            if statement.is_hard:
+                # Fills below must not turn minus infinity into something else.
+                later = program.statements[program.statements.index(statement) + 1 :]
+                fills = [s.fill for s in later if isinstance(s, Keep) and not s.is_hard]
+                if any(any(n is SCORE for n in E.walk(f)) and not _keeps_minus_infinity(f) for f in fills):
+                    return math.inf
+                continue
+            low, high = interval(statement.fill, everywhere, names)
+            bound = max(bound, high)
+            score = (min(score[0], low), max(score[1], high))
     return bound

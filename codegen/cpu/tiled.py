@@ -8,7 +8,8 @@ autograd differentiate them, block by block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -94,20 +95,28 @@ class _Work:
 
     def attend(self, tile: Tile) -> tuple[Tensor, Tensor]:
         q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
-        for softly in (True, False) if self.soft else (False,):
-            runs = self._runs(tile, softly)
+        for runs, is_enough in self._choices(tile):
             out, lse = kernels.attend(self.program, q, [self._part(tile, run) for run in runs])
-            if not softly or self._hidden(lse, runs):
+            if is_enough(lse):
                 return out, lse
         raise AssertionError("unreachable")
 
-    def _runs(self, tile: Tile, softly: bool) -> tuple[Run, ...]:
+    def _choices(self, tile: Tile) -> Iterator[tuple[tuple[Run, ...], Callable[[Tensor], bool]]]:
+        """Sets of keys to look at, the smallest first, and what must hold of the log-sum-exp for a set
+        to have been enough. A row that sees no key, or NaN, makes every key matter."""
         keys = tile.k[1]
-        found = tiles.runs(self.program, tile.b, tile.h, tile.q, keys, BLOCK, self.sizes, softly)
-        # Where nothing at all is kept, one step shows what the model makes of an empty row.
-        return found or (Run(0, min(BLOCK, keys), frozenset()),)
+        find = functools.partial(tiles.runs, self.program, tile.b, tile.h, tile.q, keys, BLOCK, self.sizes)
+        if self.soft:
+            softly = find(True)
+            if softly:
+                yield softly, functools.partial(self._hidden, runs=softly)
+        hard = find(False)
+        if hard:
+            yield hard, lambda lse: bool(lse.isfinite().all())
+        yield (Run(0, keys, frozenset()),), lambda lse: True
 
     def _hidden(self, lse: Tensor, runs: tuple[Run, ...]) -> bool:
+        """Whether what a finite fill hides has no weight in any row of the block."""
         count = sum(run.stop - run.start for run in runs)
         lowest = float(lse.amin() - torch.tensor(float(count), dtype=lse.dtype).log())
         return soft.hides(self.program, lowest, self.dot, self.sizes, lse.dtype)
@@ -122,18 +131,13 @@ class _Work:
         env = kernels.environment(self.program, here, sources, self.sizes, self.q)
         return (self.k[rows] if k is None else k, self.v[rows] if v is None else v, env, run.skip)
 
-    def add_gradients(
-        self, tile: Tile, grads: tuple[Tensor, Tensor], totals: list[Tensor | None]
-    ) -> None:
+    def add_gradients(self, tile: Tile, grads: tuple[Tensor, Tensor], totals: list[Tensor | None]) -> None:
         """Recompute one block with gradients and add them to `totals` (q, k, v, reads)."""
         with torch.no_grad():
-            softly = self.soft
-            runs = self._runs(tile, softly)
-            if softly:
-                q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
-                lse = kernels.attend(self.program, q, [self._part(tile, run) for run in runs])[1]
-                if not self._hidden(lse, runs):
-                    runs = self._runs(tile, False)
+            q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
+            for runs, is_enough in self._choices(tile):
+                if is_enough(kernels.attend(self.program, q, [self._part(tile, r) for r in runs])[1]):
+                    break
         place = (slice(*tile.b), slice(None), slice(*tile.q))
         with torch.enable_grad():
             q = self.q[place].detach().requires_grad_()

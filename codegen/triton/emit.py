@@ -43,12 +43,13 @@ def emit(plan: Plan) -> Kernel:
 
 def arguments(plan: Plan) -> tuple[str, ...]:
     """The kernel's arguments in order: tensors, lengths, strides, then for each read its tensor,
-    strides and extents, then the sizes."""
+    strides and the extents that its indices are compared with, then the sizes."""
     found = ["query", "key", "value", "out", "lse", "Hq", "Sq", "Skv"]
     found += [f"{tensor}_{axis}" for tensor in ("query", "key", "value") for axis in "bhsd"]
     for read in plan.reads:
         name = f"r{read.number}"
-        found += [name, *(f"{name}_{what}{i}" for what in ("stride", "size") for i in range(read.rank))]
+        found += [name, *(f"{name}_stride{axis}" for axis in range(read.rank))]
+        found += [f"{name}_size{axis}" for axis in plan.guarded_axes(read.number)]
     return (*found, *(f"n{i}" for i in range(plan.program.sizes)))
 
 
@@ -137,7 +138,7 @@ class _Emitter:
         rows = [names[0:5], names[5:8], names[8:12], names[12:16], names[16:20]]
         rest = list(names[20:])
         for read in self.plan.reads:
-            count = 1 + 2 * read.rank
+            count = 1 + read.rank + len(self.plan.guarded_axes(read.number))
             rows.append(tuple(rest[:count]))
             rest = rest[count:]
         return [f"    {', '.join(row)}," for row in (*rows, tuple(rest)) if row]
@@ -152,7 +153,7 @@ class _Emitter:
         if plan.wide:
             q, b, h = (f"tl.cast({code}, tl.int64)" for code in (q, b, h))
         widths = [f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]"]
-        if plan.D != plan.Dv:
+        if plan.Dv != plan.D:
             widths.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
         return [
             "place = tl.program_id(0)",
@@ -172,7 +173,7 @@ class _Emitter:
 
     @property
     def dv(self) -> str:
-        return "d" if self.plan.D == self.plan.Dv else "dv"
+        return "d" if self.plan.Dv == self.plan.D else "dv"
 
     def head(self, name: str, head: str, rows: str, columns: str) -> list[str]:
         """The addresses of a tensor's first tile."""

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from attngraph.codegen.triton.plan import SMALL, Plan, UnsupportedError
+from attngraph.codegen.triton.plan import SMALL, Plan, UnsupportedError, is_checked_at_launch
 from attngraph.ir import evaluate
 from attngraph.ir import expr as E
 from attngraph.ir import score as S
@@ -25,9 +25,7 @@ from attngraph.meaning import tiles
 _OR, _AND, _SUM, _PRODUCT, _SIGN, _ATOM = 2, 4, 6, 7, 8, 9
 _COMPARE = 1
 _ARITHMETIC = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT)}
-_FUNCTIONS = {
-    name: f"tl.{name}" for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "sigmoid")
-}
+_FUNCTIONS = frozenset({"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "sigmoid"})
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "trunc": "truncate", "round": "round_even"}
 _VALUES = frozenset({"dot", "s"})
 _OPEN = _VALUES | {"p", "read", "size", "random"}
@@ -150,7 +148,7 @@ class Writer:
             left, right = (self._number(t) for t in terms)
             return Term(f"{left.at(_OR)} {S.BINARY[op][0]} {right.at(_OR)}", _COMPARE, "bool")
         if op in _FUNCTIONS:
-            return self._call(_FUNCTIONS[op], self._real(terms[0]))
+            return self._call(f"tl.{op}", self._real(terms[0]))
         if op in _ROUNDING:
             return terms[0] if terms[0].is_integer else self._call(_ROUNDING[op], terms[0].code)
         match op, terms:
@@ -284,14 +282,15 @@ class Writer:
                 inside += [f"({term.code} >= 0)"] if bounds(arg)[0] < 0 else []
             place = f"tl.cast({term.code}, tl.int64)" if read.wide else term.code
             address.append(f"{place} * {name}_stride{axis}")
-            # Extents of b, h and constants are checked at launch.
-            if arg.op != "const" and arg not in (S.index("b"), S.index("h")):
+            if not is_checked_at_launch(arg):
                 inside.append(f"({term.code} < {name}_size{axis})")
         mask = f", mask={' & '.join(inside)}, other=0" if inside else ""
         load = f"tl.load({' + '.join(address)}{mask})"
         code = {
-            "bool": f"{load} != 0", "int": f"tl.cast({load}, tl.int64)", "half": f"tl.cast({load}, tl.float32)",
-        }.get(read.kind, load)  # fmt: skip
+            "bool": f"{load} != 0",
+            "int": f"tl.cast({load}, tl.int64)",
+            "half": f"tl.cast({load}, tl.float32)",
+        }.get(read.kind, load)
         kind = {"bool": "bool", "int": "long"}.get(read.kind, "float")
         return self._bind(node, Term(code, _COMPARE if kind == "bool" else _ATOM, kind), f"{name}_at")
 
@@ -303,4 +302,4 @@ def _join(*terms: Term) -> str:
 
 
 def _fits(interval: tiles.Interval) -> bool:
-    return -(1 << 31) <= interval[0] and interval[1] < 1 << 31
+    return interval[0] >= -(1 << 31) and interval[1] < 1 << 31

@@ -58,6 +58,7 @@ def tanh_half(x):
 
 _define('''
 def truncate(x):
+    """Towards zero."""
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 ''')
 

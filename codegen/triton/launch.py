@@ -21,7 +21,8 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.triton import store
 from attngraph.codegen.triton.emit import emit
-from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Plan, Read, UnsupportedError, blocks_for
+from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Plan, Read, UnsupportedError
+from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.ir import expr as E
 from attngraph.ir.kernels import Operands
 from attngraph.ir.score import ScoreProgram
@@ -64,7 +65,8 @@ class Forward:
         if reason is not None:
             raise ValueError(f"{self.name} does not serve this attention: {reason}.")
         q, k, v = operands
-        if min(*q.shape, *k.shape, v.shape[3]) == 0 or any(reads[n].dtype not in READS for n in program.reads):
+        nothing = min(*q.shape, *k.shape, v.shape[3]) == 0
+        if nothing or any(reads[number].dtype not in READS for number in program.reads):
             return self._otherwise.forward(program, operands, reads, sizes)
         _check_reads(program, q, k, reads)
         plan = plan_call(program, operands, reads, sizes, self._blocks)
@@ -78,7 +80,8 @@ class Forward:
             tensor = reads[read.number]
             # Triton has no pointers to single bits.
             arguments.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
-            arguments += [*tensor.stride(), *tensor.shape]
+            arguments += tensor.stride()
+            arguments += [tensor.shape[axis] for axis in plan.guarded_axes(read.number)]
         arguments += sizes[: program.sizes]
         programs = -(-Sq // plan.blocks.q) * B * Hq
         with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
@@ -109,7 +112,7 @@ def plan_call(
     return Plan(
         program, q.dtype, *widths, q.shape[1] // k.shape[1],
         tuple(Read(n, rank, READS[reads[n].dtype], _is_wide(reads[n])) for n, rank in program.reads.items()),
-        blocks or blocks_for(program, *widths, q.dtype, q.shape[2], _shared_memory(q.device)),
+        blocks or choose_blocks(program, *widths, q.dtype, q.shape[2], _shared_memory(q.device)),
         wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
     )  # fmt: skip
 

@@ -102,9 +102,21 @@ class Plan:
         """What a linear score is multiplied by to be an exponent of 2."""
         return (self.program.scale or 1.0) * math.log2(math.e)
 
+    def guarded_axes(self, number: int) -> tuple[int, ...]:
+        """The axes of a read tensor along which the kernel compares indices with the extent."""
+        nodes = [n for e in self.program.expressions for n in E.walk(e) if n.op == "read"]
+        own = [n for n in nodes if n.value == number]
+        axes = {i for n in own for i, arg in enumerate(n.args) if not is_checked_at_launch(arg)}
+        return tuple(sorted(axes))
+
     @functools.cached_property
     def diagonal(self) -> tuple[Statement, Expr] | None:
         return diagonal(conjuncts(self.program))
+
+
+def is_checked_at_launch(index: Expr) -> bool:
+    """Whether an index of a read is in range for every element of a tile, once it is for the call."""
+    return index.op == "const" or index in (S.index("b"), S.index("h"))
 
 
 def conjuncts(program: ScoreProgram) -> tuple[Statement, ...]:
@@ -169,8 +181,18 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-_HALF = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 32, 8, 2), 512: Blocks(32, 32, 8, 2)}
-_SINGLE = {64: Blocks(64, 32, 8, 2), 128: Blocks(32, 16, 8, 2), 256: Blocks(32, 16, 8, 2), 512: Blocks(16, 16, 8, 1)}
+_HALF = {
+    64: Blocks(128, 64, 4, 3),
+    128: Blocks(128, 64, 8, 3),
+    256: Blocks(128, 32, 8, 2),
+    512: Blocks(32, 32, 8, 2),
+}
+_SINGLE = {
+    64: Blocks(64, 32, 8, 2),
+    128: Blocks(32, 16, 8, 2),
+    256: Blocks(32, 16, 8, 2),
+    512: Blocks(16, 16, 8, 1),
+}
 
 
 def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int) -> Blocks:

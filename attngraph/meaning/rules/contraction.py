@@ -70,6 +70,14 @@ def einsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     for term, tensor in zip(terms, tensors, strict=True):
         for letter, extent in zip(term, context.shape(tensor), strict=True):
             if letter not in places:
+                extents = [
+                    e
+                    for t, x in zip(terms, tensors, strict=True)
+                    for name, e in zip(t, context.shape(x), strict=True)
+                    if name == letter
+                ]
+                # A dimension of extent 1 broadcasts.
+                extent = next((e for e in extents if not E.is_const(e, 1)), extent)
                 places[letter] = context.fresh(extent)
                 variables.append(places[letter])
         factors.append(context.read(tensor, tuple(places[letter] for letter in term)))

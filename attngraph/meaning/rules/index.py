@@ -17,6 +17,8 @@ INDEX = Category.INDEX
 def _constant(context: Meaning, node: fx.Node, value: object) -> Expr:
     if context.kind(node) == "bool":
         return E.const(bool(value))
+    if context.kind(node) == "int" and isinstance(value, float):
+        return E.const(int(value))
     return context.scalar(value)
 
 
@@ -32,7 +34,10 @@ def full(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     place = 2 if "new_full" in str(node.target) else 0 if "scalar_tensor" in str(node.target) else 1
     value = argument(node, place, "fill_value")
     if isinstance(value, fx.Node) and context.is_tensor(value):
-        return context.read(value, ())
+        found = context.read(value, ())
+        if context.kind(node) != found.kind:
+            raise Unliftable("a fill of another kind than the result")
+        return found
     return _constant(context, node, value)
 
 

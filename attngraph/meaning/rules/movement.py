@@ -99,23 +99,18 @@ def _flat(shape: Indices, at: Indices) -> Expr:
 
 
 def _digits(flat: Expr, shape: Indices) -> list[Expr]:
+    """The index `flat` (in range) of a tensor's elements in order, as one index per dimension."""
     digits: list[Expr] = []
-    for extent in reversed(shape):
-        if E.is_const(extent, 1):
+    leading = next((d for d, extent in enumerate(shape) if not E.is_const(extent, 1)), len(shape))
+    for d in range(len(shape) - 1, -1, -1):
+        if E.is_const(shape[d], 1):
             digits.append(E.ZERO)
+        elif d == leading:
+            digits.append(flat)  # in range, so it needs no remainder
         else:
-            digits.append(M.mod(flat, extent))
-            flat = M.floordiv(flat, extent)
-    # The leading digit needs no remainder: the index is in range.
-    for place in range(len(digits) - 1, -1, -1):
-        if not E.is_const(shape[len(digits) - 1 - place], 1):
-            digits[place] = _leading(digits[place])
-            break
+            digits.append(M.mod(flat, shape[d]))
+            flat = M.floordiv(flat, shape[d])
     return digits[::-1]
-
-
-def _leading(digit: Expr) -> Expr:
-    return digit.args[0] if digit.op == "mod" else digit
 
 
 @rule(
@@ -163,14 +158,17 @@ def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         first = M.add(first, extent)
         if extent.op == "const":
             first = E.const(max(first.value, 0))
-        elif not ranges.is_nonnegative(ranges.polynomial(first)):
+        elif not _is_nonnegative(first):
             raise Unliftable("a slice from the end that may start before the beginning")
-    elif first.op != "const":
-        room = ranges.subtract(ranges.polynomial(extent), ranges.polynomial(first))
-        if not ranges.is_nonnegative(room) or not ranges.is_nonnegative(ranges.polynomial(first)):
-            raise Unliftable("a slice whose start may be out of range")
+    elif first.op != "const" and not (_is_nonnegative(M.sub(extent, first)) and _is_nonnegative(first)):
+        raise Unliftable("a slice whose start may be out of range")
     place = M.add(M.mul(at[dim], context.integer(step)), first)
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+
+
+def _is_nonnegative(node: Expr) -> bool:
+    low, _ = ranges.bounds(ranges.polynomial(node))
+    return low is not None and ranges.is_nonnegative(low)
 
 
 @rule(MOVEMENT, "select.int")
@@ -313,7 +311,7 @@ def wrapped(place: Expr, extent: Expr) -> Expr:
 @rule(MOVEMENT, "index_select.default")
 def index_select(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     dim = axis(argument(node, 1, "dim"), len(at))
-    place = context.read(node.args[2], (at[dim],))
+    place = context.read(node.args[2], at[dim : dim + 1] if context.shape(node.args[2]) else ())
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
 
 
@@ -339,10 +337,13 @@ def diff(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
     def element(place: Expr) -> Expr:
         if before is None:
-            return M.number(context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :])))
+            return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
         width = context.shape(before)[dim]
         inner = context.read(node.args[0], (*at[:dim], M.sub(place, width), *at[dim + 1 :]))
         outer = context.read(before, (*at[:dim], place, *at[dim + 1 :]))
         return M.where(M.lt(place, width), outer, inner)
 
-    return M.sub(element(M.add(at[dim], E.ONE)), element(at[dim]))
+    after_this, this = element(M.add(at[dim], E.ONE)), element(at[dim])
+    if context.kind(node) == "bool":
+        return M.where(after_this, M.not_(this), this)
+    return M.sub(after_this, this)

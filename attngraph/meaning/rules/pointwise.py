@@ -106,11 +106,17 @@ _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"
 _register(
     ("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3
 )
-_register(("outer.default",), M.mul, 2)
+
+
+@rule(POINTWISE, "outer.default")
+def outer(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return M.mul(context.read(node.args[0], at[:1]), context.read(node.args[1], at[1:]))
 
 
 @rule(POINTWISE, *_names("add", "sub", "rsub"))
 def add(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    if context.kind(node) == "bool" and str(node.target).startswith("aten.add"):
+        return M.or_(*(_truth(operand(context, x, at)) for x in node.args[:2]))
     a, b = (M.number(operand(context, x, at)) for x in node.args[:2])
     if str(node.target).startswith("aten.rsub"):
         a, b = b, a
