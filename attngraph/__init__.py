@@ -1,8 +1,8 @@
 """attngraph: a compiler for attention.
 
-    compiled = attngraph.compile(model)      # nothing is traced yet
-    y = compiled(x)                          # traced on the first call; same answer as model(x)
-    print(compiled.report)                   # what was fused, what was not, and why not
+compiled = attngraph.compile(model)      # nothing is traced yet
+y = compiled(x)                          # traced on the first call; same answer as model(x)
+print(compiled.report)                   # what was fused, what was not, and why not
 """
 
 from attngraph.compile import CompiledModule, compile, explain

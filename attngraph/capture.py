@@ -155,9 +155,7 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             flat.recorded.changed,
         )
     graph = _program_graph(program, flat)
-    arguments = [
-        n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"
-    ]
+    arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = tuple(tuple(_size(s) for s in n.meta["val"].shape) for n in arguments)
     graph.conditions = tuple(_conditions(program, arguments))
     graph.hints = _hints(arguments)
@@ -246,14 +244,12 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
         enabled, body, *inputs = node.args
         inner = getattr(module, str(body.target))
         inline_grad_regions(inner)
-        copies: dict[fx.Node, Any] = dict(
-            zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True)
-        )
+        copies: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True))
         with module.graph.inserting_before(node):
             for step in inner.graph.nodes:
                 if step.op not in ("placeholder", "output"):
-                    copies[step] = module.graph.node_copy(step, lambda n, c=copies: c[n])
-            results = fx.map_arg(inner.graph.output_node().args[0], lambda n: copies[n])
+                    copies[step] = module.graph.node_copy(step, copies.__getitem__)
+            results = fx.map_arg(inner.graph.output_node().args[0], copies.__getitem__)
             if not enabled:
                 results = [_detached(module.graph, r) for r in results]
         for user in list(node.users):

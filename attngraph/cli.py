@@ -104,7 +104,9 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     given = {k: v for k, v in sizes.items() if v is not None}
     unknown = [k for k in given if k not in accepted]
     if unknown:
-        raise TargetError(f"{name} takes no {' and no '.join(unknown)}; it takes {', '.join(accepted) or 'nothing'}.")
+        raise TargetError(
+            f"{name} takes no {' and no '.join(unknown)}; it takes {', '.join(accepted) or 'nothing'}."
+        )
     try:
         made = make(**given)
     except Exception as problem:
@@ -119,16 +121,16 @@ def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> in
     tell = _Progress()
     tell(f"building {target}")
     model, inputs = load_target(target, batch=options.batch, tokens=tokens)
-    made = make_options(
-        options.backend, options.inductor, options.strict, options.dump, None, tell
-    )
+    made = make_options(options.backend, options.inductor, options.strict, options.dump, None, tell)
     compiled = CompiledModule(model, made)
     with torch.no_grad():
         compiled(*inputs)
         report = compiled.report
         tell("checking against eager")
         agreement = compare(compiled, model, inputs)
-        found = measure(_candidates(model, compiled, inputs, options, tell), rounds=options.rounds, progress=tell)
+        found = measure(
+            _candidates(model, compiled, inputs, options, tell), rounds=options.rounds, progress=tell
+        )
     tell.done()
     shapes = ", ".join(str(list(t.shape)) for t in inputs if isinstance(t, Tensor))
     if options.json:
@@ -144,7 +146,11 @@ def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> in
 
 
 def _candidates(
-    model: nn.Module, compiled: CompiledModule, inputs: tuple[Any, ...], options: argparse.Namespace, tell: _Progress
+    model: nn.Module,
+    compiled: CompiledModule,
+    inputs: tuple[Any, ...],
+    options: argparse.Namespace,
+    tell: _Progress,
 ) -> dict[str, Any]:
     candidates: dict[str, Any] = {
         "eager": lambda: model(*inputs),
@@ -163,7 +169,8 @@ def _table(found: dict[str, Measurement]) -> str:
     for name, m in found.items():
         speed = f"{base.seconds / m.seconds:.2f}x"
         lines.append(
-            f"  {name:<16}{m.seconds * 1000:>7.0f} ms{m.least * 1000:>7.0f} ms{speed:>9}{m.peak_bytes / 2**20:>10.0f} MiB"
+            f"  {name:<16}{m.seconds * 1000:>7.0f} ms{m.least * 1000:>7.0f} ms{speed:>9}"
+            f"{m.peak_bytes / 2**20:>10.0f} MiB"
         )
     return "\n".join(lines)
 
@@ -177,7 +184,12 @@ class _Progress:
 
     def __call__(self, stage: str) -> None:
         text = f"[{time.perf_counter() - self.start:6.1f} s] {stage} ..."
-        print(f"\r\x1b[K{text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r\x1b[K{text}" if self.live else text,
+            end="" if self.live else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def done(self) -> None:
         if self.live:

@@ -56,10 +56,15 @@ class Options:
         if self.passes is not None:
             return self.passes
         family = "" if self.backend == "auto" else self.backend
-        return tuple(SelectKernels(family) if isinstance(p, SelectKernels) else p for p in DEFAULT_PIPELINE)
+        steps: list[Pass] = []
+        for step in DEFAULT_PIPELINE:
+            steps.append(SelectKernels(family) if isinstance(step, SelectKernels) else step)
+        return tuple(steps)
 
 
-def compile_graph(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Executable:
+def compile_graph(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Executable:
     """Capture one call of `target`, run the passes, and make it executable.
 
     Raises:
@@ -116,15 +121,17 @@ class CompiledModule(nn.Module):
         self._options = options
         self._allow_pieces = pieces
         self._reset()
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
     def _reset(self) -> None:
         self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
         self._pieces: dict[Any, _Pieces] = {}
         self._lock = threading.RLock()
         owner = self._target
-        self._modules_of_target = [owner] if isinstance(owner, nn.Module) else capturing.closed_over_modules(owner)
+        self._modules_of_target = (
+            [owner] if isinstance(owner, nn.Module) else capturing.closed_over_modules(owner)
+        )
 
     @property
     def report(self) -> CompileReport:
@@ -265,7 +272,7 @@ class piece:
         self.compiled = CompiledModule(_Interpreted(self.module), options, pieces=False)
         self.__name__ = "attngraph_piece"
 
-    @torch._dynamo.disable
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         kept = [a for a, keep in zip(args, self.kept, strict=True) if keep]
         try:

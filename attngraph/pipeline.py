@@ -36,9 +36,14 @@ class Pass(Protocol):
     `run` edits the graph in place. It may rely on level `requires`, and leaves level `yields`.
     """
 
-    name: str
-    requires: Level
-    yields: Level
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def requires(self) -> Level: ...
+
+    @property
+    def yields(self) -> Level: ...
 
     def run(self, graph: ProgramGraph) -> Outcome: ...
 
@@ -101,9 +106,7 @@ def run(
         seconds = time.perf_counter() - start
         text, previous = format_graph(graph), text
         changed = text != previous
-        record = PassRecord(
-            step.name, changed, seconds, before, graph.op_count(), tuple(outcome.notes)
-        )
+        record = PassRecord(step.name, changed, seconds, before, graph.op_count(), tuple(outcome.notes))
         result.records.append(record)
         result.missed += outcome.missed
         log.info("%s: %d -> %d ops in %.3f s", step.name, before, record.after, seconds)
@@ -120,7 +123,7 @@ def run(
 
 def _options(step: Pass) -> list[str]:
     """The pass's own options, where it has any."""
-    fields = dataclasses.fields(step) if dataclasses.is_dataclass(step) else ()
+    fields: Any = dataclasses.fields(step) if dataclasses.is_dataclass(step) else ()
     shown = [
         f"{f.name}={getattr(step, f.name)!r}" for f in fields if f.name not in ("name", "requires", "yields")
     ]
@@ -152,7 +155,7 @@ class _Dump:
 
 def _trace_artifact(name: str, text: str) -> None:
     """One artifact per pass, so that tlparse shows them."""
-    torch._logging.trace_structured(
+    torch._logging._internal.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"attngraph_{name}", "encoding": "string"},
         payload_fn=lambda: text,

@@ -89,7 +89,7 @@ def _open(leaf: Any, above: frozenset[int]) -> Any:
 def _close(node: Any) -> Any:
     if not isinstance(node, _Object):
         return node
-    made = object.__new__(node.kind)
+    made: Any = object.__new__(node.kind)
     for name, value in zip(node.names, node.values, strict=True):
         closed = pytree.tree_map(_close, value, is_leaf=lambda x: isinstance(x, _Object))
         object.__setattr__(made, name, closed)

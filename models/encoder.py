@@ -121,9 +121,7 @@ class Encoder(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.head = MaskedTokenHead(config, self.token_embedding)
 
-    def encode(
-        self, ids: Tensor, keep: Tensor | None = None, segments: Tensor | None = None
-    ) -> Tensor:
+    def encode(self, ids: Tensor, keep: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """The representation of each token, before the head: `[B, T, C]`."""
         tokens = ids.shape[1]
         if tokens > self.config.max_tokens:
@@ -152,9 +150,7 @@ class Encoder(nn.Module):
         logits: Tensor = self.head(self.encode(ids, keep, segments))  # [B, T, vocab_size]
         if targets is None:
             return logits
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET
-        )
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET)
         return logits, loss
 
 

@@ -183,10 +183,7 @@ class SlidingWindowAttention(nn.Module):
 
         position = torch.arange(x.shape[1], device=x.device)
         behind = position[:, None] - position[None, :]  # [T, T], i - j
-        if self.causal:
-            visible = (behind >= 0) & (behind <= self.window)
-        else:
-            visible = behind.abs() <= self.window // 2
+        visible = (behind >= 0) & (behind <= self.window) if self.causal else behind.abs() <= self.window // 2
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # [B, H, T, T]
         scores = scores.masked_fill(~visible, -math.inf)
         weights = self.dropout(torch.softmax(scores, dim=-1))

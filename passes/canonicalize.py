@@ -21,8 +21,8 @@ from attngraph.pipeline import Outcome
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
 _VIEWS = tuple(
     f"aten.{name}."
-    for name in ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select",
-                 "split", "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten")
+    for name in ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
+                 "select", "split", "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten")
 )  # fmt: skip
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
@@ -47,7 +47,9 @@ class Canonicalize:
                 removed[op_name(node)] += 1
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
-            elif target == "aten.clone.default" and node.kwargs.get("memory_format") is torch.contiguous_format:
+            elif (
+                target == "aten.clone.default" and node.kwargs.get("memory_format") is torch.contiguous_format
+            ):
                 if not _is_view_of_input(node.args[0]):
                     node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
             elif target in _STRIDED_VIEWS:

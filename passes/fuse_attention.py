@@ -122,9 +122,11 @@ class _Fusion:
                 node = stack.pop()
                 for user in node.users:
                     if user.op == "output" or user in claim.reads:
-                        where = source_of(node)
                         place = "the model's results" if user.op == "output" else "its own mask or bias"
-                        return f"its {what} are also used in {place} ({where}); fusing would compute them twice"
+                        return (
+                            f"its {what} are also used in {place} ({source_of(node)}); fusing would compute "
+                            "them twice"
+                        )
                     if user is not claim.node and user not in seen:
                         seen.add(user)
                         stack.append(user)
@@ -198,8 +200,6 @@ def _content(tensor: Tensor) -> Any:
     if tensor.numel() <= 1 << 22:
         return hash(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return tensor.data_ptr()
-
-
 
 
 def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:

@@ -167,7 +167,7 @@ def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
         return like.to(torch.promote_types(env.dtype, torch.float32))
     if op == "int":
         return like.to(torch.int64)
-    if op != "isnan" and not like.is_floating_point() or op in _BINARY:
+    if (op != "isnan" and not like.is_floating_point()) or op in _BINARY:
         args = [a.to(torch.int64) if isinstance(a, Tensor) and a.dtype == torch.bool else a for a in args]
         args = [int(a) if isinstance(a, bool) else a for a in args]
         like = next(a for a in args if isinstance(a, Tensor))
@@ -209,7 +209,8 @@ def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
                 f"{extent}; an index must be in range, also where its value is not used."
             )
         picks.append(place.to(torch.int64))
-    return source[tuple(picks)]
+    picked: Tensor = source[tuple(picks)]
+    return picked
 
 
 def _read_view(number: int, args: tuple[Expr, ...], env: Environment) -> Tensor:
@@ -224,7 +225,9 @@ def _read_view(number: int, args: tuple[Expr, ...], env: Environment) -> Tensor:
         else:
             lo, hi = env.tile.range(arg.value)
             if hi > view.shape[axis]:
-                raise IndexError(f"r{number} is read at {arg.value} = {hi - 1} of a dimension of {view.shape[axis]}.")
+                raise IndexError(
+                    f"r{number} is read at {arg.value} = {hi - 1} of a dimension of {view.shape[axis]}."
+                )
             view = view.narrow(axis, lo, hi - lo)
             names.append(arg.value)
     order = sorted(range(len(names)), key=lambda i: S.INDICES.index(names[i]))

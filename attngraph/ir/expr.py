@@ -37,7 +37,7 @@ class Expr:
     a cheap total order within one process.
     """
 
-    __slots__ = ("op", "args", "value", "kind", "free", "serial", "__weakref__")
+    __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value")
 
     op: str
     args: tuple[Expr, ...]
@@ -58,7 +58,7 @@ class Expr:
 def make(op: str, args: tuple[Expr, ...] = (), value: Any = None, kind: str = "float") -> Expr:
     """The one node with this operation, arguments, value and kind."""
     # 1, 1.0 and True are equal and hash alike in Python, so the value's type is part of the key.
-    key = (op, args, type(value), value, kind)
+    key: tuple[Any, ...] = (op, args, type(value), value, kind)
     if type(value) is float and value == 0.0:
         key = (*key, str(value))
     found = _interned.get(key)

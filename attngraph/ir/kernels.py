@@ -111,9 +111,7 @@ def attend(
     Returns:
         The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
     """
-    blocks = [
-        evaluate.scores(program, _dot(q, k), env, skip) for k, _, env, skip in parts
-    ]
+    blocks = [evaluate.scores(program, _dot(q, k), env, skip) for k, _, env, skip in parts]
     top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
     sink = evaluate.sink(program, parts[0][2])
     if sink is not None:
@@ -215,9 +213,7 @@ def gradients(
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
     if not pairs:
         return [torch.zeros_like(t) if t.requires_grad else None for t in inputs]
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-    )
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
     result: list[Tensor | None] = []
     for t in inputs:
         if not t.requires_grad:

@@ -148,7 +148,7 @@ def _attention(
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
-@torch.library.register_fake("attngraph::attention")
+@torch.library.register_fake("attngraph::attention")  # type: ignore[untyped-decorator]
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[Any], program: str, kernel: str = ""
 ) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def _attention_backward(
     return [g.contiguous() for g in found if g is not None]
 
 
-@torch.library.register_fake("attngraph::attention_backward")
+@torch.library.register_fake("attngraph::attention_backward")  # type: ignore[untyped-decorator]
 def _attention_backward_fake(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     reads: list[Tensor], sizes: list[Any], program: str, kernel: str,
@@ -200,9 +200,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return found[0], found[1], found[2], of_reads, [] if not ctx.sizes else None, None, None
 
 
-torch.library.register_autograd(
-    "attngraph::attention", _differentiate, setup_context=_setup_context
-)
+torch.library.register_autograd("attngraph::attention", _differentiate, setup_context=_setup_context)
 
 
 @torch.library.impl("attngraph::seed", "CompositeExplicitAutograd")
@@ -211,6 +209,6 @@ def _seed() -> Tensor:
     return torch.randint(0, 1 << 32, (), dtype=torch.int64)
 
 
-@torch.library.register_fake("attngraph::seed")
+@torch.library.register_fake("attngraph::seed")  # type: ignore[untyped-decorator]
 def _seed_fake() -> Tensor:
     return torch.empty((), dtype=torch.int64)

@@ -201,9 +201,7 @@ def _check_names(statement: Statement) -> None:
         allowed = {"b", "h", "q"}
     elif isinstance(statement, Weight):
         allowed = {"p", *INDICES}
-    parts = (
-        (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
-    )
+    parts = (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
     for node in (n for part in parts for n in E.walk(part)):
         if node.op in E.BINDERS or (node.op == "read" and not isinstance(node.value, int)):
             raise ProgramError(f"`{format_expr(node)}` is not part of the score language.")

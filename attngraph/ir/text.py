@@ -81,7 +81,9 @@ class _Printer:
             return self._attention(node)
         if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
             whole = self.names[node.args[0]]
-            self.names[node] = whole if self._is_attention(node.args[0]) and node.args[1] == 0 else f"{whole}.{node.args[1]}"
+            self.names[node] = (
+                whole if self._is_attention(node.args[0]) and node.args[1] == 0 else f"{whole}.{node.args[1]}"
+            )
             return []
         args = [self._argument(a) for a in node.args]
         args += [f"{k}={self._argument(v)}" for k, v in node.kwargs.items() if v is not None]

@@ -114,9 +114,7 @@ class Recogniser:
         if str(node.target) == "aten.scaled_dot_product_attention.default":
             return True
         category = self.meaning.category(node)
-        may_be = category is Category.CONTRACTION or str(node.target).startswith(
-            ("aten.sum.", *_ROOTS)
-        )
+        may_be = category is Category.CONTRACTION or str(node.target).startswith(("aten.sum.", *_ROOTS))
         return may_be and any(self.near(n) for n in node.all_input_nodes)
 
     def _examine(self, node: fx.Node) -> Attention | Refusal | Unnormalised | None:
@@ -135,9 +133,7 @@ class Recogniser:
             parts = dataclasses.replace(parts, sink=M.sub(parts.sink, shift))
         found = dots.find_dot(meaning, score, parts.keys, parts.value.free)
         if found is None:
-            return Refusal(
-                "the scores are no product of a query side and a key side over a shared dimension"
-            )
+            return Refusal("the scores are no product of a query side and a key side over a shared dimension")
         dot, score = found
         return self._claim(node, output, parts, dot, score)
 
@@ -171,7 +167,9 @@ class Recogniser:
             tuple(digits_of(o) for o in output),
             tuple(d for key in parts.keys for d in digits_of(key)),
             tuple(d for i in dot.inner for d in digits_of(i)),
-            *(M.substitute(side, cut).free for side in (q, k, v)),
+            q=M.substitute(q, cut).free,
+            k=M.substitute(k, cut).free,
+            v=M.substitute(v, cut).free,
             scores=M.substitute(M.mul(M.number(score), weight), cut).free,
             beside_keys=_beside_keys(M.substitute(score, cut), parts.keys, digits),
         )
@@ -205,9 +203,9 @@ def _beside_keys(score: Expr, keys: tuple[Expr, ...], digits: dict[Expr, Digits]
     places = {d for key in keys for d in digits.get(key, (key,))}
     found: set[Expr] = set()
     for node in E.walk(score):
-        if node.op in ("le", "lt", "eq", "add", "abs") and node.args[0].kind == "int" and not has_data(node):
-            if not node.free.isdisjoint(places):
-                found |= node.free - places
+        is_formula = node.op in ("le", "lt", "eq", "add", "abs") and node.args[0].kind == "int"
+        if is_formula and not has_data(node) and not node.free.isdisjoint(places):
+            found |= node.free - places
     return frozenset(found)
 
 

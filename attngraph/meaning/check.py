@@ -163,17 +163,20 @@ class _Run:
         return found
 
     def _call(self, node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+        args: Any
+        kwargs: Any
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: found[n])
-        name = str(node.target)
+        target: Any = node.target
+        name = str(target)
         if name == "attngraph.seed.default":
             return torch.tensor(SEED)
         if name in ("aten.dropout.default", "aten.native_dropout.default"):
             return _dropout(node, args[0])
         if name == "attngraph.attention.default":
-            return node.target(*args[:6], kernel="reference")
+            return target(*args[:6], kernel="reference")
         args, kwargs = pytree.tree_map(_wide_dtype, (list(args), dict(kwargs)))
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
-        result = node.target(*args, **kwargs)
+        result = target(*args, **kwargs)
         return pytree.tree_map(lambda x: _widened(x) if isinstance(x, Tensor) else x, result)
 
 

@@ -11,7 +11,6 @@ import dataclasses
 
 from torch import fx
 
-from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.score import DOT
 from attngraph.meaning import simplify as M

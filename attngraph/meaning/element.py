@@ -8,6 +8,7 @@ on the way: they only ever change indices. Nothing here edits the graph.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import operator
@@ -101,8 +102,7 @@ class Meaning:
         """The element of `node` at `at`, not looked into. A dimension of extent 1 is read at 0."""
         shape = self.shape(node)
         at = tuple(
-            E.ZERO if E.is_const(extent, 1) else place
-            for extent, place in zip(shape, at, strict=True)
+            E.ZERO if E.is_const(extent, 1) else place for extent, place in zip(shape, at, strict=True)
         )
         return E.read(node, at, self.kind(node))
 
@@ -163,15 +163,13 @@ class Meaning:
         def resolve(current: Expr) -> Expr:
             if current in done:
                 return done[current]
-            if current.op == "var" or not current.args and current.op != "read":
+            if current.op == "var" or (not current.args and current.op != "read"):
                 return current
             args = tuple(resolve(a) for a in current.args)
             result = M.construct(current, args) if args != current.args else current
             if result.op == "read" and isinstance(result.value, fx.Node) and through(result):
-                try:
+                with contextlib.suppress(Unliftable):
                     result = resolve(self.element(result.value, result.args))
-                except Unliftable:
-                    pass
             done[current] = result
             return result
 

@@ -8,6 +8,7 @@ steps that presents those elements in the wanted order, or says that there is no
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
@@ -134,7 +135,7 @@ def _by_stride(strides: dict[Expr, Expr]) -> list[Expr]:
         for other in range(place + 1, len(ordered)):
             if _is_multiple(strides[ordered[other]], strides[ordered[place]]):
                 ordered[place], ordered[other] = ordered[other], ordered[place]
-    for slow, fast in zip(ordered, ordered[1:], strict=False):
+    for slow, fast in itertools.pairwise(ordered):
         if not _is_multiple(strides[slow], strides[fast]):
             raise NoView
     return ordered

@@ -85,7 +85,9 @@ def _canonical(node: Expr) -> Expr | None:
     if node.op not in ("add", "sub", "mul") or any(a is None for a in args):
         return None
     a, b = (x for x in args if x is not None)
-    return {"add": M.add, "sub": M.sub, "mul": M.mul}[node.op](a, b)
+    if node.op == "mul":
+        return M.mul(a, b)
+    return M.add(a, b) if node.op == "add" else M.sub(a, b)
 
 
 def _other(node: Expr) -> str:

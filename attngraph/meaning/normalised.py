@@ -51,9 +51,7 @@ def weighted_sum(meaning: Expr) -> WeightedSum | Refusal | Unnormalised | None:
     keys, body = opened
     if sum(1 for _ in E.walk(body)) > LARGEST_MEANING:
         return Refusal("its meaning is too large to be looked into")
-    exponentials = [
-        n for n in E.walk(body) if n.op == "exp" and any(k in n.free for k in keys)
-    ]
+    exponentials = [n for n in E.walk(body) if n.op == "exp" and any(k in n.free for k in keys)]
     if not exponentials:
         return None
     found = _normalise(body, keys)
@@ -92,9 +90,7 @@ def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:
     return None
 
 
-def _normalise(
-    body: Expr, keys: tuple[Expr, ...]
-) -> tuple[Expr, Expr, Expr | None] | Refusal | None:
+def _normalise(body: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr, Expr | None] | Refusal | None:
     """Replace exp(x) * recip(normaliser of x) by p: the new body, x, and the sink."""
     for product in E.walk(body):
         if product.op != "mul":
@@ -161,9 +157,8 @@ def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:
         masked = (yes, inner) if yes is E.NEG_INF else (inner, no)
         return M.where(condition, *masked), fixed
     terms = node.args if node.op == "add" else (node,)
-    moving = [t for t in terms if not t.free.isdisjoint(keys)]
-    fixed = [t for t in terms if t.free.isdisjoint(keys)]
-    return M.add(*moving), M.add(*fixed)
+    moving = M.add(*(t for t in terms if not t.free.isdisjoint(keys)))
+    return moving, M.add(*(t for t in terms if t.free.isdisjoint(keys)))
 
 
 def _split_value(

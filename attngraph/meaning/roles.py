@@ -11,6 +11,7 @@ first cut into digits. Then, over the digits of the output:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 from attngraph.ir import expr as E
@@ -75,7 +76,7 @@ def _nested(bounds: list[Expr]) -> list[Expr] | None:
         while place < len(ordered) and _divides(ordered[place], bound):
             place += 1
         ordered.insert(place, bound)
-    if any(not _divides(a, b) for a, b in zip(ordered, ordered[1:], strict=False)):
+    if any(not _divides(a, b) for a, b in itertools.pairwise(ordered)):
         return None
     return ordered
 

@@ -115,9 +115,7 @@ def coefficient(term: Expr) -> tuple[float, Expr]:
     """`term` as a number times the rest."""
     if term.op == "mul" and term.args[0].op == "const" and term.args[0] is not E.NAN:
         rest = term.args[1:]
-        return term.args[0].value, rest[0] if len(rest) == 1 else E.make(
-            "mul", rest, None, _kind(rest)
-        )
+        return term.args[0].value, rest[0] if len(rest) == 1 else E.make("mul", rest, None, _kind(rest))
     return 1, term
 
 
@@ -326,10 +324,10 @@ def eq(a: Expr, b: Expr) -> Expr:
             high is not None and ranges.is_positive(ranges.subtract({}, high))
         ):
             return E.FALSE
-        selected = _selected_atom(difference)
-        if selected is not None:
-            condition, *branches = (selected[0], *(from_polynomial(p) for p in selected[1:]))
-            return where(condition, *(eq(branch, E.ZERO) for branch in branches))
+        branches = _selected_atom(difference)
+        if branches is not None:
+            condition, yes, no = branches
+            return where(condition, eq(from_polynomial(yes), E.ZERO), eq(from_polynomial(no), E.ZERO))
         left, right = _sides(difference)
         if left.serial > right.serial:
             left, right = right, left
@@ -372,9 +370,9 @@ def _at_most_zero(terms: Polynomial) -> Expr:
         return eq(from_polynomial(terms), E.ZERO)  # what is never negative is at most zero when zero
     if high is not None and high == {(): 1}:
         return not_(eq(from_polynomial(ranges.subtract({(): 1}, terms)), E.ZERO))
-    selected = _selected_atom(terms)
-    if selected is not None:
-        condition, yes, no = selected
+    branches = _selected_atom(terms)
+    if branches is not None:
+        condition, yes, no = branches
         return where(condition, _at_most_zero(yes), _at_most_zero(no))
     for atoms, factor in terms.items():
         if len(atoms) == 1 and atoms[0].op == "abs":
@@ -515,10 +513,13 @@ def log(node: Expr) -> Expr:
 def power(base: Expr, exponent: Expr) -> Expr:
     base, exponent = number(base), number(exponent)
     if exponent.op == "const":
-        simple = {1: lambda: base, 2: lambda: mul(base, base), -1: lambda: recip(base),
-                  0.5: lambda: function("sqrt", base), -0.5: lambda: recip(function("sqrt", base))}  # fmt: skip
-        if exponent.value in simple:
-            return simple[exponent.value]()
+        if exponent.value in (1, -1):
+            return base if exponent.value == 1 else recip(base)
+        if exponent.value == 2:
+            return mul(base, base)
+        if exponent.value in (0.5, -0.5):
+            root = function("sqrt", base)
+            return root if exponent.value == 0.5 else recip(root)
     if base.op == "const" and exponent.op == "const":
         try:
             value = base.value**exponent.value
@@ -562,7 +563,11 @@ def function(name: str, *args: Expr) -> Expr:
             return x
     if name == "isnan":
         return E.make("isnan", args, None, "bool")
-    kind = "int" if name == "int" or (name in ("abs", "sign", "min", "max") and _kind(args) == "int") else "float"
+    kind = (
+        "int"
+        if name == "int" or (name in ("abs", "sign", "min", "max") and _kind(args) == "int")
+        else "float"
+    )
     if name in ("min", "max") and all(a.op == "const" and a is not E.NAN for a in args):
         return E.const((min if name == "min" else max)(a.value for a in args))
     return E.make(name, args, None, kind)

@@ -163,8 +163,14 @@ class Run:
 
 @functools.lru_cache(maxsize=1 << 16)
 def runs(
-    program: ScoreProgram, b: tuple[int, int], h: tuple[int, int], q: tuple[int, int], keys: int,
-    step: int, sizes: tuple[int, ...], soft: bool,
+    program: ScoreProgram,
+    b: tuple[int, int],
+    h: tuple[int, int],
+    q: tuple[int, int],
+    keys: int,
+    step: int,
+    sizes: tuple[int, ...],
+    soft: bool,
 ) -> tuple[Run, ...]:
     """The runs of keys that queries [q0, q1) must look at, in steps of `step` keys, neighbours with
     the same fate joined. Keys that a mask of minus infinity empties are left out; with `soft` also
@@ -172,7 +178,7 @@ def runs(
     found: list[Run] = []
     for start in range(0, keys, step):
         stop = min(start + step, keys)
-        box = Box(*((float(lo), float(hi - 1)) for lo, hi in (b, h, q, (start, stop))), sizes)
+        box = Box(_range(b), _range(h), _range(q), _range((start, stop)), sizes)
         skip = _fate(program, box, soft)
         if skip is None:
             continue
@@ -181,6 +187,10 @@ def runs(
         else:
             found.append(Run(start, stop, skip))
     return tuple(found)
+
+
+def _range(half_open: tuple[int, int]) -> Interval:
+    return float(half_open[0]), float(half_open[1] - 1)
 
 
 def _fate(program: ScoreProgram, box: Box, soft: bool) -> frozenset[int] | None:
@@ -235,7 +245,8 @@ def _keeps_zero(weight: Expr) -> bool:
 def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> float:
     """A number that no score hidden by a finite fill exceeds, where |dot| <= `dot`. Infinite where
     nothing can be said."""
-    everywhere = Box(*((0.0, math.inf),) * 4, sizes)
+    any_place = (0.0, math.inf)
+    everywhere = Box(any_place, any_place, any_place, any_place, sizes)
     score: Interval = (-dot, dot)
     bound = -math.inf
     for statement in program.statements:

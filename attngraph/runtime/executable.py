@@ -66,7 +66,9 @@ class Executable:
             if kind == "tensor":
                 leaves.append(values[value])
             else:
-                leaves.append(size_value(value, sizes) if kind == "size" and hasattr(value, "free_symbols") else value)
+                leaves.append(
+                    size_value(value, sizes) if kind == "size" and hasattr(value, "free_symbols") else value
+                )
         return unflatten(leaves, self.captured.structure.tree)
 
 

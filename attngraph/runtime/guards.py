@@ -14,7 +14,10 @@ from attngraph.capture import Captured
 from attngraph.ir.graph import holds
 from attngraph.runtime.state import model_state
 
-def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any], modules: Sequence[nn.Module]) -> Any:
+
+def call_key(
+    leaves: Sequence[Any], spec: Any, target: Callable[..., Any], modules: Sequence[nn.Module]
+) -> Any:
     """Everything about a call, except for tensor sizes and values, that a trace depends on: structure,
     dtypes, devices, numbers, the state of PyTorch and of the model."""
     return (

@@ -45,7 +45,12 @@ class Agreement:
         )
 
 
-def compare(compiled: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Agreement:
+def compare(
+    compiled: Callable[..., Any],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> Agreement:
     """Run the compiled model, the eager one and its float64 copy on the same inputs.
 
     The model must be deterministic (eval mode, or no dropout). No gradients.

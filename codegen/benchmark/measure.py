@@ -48,8 +48,7 @@ def measure(
         for name, call in candidates.items():
             times[name].append(_time(call))
     return {
-        name: Measurement(statistics.median(spent), min(spent), peaks[name])
-        for name, spent in times.items()
+        name: Measurement(statistics.median(spent), min(spent), peaks[name]) for name, spent in times.items()
     }
 
 

@@ -60,9 +60,7 @@ class Flash:
             return self._otherwise.forward(program, operands, reads, sizes)
         q, k, v = (_rows(t) for t in operands)
         causal = bool(program.keeps)
-        members = [
-            _forward(member, k, v, 0.0, causal, scale=program.scale) for member in _members(q, k)
-        ]
+        members = [_forward(member, k, v, 0.0, causal, scale=program.scale) for member in _members(q, k)]
         out = _join([m[0] for m in members], q)
         lse = _join([m[1] for m in members], q)
         if not self._fill_hides(program, q, k, lse, sizes):

@@ -29,7 +29,9 @@ def largest_dot(q: Tensor, k: Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def hides(program: ScoreProgram, lowest_top: float, dot: float, sizes: tuple[int, ...], dtype: torch.dtype) -> bool:
+def hides(
+    program: ScoreProgram, lowest_top: float, dot: float, sizes: tuple[int, ...], dtype: torch.dtype
+) -> bool:
     """Whether keys behind a finite fill get a weight of exactly zero in every row.
 
     Args:

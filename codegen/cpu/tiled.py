@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import soft
 from attngraph.ir import kernels
-from attngraph.ir.evaluate import Tile
+from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.kernels import Operands
 from attngraph.ir.score import ScoreProgram
 from attngraph.meaning import tiles
@@ -124,7 +124,7 @@ class _Work:
     def _part(
         self, tile: Tile, run: Run, k: Tensor | None = None, v: Tensor | None = None,
         reads: Sequence[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, kernels.Environment, frozenset[int]]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Environment, frozenset[int]]:  # fmt: skip
         rows = (slice(*tile.b), slice(None), slice(run.start, run.stop))
         here = Tile(tile.b, tile.h, tile.q, (run.start, run.stop))
         sources = self.reads if reads is None else reads
@@ -141,9 +141,7 @@ class _Work:
         place = (slice(*tile.b), slice(None), slice(*tile.q))
         with torch.enable_grad():
             q = self.q[place].detach().requires_grad_()
-            reads = [
-                r.detach().requires_grad_() if r.is_floating_point() else r for r in self.reads
-            ]
+            reads = [r.detach().requires_grad_() if r.is_floating_point() else r for r in self.reads]
             spans = [(slice(*tile.b), slice(None), slice(run.start, run.stop)) for run in runs]
             ks = [self.k[s].detach().requires_grad_() for s in spans]
             vs = [self.v[s].detach().requires_grad_() for s in spans]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from attngraph.codegen.triton.expression import Writer, follows_score
+from attngraph.codegen.triton.expression import PRODUCT, Writer, follows_score
 from attngraph.codegen.triton.helpers import helpers
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 from attngraph.codegen.triton.weights import Multiple, weight_multiple
@@ -197,7 +197,7 @@ class _Emitter:
         if self.plan.program.sink is not None:
             # Written here, after the loops' bodies, so it may add lines before the loop.
             sink = self.writer.expression(self.plan.program.sink)
-            unit = self.as_float32(sink.code) if sink.is_integer else self.narrow(f"({sink.code})")
+            unit = self.as_float32(sink.code) if sink.is_integer else self.narrow(sink.at(PRODUCT))
             if self.plan.is_linear:
                 unit += f" * {math.log2(math.e)!r}"
             lines = [f"m = {zeros} + {unit}", f"l = tl.where(m == {_NEGATIVE_INFINITY}, 0.0, 1.0)"]

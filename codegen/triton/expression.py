@@ -22,9 +22,9 @@ from attngraph.ir import score as S
 from attngraph.ir.expr import Expr
 from attngraph.meaning import tiles
 
-_OR, _AND, _SUM, _PRODUCT, _SIGN, _ATOM = 2, 4, 6, 7, 8, 9
+_OR, _AND, _SUM, PRODUCT, _SIGN, _ATOM = 2, 4, 6, 7, 8, 9
 _COMPARE = 1
-_ARITHMETIC = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT)}
+_ARITHMETIC = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", PRODUCT)}
 _FUNCTIONS = frozenset({"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "sigmoid"})
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "trunc": "truncate", "round": "round_even"}
 _VALUES = frozenset({"dot", "s"})
@@ -159,7 +159,7 @@ class Writer:
                 return Term(f"~{self._truth(a, _SIGN)}", _SIGN, "bool")
             case "div", [a, b]:
                 left, right = self._number(a), self._number(b)
-                return Term(f"{left.at(_PRODUCT)} / {right.at(_SIGN)}", _PRODUCT, "float")
+                return Term(f"{left.at(PRODUCT)} / {right.at(_SIGN)}", PRODUCT, "float")
             case "floordiv" | "mod", [a, b]:
                 return self._divide(node, self._number(a), self._number(b))
             case "min" | "max", [a, b]:
@@ -244,7 +244,7 @@ class Writer:
             return self._call("floor_divide_real" if whole else "floor_modulo", self._real(a), self._real(b))
         positive = node.args[1].op == "size" or bounds(node.args[1])[0] >= 1
         if bounds(node.args[0])[0] >= 0 and positive:
-            return Term(f"{a.at(_PRODUCT)} {'//' if whole else '%'} {b.at(_SIGN)}", _PRODUCT, kind)
+            return Term(f"{a.at(PRODUCT)} {'//' if whole else '%'} {b.at(_SIGN)}", PRODUCT, kind)
         return self._call("floor_divide" if whole else "floor_modulo", a.code, b.code, kind=kind)
 
     def _where(self, condition: Term, a: Term, b: Term) -> Term:
@@ -258,10 +258,10 @@ class Writer:
         whole = exponent.op == "const" and exponent.value == exponent.value and exponent.value in range(2, 5)
         if whole:
             x = self._atom(base, Term(self._real(a), _ATOM if a.is_integer else a.level, "float"), "x")
-            return Term(" * ".join([x.code] * int(exponent.value)), _PRODUCT, "float")
+            return Term(" * ".join([x.code] * int(exponent.value)), PRODUCT, "float")
         if base.op == "const" and base.value == base.value and 0 < base.value < math.inf:
             rate = "" if base.value == 2 else f" * {math.log2(base.value)!r}"
-            return self._call("tl.exp2", f"{Term(self._real(b), b.level, 'float').at(_PRODUCT)}{rate}")
+            return self._call("tl.exp2", f"{Term(self._real(b), b.level, 'float').at(PRODUCT)}{rate}")
         return self._call("power", self._real(a), self._real(b))
 
     def _read(self, node: Expr) -> Term:

@@ -82,6 +82,7 @@ def bias(*shape: int) -> Tensor:
     return torch.linspace(-2, 2, torch.Size(shape).numel()).sin().view(shape)
 
 
+SEED = torch.tensor(1 << 40 | 9)
 FUTURE = torch.ones(40, 40).triu(1) > 0
 FIRST_BATCH_EMPTY = torch.arange(80).view(2, 40) >= 43
 
@@ -122,10 +123,11 @@ PROGRAMS = [
     ("s = r0[k, q]", (bias(40, 40),), ()),
     ("s = 3", (), ()),
     ("sink r0[h]", (bias(2),), ()),
+    ("s = dot / 3; sink 1 - r0[h]", (bias(2),), ()),
     ("s = 0.5 * dot; keep k < q; sink r0[h]", (bias(2),), ()),
     ("s = tanh(s); sink r0[b, q] + 1", (bias(2, 40),), ()),
     ("keep k < q; sink where(h == 0, -inf, 0.5)", (), ()),
-    ("keep k <= q; p = where(random(r0[], b, h, q, k) < 0.3, 0.0, p / 0.7)", (torch.tensor(1 << 40 | 9),), ()),
+    ("keep k <= q; p = where(random(r0[], b, h, q, k) < 0.3, 0.0, p / 0.7)", (SEED,), ()),
     ("p = p * r0[h]; p = where(k <= q, p, 0)", (bias(2),), ()),
     ("keep r0[b, k]; p = where(isnan(p), 0, p)", (FIRST_BATCH_EMPTY & (torch.arange(2) > 0)[:, None],), ()),
     ("keep k < q; p = where(not isnan(p), 2 * p - p / 4, 0.0)", (), ()),

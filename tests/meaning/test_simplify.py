@@ -212,7 +212,7 @@ def agree(
             else math.isclose(got, wanted, rel_tol=1e-7, abs_tol=1e-7)
         )
         if not exact and not math.isfinite(wanted) and not close:
-            close = abs(got) > 700 and (got > 0) == (wanted > 0)  # an overflow or underflow of exp that algebra avoids
+            close = abs(got) > 700 and (got > 0) == (wanted > 0)  # exp out of range, which algebra avoids
         place = ", ".join(f"{name}={at}" for name, at in [*point.items(), *value.items()])
         assert close, f"{got} instead of {wanted} by {found} for {written} at {place}"
 

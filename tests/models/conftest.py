@@ -44,8 +44,7 @@ def attention_by_loops(
                 if not kept:
                     continue
                 scores = [
-                    scale * math.fsum(q[b][h][i][d] * k[b][g][j][d] for d in range(width))
-                    for j in kept
+                    scale * math.fsum(q[b][h][i][d] * k[b][g][j][d] for d in range(width)) for j in kept
                 ]
                 weights = softmax_by_definition(scores)
                 for d in range(value_width):

@@ -93,9 +93,7 @@ def test_self_attention_without_positions_commutes_with_permutations(
     assert_close(module(x[:, order]), module(x)[:, order])
 
 
-def test_cross_attention_equals_the_definition(
-    attend: Oracle, heads_of: Oracle, join: Oracle
-) -> None:
+def test_cross_attention_equals_the_definition(attend: Oracle, heads_of: Oracle, join: Oracle) -> None:
     config = CrossAttentionConfig(width=6, heads=3, key_width=4, value_width=5, memory_width=8)
     module, x, memory = CrossAttention(config).double(), rand(2, 5, 6), rand(2, 7, 8)
     padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])

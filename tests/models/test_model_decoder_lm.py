@@ -63,9 +63,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets() -> None:
     assert loss.shape == ()
     surprises = [
         math.log(math.fsum(math.exp(score) for score in row)) - row[target]
-        for row, target in zip(
-            logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True
-        )
+        for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist(), strict=True)
         if target != -100
     ]
     assert len(surprises) == 15

@@ -127,9 +127,7 @@ def test_every_logit_depends_on_real_source_tokens_and_on_no_padding() -> None:
 def test_the_loss_is_a_scalar_and_gradients_are_finite() -> None:
     model, window = EncoderDecoder(SMALL), byte_batch(2, 9, seed=1)
     padding = padding_after(9, 6, tokens=9)
-    logits, loss = model(
-        byte_batch(2, 9), window[:, :-1], padding, padding[:, :-1], labels=window[:, 1:]
-    )
+    logits, loss = model(byte_batch(2, 9), window[:, :-1], padding, padding[:, :-1], labels=window[:, 1:])
     assert logits.shape == (2, 8, 256)
     assert_close(loss, -logits.log_softmax(-1).gather(2, window[:, 1:, None]).mean())
     loss.backward()

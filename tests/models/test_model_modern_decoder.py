@@ -122,10 +122,7 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
     torch.nn.init.normal_(norm.gain)
     gain = norm.gain.tolist()
     expected = [
-        [
-            g * v / (sum(u * u for u in row) / 6 + 1e-6) ** 0.5
-            for g, v in zip(gain, row, strict=True)
-        ]
+        [g * v / (sum(u * u for u in row) / 6 + 1e-6) ** 0.5 for g, v in zip(gain, row, strict=True)]
         for row in x.tolist()
     ]
     assert_close(norm(x), torch.tensor(expected, dtype=torch.float64))

@@ -143,9 +143,7 @@ def test_models_are_eager_pytorch_and_import_nothing_of_ours_but_each_other(path
     for name in imported:
         package = name.split(".")[0]
         assert (
-            name.startswith("attngraph.models.")
-            or package == "torch"
-            or package in sys.stdlib_module_names
+            name.startswith("attngraph.models.") or package == "torch" or package in sys.stdlib_module_names
         ), name
     names = {
         str(getattr(node, field))

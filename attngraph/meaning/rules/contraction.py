@@ -92,7 +92,9 @@ def subscripts(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[s
     dimensions under an ellipsis are named "0", "1", ... from the right."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
-    hidden = [rank - len(t.replace("...", "")) if "..." in t else 0 for t, rank in zip(terms, ranks, strict=True)]
+    hidden = [
+        rank - len(t.replace("...", "")) if "..." in t else 0 for t, rank in zip(terms, ranks, strict=True)
+    ]
 
     def names(term: str, count: int) -> list[str]:
         before, dots, after = term.partition("...")

@@ -115,7 +115,8 @@ def _digits(flat: Expr, shape: Indices) -> list[Expr]:
 
 @rule(
     MOVEMENT, "transpose.int", "permute.default", "t.default", "numpy_T.default", "mT.default",
-    "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int", "adjoint.default",
+    "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int",
+    "adjoint.default",
 )  # fmt: skip
 def permute(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     rank = len(at)
@@ -127,9 +128,8 @@ def permute(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     elif name == "permute":
         order = [axis(int(d), rank) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
     elif name in ("movedim", "moveaxis"):
-        source, target = (
-            [axis(d, rank) for d in (a if isinstance(a, (list, tuple)) else [a])] for a in node.args[1:3]
-        )
+        dims: list[Any] = [a if isinstance(a, (list, tuple)) else [a] for a in node.args[1:3]]
+        source, target = ([axis(d, rank) for d in group] for group in dims)
         rest = [d for d in range(rank) if d not in source]
         for place, dim in sorted(zip(target, source, strict=True)):
             rest.insert(place, dim)
@@ -138,8 +138,8 @@ def permute(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         order = order[::-1]
     else:
         order[-2:] = order[-2:][::-1]
-    place = {dim: at[i] for i, dim in enumerate(order)}
-    return context.read(node.args[0], tuple(place[d] for d in range(rank)))
+    places = {dim: at[i] for i, dim in enumerate(order)}
+    return context.read(node.args[0], tuple(places[d] for d in range(rank)))
 
 
 @rule(MOVEMENT, "expand.default", "expand_as.default", "broadcast_to.default")
@@ -225,9 +225,7 @@ def repeat_interleave(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 def flip(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     shape = context.shape(node.args[0])
     dims = {axis(d, len(at)) for d in node.args[1]}  # type: ignore[union-attr, arg-type]
-    places = tuple(
-        M.sub(M.sub(shape[d], E.ONE), place) if d in dims else place for d, place in enumerate(at)
-    )
+    places = tuple(M.sub(M.sub(shape[d], E.ONE), place) if d in dims else place for d, place in enumerate(at))
     return context.read(node.args[0], places)
 
 

@@ -94,18 +94,12 @@ _register(("clamp_min.default", "clamp_min.Tensor"), _maximum, 2)
 _register(("clamp_max.default", "clamp_max.Tensor"), _minimum, 2)
 _register(("logical_and.default",), lambda a, b: M.and_(_truth(a), _truth(b)), 2)
 _register(("logical_or.default",), lambda a, b: M.or_(_truth(a), _truth(b)), 2)
-_register(
-    ("logical_xor.default",), lambda a, b: M.where(_truth(a), M.not_(_truth(b)), _truth(b)), 2
-)
+_register(("logical_xor.default",), lambda a, b: M.where(_truth(a), M.not_(_truth(b)), _truth(b)), 2)
 _register((*_names("bitwise_and", "__and__"),), _bitwise(M.and_), 2)
 _register((*_names("bitwise_or", "__or__"),), _bitwise(M.or_), 2)
-_register(
-    (*_names("bitwise_xor", "__xor__"),), _bitwise(lambda a, b: M.where(a, M.not_(b), b)), 2
-)
+_register((*_names("bitwise_xor", "__xor__"),), _bitwise(lambda a, b: M.where(a, M.not_(b), b)), 2)
 _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
-_register(
-    ("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3
-)
+_register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
 
 
 @rule(POINTWISE, "outer.default")
@@ -182,4 +176,8 @@ def dropped(context: Meaning, node: fx.Node, value: Expr, rate: float, at: Indic
     number = E.make("random", tuple(places), node, "float")
     if rate >= 1:
         return E.const(0.0)
-    return M.where(E.make("le", (E.const(rate), number), None, "bool"), M.mul(E.const(1 / (1 - rate)), value), E.const(0.0))
+    return M.where(
+        E.make("le", (E.const(rate), number), None, "bool"),
+        M.mul(E.const(1 / (1 - rate)), value),
+        E.const(0.0),
+    )

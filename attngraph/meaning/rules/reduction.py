@@ -16,9 +16,7 @@ from attngraph.meaning.rules.movement import argument, axis
 REDUCTION = Category.REDUCTION
 
 
-def _open(
-    context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices
-) -> tuple[list[Expr], Expr]:
+def _open(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices) -> tuple[list[Expr], Expr]:
     """The summation variables of a reduction, and the operand's element under them."""
     shape = context.shape(source)
     rank = len(shape)
@@ -50,9 +48,7 @@ def total(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return value
 
 
-def _extreme(
-    context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices, binder: str
-) -> Expr:
+def _extreme(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices, binder: str) -> Expr:
     variables, value = _open(context, source, dims, keepdim, at)
     for variable in variables:
         if variable in value.free:
