@@ -19,11 +19,11 @@ from attngraph.ir.graph import Level, ProgramGraph, op_name
 from attngraph.pipeline import Outcome
 
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
-_VIEWS = tuple(
-    f"aten.{name}."
-    for name in ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
-                 "select", "split", "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten")
+_VIEW_NAMES = (
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "split",
+    "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten",
 )  # fmt: skip
+_VIEWS = tuple(f"aten.{name}." for name in _VIEW_NAMES)
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
 

@@ -15,12 +15,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import networkx as nx
 import sympy
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.ir.graph import Level, ProgramGraph, dependence
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
@@ -57,6 +58,7 @@ class _Fusion:
         self.fused = 0
         self.reasons: dict[fx.Node, str] = {}
         self.checked: dict[Any, Verdict] = {}
+        self.contents: list[Tensor] = []
 
     def run(self) -> Outcome:
         for node in list(self.graph.graph.nodes):
@@ -113,23 +115,21 @@ class _Fusion:
 
     def _used_elsewhere(self, claim: Attention) -> str | None:
         """Why the weights or the scores would still be computed after fusing, if they would."""
-        kept = [("weights", n) for n in self._exponentials(claim.node) if n is not claim.node]
+        view = dependence(self.graph.graph)
+        view.remove_node(claim.node)
+        starts = [("weights", n) for n in self._exponentials(claim.node) if n is not claim.node]
         if claim.scores is not None:
-            kept.append(("scores", claim.scores))
-        for what, start in kept:
-            seen, stack = {start}, [start]
-            while stack:
-                node = stack.pop()
-                for user in node.users:
-                    if user.op == "output" or user in claim.reads:
-                        place = "the model's results" if user.op == "output" else "its own mask or bias"
-                        return (
-                            f"its {what} are also used in {place} ({source_of(node)}); fusing would compute "
-                            "them twice"
-                        )
-                    if user is not claim.node and user not in seen:
-                        seen.add(user)
-                        stack.append(user)
+            starts.append(("scores", claim.scores))
+        for what, start in starts:
+            for node in nx.descendants(view, start):
+                if node.op == "output":
+                    results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
+                    place = f"the model's results ({', '.join(map(source_of, results))})"
+                elif node in claim.reads:
+                    place = f"its own mask or bias ({source_of(node)})"
+                else:
+                    continue
+                return f"its {what} are also used in {place}, so fusing would not remove them"
         return None
 
     def _check(self, claim: Attention, new: fx.Node, leaves: list[fx.Node]) -> Verdict:
@@ -151,11 +151,19 @@ class _Fusion:
             about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
             if node in leaves or node.op == "placeholder":
                 known = self.values.get(node)
-                lines.append((about, None if known is None else _content(known)))
+                lines.append((about, None if known is None else self._content(known)))
             else:
                 shown = fx.map_arg((node.args, node.kwargs), lambda n: _Number(number.get(n, -1)))
                 lines.append((str(node.target), repr(shown), about))
         return tuple(lines)
+
+    def _content(self, tensor: Tensor) -> int:
+        """A number that is equal for tensors of equal contents."""
+        for place, other in enumerate(self.contents):
+            if other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor):
+                return place
+        self.contents.append(tensor)
+        return len(self.contents) - 1
 
     def _entry(self, claim: Attention, verdict: Verdict) -> AttentionEntry:
         source = source_of(claim.node)
@@ -193,13 +201,6 @@ class _Fusion:
 
 class _Number(int):
     """A node's place in a region; prints as itself."""
-
-
-def _content(tensor: Tensor) -> Any:
-    """Something that is equal for equal contents."""
-    if tensor.numel() <= 1 << 22:
-        return hash(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return tensor.data_ptr()
 
 
 def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+import networkx as nx
 import sympy
 import torch
 from torch import Tensor, fx
@@ -128,6 +129,15 @@ def is_size(node: fx.Node) -> bool:
 
 def _is_kept(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or str(node.target) == "aten._assert_scalar.default"
+
+
+def dependence(graph: fx.Graph) -> nx.DiGraph:
+    """A read-only view of the graph for questions about it as a graph: an edge from each value to each
+    node that uses it."""
+    view = nx.DiGraph()
+    view.add_nodes_from(graph.nodes)
+    view.add_edges_from((node, user) for node in graph.nodes for user in node.users)
+    return view
 
 
 def op_name(node: fx.Node) -> str:

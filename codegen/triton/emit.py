@@ -92,14 +92,14 @@ class _Emitter:
     def header(self) -> str:
         plan = self.plan
         program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
-        heads = "as many" if plan.group == 1 else f"one for {plan.group} of query"
+        heads = "Hq" if plan.group == 1 else f"Hq // {plan.group}"
         linear = [f"RATE = tl.constexpr({plan.rate!r})  # scale times log2(e)"] if plan.is_linear else []
         return "\n".join([
             f"# {self.name}, forward, written by attngraph. For each batch b, head h, query q and key k:",
             *program,
             f"# query [B, Hq, Sq, {plan.D}], key [B, Hkv, Skv, {plan.D}], value [B, Hkv, Skv, {plan.Dv}], "
             f"{DTYPES[plan.dtype]};",
-            f"# heads of key and value {heads}; out [B, Sq, Hq, {plan.Dv}] in memory, lse [B, Hq, Sq].",
+            f"# Hkv = {heads}; out [B, Sq, Hq, {plan.Dv}] in memory, lse [B, Hq, Sq].",
             "",
             "import triton",
             "import triton.language as tl",

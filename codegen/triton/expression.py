@@ -22,8 +22,8 @@ from attngraph.ir import score as S
 from attngraph.ir.expr import Expr
 from attngraph.meaning import tiles
 
-_OR, _AND, _SUM, PRODUCT, _SIGN, _ATOM = 2, 4, 6, 7, 8, 9
-_COMPARE = 1
+_COMPARE, _OR, _AND, _SUM, PRODUCT, _SIGN, _ATOM = 1, 2, 4, 6, 7, 8, 9
+"""How tightly Python's operations bind."""
 _ARITHMETIC = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", PRODUCT)}
 _FUNCTIONS = frozenset({"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "sigmoid"})
 _ROUNDING = {"floor": "tl.floor", "ceil": "tl.ceil", "trunc": "truncate", "round": "round_even"}
