@@ -29,11 +29,17 @@ from torch.utils import _pytree as pytree
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph
 from attngraph.ir.source import short_path
-from attngraph.runtime.state import model_state
+from attngraph.runtime.guards import aliases
+from attngraph.runtime.state import fingerprint, has_hooks
 from attngraph.structure import TreeSpec, flatten, unflatten
 
 log = logging.getLogger(__name__)
-_CHATTY = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes", "torch.export._trace")
+_CHATTY = (
+    "torch._export.non_strict_utils",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export._trace",
+    "torch._subclasses.fake_tensor",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +89,14 @@ class _Flat(nn.Module):
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         target = self.model if hasattr(self, "model") else self.function
-        before = [model_state(m) for m in self.children()]
-        result = target(*args, **kwargs)
-        if before != [model_state(m) for m in self.children()]:
-            self.recorded.changed = "forward() changes attributes of the model"
+        printed = io.StringIO()
+        before = fingerprint([target])
+        with contextlib.redirect_stdout(printed):
+            result = target(*args, **kwargs)
+        if before != fingerprint([target]):
+            self.recorded.changed = "forward() changes attributes of the model, or values around it"
+        if printed.getvalue():
+            self.recorded.changed = "forward() prints"
         after, _ = flatten((args, kwargs))
         if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
             self.recorded.changed = "forward() changes the containers among its arguments"
@@ -130,6 +140,7 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     leaves, spec = flatten((args, kwargs))
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    _refuse_what_a_graph_would_lose(target)
     flat = _Flat(target, leaves, spec)
     flat.train(getattr(target, "training", True))
     restore = [(m, m.training) for m in target.modules()] if isinstance(target, nn.Module) else []
@@ -149,17 +160,30 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             module.training = training
     assert structure is not None
     if flat.recorded.changed:
-        raise CaptureError(
-            f"a graph of the model would lose a side effect: {flat.recorded.changed}, which a graph would "
-            "do once, not at every call.\nWhat to do: return what changes, or compile without strict=True.",
-            flat.recorded.changed,
-        )
+        raise _side_effect(flat.recorded.changed)
     graph = _program_graph(program, flat)
+    if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
+        raise _side_effect("forward() writes to an argument that shares its memory with another")
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = tuple(tuple(_size(s) for s in n.meta["val"].shape) for n in arguments)
     graph.conditions = tuple(_conditions(program, arguments))
     graph.hints = _hints(arguments)
     return Captured(graph, _simplified(structure, arguments), sizes)
+
+
+def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
+    """Raise where torch.export would drop something without a word."""
+    modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
+    if any(has_hooks(module) for module in modules):
+        raise _side_effect("modules have hooks")
+
+
+def _side_effect(what: str) -> CaptureError:
+    return CaptureError(
+        f"a graph of the model would lose a side effect: {what}.\n"
+        "What to do: return what changes, or compile without strict=True.",
+        what,
+    )
 
 
 def _hints(arguments: Sequence[fx.Node]) -> dict[str, int]:
@@ -193,7 +217,7 @@ def _quiet() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--backend", default="auto", help="auto, cpu, triton or reference")
         command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
         command.add_argument(
-            "--no-torch-compile", action="store_true", help="do not measure torch.compile beside it"
+            "--no-torch-compile",
+            action="store_true",
+            help="do not measure torch.compile, nor inductor=True, beside it",
         )
         command.add_argument("--rounds", type=int, default=5, help="rounds of timing (default 5)")
     return parser
@@ -156,10 +158,14 @@ def _candidates(
         "eager": lambda: model(*inputs),
         "attngraph": lambda: compiled(*inputs),
     }
-    if not options.no_torch_compile:
-        tell("torch.compile")
-        reference = torch.compile(model)
-        candidates["torch.compile"] = lambda: reference(*inputs)
+    if options.no_torch_compile:
+        return candidates
+    tell("torch.compile")
+    reference = torch.compile(model)
+    candidates["torch.compile"] = lambda: reference(*inputs)
+    if not options.inductor:
+        both = CompiledModule(model, make_options(options.backend, inductor=True))
+        candidates["with inductor"] = lambda: both(*inputs)
     return candidates
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +28,9 @@ from attngraph import report as reporting
 from attngraph.errors import CaptureError, NotFusedError
 from attngraph.passes import DEFAULT_PIPELINE
 from attngraph.passes.select_kernels import SelectKernels
+from attngraph.pieces import Piece, Pieces
 from attngraph.pipeline import Pass
-from attngraph.report import Break, CompileReport
+from attngraph.report import CompileReport
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.guards import call_key
 from attngraph.structure import flatten
@@ -126,12 +129,8 @@ class CompiledModule(nn.Module):
 
     def _reset(self) -> None:
         self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
-        self._pieces: dict[Any, _Pieces] = {}
+        self._pieces: dict[Any, Pieces] = {}
         self._lock = threading.RLock()
-        owner = self._target
-        self._modules_of_target = (
-            [owner] if isinstance(owner, nn.Module) else capturing.closed_over_modules(owner)
-        )
 
     @property
     def report(self) -> CompileReport:
@@ -144,15 +143,19 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
-        key = call_key(leaves, spec, self._target, self._modules_of_target)
+        key = call_key(leaves, spec, self._target)
         if key in self._pieces:
-            return self._pieces[key].run(*args, **kwargs)
+            return self._pieces[key](*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found = self._find(key, tensors)
         if found is None:
             found = self._trace(key, tensors, args, kwargs)
             if found is None:
-                return self._pieces[key].run(*args, **kwargs)
+                try:
+                    return self._pieces[key](*args, **kwargs)
+                except Exception:
+                    del self._pieces[key]  # a call that fails says nothing about the next one
+                    raise
         return found(tensors)
 
     def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
@@ -179,7 +182,8 @@ class CompiledModule(nn.Module):
                 if self._options.strict or not self._allow_pieces:
                     raise
                 log.warning("%s", problem)
-                self._pieces[key] = _Pieces(self._target, self._options, problem)
+                part = functools.partial(CompiledModule, options=self._options, pieces=False)
+                self._pieces[key] = Pieces(self._target, part, problem)
                 return None
             kept = self._graphs.setdefault(key, [])
             kept.append(found)
@@ -215,7 +219,7 @@ class CompiledModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model and the options; graphs are traced anew."""
         state = dict(self.__dict__)
-        for name in ("_graphs", "_pieces", "_lock", "_modules_of_target"):
+        for name in ("_graphs", "_pieces", "_lock"):
             state.pop(name, None)
         return state
 
@@ -240,87 +244,6 @@ def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             state[f"{prefix}_orig_mod.{name}"] = state.pop(key)
 
 
-class _Pieces:
-    """A model that torch.compile captures in pieces, with us as its backend for each."""
-
-    def __init__(self, target: Callable[..., Any], options: Options, problem: CaptureError) -> None:
-        self.problem, self.parts = problem, []  # type: tuple[CaptureError, list[CompiledModule]]
-
-        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            part = piece(module, options)
-            self.parts.append(part.compiled)
-            return part
-
-        self.run = torch.compile(target, backend=backend)
-
-    def report(self) -> CompileReport:
-        stop = Break(self.problem.reason, self.problem.source)
-        found = reporting.merge([part.report for part in self.parts])
-        return dataclasses.replace(found, breaks=(stop, *found.breaks), graphs=max(found.graphs, 1))
-
-
-class piece:
-    """One graph of torch.compile's as a callable of ours. It takes what torch.compile passes (sizes
-    among the tensors) and works sizes out from the tensors instead, so that they stay dynamic."""
-
-    def __init__(self, module: fx.GraphModule, options: Options) -> None:
-        # torch.compile goes on reading its own graph, so ours is a copy.
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
-        self.module = fx.GraphModule(module, graph)
-        self.kept = _sizes_from_tensors(self.module)
-        self.compiled = CompiledModule(_Interpreted(self.module), options, pieces=False)
-        self.__name__ = "attngraph_piece"
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any) -> Any:
-        kept = [a for a, keep in zip(args, self.kept, strict=True) if keep]
-        try:
-            return self.compiled(*kept)
-        except CaptureError as problem:
-            log.warning("a piece runs as it is: %s", problem)
-            return self.module(*kept)
-
-
-class _Interpreted(nn.Module):
-    """A graph run node by node, so that a trace of it keeps the lines of the user's code."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__()
-        self.module = module
-        self.training = module.training
-
-    def forward(self, *args: Any) -> Any:
-        with fx.traceback.preserve_node_meta():
-            return fx.Interpreter(self.module).run(*args)
-
-
-def _sizes_from_tensors(module: fx.GraphModule) -> list[bool]:
-    """Replace size inputs by queries of the tensor inputs that have them; which inputs remain."""
-    graph = module.graph
-    inputs = graph.find_nodes(op="placeholder")
-    kept: list[bool] = []
-    found: dict[str, tuple[fx.Node, int]] = {}
-    for node in inputs:
-        value = node.meta.get("example_value", node.meta.get("val"))
-        for axis, extent in enumerate(getattr(value, "shape", ())):
-            if isinstance(extent, torch.SymInt) and extent.node.expr.is_Symbol:
-                found.setdefault(str(extent.node.expr), (node, axis))
-    last = inputs[-1] if inputs else None
-    for node in inputs:
-        value = node.meta.get("example_value", node.meta.get("val"))
-        source = found.get(str(value.node.expr)) if isinstance(value, torch.SymInt) else None
-        kept.append(source is None)
-        if source is not None and last is not None:
-            with graph.inserting_after(last):
-                size = graph.call_method("size", source)
-            node.replace_all_uses_with(size)
-            graph.erase_node(node)
-            last = size if node is last else last
-    module.recompile()
-    return kept
-
-
 def dynamo_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Callable[..., Any]:
@@ -329,7 +252,8 @@ def dynamo_backend(
     Args:
         options: the keyword arguments of `attngraph.compile`, except `strict`.
     """
-    return piece(module, Options(**{**(options or {}), **kwargs}))
+    chosen = Options(**{**(options or {}), **kwargs})
+    return Piece(module, functools.partial(CompiledModule, options=chosen, pieces=False))
 
 
 def compile(
@@ -364,8 +288,6 @@ def make_options(
     backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
     passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
 ) -> Options:  # fmt: skip
-    import os
-
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
     chosen = None if passes is None else tuple(passes)
     return Options(backend, inductor, strict, Path(folder) if folder else None, chosen, progress)
@@ -392,4 +314,4 @@ def _saved_generator() -> Iterator[None]:
         yield
 
 
-assert codegen
+assert codegen  # imported for what it registers

@@ -16,6 +16,7 @@ import networkx as nx
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from attngraph.errors import VerificationError
 
@@ -188,7 +189,9 @@ def infer(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any 
     mode = getattr(tensors[0], "fake_mode", None) if tensors else mode
     if mode is None:
         return target(*values[0], **values[1])
-    with mode, torch.no_grad():
+    # Composite ops fix symbolic sizes to numbers unless Python's own dispatcher takes them apart, and
+    # whatever is inferred after the trace must not add to what the trace took for granted.
+    with mode, enable_python_dispatcher(), mode.shape_env.suppress_guards(), torch.no_grad():
         return target(*values[0], **values[1])
 
 

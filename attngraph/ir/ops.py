@@ -8,7 +8,7 @@ strides; `Hq % Hkv == 0`. `program` is a score program as text (`ir/score.py`); 
 (`ir/kernels.py`); empty means the first that will. `out` is `[B, Hq, Sq, Dv]` in v's dtype, with the
 heads of a token side by side in memory; `lse`,
 `[B, Hq, Sq]`, is the logarithm of each row's normaliser, which the backward pass needs and by which
-partial attentions can be merged.
+partial attentions can be merged (in a row that keeps no key it is minus infinity or NaN).
 
 Registered with torch.library: schema, fake implementation, kernels, autograd.
 """

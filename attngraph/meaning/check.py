@@ -68,8 +68,8 @@ def same_value(
         run = _Run(values, assignment, torch.Generator().manual_seed(trial), trial)
         try:
             pairs = _both_ways(old, new, leaves, order, run, gradients)
-        except IndexError as cause:
-            # A table is read beyond its end: these sizes do not go together in this model.
+        except (IndexError, RuntimeError) as cause:
+            # A table is read beyond its end, say: these sizes do not go together in this model.
             problem = f"cannot be run at small sizes: {cause}"
             continue
         tried.append(assignment)

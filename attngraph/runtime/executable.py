@@ -31,7 +31,7 @@ class Executable:
     ) -> None:
         self.captured, self.report, self._run = captured, report, run
         self.graph = captured.graph
-        self.sizes = ShapeGuard(captured)
+        self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         self._fetch = [_fetcher(given, owner, self.graph.constants) for given in self.graph.inputs]
         known = dict(zip((p.name for p in self.graph.placeholders()), self._fetch, strict=True))
         self._assumed = [(known[n], ValueGuard.of(n, known[n]([]))) for n in sorted(self.graph.assumed)]

@@ -8,32 +8,54 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attngraph.capture import Captured
 from attngraph.ir.graph import holds
-from attngraph.runtime.state import model_state
+from attngraph.runtime.state import fingerprint
 
 
-def call_key(
-    leaves: Sequence[Any], spec: Any, target: Callable[..., Any], modules: Sequence[nn.Module]
-) -> Any:
+def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> Any:
     """Everything about a call, except for tensor sizes and values, that a trace depends on: structure,
-    dtypes, devices, numbers, the state of PyTorch and of the model."""
+    dtypes, devices, numbers, which tensors are the same or share memory, the state of PyTorch and of the
+    model."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
         spec,
         tuple(_leaf_key(leaf) for leaf in leaves),
+        repeats(tensors),
+        aliases(tensors),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        tuple(model_state(module) for module in modules),
+        fingerprint([target]),
     )
+
+
+def aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the number of the first one that it shares its memory with."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(_storage(t), place) for place, t in enumerate(tensors))
+
+
+def repeats(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the number of the first one that is the same object."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), place) for place, t in enumerate(tensors))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad)
+    if isinstance(leaf, (float, complex)):
+        return repr(leaf)  # -0.0 and NaN are values of their own
     try:
         hash(leaf)
     except TypeError:
@@ -42,10 +64,15 @@ def _leaf_key(leaf: Any) -> Any:
 
 
 class ShapeGuard:
-    """Whether a graph accepts a call's sizes, and which numbers its symbols then stand for."""
+    """Whether a graph accepts a call's sizes, and which numbers its symbols then stand for.
 
-    def __init__(self, captured: Captured) -> None:
-        self.shapes, self.conditions = captured.shapes, captured.graph.conditions
+    Args:
+        shapes: the shape of each tensor argument, numbers and sympy expressions.
+        conditions: sympy relations between the symbols that must hold.
+    """
+
+    def __init__(self, shapes: tuple[tuple[Any, ...], ...], conditions: tuple[Any, ...]) -> None:
+        self.shapes, self.conditions = shapes, conditions
         self._known: dict[tuple[torch.Size, ...], dict[str, int] | None] = {}
 
     def bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:

@@ -1,7 +1,12 @@
 """Spellings of attention, each a function of tensors with the inputs to call it with.
 
-`MUST_FUSE` are attention whichever way they are put; `MUST_NOT` are near misses: things that look like
-attention, one change away from it, and have another meaning. Both are run against eager in float64.
+`MUST_FUSE` are attention whichever way they are put, and fuse to `COUNT` attentions (one, unless it says
+otherwise). `NOT_YET` are attention too, but are left alone so far. `MUST_NOT` are near misses: things that
+look like attention, one change away from it, and have another meaning. `MUTANTS` are a spelling with one
+thing changed, which may fuse only with the meaning that it then has. All are run against eager in float64.
+
+Inputs are made from the sizes below, which the tests change to see whether a graph serves other sizes; a
+spelling that writes `B`, `T` or `S` in its body is of one size.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ INF = float("inf")
 Spelling = tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]
 MUST_FUSE: dict[str, Spelling] = {}
 MUST_NOT: dict[str, Spelling] = {}
+NOT_YET: dict[str, Spelling] = {}
+MUTANTS: dict[str, Spelling] = {}
+COUNT: dict[str, int] = {}
 
 
 def normal(*shape: int) -> Tensor:
@@ -38,7 +46,8 @@ def grouped() -> tuple[Tensor, ...]:
 
 
 def with_padding() -> tuple[Tensor, ...]:
-    return (*qkv(), torch.tensor([[True] * T, [True] * (T - 2) + [False] * 2]))
+    lengths = T - 2 * (torch.arange(B) % 2)
+    return (*qkv(), torch.arange(T) < lengths[:, None])
 
 
 def spelling(
@@ -53,6 +62,14 @@ def spelling(
 
 def near_miss(inputs: Callable[[], tuple[Tensor, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return spelling(inputs, MUST_NOT)
+
+
+def not_yet(inputs: Callable[[], tuple[Tensor, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return spelling(inputs, NOT_YET)
+
+
+def mutant(inputs: Callable[[], tuple[Tensor, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return spelling(inputs, MUTANTS)
 
 
 def causal(t: int) -> Tensor:
@@ -326,7 +343,7 @@ def any_boolean_mask(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-@spelling(lambda: (*qkv(), torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0] * 7])))
+@spelling(lambda: (*qkv(), torch.arange(T).expand(B, T) // 3))
 def documents(q, k, v, document):
     same = document[:, None, :] == document[:, :, None]
     return (q @ k.mT).masked_fill(~same[:, None], -INF).softmax(-1) @ v
@@ -435,6 +452,326 @@ def packed_per_head(x):
     return (q @ k.mT).softmax(-1) @ v
 
 
+@spelling(qkv)
+def scale_divides_in_place(q, k, v):
+    return torch.matmul(q, k.transpose(2, 3)).div_(D**0.5).softmax(-1).matmul(v)
+
+
+@spelling(lambda: (*cross(), torch.rand((), dtype=torch.float64)))
+def scale_learned(q, k, v, temperature):
+    return ((q @ k.mT) * temperature.exp().clamp(max=100)).softmax(-1) @ v
+
+
+@spelling(cross)
+def softmin_of_the_negative(q, k, v):
+    return F.softmin(-(q @ k.mT), dim=-1) @ v
+
+
+@spelling(cross)
+def powers_of_two(q, k, v):
+    e = torch.exp2(q @ k.mT / math.log(2))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@spelling(lambda: (normal(B, T, H, D), normal(B, S, H, D), normal(B, S, H, D)))
+def einsum_heads_before_keys(q, k, v):
+    return torch.einsum("bths,bshd->bthd", torch.einsum("bthd,bshd->bths", q, k).softmax(3), v)
+
+
+@spelling(lambda: (*cross(), normal(H, D + 2, 16)))
+def einsum_with_output_projection(q, k, v, w):
+    weights = torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1)
+    return torch.einsum("bhqd,hdo->bqo", torch.einsum("bhqk,bhkd->bhqd", weights, v), w)
+
+
+@spelling(cross)
+def vmap_over_batch_and_heads(q, k, v):
+    def one(q, k, v):
+        return torch.softmax(q @ k.T, -1) @ v
+
+    return torch.vmap(torch.vmap(one))(q, k, v)
+
+
+@spelling(lambda: (*cross(), normal(B, H, 3, D), normal(B, H, 3, D + 2)))
+def memory_before_the_keys(q, k, v, memory_k, memory_v):
+    k, v = torch.cat([memory_k, k], 2), torch.cat([memory_v, v], 2)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@spelling(cross)
+def max_of_all_scores_subtracted(q, k, v):
+    s = q @ k.mT
+    e = (s - s.max()).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@spelling(lambda: (normal(B, 5, T, D), normal(B, 5, T, D), normal(B, 5, T, D)))
+def axial_rows(q, k, v):
+    return torch.einsum("brcx,brxd->brcd", torch.einsum("brcd,brxd->brcx", q, k).softmax(-1), v)
+
+
+@spelling(qkv)
+def value_gated_after(q, k, v):
+    return ((q @ k.mT).softmax(-1) @ v) * torch.sigmoid(q)
+
+
+# --- more masks ------------------------------------------------------------------------------
+
+
+@spelling(qkv)
+def causal_generated_by_torch(q, k, v):
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(q.shape[2], dtype=q.dtype)
+    return (q @ k.mT + mask).softmax(-1) @ v
+
+
+@spelling(qkv)
+def causal_logarithm_of_the_mask(q, k, v):
+    return (q @ k.mT + causal(q.shape[2]).to(q.dtype).log()).softmax(-1) @ v
+
+
+@spelling(qkv)
+def causal_times_a_billion(q, k, v):
+    return (q @ k.mT - 1e9 * (~causal(q.shape[2])).to(q.dtype)).softmax(-1) @ v
+
+
+@spelling(qkv)
+def causal_flipped_twice(q, k, v):
+    ones = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
+    return (q @ k.mT).masked_fill(~ones.triu().T, -INF).softmax(-1) @ v
+
+
+@spelling(cross)
+def causal_bottom_right(q, k, v):
+    t, s = q.shape[2], k.shape[2]
+    keep = torch.ones(t, s, dtype=torch.bool).tril(s - t)
+    return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def blocks(q, k, v):
+    i = torch.arange(q.shape[2]) // 4
+    return (q @ k.mT).masked_fill(i[:, None] != i[None], -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def dilated(q, k, v):
+    i = torch.arange(q.shape[2])
+    behind = i[:, None] - i[None]
+    return (q @ k.mT).masked_fill(~((behind >= 0) & (behind % 2 == 0)), -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def window_with_global_tokens(q, k, v):
+    i = torch.arange(q.shape[2])
+    keep = ((i[:, None] - i[None]).abs() <= 1) | (i[:, None] < 2) | (i[None] < 2)
+    return torch.where(keep, q @ k.mT, -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def prefix_of_fixed_length(q, k, v):
+    i = torch.arange(q.shape[2])
+    keep = (i[None] <= i[:, None]) | (i[None] < 3)
+    return (q @ k.mT).masked_fill(keep.logical_not(), -INF).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), torch.arange(B) + 1))
+def prefix_per_sequence(q, k, v, length):
+    i = torch.arange(q.shape[2])
+    keep = (i[None, :] <= i[:, None])[None] | (i[None, None, :] < length[:, None, None])
+    return (q @ k.mT).masked_fill(~keep[:, None], -INF).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), T - torch.arange(B)))
+def lengths(q, k, v, length):
+    keep = torch.arange(k.shape[2])[None] < length[:, None]
+    return (q @ k.mT).masked_fill(~keep[:, None, None], -INF).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), torch.arange(T).expand(B, T) % 3))
+def documents_by_separators(q, k, v, tokens):
+    document = (tokens == 2).cumsum(-1)
+    same = document[:, None, :] == document[:, :, None]
+    s = (q @ k.mT).masked_fill(~same[:, None], -INF)
+    return s.masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), torch.ones(B, T, dtype=torch.int64)))
+def padding_of_ones_and_zeros(q, k, v, mask):
+    return (q @ k.mT).masked_fill(mask[:, None, None] == 0, -1e9).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), torch.rand(B, T) > 0.2))
+def padding_on_both_sides(q, k, v, keep):
+    pairs = keep[:, None, :, None] & keep[:, None, None, :]
+    return (q @ k.mT).masked_fill(~pairs, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), torch.zeros(T, T, dtype=torch.float64).masked_fill(torch.ones(T, T).triu(1) > 0, -INF)))
+def any_additive_mask(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@spelling(qkv)
+def first_token_hidden_from_itself(q, k, v):
+    return (q @ k.mT).masked_fill(~torch.ones(q.shape[2], q.shape[2]).tril(-1).bool(), -INF).softmax(-1) @ v
+
+
+# --- more biases -----------------------------------------------------------------------------
+
+
+@spelling(lambda: (*qkv(), normal(H)))
+def alibi_by_key(q, k, v, slopes):
+    bias = slopes.view(1, H, 1, 1) * torch.arange(k.shape[2]).view(1, 1, 1, -1)
+    return (q @ k.mT + bias).masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def alibi_with_computed_slopes(q, k, v):
+    slopes = 2.0 ** (-8.0 * torch.arange(1, H + 1, dtype=q.dtype) / H)
+    i = torch.arange(q.shape[2])
+    return (q @ k.mT - slopes[:, None, None] * (i[:, None] - i[None]).abs()).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(8, H)))
+def t5_buckets(q, k, v, table):
+    i = torch.arange(q.shape[2])
+    behind = -torch.clamp(i[None] - i[:, None], max=0)
+    far = 4 + (torch.log(behind.float() / 4) / math.log(16 / 4) * 4).to(torch.int64)
+    bucket = torch.where(behind < 4, behind, far.clamp(max=7))
+    return (q @ k.mT + F.embedding(bucket, table).permute(2, 0, 1)[None]).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(9, H), torch.randint(0, 9, (T, T))))
+def swin_index_table(q, k, v, table, index):
+    bias = table[index.view(-1)].view(q.shape[2], q.shape[2], -1).permute(2, 0, 1).contiguous()
+    return (q @ k.mT + bias.unsqueeze(0)).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(9, D)))
+def relative_keys(q, k, v, table):
+    i = torch.arange(q.shape[2])
+    relative = table[(i[None] - i[:, None]).clamp(-4, 4) + 4]
+    return (q @ k.mT + torch.einsum("bhqd,qkd->bhqk", q, relative)).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(9, D), normal(9, D)))
+def disentangled(q, k, v, key_table, query_table):
+    i = torch.arange(q.shape[2])
+    place = (i[:, None] - i[None]).clamp(-4, 4) + 4
+    to_place = torch.gather(q @ key_table.mT, -1, place.expand(*q.shape[:2], -1, -1))
+    from_place = torch.gather(k @ query_table.mT, -1, place.expand(*q.shape[:2], -1, -1)).mT
+    return ((q @ k.mT + to_place + from_place) / math.sqrt(3 * D)).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(H, T, D), normal(H, 1, D), normal(H, 1, D)))
+def transformer_xl(q, k, v, positions, u, w):
+    t = q.shape[2]
+    shifted = F.pad((q + w) @ positions.mT, (1, 0))
+    shifted = shifted.view(*q.shape[:2], t + 1, t)[:, :, 1:].view(*q.shape[:2], t, t)
+    s = ((q + u) @ k.mT + shifted) / math.sqrt(D)
+    return s.masked_fill(~causal(t), -INF).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(1, H, 16, 16)))
+def bias_cut_from_a_larger_one(q, k, v, bias):
+    t = q.shape[2]
+    return (q @ k.mT + bias[:, :, :t, :t]).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(H)))
+def sink_as_an_extra_column(q, k, v, sink):
+    s = q @ k.mT
+    column = sink.view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)
+    return torch.cat([s, column], -1).softmax(-1)[..., :-1] @ v
+
+
+@spelling(qkv)
+def zero_key_as_an_extra_column(q, k, v):
+    s = F.pad(q @ k.mT, (1, 0))
+    return s.softmax(-1)[..., 1:] @ v
+
+
+@spelling(lambda: (*qkv(), normal(H, 1, 1)))
+def learned_softmax_plus(q, k, v, extra):
+    e = (q @ k.mT).exp()
+    return e @ v / (extra.exp() + e.sum(-1, keepdim=True))
+
+
+@spelling(lambda: (*qkv(), normal(D), normal(D)))
+def normalised_queries_and_keys(q, k, v, a, b):
+    return (F.layer_norm(q, (D,), a) @ F.layer_norm(k, (D,), b).mT).softmax(-1) @ v
+
+
+@spelling(qkv)
+def rotary(q, k, v):
+    i = torch.arange(q.shape[2], dtype=q.dtype)
+    angle = i[:, None] * 10000 ** (-torch.arange(0, D, 2, dtype=q.dtype) / D)
+
+    def turn(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+    return (turn(q) @ turn(k).mT).masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v
+
+
+# --- more heads ------------------------------------------------------------------------------
+
+
+@spelling(grouped)
+def grouped_stacked(q, k, v):
+    k, v = (torch.stack([x, x], 2).flatten(1, 2) for x in (k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@spelling(grouped)
+def grouped_einsum(q, k, v):
+    q = q.unflatten(1, (2, 2))
+    weights = torch.einsum("bgrqd,bgkd->bgrqk", q, k).softmax(-1)
+    return torch.einsum("bgrqk,bgkd->bgrqd", weights, v).flatten(1, 2)
+
+
+@spelling(grouped)
+def grouped_by_torch(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+@spelling(lambda: (normal(B, H, T, D), normal(B, T, D), normal(B, T, D)))
+def one_key_head_broadcast(q, k, v):
+    return (q @ k[:, None].mT).softmax(-1) @ v[:, None]
+
+
+@spelling(lambda: (normal(B, T, H * D), normal(B, T, H * D), normal(B, T, H * D)))
+def loop_over_heads(q, k, v):
+    heads = []
+    for h in range(H):
+        one = slice(h * D, (h + 1) * D)
+        heads.append((q[..., one] @ k[..., one].mT).softmax(-1) @ v[..., one])
+    return torch.cat(heads, -1)
+
+
+COUNT["loop_over_heads"] = H
+
+
+@spelling(lambda: (normal(B, T, H * D), normal(B, T, H * D), normal(B, T, H * D)))
+def heads_stacked_into_the_batch(q, k, v):
+    b = q.shape[0]
+    q, k, v = (torch.cat(x.split(D, -1), 0) for x in (q, k, v))
+    return torch.cat(((q @ k.mT).softmax(-1) @ v).split(b, 0), -1)
+
+
+@spelling(lambda: (normal(B, H, 8, D), normal(B, H, 8, D), normal(B, H, 8, D)))
+def local_blocks_by_view(q, k, v):
+    q, k, v = (x.unflatten(2, (-1, 4)) for x in (q, k, v))
+    return ((q @ k.mT).softmax(-1) @ v).flatten(2, 3)
+
+
+@spelling(lambda: (normal(B, H, 3, 4, D), normal(B, H, 3, 5, D), normal(B, H, 3, 5, D)))
+def pixels_in_two_dimensions(q, k, v):
+    s = torch.einsum("bhxyd,bhuvd->bhxyuv", q, k)
+    weights = s.flatten(-2).softmax(-1).view_as(s)
+    return torch.einsum("bhxyuv,bhuvd->bhxyd", weights, v)
+
+
 # --- near misses -----------------------------------------------------------------------------
 
 
@@ -496,3 +833,306 @@ def normalised_by_another_sum(q, k, v):
 @near_miss(qkv)
 def linear_attention(q, k, v):
     return (q @ k.mT) @ v
+
+
+@near_miss(qkv)
+def linear_attention_normalised(q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT)
+
+
+@near_miss(qkv)
+def mean_of_the_values(q, k, v):
+    return torch.zeros(*q.shape[:3], k.shape[2], dtype=q.dtype).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def softmax_over_features(q, k, v):
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+@near_miss(qkv)
+def scores_returned(q, k, v):
+    s = q @ k.mT
+    return s.softmax(-1) @ v, s
+
+
+@near_miss(qkv)
+def scores_changed_after_use(q, k, v):
+    s = q @ k.mT
+    out = s.softmax(-1) @ v
+    s.add_(1)
+    return out, s
+
+
+@near_miss(qkv)
+def gumbel_like_straight_through(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    hard = F.one_hot(p.argmax(-1), p.shape[-1]).to(p.dtype)
+    return (hard - p.detach() + p) @ v
+
+
+@near_miss(lambda: (*qkv(), normal(H, H)))
+def talking_heads_before_softmax(q, k, v, mix):
+    return torch.einsum("bhqk,hg->bgqk", q @ k.mT, mix).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def squared_weights(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    p = p * p
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@near_miss(qkv)
+def additive_scores(q, k, v):
+    return torch.tanh(q.unsqueeze(3) + k.unsqueeze(2)).sum(-1).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def distance_scores(q, k, v):
+    return (-torch.cdist(q, k)).softmax(-1) @ v
+
+
+# --- mutants: one thing changed ------------------------------------------------------------------
+
+
+@mutant(qkv)
+def small_fill_leaks(q, k, v):
+    return torch.where(causal(q.shape[2]), q @ k.mT, -5.0).softmax(-1) @ v
+
+
+@mutant(qkv)
+def scaled_after_a_finite_fill(q, k, v):
+    return ((q @ k.mT).masked_fill(~causal(q.shape[2]), -1e4) * 1e-4).softmax(-1) @ v
+
+
+@mutant(qkv)
+def zeros_instead_of_minus_infinity(q, k, v):
+    return (q @ k.mT * causal(q.shape[2])).softmax(-1) @ v
+
+
+@mutant(lambda: (*qkv(), torch.zeros(B, T, dtype=torch.bool)))
+def no_key_is_kept_finite(q, k, v, keep):
+    return (q @ k.mT).masked_fill(~keep[:, None, None], -1e9).softmax(-1) @ v
+
+
+@mutant(lambda: (*qkv(), torch.zeros(B, T, dtype=torch.bool)))
+def no_key_is_kept(q, k, v, keep):
+    return (q @ k.mT).masked_fill(~keep[:, None, None], -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def sees_only_the_future(q, k, v):
+    return (q @ k.mT).masked_fill(causal(q.shape[2]), -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def one_step_ahead(q, k, v):
+    keep = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril(1)
+    return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
+@mutant(cross)
+def causal_top_left_of_a_rectangle(q, k, v):
+    keep = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def mask_on_the_transposed_scores(q, k, v):
+    s = (k @ q.mT).masked_fill(~causal(q.shape[2]), -INF)
+    return s.mT.softmax(-1) @ v
+
+
+@mutant(qkv)
+def masked_with_one_entry_changed(q, k, v):
+    keep = causal(q.shape[2])
+    keep[3, 5] = True
+    return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def keys_reversed(q, k, v):
+    return (q @ k.flip(2).mT).softmax(-1) @ v
+
+
+@mutant(qkv)
+def values_reversed(q, k, v):
+    return (q @ k.mT).masked_fill(~causal(q.shape[2]), -INF).softmax(-1) @ v.flip(2)
+
+
+@mutant(qkv)
+def keys_rolled(q, k, v):
+    return (q @ k.roll(1, 2).mT).softmax(-1) @ v
+
+
+@mutant(qkv)
+def keys_reshaped_not_transposed(q, k, v):
+    return (q @ k.reshape(*k.shape[:2], k.shape[3], k.shape[2])).softmax(-1) @ v
+
+
+@mutant(qkv)
+def heads_swapped(q, k, v):
+    return (q @ k[:, [1, 0, 3, 2]].mT).softmax(-1) @ v
+
+
+@mutant(qkv)
+def batches_swapped(q, k, v):
+    return (q @ k.flip(0).mT).softmax(-1) @ v
+
+
+@mutant(grouped)
+def groups_interleaved_the_other_way(q, k, v):
+    return (q @ k.repeat(1, 2, 1, 1).mT).softmax(-1) @ v.repeat_interleave(2, 1)
+
+
+@mutant(qkv)
+def weights_used_twice(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return p @ v + p @ k
+
+
+@mutant(qkv)
+def weights_transposed(q, k, v):
+    return (q @ k.mT).softmax(-1).mT @ v
+
+
+@mutant(qkv)
+def weights_changed_in_place(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    p.mul_(2).masked_fill_(~causal(q.shape[2]), 0.5)
+    return p @ v
+
+
+@mutant(qkv)
+def scores_changed_in_place_between(q, k, v):
+    s = q @ k.mT
+    top = s.amax(-1, keepdim=True)
+    s += torch.arange(s.shape[-1])
+    return (s - top).softmax(-1) @ v
+
+
+@mutant(qkv)
+def normaliser_before_the_mask(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e * causal(q.shape[2]) / e.sum(-1, keepdim=True)) @ v
+
+
+@mutant(qkv)
+def normaliser_of_another_mask(q, k, v):
+    s = q @ k.mT
+    e = s.masked_fill(~causal(q.shape[2]), -INF).exp()
+    other = s.masked_fill(~torch.ones_like(s, dtype=torch.bool).tril(1), -INF).exp()
+    return (e / other.sum(-1, keepdim=True)) @ v
+
+
+@mutant(qkv)
+def normalised_over_queries(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e / e.sum(-2, keepdim=True)) @ v
+
+
+@mutant(qkv)
+def small_number_in_the_normaliser(q, k, v):
+    e = (q @ k.mT - 3).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+@mutant(qkv)
+def max_over_queries_subtracted(q, k, v):
+    s = q @ k.mT
+    return (s - s.amax(-2, keepdim=True)).softmax(-1) @ v
+
+
+@mutant(qkv)
+def gradient_stopped_at_the_weights(q, k, v):
+    return (q @ k.mT).softmax(-1).detach() @ v
+
+
+@mutant(qkv)
+def gradient_stopped_at_the_keys(q, k, v):
+    return (q @ k.detach().mT).softmax(-1) @ v
+
+
+@mutant(qkv)
+def gradient_stopped_at_the_scores(q, k, v):
+    with torch.no_grad():
+        s = q @ k.mT
+    return s.softmax(-1) @ v
+
+
+@mutant(qkv)
+def scores_through_float32(q, k, v):
+    return (q @ k.mT).float().softmax(-1).double() @ v
+
+
+@mutant(qkv)
+def scores_rounded(q, k, v):
+    return (q @ k.mT).round().softmax(-1) @ v
+
+
+@mutant(qkv)
+def scores_clamped(q, k, v):
+    return (q @ k.mT).clamp(-1, 1).softmax(-1) @ v
+
+
+@mutant(qkv)
+def nan_to_num_of_the_scores(q, k, v):
+    s = (q @ k.mT).masked_fill(~causal(q.shape[2]), -INF)
+    return s.nan_to_num(neginf=-2.0).softmax(-1) @ v
+
+
+@mutant(lambda: (*qkv(), normal(B, H, T, T)))
+def bias_transposed(q, k, v, bias):
+    return (q @ k.mT + bias.mT).softmax(-1) @ v
+
+
+@mutant(lambda: (*qkv(), normal(T)))
+def bias_on_queries_only(q, k, v, bias):
+    return (q @ k.mT + bias[:, None]).softmax(-1) @ v
+
+
+@mutant(qkv)
+def window_wraps_around(q, k, v):
+    i = torch.arange(q.shape[2])
+    behind = (i[:, None] - i[None]) % q.shape[2]
+    return (q @ k.mT).masked_fill(behind > 2, -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def integer_division_towards_zero(q, k, v):
+    i = torch.arange(q.shape[2])
+    block = torch.div(i[:, None] - i[None], 3, rounding_mode="trunc")
+    return (q @ k.mT).masked_fill(block != 0, -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def remainder_with_the_dividends_sign(q, k, v):
+    i = torch.arange(q.shape[2])
+    place = torch.fmod(i[None] - i[:, None], 3)
+    return (q @ k.mT).masked_fill(place == 2, -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def negative_position_reads_from_the_end(q, k, v):
+    i = torch.arange(q.shape[2])
+    table = torch.linspace(-1, 1, 2 * q.shape[2] - 1, dtype=q.dtype)
+    return (q @ k.mT + table[i[None] - i[:, None]]).softmax(-1) @ v
+
+
+@mutant(qkv)
+def dropped_keys_in_the_values(q, k, v):
+    return (q @ k.mT).softmax(-1)[..., :-1] @ v[:, :, :-1]
+
+
+@mutant(qkv)
+def every_second_key(q, k, v):
+    return (q @ k[:, :, ::2].mT).softmax(-1) @ v[:, :, ::2]
+
+
+@mutant(lambda: (*cross(), normal(B, H, T, 5), normal(B, H, 5, D + 2)))
+def two_sets_of_keys_in_one_softmax(q, k, v, other_scores, other_v):
+    p = torch.cat([q @ k.mT, other_scores], -1).softmax(-1)
+    own, other = p.split([k.shape[2], 5], -1)
+    return own @ v + other @ other_v

@@ -16,6 +16,8 @@ from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, ru
 from attngraph.meaning.rules.movement import argument
 
 POINTWISE = Category.POINTWISE
+_SOFTMAX = ("aten.softmax.", "aten._softmax.", "aten._safe_softmax.")
+_KEEPS_FINITE = ("aten._to_copy.", "aten.to.", "aten.dropout.", "aten.masked_fill.", "aten.contiguous.")
 
 
 def operand(context: Meaning, value: Any, at: Indices) -> Expr:
@@ -126,7 +128,9 @@ def div(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     mode = node.kwargs.get("rounding_mode")
     if mode == "floor":
         return M.floordiv(a, b)
-    return M.function("trunc", M.div(a, b)) if mode == "trunc" else M.div(a, b)
+    if mode is not None:
+        raise Unliftable("division towards zero")
+    return M.div(a, b)
 
 
 @rule(POINTWISE, "clamp.default", "clamp.Tensor")
@@ -140,8 +144,12 @@ def clamp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(POINTWISE, "nan_to_num.default")
 def nan_to_num(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """NaN becomes a number. Infinities, which it also replaces, are kept: a rule may only be used
-    where its operand is never infinite, which holds for softmax weights."""
+    """NaN becomes a number; so do infinities, but weights of a softmax are never infinite."""
+    source = node.args[0]
+    while isinstance(source, fx.Node) and str(source.target).startswith(_KEEPS_FINITE):
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or not str(source.target).startswith(_SOFTMAX):
+        raise Unliftable("nan_to_num of what may be infinite")
     value = operand(context, node.args[0], at)
     fill = argument(node, 1, "nan") or 0.0
     return M.where(E.make("isnan", (value,), None, "bool"), E.const(float(fill)), value)
