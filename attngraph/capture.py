@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
+import functools
 import inspect
 import io
 import logging
@@ -24,6 +26,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from attngraph.errors import CaptureError
@@ -31,7 +34,7 @@ from attngraph.ir.graph import Input, Level, Output, ProgramGraph
 from attngraph.ir.source import short_path
 from attngraph.runtime.guards import aliases
 from attngraph.runtime.state import fingerprint, has_hooks
-from attngraph.structure import TreeSpec, flatten, unflatten
+from attngraph.structure import TreeSpec, flatten, is_value, unflatten
 
 log = logging.getLogger(__name__)
 _CHATTY = (
@@ -90,10 +93,10 @@ class _Flat(nn.Module):
         args, kwargs = unflatten(leaves, self.spec)
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
-        before = fingerprint([target])
+        before = fingerprint([target]), self._weights()
         with contextlib.redirect_stdout(printed):
             result = target(*args, **kwargs)
-        if before != fingerprint([target]):
+        if before != (fingerprint([target]), self._weights()):
             self.recorded.changed = "forward() changes attributes of the model, or values around it"
         if printed.getvalue():
             self.recorded.changed = "forward() prints"
@@ -101,6 +104,9 @@ class _Flat(nn.Module):
         if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
             self.recorded.changed = "forward() changes the containers among its arguments"
         return self._record(result)
+
+    def _weights(self) -> list[int]:
+        return [id(t) for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
 
     def _record(self, result: Any) -> tuple[Tensor, ...]:
         leaves, tree = flatten(result)
@@ -112,14 +118,25 @@ class _Flat(nn.Module):
                 tensors.append(leaf)
             elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 recorded.append(("size", leaf.node.expr))
-            else:
+            elif is_value(leaf) or isinstance(leaf, enum.Enum):
                 recorded.append(("fixed", leaf))
+            else:
+                raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
         self.recorded.structure = Structure(tree, tuple(recorded))
         return tuple(tensors)
 
 
 def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function reaches through its closure, its globals or its owner."""
+    """The modules that a function reaches through its closure, its globals or its owner; those that a
+    partial application or another callable object holds."""
+    if isinstance(function, nn.Module):
+        return [function]
+    if isinstance(function, functools.partial):
+        held = [function.func, *function.args, *function.keywords.values()]
+        return list(dict.fromkeys(m for h in held if callable(h) for m in closed_over_modules(h)))
+    if not inspect.isroutine(function):
+        held = list(getattr(function, "__dict__", {}).values())
+        return [v for v in pytree.tree_leaves(held) if isinstance(v, nn.Module)]
     owner = getattr(function, "__self__", None)
     found: list[nn.Module] = [owner] if isinstance(owner, nn.Module) else []
     try:
@@ -139,11 +156,16 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
     """
     leaves, spec = flatten((args, kwargs))
+    if any(isinstance(leaf, nn.Module) for leaf in leaves):
+        raise CaptureError(
+            "a module is among the arguments, and a graph would hold copies of its weights.\n"
+            "What to do: make it a submodule, or compile without strict=True.",
+            "a module among the arguments",
+        )
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     _refuse_what_a_graph_would_lose(target)
     flat = _Flat(target, leaves, spec)
-    flat.train(getattr(target, "training", True))
-    restore = [(m, m.training) for m in target.modules()] if isinstance(target, nn.Module) else []
+    flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -155,9 +177,6 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             program = program.run_decompositions({})
     except Exception as problem:  # torch raises many kinds; each means the same to us
         raise _capture_error(problem) from problem
-    finally:
-        for module, training in restore:
-            module.training = training
     assert structure is not None
     if flat.recorded.changed:
         raise _side_effect(flat.recorded.changed)
@@ -176,6 +195,8 @@ def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
     modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
     if any(has_hooks(module) for module in modules):
         raise _side_effect("modules have hooks")
+    if any(is_lazy(p) for module in modules for p in module.parameters()):
+        raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
 
 
 def _side_effect(what: str) -> CaptureError:
@@ -315,20 +336,26 @@ def _program_graph(program: ExportedProgram, flat: _Flat) -> ProgramGraph:
             name, arguments = str(arguments), arguments + 1
         elif kind == "constant":
             constants[name] = values[placeholder] = program.constants[name]
+            if constants[name].requires_grad:
+                raise CaptureError(
+                    "the model uses a weight that is not one of its own, so no gradient would reach it.\n"
+                    "What to do: register it as a parameter or a submodule.",
+                    "a weight that is not the model's own",
+                )
         elif kind == "buffer" and name not in written:
             values[placeholder] = flat.get_buffer(name)
         inputs.append(Input(kind, name))
     outputs: list[Output] = []
     order = [spec.arg.name for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")]
-    contiguous = {
-        n.name
+    orders = {
+        n.name: memory_order(n.meta["val"])
         for n in program.graph.output_node().all_input_nodes
-        if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].is_contiguous()
+        if isinstance(n.meta.get("val"), Tensor)
     }
     for result in program.graph_signature.output_specs:
         match result.kind.name:
             case "USER_OUTPUT":
-                outputs.append(Output("value", contiguous=result.arg.name in contiguous))
+                outputs.append(Output("value", order=orders.get(result.arg.name, ())))
             case "BUFFER_MUTATION":
                 outputs.append(Output("buffer", str(result.target)))
             case "USER_INPUT_MUTATION":
@@ -339,6 +366,15 @@ def _program_graph(program: ExportedProgram, flat: _Flat) -> ProgramGraph:
         fx.GraphModule({}, program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
         torch.is_grad_enabled(),
     )  # fmt: skip
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the slowest in memory to the fastest; () if it is not dense."""
+    hints = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
+    if any(h is None for h in hints):
+        return ()
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: (-hints[d], d)))
+    return order if tensor.permute(order).is_contiguous() else ()
 
 
 def _capture_error(problem: Exception) -> CaptureError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -142,6 +143,8 @@ class CompiledModule(nn.Module):
         return dataclasses.replace(found, graphs=len(graphs) + sum(p.graphs for p in pieces))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_transformed():
+            return self._target(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         key = call_key(leaves, spec, self._target)
         if key in self._pieces:
@@ -168,7 +171,8 @@ class CompiledModule(nn.Module):
         self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Executable | None:
         """Trace for this call and keep the graph; None where the model must be captured in pieces."""
-        with self._lock:
+        # The trace is no part of the computation that saved-tensor hooks around us watch.
+        with self._lock, torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             found = self._find(key, tensors)
             if found is not None:
                 return found
@@ -228,6 +232,17 @@ class CompiledModule(nn.Module):
         if "_orig_mod" in self._modules:
             object.__setattr__(self, "_target", self._modules["_orig_mod"])
         self._reset()
+
+
+def _is_transformed() -> bool:
+    """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the
+    model's own operations. The model then runs as it is, inside that."""
+    return (
+        torch.compiler.is_exporting()
+        or torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -299,11 +314,11 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
     Raises:
         CaptureError: the model cannot be captured whole and running it in pieces failed too.
     """
-    compiled = CompiledModule(model, Options())
     with _saved_generator():
         try:
             return compile_graph(model, args, kwargs, Options()).report
         except CaptureError:
+            compiled = CompiledModule(copy.deepcopy(model), Options())
             compiled(*args, **kwargs)
             return compiled.report
 

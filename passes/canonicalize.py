@@ -13,17 +13,11 @@ import dataclasses
 from collections import Counter
 
 import torch
-from torch import fx
 
-from attngraph.ir.graph import Level, ProgramGraph, op_name
+from attngraph.ir.graph import Level, ProgramGraph, memory_of, op_name
 from attngraph.pipeline import Outcome
 
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
-_VIEW_NAMES = (
-    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "split",
-    "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten",
-)  # fmt: skip
-_VIEWS = tuple(f"aten.{name}." for name in _VIEW_NAMES)
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _ASSERTIONS = ("aten._assert_tensor_metadata.",)
 
@@ -50,17 +44,8 @@ class Canonicalize:
             elif (
                 target == "aten.clone.default" and node.kwargs.get("memory_format") is torch.contiguous_format
             ):
-                if not _is_view_of_input(node.args[0]):
+                if memory_of(node.args[0]).op != "placeholder":
                     node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
         return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])
-
-
-def _is_view_of_input(node: fx.Node) -> bool:
-    """Whether the value may share memory with an input, so that a copy of it must stay a copy."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        if not str(node.target).startswith(_VIEWS):
-            return False
-        node = node.args[0]
-    return node.op == "placeholder"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Level, ProgramGraph, dependence
+from attngraph.ir.graph import Level, ProgramGraph, dependence, memory_of
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
@@ -69,6 +69,8 @@ class _Fusion:
             if isinstance(claim, Refusal):
                 for place in self._exponentials(node):
                     self.reasons[place] = claim.reason
+        if self.graph.gradients:
+            self._own_results()
         self.graph.clean()
         self._report_missed()
         self.graph.assumed |= {n.name for n in self.meaning.assumed}
@@ -76,6 +78,15 @@ class _Fusion:
         if self.fused:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
         return self.outcome
+
+    def _own_results(self) -> None:
+        """A result that lies in an attention's own output becomes a copy: the backward pass needs that
+        output as it was, and the caller may change a result in place."""
+        output = self.graph.graph.output_node()
+        for node in output.all_input_nodes:
+            if memory_of(node).target is torch.ops.attngraph.attention.default:
+                builder = Builder(self.graph, output)
+                output.replace_input_with(node, builder.call(torch.ops.aten.clone.default, node))
 
     def _require_equal_sizes(self) -> None:
         """What element rules took for granted about sizes becomes a condition of the graph."""

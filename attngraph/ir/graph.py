@@ -49,12 +49,13 @@ class Input:
 class Output:
     """What a result is: "value" for the caller, or the new contents of a "buffer" or "argument".
 
-    `contiguous`: the model itself returns it contiguous, so the caller may rely on that.
+    `order`: its dimensions from the slowest in memory to the fastest as the model itself returns it, on
+    which the caller may rely; empty where it is not dense.
     """
 
     kind: str
     name: str = ""
-    contiguous: bool = False
+    order: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -139,6 +140,23 @@ def dependence(graph: fx.Graph) -> nx.DiGraph:
     view.add_nodes_from(graph.nodes)
     view.add_edges_from((node, user) for node in graph.nodes for user in node.users)
     return view
+
+
+_VIEW_NAMES = (
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "split",
+    "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten",
+)  # fmt: skip
+_VIEWS = tuple(f"aten.{name}." for name in _VIEW_NAMES)
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one's value may share: through views, to what made it."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        is_part = getattr(node.target, "__name__", "") == "getitem"
+        if not is_part and not str(node.target).startswith(_VIEWS):
+            return node
+        node = node.args[0]
+    return node
 
 
 def op_name(node: fx.Node) -> str:

@@ -144,8 +144,16 @@ def _attention(
     check_operands(q, k, v, reads, sizes, parsed)
     with torch.no_grad():
         out, lse = _kernel(kernel, parsed, q, k, v).forward(parsed, (q, k, v), reads, sizes)
-        # One layout for every kernel: [B, Sq, Hq, Dv] in memory, so that joining heads moves nothing.
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+        return _token_major(out), lse.contiguous()
+
+
+def _token_major(out: Tensor) -> Tensor:
+    """One layout for every kernel: [B, Sq, Hq, Dv] in memory, so that joining heads moves nothing. The
+    result is no view of another tensor, so autograd lets the caller change it in place."""
+    b, h, s, d = out.shape
+    if out.transpose(1, 2).is_contiguous() and not out._is_view():
+        return out
+    return out.new_empty_strided((b, h, s, d), (s * h * d, d, h * d, 1)).copy_(out)
 
 
 @torch.library.register_fake("attngraph::attention")  # type: ignore[untyped-decorator]
@@ -189,6 +197,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     out, lse, q, k, v, *reads = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True: the gradient must itself be differentiable
+        return _differentiate_again(ctx, (q, k, v), reads, (grad_out, grad_lse))
     found = torch.ops.attngraph.attention_backward(
         torch.zeros_like(out) if grad_out is None else grad_out,
         torch.zeros_like(lse) if grad_lse is None else grad_lse,
@@ -198,6 +208,22 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     # torch flattens lists of tensors, and takes an empty list for one.
     of_reads = [next(rest) if r.is_floating_point() else None for r in reads]
     return found[0], found[1], found[2], of_reads, [] if not ctx.sizes else None, None, None
+
+
+def _differentiate_again(
+    ctx: Any, operands: tuple[Tensor, Tensor, Tensor], reads: list[Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+) -> tuple[Any, ...]:  # fmt: skip
+    """The same by differentiating the reference, whose own operations autograd can follow further."""
+    outputs = KERNELS["reference"].forward(parse(ctx.program), operands, reads, ctx.sizes)
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+    inputs = [t for t in (*operands, *reads) if t.requires_grad]
+    results, given = [o for o, _ in pairs], [g for _, g in pairs]
+    found = torch.autograd.grad(results, inputs, given, create_graph=True, allow_unused=True)
+    by_input = dict(zip(map(id, inputs), found, strict=True))
+    of_operands = [by_input.get(id(t)) for t in operands]
+    of_reads = [by_input.get(id(r)) for r in reads]
+    return (*of_operands, of_reads, [] if not ctx.sizes else None, None, None)
 
 
 torch.library.register_autograd("attngraph::attention", _differentiate, setup_context=_setup_context)

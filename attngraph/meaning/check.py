@@ -7,9 +7,10 @@ size. Where gradients flow they are compared as well. Nothing here edits the gra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,25 @@ def same_value(
             that the model is known to run at, used where it runs at none of the others.
         gradients: compare the gradients of the leaves too.
     """
-    leaves = list(dict.fromkeys(leaves))
+    with _one_thread():
+        return _same_value(old, new, list(dict.fromkeys(leaves)), values, sizes, example, gradients)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Trial tensors are small: waking other threads for each op costs more than it saves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _same_value(
+    old: fx.Node, new: fx.Node, leaves: list[fx.Node], values: Mapping[fx.Node, Tensor],
+    sizes: Sequence[dict[str, int]], example: dict[str, int], gradients: bool,
+) -> Verdict:  # fmt: skip
     order = region((old, new), leaves)
     worst = 0.0
     tried: list[dict[str, int]] = []

@@ -54,7 +54,7 @@ class Executable:
         values = []
         for result, write, output in zip(results, self._write, self.graph.outputs, strict=True):
             if write is None:
-                values.append(result.contiguous() if output.contiguous else result)
+                values.append(_laid_out(result, output.order))
             else:
                 write(tensors, result)
         return self._assemble(values, tensors)
@@ -70,6 +70,17 @@ class Executable:
                     size_value(value, sizes) if kind == "size" and hasattr(value, "free_symbols") else value
                 )
         return unflatten(leaves, self.captured.structure.tree)
+
+
+def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The tensor with its dimensions in this order in memory; itself if it is so already."""
+    if not order:
+        return tensor
+    dense = tensor.permute(order)
+    if dense.is_contiguous():
+        return tensor
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return dense.contiguous().permute(inverse)
 
 
 Fetch = Callable[[Sequence[Tensor]], Tensor]

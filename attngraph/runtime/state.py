@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
 _LONGEST = 256
@@ -101,7 +102,8 @@ class _Walk:
                     continue
                 # Weights may be replaced by others like them; only who shares one matters.
                 order = self.seen.setdefault(id(tensor), len(self.seen))
-                found.append((name, order, tensor.dtype, tensor.device, tuple(tensor.shape)))
+                shape = () if is_lazy(tensor) else tuple(tensor.shape)
+                found.append((name, order, tensor.dtype, tensor.device, shape, is_lazy(tensor)))
         for hooks in _HOOKS:
             found += (id(hook) for hook in getattr(module, hooks).values())
         for name, value in vars(module).items():

@@ -45,7 +45,8 @@ class Tiled:
         dtype = kernels.accumulation_dtype(q.dtype)
         work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
         b, h, sq, _ = q.shape
-        out = torch.empty((b, sq, h, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
+        dv = v.shape[3]
+        out = v.new_empty_strided((b, h, sq, dv), (sq * h * dv, dv, h * dv, 1))
         lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for tile in work.tiles():
             part, part_lse = work.attend(tile)

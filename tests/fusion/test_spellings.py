@@ -1,0 +1,225 @@
+"""Attention by meaning: every spelling fuses and answers as eager does, every near miss keeps its meaning.
+
+The spellings stand in `spellings.py`. Each is called with gradients, in float64, first at one size and
+then at another; results, NaN patterns and gradients are compared with eager's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+
+
+def _load(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+spellings = _load("spellings")
+Compare = Callable[..., Any]
+
+OWN_SIZES = {
+    "negative_position_reads_from_the_end": "a table of that many entries is computed in the forward",
+    "gumbel_like_straight_through": "one_hot wants the number of classes as a number",
+}
+"""Spellings of one size for another reason than that they write it."""
+WITHOUT_SOFTMAX = {"sigmoid_attention", "linear_attention", "linear_attention_normalised"}
+IN_PIECES = {"vmap_over_batch_and_heads"}
+
+
+@contextmanager
+def sizes(**changed: int) -> Iterator[None]:
+    """The sizes that inputs are made with."""
+    before = {name: getattr(spellings, name) for name in changed}
+    vars(spellings).update(changed)
+    try:
+        yield
+    finally:
+        vars(spellings).update(before)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*(_names_in(c) for c in inner))
+
+
+def is_of_one_size(name: str, function: Callable[..., Any]) -> bool:
+    return name in OWN_SIZES or bool(_names_in(function.__code__) & {"B", "T", "S"})
+
+
+def check_at_two_sizes(
+    name: str, function: Callable[..., Any], inputs: Callable[[], tuple[Tensor, ...]], compare: Compare
+) -> attngraph.CompiledModule:
+    """Compare at one size, then at another; the second takes no new graph."""
+    compiled = attngraph.compile(function)
+    tolerance = spellings.TOLERANCE.get(name, 1e-10)
+    first = compare(function, compiled, inputs(), tolerance=tolerance)
+    assert first, first.differences
+    assert compiled.report.graphs == 1
+    if not is_of_one_size(name, function):
+        with sizes(B=3, T=11, S=13):
+            second = compare(function, compiled, inputs(), tolerance=tolerance)
+        assert second, second.differences
+        assert compiled.report.graphs == 1, "another size took another graph"
+    return compiled
+
+
+@pytest.mark.parametrize("name", spellings.MUST_FUSE)
+def test_a_spelling_of_attention_fuses_and_answers_as_eager_does(name: str, compare: Compare) -> None:
+    compiled = check_at_two_sizes(name, *spellings.MUST_FUSE[name], compare)
+    report = compiled.report
+    assert len(report.attention) == spellings.COUNT.get(name, 1), report.missed
+    assert not report.missed
+    assert not report.breaks
+
+
+@pytest.mark.parametrize("name", spellings.NOT_YET)
+def test_what_does_not_fuse_yet_is_right_and_says_why(name: str, compare: Compare) -> None:
+    report = check_at_two_sizes(name, *spellings.NOT_YET[name], compare).report
+    assert not report.attention, "it fuses now: move it to MUST_FUSE"
+    reasons = report.breaks if name in IN_PIECES else report.missed
+    assert reasons and all(r.reason for r in reasons)
+
+
+@pytest.mark.parametrize("name", spellings.MUST_NOT)
+def test_a_near_miss_is_left_alone_and_the_report_says_why(name: str, compare: Compare) -> None:
+    report = check_at_two_sizes(name, *spellings.MUST_NOT[name], compare).report
+    assert not report.attention
+    if name not in WITHOUT_SOFTMAX:
+        assert report.missed
+        assert all(m.reason and "spellings.py:" in m.source for m in report.missed)
+
+
+@pytest.mark.parametrize("name", spellings.MUTANTS)
+def test_a_mutant_keeps_its_own_meaning(name: str, compare: Compare) -> None:
+    report = check_at_two_sizes(name, *spellings.MUTANTS[name], compare).report
+    assert not report.breaks
+    assert report.attention or report.missed
+
+
+PLAIN = ("no_scale", "causal_masked_fill", "padding_kept", "alibi", "grouped_queries", "einsum_tokens_first", "softcap")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.slow) for n in spellings.MUST_FUSE]
+)
+def test_a_spelling_fuses_where_no_gradients_flow(name: str, compare: Compare) -> None:
+    with torch.no_grad():
+        compiled = check_at_two_sizes(name, *spellings.MUST_FUSE[name], compare)
+    assert len(compiled.report.attention) == spellings.COUNT.get(name, 1), compiled.report.missed
+
+
+def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.slow) for n in spellings.MUST_FUSE]
+)
+def test_the_error_is_at_most_twice_that_of_eager_in_the_same_dtype(name: str, dtype: torch.dtype) -> None:
+    function, inputs = spellings.MUST_FUSE[name]
+    longer = {} if is_of_one_size(name, function) else {"T": 33, "S": 40}
+    with sizes(**longer), torch.no_grad():
+        given = _cast(inputs(), dtype)
+        try:
+            eager = function(*given)
+        except RuntimeError as problem:
+            pytest.skip(f"eager itself cannot: {problem}")
+        exact = function(*_cast(given, torch.float64))
+        if not torch.equal(eager.isfinite(), exact.isfinite()):
+            pytest.skip("eager itself overflows in this dtype")
+        mine = attngraph.compile(function)(*given)
+    assert (mine.dtype, mine.shape) == (eager.dtype, eager.shape)
+    assert torch.equal(mine.isfinite(), eager.isfinite())
+    error, allowed = ((t.double() - exact.double()).nan_to_num(0, 0, 0).abs().max() for t in (mine, eager))
+    slack = torch.finfo(dtype).eps * exact.nan_to_num(0, 0, 0).abs().max()
+    assert error <= 2 * allowed + slack
+
+
+# --- masks that stand in a buffer ----------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """Attention under a mask in a buffer, cut to the sequence's length."""
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        t = q.shape[2]
+        return (q @ k.mT).masked_fill(self.mask[:t, :t] == 0, -torch.inf).softmax(-1) @ v
+
+
+def qkv(tokens: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(3, 2, 4, tokens, 8, dtype=torch.float64).unbind())
+
+
+def test_a_causal_buffer_is_read_as_causal() -> None:
+    compiled = attngraph.compile(Buffered(torch.ones(16, 16).tril()))
+    compiled(*qkv(7))
+    assert compiled.report.attention[0].mask == "causal"
+
+
+@pytest.mark.parametrize("place", [(3, 5), (3, 1), (12, 14), (15, 0)], ids=str)
+def test_a_causal_buffer_with_one_entry_changed_is_not_causal(place: tuple[int, int], compare: Compare) -> None:
+    mask = torch.ones(16, 16).tril()
+    mask[place] = 1 - mask[place]
+    model = Buffered(mask)
+    compiled = attngraph.compile(model)
+    for tokens in (7, 16):
+        agreement = compare(model, compiled, qkv(tokens))
+        assert agreement, agreement.differences
+    assert compiled.report.attention[0].mask != "causal"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.mask.__setitem__((3, 1), 0),
+        lambda m: setattr(m, "mask", torch.ones(16, 16)),
+        lambda m: m.load_state_dict({"mask": torch.ones(16, 16)}),
+        lambda m: m.load_state_dict({"mask": torch.ones(16, 16)}, assign=True),
+        lambda m: m.mask.data.fill_(1),
+    ],
+    ids=["written in place", "replaced", "loaded", "loaded by assignment", "written through .data"],
+)
+def test_a_mask_that_changes_after_compiling_is_seen(change: Callable[[nn.Module], Any], compare: Compare) -> None:
+    model = Buffered(torch.ones(16, 16).tril())
+    compiled = attngraph.compile(model)
+    compiled(*qkv(7))
+    with torch.no_grad():
+        change(model)
+    agreement = compare(model, compiled, qkv(7))
+    assert agreement, agreement.differences
+
+
+def test_a_buffer_that_repeats_only_up_to_the_traced_length_is_not_taken_for_a_formula(compare: Compare) -> None:
+    bias = torch.arange(16, dtype=torch.float64)
+    bias[9:] = 0.5
+
+    class Biased(Buffered):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (q @ k.mT + self.mask[: q.shape[2]]).softmax(-1) @ v
+
+    model = Biased(bias)
+    compiled = attngraph.compile(model)
+    for tokens in (7, 16):
+        agreement = compare(model, compiled, qkv(tokens))
+        assert agreement, agreement.differences
