@@ -174,6 +174,8 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
             structure = flat.recorded.structure
             inline_grad_regions(program.graph_module)
+            # The executable checks sizes itself; torch's own code for it trips over unused inputs.
+            program._guards_code = []
             program = program.run_decompositions({})
     except Exception as problem:  # torch raises many kinds; each means the same to us
         raise _capture_error(problem) from problem

@@ -34,14 +34,15 @@ class Executable:
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         self._fetch = [_fetcher(given, owner, self.graph.constants) for given in self.graph.inputs]
         known = dict(zip((p.name for p in self.graph.placeholders()), self._fetch, strict=True))
-        self._assumed = [(known[n], ValueGuard.of(n, known[n]([]))) for n in sorted(self.graph.assumed)]
+        self._assumed = [known[n] for n in sorted(self.graph.assumed)]
+        self._values = ValueGuard([fetch([]) for fetch in self._assumed])
         self._write = [_writer(output, owner) for output in self.graph.outputs]
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph serves a call with these tensors (of the dtypes it was traced for)."""
         if self.sizes.bind(tuple(t.shape for t in tensors)) is None:
             return False
-        return all(guard.holds(fetch([])) for fetch, guard in self._assumed)
+        return self._values.holds([fetch([]) for fetch in self._assumed])
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         inputs = [fetch(tensors) for fetch in self._fetch]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -116,24 +115,33 @@ def size_value(formula: Any, sizes: dict[str, int]) -> Any:
     return int(value) if value.is_Integer else float(value)
 
 
-@dataclasses.dataclass(frozen=True)
+MOST_COMPARED = 1 << 25
+"""Elements of buffers that are compared with what they were at every call; larger ones are trusted as
+long as they are the same tensor at the same version (a write through `.data` escapes that)."""
+
+
 class ValueGuard:
-    """A buffer whose contents were read when compiling: still the same tensor, unwritten since.
+    """Buffers whose contents were read when compiling: whether they still hold what they held."""
 
-    Raises nothing; `holds` is False once the buffer was replaced or written to.
-    """
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._stamps = [_stamp(b) for b in buffers]
+        self._copies: list[Tensor] = []
+        if sum(b.numel() for b in buffers) <= MOST_COMPARED:
+            for buffer in buffers:
+                same = (c for c in self._copies if c.dtype == buffer.dtype and torch.equal(c, buffer))
+                self._copies.append(_first_or_copy(same, buffer))
 
-    name: str
-    pointer: int
-    version: int
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> ValueGuard:
-        return cls(name, tensor.data_ptr(), _version(tensor))
-
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.data_ptr() == self.pointer and _version(tensor) == self.version
+    def holds(self, buffers: Sequence[Tensor]) -> bool:
+        if any(_stamp(b) != stamp for b, stamp in zip(buffers, self._stamps, strict=True)):
+            return False
+        return all(torch.equal(b, c) for b, c in zip(buffers, self._copies, strict=False))
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _first_or_copy(same: Iterator[Tensor], buffer: Tensor) -> Tensor:
+    """One copy serves all buffers of equal contents."""
+    found = next(same, None)
+    return buffer.detach().clone() if found is None else found
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,103 @@
+"""Who may import whom: the table of DESIGN.md section 1, held against the imports in the files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "attngraph"
+CORE = {"pipeline", "report", "errors", "ir", "meaning"}
+MAY_IMPORT = {
+    "errors": set(),
+    "ir": {"errors", "ir"},
+    "meaning": {"ir", "errors", "meaning"},
+    "structure": set(),
+    "pipeline": {"ir", "errors"},
+    "report": {"pipeline"},
+    "runtime": {"ir", "errors", "structure", "capture", "report", "runtime"},
+    "capture": {"ir", "errors", "structure", "runtime"},
+    "passes": CORE | {"passes"},
+    "codegen": {"ir", "codegen"},
+    "models": {"models"},
+}
+"""What each part may import of ours, besides itself. Parts that are not named may import anything,
+except for what is only for the composition root."""
+ONLY_FROM_THE_ROOT = {"passes", "codegen"}
+ROOTS = {"compile", "cli"}
+CODEGEN_MAY_ALSO = {"attngraph.meaning.tiles"}
+
+
+def _package(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Modules of ours that a file imports, `attngraph.` and all, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in names if name.split(".")[0] == "attngraph")
+
+
+FILES = sorted(p for p in ROOT.rglob("*.py") if "__pycache__" not in p.parts)
+for linked in ("passes", "codegen", "models"):
+    FILES += sorted((ROOT / linked).rglob("*.py"))
+FILES = sorted(set(FILES))
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_linked_folders_are_among_the_files_looked_at() -> None:
+    found = {_package(path) for path in FILES}
+    assert {"passes", "codegen", "models", "ir", "meaning", "runtime"} <= found
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_a_file_imports_only_what_its_part_may(path: Path) -> None:
+    part = _package(path)
+    if part == "__init__":
+        return
+    for imported, line in _imports(path):
+        wanted = imported.split(".")[1]
+        if wanted == part:
+            continue
+        where = f"{_name(path)}:{line} imports {imported}"
+        if wanted in ONLY_FROM_THE_ROOT:
+            assert part in ROOTS, f"{where}; only {', '.join(sorted(ROOTS))} may"
+        if part in MAY_IMPORT:
+            also = part == "codegen" and imported.startswith(tuple(CODEGEN_MAY_ALSO))
+            assert also or wanted in MAY_IMPORT[part], f"{where}; {part} may import {sorted(MAY_IMPORT[part])}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_no_file_imports_a_top_level_folder_by_its_bare_name(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        assert not {n.split(".")[0] for n in names} & {"passes", "codegen", "models"}, _name(path)
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    silent = [
+        _name(path)
+        for path in FILES
+        if path.read_text(encoding="utf-8").strip()
+        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not silent
