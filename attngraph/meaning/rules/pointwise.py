@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from attngraph.ir import expr as E
@@ -128,9 +129,13 @@ def div(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     mode = node.kwargs.get("rounding_mode")
     if mode == "floor":
         return M.floordiv(a, b)
-    if mode is not None:
-        raise Unliftable("division towards zero")
-    return M.div(a, b)
+    if mode is None:
+        return M.div(a, b)
+    if a.kind == "int" and b.op == "const" and b.kind == "int" and b.value != 0:
+        # Towards zero, in integers: a rounded reciprocal would be one off at multiples.
+        a, b = (a, b) if b.value > 0 else (M.neg(a), M.neg(b))
+        return M.where(M.le(E.ZERO, a), M.floordiv(a, b), M.neg(M.floordiv(M.neg(a), b)))
+    return M.function("trunc", M.div(a, b))
 
 
 @rule(POINTWISE, "clamp.default", "clamp.Tensor")
@@ -144,15 +149,18 @@ def clamp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(POINTWISE, "nan_to_num.default")
 def nan_to_num(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """NaN becomes a number; so do infinities, but weights of a softmax are never infinite."""
+    """NaN becomes a number, and so do infinities, which weights of a softmax never are."""
+    value = operand(context, node.args[0], at)
+    limits = torch.finfo(node.meta["val"].dtype)
+    fills = [argument(node, 1 + i, name) for i, name in enumerate(("nan", "posinf", "neginf"))]
+    defaults = (0.0, limits.max, limits.min)
+    nan, above, below = (E.const(float(d if f is None else f)) for f, d in zip(fills, defaults, strict=True))
     source = node.args[0]
     while isinstance(source, fx.Node) and str(source.target).startswith(_KEEPS_FINITE):
         source = source.args[0]
     if not isinstance(source, fx.Node) or not str(source.target).startswith(_SOFTMAX):
-        raise Unliftable("nan_to_num of what may be infinite")
-    value = operand(context, node.args[0], at)
-    fill = argument(node, 1, "nan") or 0.0
-    return M.where(E.make("isnan", (value,), None, "bool"), E.const(float(fill)), value)
+        value = M.where(M.eq(value, E.INF), above, M.where(M.eq(value, E.NEG_INF), below, value))
+    return M.where(E.make("isnan", (value,), None, "bool"), nan, value)
 
 
 @rule(POINTWISE, "dropout.default")
