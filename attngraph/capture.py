@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph
@@ -127,26 +126,33 @@ class _Flat(nn.Module):
 
 
 def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function reaches through its closure, its globals or its owner; those that a
-    partial application or another callable object holds."""
-    if isinstance(function, nn.Module):
-        return [function]
-    if isinstance(function, functools.partial):
-        held = [function.func, *function.args, *function.keywords.values()]
-        return list(dict.fromkeys(m for h in held if callable(h) for m in closed_over_modules(h)))
-    if not inspect.isroutine(function):
-        held = list(getattr(function, "__dict__", {}).values())
-        return [v for v in pytree.tree_leaves(held) if isinstance(v, nn.Module)]
-    owner = getattr(function, "__self__", None)
-    found: list[nn.Module] = [owner] if isinstance(owner, nn.Module) else []
-    try:
-        variables = inspect.getclosurevars(inspect.unwrap(function))
-        reached = [*variables.nonlocals.values(), *variables.globals.values()]
-    except TypeError:
-        reached = []
-    for value in reached:
-        found += [v for v in pytree.tree_leaves(value) if isinstance(v, nn.Module) and v not in found]
-    return found
+    """The modules that a callable reaches: itself, its owner, what its closure, its defaults and the
+    globals that it names hold, in functions that it calls too; what a partial application or another
+    callable object holds."""
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [function]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found[value] = None
+        elif isinstance(value, functools.partial):
+            stack += [value.func, *value.args, *value.keywords.values()]
+        elif inspect.ismethod(value):
+            stack += [value.__self__, value.__func__]
+        elif inspect.isfunction(value):
+            if not value.__module__ or not value.__module__.startswith("torch"):
+                variables = inspect.getclosurevars(inspect.unwrap(value))
+                stack += [*variables.nonlocals.values(), *variables.globals.values()]
+                stack += value.__defaults__ or ()
+        elif isinstance(value, (list, tuple, dict)):
+            stack += value.values() if isinstance(value, dict) else value
+        elif callable(value) and not isinstance(value, type):
+            stack += getattr(value, "__dict__", {}).values()
+    return list(found)
 
 
 def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -169,7 +175,7 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            shapes = tuple(dict.fromkeys(range(t.ndim), Dim.AUTO) for t in tensors)
+            shapes = tuple(_dynamic_dimensions(t, target) for t in tensors)
             with _whole_stack_traces(), _quiet():
                 program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
             structure = flat.recorded.structure
@@ -212,6 +218,17 @@ def _side_effect(what: str) -> CaptureError:
 def _hints(arguments: Sequence[fx.Node]) -> dict[str, int]:
     extents = [s for n in arguments for s in n.meta["val"].shape if not isinstance(s, int)]
     return {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
+
+
+def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int, Any]:
+    """All of a tensor's dimensions, but for the spatial ones of what a model convolves: strides and
+    paddings make sizes of those that no symbolic algebra finishes with. Other sizes get other graphs."""
+    convolves = isinstance(target, nn.Module) and any(
+        isinstance(m, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        for m in target.modules()
+    )
+    fixed = tensor.ndim - 2 if convolves and tensor.ndim >= 4 and tensor.is_floating_point() else tensor.ndim
+    return dict.fromkeys(range(fixed), Dim.AUTO)
 
 
 @contextlib.contextmanager

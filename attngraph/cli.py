@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.codegen.benchmark.measure import Measurement, measure
-from attngraph.compile import CompiledModule, make_options
+from attngraph.compile import BACKENDS, CompiledModule, make_options
 from attngraph.errors import AttnGraphError
 from attngraph.runtime.verify import compare
 
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(batch=None, dump=None, strict=False)
     for command in (one, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object for each target")
-        command.add_argument("--backend", default="auto", help="auto, cpu, triton or reference")
+        command.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
         command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
         command.add_argument(
             "--no-torch-compile",
@@ -89,8 +89,8 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     Raises:
         TargetError: it does not import, is missing, or returns something else.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
         raise TargetError(f"a target is package.module:callable, found {name!r}.")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -102,6 +102,8 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     if make is None:
         found = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
         raise TargetError(f"{module_name} has no {attribute!r}; it has {', '.join(found) or 'no functions'}.")
+    if not callable(make):
+        raise TargetError(f"{name} is no function, it is a {type(make).__name__}.")
     accepted = inspect.signature(make).parameters
     given = {k: v for k, v in sizes.items() if v is not None}
     unknown = [k for k in given if k not in accepted]

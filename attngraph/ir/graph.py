@@ -195,9 +195,10 @@ def verify(graph: ProgramGraph) -> None:
         is_attention = str(node.target).startswith("attngraph.attention")
         if graph.level is Level.LOWERED and is_attention and not node.args[6]:
             raise VerificationError(f"{node}: no kernel was chosen for it")
-        if "inferred" not in node.meta and isinstance(node.meta.get("val"), Tensor):
+        checked = (str(node.target), str(node.args), str(node.kwargs))
+        if node.meta.get("inferred") != checked and isinstance(node.meta.get("val"), Tensor):
             _check_shape(node)
-            node.meta["inferred"] = True
+            node.meta["inferred"] = checked  # so that only what a pass changed is inferred anew
 
 
 def infer(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any = None) -> Any:
