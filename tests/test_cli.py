@@ -47,11 +47,15 @@ def test_compiling_a_target_prints_report_check_and_measurements(capsys: pytest.
     assert "attention x 2" in out and "causal" in out
     assert "equal to eager" in out and "NOT" not in out
     assert "eager" in out and "attngraph" in out and "median" in out and "peak memory" in out
-    assert "building" in err and "capture" in err and "fuse-attention" in err and "checking against eager" in err
+    assert (
+        "building" in err and "capture" in err and "fuse-attention" in err and "checking against eager" in err
+    )
     assert "building" not in out
 
 
-def test_json_is_one_object_with_report_agreement_and_measurements(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_report_agreement_and_measurements(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["compile", TINY, *QUICK, "--json", "--batch", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["target"] == TINY
@@ -141,8 +145,11 @@ def test_an_unknown_backend_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "attngraph.cli", "compile", TINY, *QUICK, "--json"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["agreement"]["holds"]
     assert "building" in done.stderr

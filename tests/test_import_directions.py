@@ -77,7 +77,9 @@ def test_a_file_imports_only_what_its_part_may(path: Path) -> None:
             assert part in ROOTS, f"{where}; only {', '.join(sorted(ROOTS))} may"
         if part in MAY_IMPORT:
             also = part == "codegen" and imported.startswith(tuple(CODEGEN_MAY_ALSO))
-            assert also or wanted in MAY_IMPORT[part], f"{where}; {part} may import {sorted(MAY_IMPORT[part])}"
+            assert also or wanted in MAY_IMPORT[part], (
+                f"{where}; {part} may import {sorted(MAY_IMPORT[part])}"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

@@ -18,9 +18,17 @@ from attngraph.report import AttentionEntry, Break, CompileReport, Missed, merge
 
 def entry(**changed: object) -> AttentionEntry:
     plain = AttentionEntry(
-        name="blocks.0.attention", program="s = 0.125 * dot\nkeep k <= q", heads=12, kv_heads=12, head_dim=64,
-        value_dim=64, mask="causal", source="gpt.py:61", kernel="cpu.flash", error=3e-16,
-    )  # fmt: skip
+        name="blocks.0.attention",
+        program="s = 0.125 * dot\nkeep k <= q",
+        heads=12,
+        kv_heads=12,
+        head_dim=64,
+        value_dim=64,
+        mask="causal",
+        source="gpt.py:61",
+        kernel="cpu.flash",
+        error=3e-16,
+    )
     return dataclasses.replace(plain, **changed)  # type: ignore[arg-type]
 
 
@@ -39,10 +47,19 @@ def test_equal_attentions_are_folded_with_their_number_and_the_names_of_first_an
 
 @pytest.mark.parametrize(
     "other",
-    [{"program": "s = dot"}, {"heads": 6}, {"kv_heads": 4}, {"head_dim": 32}, {"value_dim": 32}, {"mask": "none"},
-     {"source": "gpt.py:62"}, {"kernel": "cpu.tiled"}, {"numerics": "exact"}],
+    [
+        {"program": "s = dot"},
+        {"heads": 6},
+        {"kv_heads": 4},
+        {"head_dim": 32},
+        {"value_dim": 32},
+        {"mask": "none"},
+        {"source": "gpt.py:62"},
+        {"kernel": "cpu.tiled"},
+        {"numerics": "exact"},
+    ],
     ids=lambda o: next(iter(o)),
-)  # fmt: skip
+)
 def test_attentions_that_differ_in_anything_a_reader_sees_are_not_folded(other: dict[str, object]) -> None:
     text = str(CompileReport((entry(), entry(**other))))
     assert text.count("\n  attention ") == 2
@@ -93,7 +110,9 @@ def test_json_holds_every_field_and_comes_back_the_same() -> None:
 
 def test_merging_adds_up_passes_and_keeps_each_break_once() -> None:
     one = CompileReport((entry(),), (), (record(changed=False),), (Break("r", "s"),), 1.0, 1)
-    two = CompileReport((entry(name="b"),), (Missed("m", "n"),), (record(seconds=0.5),), (Break("r", "s"),), 2.0, 1)
+    two = CompileReport(
+        (entry(name="b"),), (Missed("m", "n"),), (record(seconds=0.5),), (Break("r", "s"),), 2.0, 1
+    )
     both = merge([one, two])
     assert [a.name for a in both.attention] == ["blocks.0.attention", "b"]
     assert both.passes == (PassRecord("fuse-attention", True, 0.75, 82, 66, ("fused 12", "fused 12")),)

@@ -1,4 +1,4 @@
-"""What the tests of fusion share: one thread, and the comparison of a compiled callable with the eager one."""
+"""What the tests of fusion share: one thread, and the comparison of a compiled callable with eager."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def compare_values(expected: Any, actual: Any, tolerance: float) -> list[str]:
     problems = []
     for place, (a, b) in enumerate(zip(wanted, found, strict=True)):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            problems.append(
-                f"result {place} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}"
-            )
+            problems.append(f"result {place} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}")
         elif a.requires_grad != b.requires_grad:
             problems.append(f"result {place}: requires_grad is {b.requires_grad}")
         elif not torch.equal(a.isnan(), b.isnan()):
@@ -64,7 +62,9 @@ def gradients(result: Any, wanted: Sequence[Tensor]) -> list[Tensor | None]:
     """Gradients of a fixed random combination of all results for `wanted`."""
     generator = torch.Generator().manual_seed(1)
     terms = [
-        (torch.where(r.isfinite(), r, 0) * torch.randn(r.shape, generator=generator, dtype=torch.float64)).sum()
+        (
+            torch.where(r.isfinite(), r, 0) * torch.randn(r.shape, generator=generator, dtype=torch.float64)
+        ).sum()
         for r in tensors_of(result)
         if r.requires_grad
     ]
@@ -73,12 +73,18 @@ def gradients(result: Any, wanted: Sequence[Tensor]) -> list[Tensor | None]:
     return list(torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True))
 
 
-def compare_gradients(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None], tolerance: float) -> list[str]:
+def compare_gradients(
+    expected: Sequence[Tensor | None], actual: Sequence[Tensor | None], tolerance: float
+) -> list[str]:
     problems = []
     for place, (a, b) in enumerate(zip(expected, actual, strict=True)):
         a, b = (torch.zeros(()) if g is None else g for g in (a, b))
         if not torch.allclose(
-            a.double(), b.double().expand_as(a) if a.ndim else b.double(), atol=tolerance, rtol=tolerance, equal_nan=True
+            a.double(),
+            b.double().expand_as(a) if a.ndim else b.double(),
+            atol=tolerance,
+            rtol=tolerance,
+            equal_nan=True,
         ):
             problems.append(f"gradient {place}: off by {float((a - b).abs().nan_to_num().max()):.3g}")
     return problems
@@ -94,9 +100,11 @@ def compare_calls(
     def copied(tree: Any) -> Any:
         grads = torch.is_grad_enabled()
         return pytree.tree_map(
-            lambda x: x.detach().clone().requires_grad_(grads and x.is_floating_point())
-            if isinstance(x, Tensor)
-            else x,
+            lambda x: (
+                x.detach().clone().requires_grad_(grads and x.is_floating_point())
+                if isinstance(x, Tensor)
+                else x
+            ),
             tree,
         )
 

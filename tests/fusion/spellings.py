@@ -607,7 +607,9 @@ def padding_on_both_sides(q, k, v, keep):
     return (q @ k.mT).masked_fill(~pairs, torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
-@spelling(lambda: (*qkv(), torch.zeros(T, T, dtype=torch.float64).masked_fill(torch.ones(T, T).triu(1) > 0, -INF)))
+@spelling(
+    lambda: (*qkv(), torch.zeros(T, T, dtype=torch.float64).masked_fill(torch.ones(T, T).triu(1) > 0, -INF))
+)
 def any_additive_mask(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.models import attention as plain
-from attngraph.models import decoder_lm, encoder, encoder_decoder, grouped_attention, masked_attention, modern_decoder
+from attngraph.models import (
+    decoder_lm,
+    encoder,
+    encoder_decoder,
+    grouped_attention,
+    masked_attention,
+    modern_decoder,
+)
 
 B, T, S, C, H, D = 2, 7, 9, 32, 4, 8
 SMALL = {"width": C, "heads": H, "key_width": D, "value_width": D + 2}
@@ -70,7 +77,15 @@ def _grouped(**options: Any) -> Callable[[float], nn.Module]:
 def _modern(**options: Any) -> Callable[[float], nn.Module]:
     return lambda rate: modern_decoder.ModernDecoder(
         modern_decoder.ModernDecoderConfig(
-            vocab_size=50, layers=2, width=C, heads=H, kv_heads=2, head_width=D, hidden=48, dropout=rate, **options
+            vocab_size=50,
+            layers=2,
+            width=C,
+            heads=H,
+            kv_heads=2,
+            head_width=D,
+            hidden=48,
+            dropout=rate,
+            **options,
         )
     )
 
@@ -83,13 +98,22 @@ def _decoder(rate: float) -> nn.Module:
 
 def _encoder(rate: float) -> nn.Module:
     return encoder.Encoder(
-        encoder.EncoderConfig(vocab_size=50, layers=2, width=C, heads=H, hidden=48, max_tokens=32, dropout=rate)
+        encoder.EncoderConfig(
+            vocab_size=50, layers=2, width=C, heads=H, hidden=48, max_tokens=32, dropout=rate
+        )
     )
 
 
 def _encoder_decoder(rate: float) -> nn.Module:
     config = encoder_decoder.EncoderDecoderConfig(
-        source_vocab_size=50, target_vocab_size=50, layers=2, width=C, heads=H, hidden=48, max_tokens=32, dropout=rate
+        source_vocab_size=50,
+        target_vocab_size=50,
+        layers=2,
+        width=C,
+        heads=H,
+        hidden=48,
+        max_tokens=32,
+        dropout=rate,
     )
     return encoder_decoder.EncoderDecoder(config)
 
@@ -100,7 +124,9 @@ def _sharing(spelling: str) -> Case:
 
 CASES = {
     "dot product": Case(
-        lambda rate: plain.DotProductAttention(), lambda b, t: (normal(D), normal(t, D), normal(t, D)), ("none",)
+        lambda rate: plain.DotProductAttention(),
+        lambda b, t: (normal(D), normal(t, D), normal(t, D)),
+        ("none",),
     ),
     "sequence to sequence": Case(
         lambda rate: plain.Seq2SeqAttention(), lambda b, t: (normal(b, D), normal(b, t, D)), ("none",)
@@ -114,10 +140,14 @@ CASES = {
         lambda rate: plain.MultiHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)), states, ("none",)
     ),
     "packed multi-head": Case(
-        lambda rate: plain.PackedMultiHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)), states, ("none",)
+        lambda rate: plain.PackedMultiHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)),
+        states,
+        ("none",),
     ),
     "head by head": Case(
-        lambda rate: plain.HeadByHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)), states, ("none",) * H
+        lambda rate: plain.HeadByHeadAttention(plain.AttentionConfig(**SMALL, dropout=rate)),
+        states,
+        ("none",) * H,
     ),
     "cross": Case(
         lambda rate: plain.CrossAttention(plain.CrossAttentionConfig(**SMALL, dropout=rate, memory_width=24)),
@@ -151,7 +181,9 @@ CASES = {
     "window, both sides": Case(_window(window=4), states, ("window(+-2)",)),
     "window, causal": Case(_window(window=4, causal=True), states, ("causal & window(5)",)),
     "multi-query": Case(
-        lambda rate: grouped_attention.MultiQueryAttention(grouped_attention.MultiQueryConfig(**SMALL, dropout=rate)),
+        lambda rate: grouped_attention.MultiQueryAttention(
+            grouped_attention.MultiQueryConfig(**SMALL, dropout=rate)
+        ),
         states,
         ("causal",),
     ),

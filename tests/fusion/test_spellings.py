@@ -110,7 +110,15 @@ def test_a_mutant_keeps_its_own_meaning(name: str, compare: Compare) -> None:
     assert report.attention or report.missed
 
 
-PLAIN = ("no_scale", "causal_masked_fill", "padding_kept", "alibi", "grouped_queries", "einsum_tokens_first", "softcap")
+PLAIN = (
+    "no_scale",
+    "causal_masked_fill",
+    "padding_kept",
+    "alibi",
+    "grouped_queries",
+    "einsum_tokens_first",
+    "softcap",
+)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,9 @@ def test_a_causal_buffer_is_read_as_causal() -> None:
 
 
 @pytest.mark.parametrize("place", [(3, 5), (3, 1), (12, 14), (15, 0)], ids=str)
-def test_a_causal_buffer_with_one_entry_changed_is_not_causal(place: tuple[int, int], compare: Compare) -> None:
+def test_a_causal_buffer_with_one_entry_changed_is_not_causal(
+    place: tuple[int, int], compare: Compare
+) -> None:
     mask = torch.ones(16, 16).tril()
     mask[place] = 1 - mask[place]
     model = Buffered(mask)
@@ -200,7 +210,9 @@ def test_a_causal_buffer_with_one_entry_changed_is_not_causal(place: tuple[int, 
     ],
     ids=["written in place", "replaced", "loaded", "loaded by assignment", "written through .data"],
 )
-def test_a_mask_that_changes_after_compiling_is_seen(change: Callable[[nn.Module], Any], compare: Compare) -> None:
+def test_a_mask_that_changes_after_compiling_is_seen(
+    change: Callable[[nn.Module], Any], compare: Compare
+) -> None:
     model = Buffered(torch.ones(16, 16).tril())
     compiled = attngraph.compile(model)
     compiled(*qkv(7))
@@ -210,7 +222,9 @@ def test_a_mask_that_changes_after_compiling_is_seen(change: Callable[[nn.Module
     assert agreement, agreement.differences
 
 
-def test_a_buffer_that_repeats_only_up_to_the_traced_length_is_not_taken_for_a_formula(compare: Compare) -> None:
+def test_a_buffer_that_repeats_only_up_to_the_traced_length_is_not_taken_for_a_formula(
+    compare: Compare,
+) -> None:
     bias = torch.arange(16, dtype=torch.float64)
     bias[9:] = 0.5
 

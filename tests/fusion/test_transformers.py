@@ -20,9 +20,15 @@ WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n
 GROUPED = {**WIDTHS, "num_key_value_heads": 2}
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BOTH_SIDES = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 1,
-}  # fmt: skip
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "decoder_start_token_id": 1,
+}
 
 
 def ids(tokens: int) -> dict[str, Tensor]:
@@ -77,21 +83,35 @@ CASES = {
     "gemma2": causal("Gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 4}, "window(4)"),
     "bert": encoder("Bert", WIDTHS),
     "t5": Case(
-        "T5ForConditionalGeneration", "T5Config",
-        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}, 6, inputs=pairs,
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        6,
+        inputs=pairs,
     ),
     "vit": Case(
-        "ViTModel", "ViTConfig", {**WIDTHS, "image_size": 32, "patch_size": 8}, words=frozenset(), inputs=pixels
+        "ViTModel",
+        "ViTConfig",
+        {**WIDTHS, "image_size": 32, "patch_size": 8},
+        words=frozenset(),
+        inputs=pixels,
     ),
     "gemma3": Case(
-        "Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, "head_dim": 8, "sliding_window": 4},
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**GROUPED, "head_dim": 8, "sliding_window": 4},
         words=frozenset({"causal", "window(4)"}),
     ),
     "gpt-neox": causal("GPTNeoX", WIDTHS),
     "opt": causal(
         "OPT",
-        {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "word_embed_proj_dim": 32},
+        {
+            "hidden_size": 32,
+            "ffn_dim": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 32,
+        },
     ),
     "bloom": causal("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "qwen2": causal("Qwen2", GROUPED),
@@ -100,21 +120,34 @@ CASES = {
     "phi3": causal("Phi3", GROUPED),
     "bart": Case("BartForConditionalGeneration", "BartConfig", BOTH_SIDES, 6, inputs=pairs),
     "whisper": Case(
-        "WhisperForConditionalGeneration", "WhisperConfig",
-        {**BOTH_SIDES, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}, 6, inputs=sound,
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {**BOTH_SIDES, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20},
+        6,
+        inputs=sound,
     ),
     "roberta": encoder("Roberta", WIDTHS),
     "distilbert": encoder("DistilBert", {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}),
     "deberta-v2": encoder(
         "DebertaV2",
-        {**WIDTHS, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4,
-         "max_relative_positions": 8},
+        {
+            **WIDTHS,
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_buckets": 4,
+            "max_relative_positions": 8,
+        },
     ),
     "gpt-j": causal("GPTJ", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
     "gpt-neo": causal(
         "GPTNeo",
-        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
-         "window_size": 4},
+        {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        },
         "window(4)",
     ),
     "falcon": causal("Falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
@@ -125,16 +158,28 @@ CASES = {
     "mixtral": causal("Mixtral", {**GROUPED, "num_local_experts": 2}),
     "deepseek-v3": causal(
         "DeepseekV3",
-        {**WIDTHS, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2,
-         "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-         "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2},
+        {
+            **WIDTHS,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 2,
+        },
     ),
     "mpt": causal("Mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     "gpt-oss": causal(
         "GptOss",
         {**GROUPED, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
     ),
-}  # fmt: skip
+}
 NOT_ALL_FUSED = {
     "mpt": "the scores are no product of a query side and a key side over a shared dimension",
     "gpt-oss": "a sink as an extra column of the scores",
@@ -144,9 +189,7 @@ LEFT = torch.tensor([[1] * T, [0] * 3 + [1] * (T - 3)])
 RIGHT = torch.tensor([[1] * (T - 3) + [0] * 3, [1] * T])
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_stock_model_fuses_and_answers_as_eager_does(name: str, compare: Callable[..., Any]) -> None:
     case = CASES[name]
     model = case.build()
@@ -165,9 +208,9 @@ def test_a_stock_model_fuses_and_answers_as_eager_does(name: str, compare: Calla
             if name not in NOT_ALL_FUSED:
                 assert len(attentions) == case.attentions, compiled.report.missed
                 assert case.words <= {w for a in attentions for w in a.mask.split(" (")[0].split(" & ")}
-                assert all("padding" in a.mask for a in attentions if variant and case.inputs is ids) or name in (
-                    "deberta-v2",
-                )
+                assert all(
+                    "padding" in a.mask for a in attentions if variant and case.inputs is ids
+                ) or name in ("deberta-v2",)
     assert not compiled.report.breaks
     if name in NOT_ALL_FUSED:
         assert any(m.reason and m.source for m in compiled.report.missed)
@@ -206,7 +249,7 @@ def gpt2() -> tuple[torch.nn.Module, attngraph.CompiledModule]:
 def test_results_keep_their_class_and_their_cache(
     gpt2: tuple[torch.nn.Module, attngraph.CompiledModule], compare: Callable[..., Any]
 ) -> None:
-    model, compiled = gpt2
+    model, _ = gpt2
     with torch.no_grad():
         mine, theirs = (m(**ids(T), use_cache=True) for m in gpt2)
     assert type(mine) is type(theirs)

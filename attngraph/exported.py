@@ -1,0 +1,154 @@
+"""From torch's exported program to our program graph.
+
+What an ExportedProgram says in its signature, its shape environment and its higher-order regions, said
+in the terms of `ir/graph.py`: inputs by what they stand for, writes as results, sizes as conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from attngraph.errors import CaptureError
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph
+
+
+def hints(arguments: Sequence[fx.Node]) -> dict[str, int]:
+    """The sizes of the example inputs, by symbol."""
+    extents = [s for n in arguments for s in n.meta["val"].shape if not isinstance(s, int)]
+    return {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
+
+
+def size_of(value: Any) -> Any:
+    """A size as a number or a sympy expression."""
+    return value if isinstance(value, int) else value.node.expr
+
+
+def shape_env(arguments: Sequence[fx.Node]) -> Any:
+    """What torch knows about the symbolic sizes of these inputs; None if there are none."""
+    modes = [getattr(n.meta["val"], "fake_mode", None) for n in arguments]
+    return next((m.shape_env for m in modes if m is not None), None)
+
+
+def conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Iterator[Any]:
+    """Every relation between sizes that the trace took for granted."""
+    env = shape_env(arguments)
+    if env is None:
+        return
+    for guard in env.guards:
+        relation = env.simplify(guard.expr)
+        if relation not in (True, sympy.true):
+            yield relation
+    for symbol, limits in program.range_constraints.items():
+        if isinstance(symbol, sympy.Symbol):
+            if limits.lower.is_Integer:
+                yield sympy.Ge(symbol, max(int(limits.lower), 0))
+            if limits.upper.is_Integer:
+                yield sympy.Le(symbol, int(limits.upper))
+
+
+def inline_grad_regions(module: fx.GraphModule) -> None:
+    """Put the body of every `with torch.no_grad()` region in the graph itself; its results are
+    detached, which is all that the region means for a pure function."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
+            continue
+        enabled, body, *inputs = node.args
+        inner = getattr(module, str(body.target))
+        inline_grad_regions(inner)
+        copies: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        with module.graph.inserting_before(node):
+            for step in inner.graph.nodes:
+                if step.op not in ("placeholder", "output"):
+                    copies[step] = module.graph.node_copy(step, copies.__getitem__)
+            results = fx.map_arg(inner.graph.output_node().args[0], copies.__getitem__)
+            if not enabled:
+                results = [_detached(module.graph, r) for r in results]
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return node
+    made: fx.Node = graph.call_function(torch.ops.aten.detach.default, (node,))
+    made.meta = dict(node.meta)
+    return made
+
+
+def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
+    """The exported graph with what its inputs and results stand for; `owner` has the buffers.
+
+    Raises:
+        CaptureError: an input or a result of a kind that an executable cannot feed or write back.
+    """
+    kinds = {
+        "PARAMETER": "parameter",
+        "BUFFER": "buffer",
+        "CONSTANT_TENSOR": "constant",
+        "USER_INPUT": "argument",
+    }
+    inputs: list[Input] = []
+    values: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
+    arguments = 0
+    written = {spec.target for spec in program.graph_signature.output_specs if "MUTATION" in spec.kind.name}
+    for spec in program.graph_signature.input_specs:
+        kind = kinds.get(spec.kind.name)
+        if kind is None:
+            raise CaptureError(f"cannot capture an input of kind {spec.kind.name}", spec.kind.name)
+        name = str(spec.target)
+        placeholder = getattr(spec.arg, "name", "")
+        if kind == "argument":
+            name, arguments = str(arguments), arguments + 1
+        elif kind == "constant":
+            constants[name] = values[placeholder] = program.constants[name]
+            if constants[name].requires_grad:
+                raise CaptureError(
+                    "the model uses a weight that is not one of its own, so no gradient would reach it.\n"
+                    "What to do: register it as a parameter or a submodule.",
+                    "a weight that is not the model's own",
+                )
+        elif kind == "buffer" and name not in written:
+            values[placeholder] = owner.get_buffer(name)
+        inputs.append(Input(kind, name))
+    outputs: list[Output] = []
+    order = [spec.arg.name for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")]
+    orders = {
+        n.name: memory_order(n.meta["val"])
+        for n in program.graph.output_node().all_input_nodes
+        if isinstance(n.meta.get("val"), Tensor)
+    }
+    for result in program.graph_signature.output_specs:
+        match result.kind.name:
+            case "USER_OUTPUT":
+                outputs.append(Output("value", order=orders.get(result.arg.name, ())))
+            case "BUFFER_MUTATION":
+                outputs.append(Output("buffer", str(result.target)))
+            case "USER_INPUT_MUTATION":
+                outputs.append(Output("argument", inputs[order.index(str(result.target))].name))
+            case other:
+                raise CaptureError(f"cannot capture a result of kind {other}", other)
+    return ProgramGraph(
+        fx.GraphModule({}, program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the slowest in memory to the fastest; () if it is not dense."""
+    hints = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
+    if any(h is None for h in hints):
+        return ()
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: (-hints[d], d)))
+    return order if tensor.permute(order).is_contiguous() else ()

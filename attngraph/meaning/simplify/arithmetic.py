@@ -1,0 +1,214 @@
+"""Sums and products in canonical form: like terms joined, numbers in front, selections merged."""
+
+from __future__ import annotations
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import ranges
+from attngraph.meaning import simplify as M
+from attngraph.meaning.ranges import Polynomial
+
+
+def number(node: Expr) -> Expr:
+    """A boolean as 0 or 1; anything else as it is."""
+    return M.where(node, E.ONE, E.ZERO) if node.kind == "bool" else node
+
+
+def kind_of(args: tuple[Expr, ...]) -> str:
+    """The kind of a number made of numbers of these kinds."""
+    kinds = {a.kind for a in args}
+    return "int" if kinds <= {"int"} else "any" if "any" in kinds else "float"
+
+
+def add(*terms: Expr) -> Expr:
+    """The sum. Like terms are combined; selections on one condition are merged; minus infinity
+    in a branch of a selection absorbs what is added to it."""
+    constant: float = 0
+    is_float = False
+    parts: dict[Expr, float] = {}
+    stack = [number(t) for t in reversed(terms)]
+    while stack:
+        term = stack.pop()
+        if term.op == "add":
+            stack.extend(reversed(term.args))
+        elif term.op == "const" and term is not E.NAN:
+            constant += term.value
+            is_float |= term.kind == "float"
+        else:
+            factor, rest = coefficient(term)
+            parts[rest] = parts.get(rest, 0) + factor
+            is_float |= term.kind != "int"
+    kept = [scale(c, rest) for rest, c in parts.items() if c != 0]
+    kept = _merge_selections(kept)
+    if constant != 0 and any(t.op == "where" for t in kept):
+        # A selection swallows the constant only when it stands alone: c + where(p, x, -inf).
+        kept, constant = _absorb_constant(kept, constant)
+    if constant != 0 or not kept:
+        kept.append(E.const(constant))
+    if len(kept) == 1:
+        return kept[0]
+    absorbed = _absorb_minus_infinity(kept)
+    if absorbed is not None:
+        return absorbed
+    kept.sort(key=lambda t: t.serial)
+    return E.make("add", tuple(kept), None, kind_of(tuple(kept)) if is_float else "int")
+
+
+def _absorb_constant(terms: list[Expr], constant: float) -> tuple[list[Expr], float]:
+    if len(terms) == 1 and all(a.op == "const" for a in terms[0].args[1:]):
+        condition, a, b = terms[0].args
+        c = E.const(constant)
+        return [M.where(condition, add(a, c), add(b, c))], 0
+    return terms, constant
+
+
+def _merge_selections(terms: list[Expr]) -> list[Expr]:
+    """where(c, x, y) + where(c, u, v) is where(c, x + u, y + v); also for the negated condition."""
+    merged: list[Expr] = []
+    for term in terms:
+        if term.op == "where":
+            condition, x, y = term.args
+            for place, other in enumerate(merged):
+                if other.op != "where":
+                    continue
+                same, u, v = other.args
+                if same is M.not_(condition):
+                    same, u, v = condition, v, u
+                if same is condition:
+                    merged[place] = M.where(condition, add(x, u), add(y, v))
+                    break
+            else:
+                merged.append(term)
+        else:
+            merged.append(term)
+    return merged
+
+
+def _absorb_minus_infinity(terms: list[Expr]) -> Expr | None:
+    for place, term in enumerate(terms):
+        if term.op == "where" and E.NEG_INF in term.args[1:]:
+            rest = add(*terms[:place], *terms[place + 1 :])
+            condition, x, y = term.args
+            return M.where(
+                condition,
+                x if x is E.NEG_INF else add(x, rest),
+                y if y is E.NEG_INF else add(y, rest),
+            )
+    return None
+
+
+def coefficient(term: Expr) -> tuple[float, Expr]:
+    """`term` as a number times the rest."""
+    if term.op == "mul" and term.args[0].op == "const" and term.args[0] is not E.NAN:
+        rest = term.args[1:]
+        return term.args[0].value, rest[0] if len(rest) == 1 else E.make("mul", rest, None, kind_of(rest))
+    return 1, term
+
+
+def scale(factor: float, node: Expr) -> Expr:
+    return node if factor == 1 and not isinstance(factor, bool) else mul(E.const(factor), node)
+
+
+def neg(node: Expr) -> Expr:
+    return mul(E.const(-1), node)
+
+
+def sub(a: Expr, b: Expr) -> Expr:
+    return add(a, neg(b))
+
+
+def mul(*factors: Expr) -> Expr:
+    """The product. Numbers are gathered in front and distributed over sums and selections; for
+    integers sums are multiplied out; exponentials are merged."""
+    constant: float = 1
+    rest: list[Expr] = []
+    exponents: list[Expr] = []
+    stack = [number(f) for f in reversed(factors)]
+    while stack:
+        factor = stack.pop()
+        if factor.op == "mul":
+            stack.extend(reversed(factor.args))
+        elif factor.op == "const" and factor is not E.NAN:
+            constant *= factor.value
+        elif factor.op == "exp":
+            exponents.append(factor)
+        else:
+            rest.append(factor)
+    if exponents:
+        rest.append(exponents[0] if len(exponents) == 1 else M.exp(add(*(e.args[0] for e in exponents))))
+    if E.NAN in rest:
+        return E.NAN
+    if constant == 0:
+        return E.ZERO if all(r.kind == "int" for r in rest) else E.const(0.0)
+    rest = _cancel(rest)
+    if not rest:
+        return E.const(constant)
+    selected = _distribute_selection(constant, rest)
+    if selected is not None:
+        return selected
+    if len(rest) == 1 and rest[0].op == "add":
+        return add(*(mul(E.const(constant), t) for t in rest[0].args)) if constant != 1 else rest[0]
+    if all(r.kind == "int" for r in rest) and any(r.op == "add" for r in rest):
+        return _multiply_out(constant, rest)
+    if constant == 1 and len(rest) == 1:
+        return rest[0]
+    rest.sort(key=lambda t: t.serial)
+    args = tuple(rest) if constant == 1 else (E.const(constant), *rest)
+    return E.make("mul", args, None, kind_of(args))
+
+
+def _cancel(factors: list[Expr]) -> list[Expr]:
+    """Drop pairs x, recip(x)."""
+    kept: list[Expr] = []
+    for factor in factors:
+        inverse = factor.args[0] if factor.op == "recip" else E.make("recip", (factor,))
+        if inverse in kept:
+            kept.remove(inverse)
+        else:
+            kept.append(factor)
+    return kept
+
+
+def _distribute_selection(constant: float, rest: list[Expr]) -> Expr | None:
+    """n * where(c, x, y), and x * where(c, number, number)."""
+    for place, factor in enumerate(rest):
+        if factor.op != "where":
+            continue
+        condition, x, y = factor.args
+        if len(rest) == 1:
+            if constant == 1:
+                return None
+            n = E.const(constant)
+            return M.where(condition, mul(n, x), mul(n, y))
+        if x.op == "const" and y.op == "const":
+            others = (E.const(constant), *rest[:place], *rest[place + 1 :])
+            return M.where(condition, mul(*others, x), mul(*others, y))
+    return None
+
+
+def _multiply_out(constant: float, factors: list[Expr]) -> Expr:
+    product: Polynomial = {(): int(constant)}
+    for factor in factors:
+        product = ranges.multiply(product, ranges.polynomial(factor))
+    return from_polynomial(product)
+
+
+def from_polynomial(terms: Polynomial) -> Expr:
+    return add(*(mul(E.const(c), *atoms) for atoms, c in terms.items()))
+
+
+def recip(node: Expr) -> Expr:
+    node = number(node)
+    if node.op == "const" and node.value not in (0, "nan"):
+        return E.const(1.0 / node.value)
+    if node.op == "recip":
+        return node.args[0]
+    if node.op == "mul":
+        return mul(*(recip(a) for a in node.args))
+    if node.op == "exp":
+        return M.exp(neg(node.args[0]))
+    return E.make("recip", (node,), None, "float")
+
+
+def div(a: Expr, b: Expr) -> Expr:
+    return mul(a, recip(b))

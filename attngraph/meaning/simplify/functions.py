@@ -1,0 +1,105 @@
+"""Exponentials with logarithms, powers, and pointwise functions that have no algebra of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.meaning import ranges
+from attngraph.meaning import simplify as M
+
+
+def exp(node: Expr) -> Expr:
+    """e ** node; exp(a - log z) is exp(a) / z."""
+    node = M.number(node)
+    if node.op == "const" and node is not E.NAN:
+        return E.const(math.exp(node.value)) if node.value < 709 else E.INF
+    factors: list[Expr] = []
+    exponent: list[Expr] = []
+    for term in node.args if node.op == "add" else (node,):
+        factor, rest = M.coefficient(term)
+        if rest.op == "log" and factor in (1, -1):
+            factors.append(rest.args[0] if factor == 1 else M.recip(rest.args[0]))
+        else:
+            exponent.append(term)
+    if factors:
+        return M.mul(exp(M.add(*exponent)), *factors)
+    return E.make("exp", (node,), None, "float")
+
+
+def log(node: Expr) -> Expr:
+    if node.op == "exp":
+        return node.args[0]
+    return function("log", node)
+
+
+def power(base: Expr, exponent: Expr) -> Expr:
+    base, exponent = M.number(base), M.number(exponent)
+    if exponent.op == "const":
+        if exponent.value in (1, -1):
+            return base if exponent.value == 1 else M.recip(base)
+        if exponent.value == 2:
+            return M.mul(base, base)
+        if exponent.value in (0.5, -0.5):
+            root = function("sqrt", base)
+            return root if exponent.value == 0.5 else M.recip(root)
+    if base.op == "const" and exponent.op == "const":
+        try:
+            value = base.value**exponent.value
+            return E.NAN if isinstance(value, complex) else E.const(value)
+        except (OverflowError, ZeroDivisionError, TypeError):
+            pass
+    return E.make("pow", (base, exponent), None, "float")
+
+
+def absolute(node: Expr) -> Expr:
+    node = M.number(node)
+    if node.kind == "int":
+        low, high = ranges.bounds(ranges.polynomial(node))
+        if low is not None and ranges.is_nonnegative(low):
+            return node
+        if high is not None and ranges.is_nonnegative(ranges.subtract({}, high)):
+            return M.neg(node)
+    return function("abs", node)
+
+
+_PYTHON: dict[str, Callable[[float], float]] = {
+    "sqrt": math.sqrt, "tanh": math.tanh, "sin": math.sin, "cos": math.cos, "abs": abs,
+    "log": math.log, "log2": math.log2, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc,
+}  # fmt: skip
+
+
+def function(name: str, *args: Expr) -> Expr:
+    """A pointwise function that has no algebra of its own: constants are folded, and it goes into
+    a selection between two constants."""
+    args = tuple(M.number(a) for a in args)
+    if len(args) == 1:
+        (x,) = args
+        if x.op == "const" and x is not E.NAN and name in _PYTHON and not math.isinf(x.value):
+            try:
+                return E.const(_PYTHON[name](x.value))
+            except (ValueError, OverflowError):
+                pass
+        if x.op == "where" and all(a.op == "const" for a in x.args[1:]):
+            return M.where(x.args[0], *(function(name, a) for a in x.args[1:]))
+        if name in ("floor", "ceil", "trunc", "round", "int") and x.kind == "int":
+            return x
+    if name == "isnan":
+        return E.make("isnan", args, None, "bool")
+    kind = (
+        "int"
+        if name == "int" or (name in ("abs", "sign", "min", "max") and M.kind_of(args) == "int")
+        else "float"
+    )
+    if name in ("min", "max") and all(a.op == "const" and a is not E.NAN for a in args):
+        return E.const((min if name == "min" else max)(a.value for a in args))
+    return E.make(name, args, None, kind)
+
+
+def total(variable: Expr, body: Expr) -> Expr:
+    """The sum of `body` over the variable's extent."""
+    if variable not in body.free:
+        return M.mul(variable.args[0], body)
+    return E.make("sum", (variable, body), None, "int" if body.kind == "int" else "float")

@@ -1,0 +1,38 @@
+"""What the tests of passes share: one thread, and the captured graph of a tiny causal attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from attngraph.capture import capture
+from attngraph.ir.graph import ProgramGraph
+from attngraph.models.masked_attention import CausalAttentionConfig, CausalSelfAttention
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_the_same_random_numbers() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def causal_model() -> nn.Module:
+    config = CausalAttentionConfig(width=32, heads=4, key_width=8, value_width=8, max_tokens=64)
+    return CausalSelfAttention(config).eval()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[], nn.Module]:
+    return causal_model
+
+
+@pytest.fixture
+def captured() -> ProgramGraph:
+    with torch.no_grad():
+        return capture(causal_model(), (torch.randn(2, 7, 32),), {}).graph

@@ -1,0 +1,186 @@
+"""Running passes: their order is checked, and the verifier catches a graph that breaks its level's rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import attngraph
+from attngraph import pipeline
+from attngraph.errors import VerificationError
+from attngraph.ir.graph import Level, ProgramGraph, verify
+from attngraph.passes import DEFAULT_PIPELINE
+from attngraph.passes.canonicalize import Canonicalize
+from attngraph.passes.fuse_attention import FuseAttention
+from attngraph.passes.select_kernels import SelectKernels
+from attngraph.pipeline import Outcome
+
+aten = torch.ops.aten
+
+
+def test_the_default_pipeline_reads_in_order_and_ends_lowered(captured: ProgramGraph) -> None:
+    assert [p.name for p in DEFAULT_PIPELINE] == ["canonicalize", "fuse-attention", "select-kernels"]
+    for before, after in itertools.pairwise(DEFAULT_PIPELINE):
+        assert before.yields == after.requires
+    result = pipeline.run(captured, DEFAULT_PIPELINE)
+    assert captured.level is Level.LOWERED
+    assert [r.name for r in result.records] == [p.name for p in DEFAULT_PIPELINE]
+    assert len(captured.attentions()) == 1
+
+
+@pytest.mark.parametrize(
+    ("passes", "needs", "has"),
+    [
+        ((FuseAttention(),), "canonical", "captured"),
+        ((SelectKernels(),), "fused", "captured"),
+        ((Canonicalize(), SelectKernels()), "fused", "canonical"),
+        ((Canonicalize(), Canonicalize()), "captured", "canonical"),
+    ],
+    ids=str,
+)
+def test_passes_in_the_wrong_order_are_named(
+    passes: tuple[pipeline.Pass, ...], needs: str, has: str, captured: ProgramGraph
+) -> None:
+    with pytest.raises(ValueError, match=f"{passes[-1].name} needs a graph at level {needs}.*{has}"):
+        pipeline.run(captured, passes)
+
+
+def test_progress_is_told_each_pass_as_it_starts(captured: ProgramGraph) -> None:
+    told: list[str] = []
+    pipeline.run(captured, DEFAULT_PIPELINE, progress=told.append)
+    assert told == [p.name for p in DEFAULT_PIPELINE]
+
+
+def test_a_graph_runs_after_every_pass(make_model: Callable[[], nn.Module]) -> None:
+    from attngraph.capture import capture
+
+    model, x = make_model(), torch.randn(2, 7, 32)
+    with torch.no_grad():
+        found = capture(model, (x,), {})
+        graph = found.graph
+        stores = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        inputs = [
+            x
+            if i.kind == "argument"
+            else graph.constants[i.name]
+            if i.kind == "constant"
+            else stores[i.label]
+            for i in graph.inputs
+        ]
+        expected = model(x)
+        for step in ((), *((p,) for p in DEFAULT_PIPELINE)):
+            pipeline.run(graph, step)
+            assert torch.allclose(graph.module(*inputs)[0], expected, atol=1e-6)
+
+
+def test_ones_own_passes_run_instead(make_model: Callable[[], nn.Module]) -> None:
+    model, x = make_model(), torch.randn(2, 7, 32)
+    ran: list[str] = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Watch:
+        name: str = "watch"
+        requires: Level = Level.CANONICAL
+        yields: Level = Level.CANONICAL
+
+        def run(self, graph: ProgramGraph) -> Outcome:
+            ran.append(graph.level.name)
+            return Outcome(["watched"])
+
+    compiled = attngraph.compile(model, passes=(Canonicalize(), Watch(), *DEFAULT_PIPELINE[1:]))
+    assert torch.allclose(compiled(x), model(x), atol=1e-6)
+    assert ran == ["CANONICAL"]
+    watch = compiled.report.passes[1]
+    assert (watch.name, watch.changed, watch.notes) == ("watch", False, ("watched",))
+
+
+# --- the verifier ------------------------------------------------------------------------------------
+
+
+def node_of(graph: ProgramGraph, target: str) -> torch.fx.Node:
+    return next(n for n in graph.graph.nodes if target in str(n.target))
+
+
+def test_a_captured_graph_verifies(captured: ProgramGraph) -> None:
+    verify(captured)
+
+
+def test_a_wrong_shape_is_caught(captured: ProgramGraph) -> None:
+    node = node_of(captured, "softmax")
+    value = node.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = torch.empty(2, 3)
+    node.meta.pop("inferred", None)
+    with pytest.raises(VerificationError, match=f"{node.name}: recorded as"):
+        verify(captured)
+
+
+def test_a_wrong_dtype_is_caught(captured: ProgramGraph) -> None:
+    node = node_of(captured, "softmax")
+    value = node.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = torch.empty(value.shape, dtype=torch.float64)
+    node.meta.pop("inferred", None)
+    with pytest.raises(VerificationError, match=f"{node.name}: recorded as torch.float64"):
+        verify(captured)
+
+
+def test_a_pass_that_changes_an_op_and_not_its_type_is_caught(captured: ProgramGraph) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Break:
+        name: str = "break"
+        requires: Level = Level.CANONICAL
+        yields: Level = Level.CANONICAL
+
+        def run(self, graph: ProgramGraph) -> Outcome:
+            node = node_of(graph, "softmax")
+            node.target, node.args = aten.sum.dim_IntList, (node.args[0], [-1], False)
+            node.kwargs = {}
+            return Outcome()
+
+    with pytest.raises(VerificationError):
+        pipeline.run(captured, (Canonicalize(), Break()))
+
+
+def test_an_attention_before_its_level_is_caught(captured: ProgramGraph) -> None:
+    pipeline.run(captured, (Canonicalize(), FuseAttention()))
+    captured.level = Level.CANONICAL
+    with pytest.raises(VerificationError, match="may not occur at level CANONICAL"):
+        verify(captured)
+
+
+def test_an_attention_without_a_kernel_is_caught_once_lowered(captured: ProgramGraph) -> None:
+    pipeline.run(captured, (Canonicalize(), FuseAttention()))
+    captured.level = Level.LOWERED
+    with pytest.raises(VerificationError, match="no kernel was chosen"):
+        verify(captured)
+
+
+def test_an_input_that_nobody_declared_is_caught(captured: ProgramGraph) -> None:
+    first = captured.placeholders()[0]
+    with captured.graph.inserting_before(first):
+        extra = captured.graph.placeholder("extra")
+    extra.meta["val"] = first.meta["val"]
+    with pytest.raises(VerificationError, match="placeholders for"):
+        verify(captured)
+
+
+def test_a_tensor_held_by_the_graph_itself_is_caught(captured: ProgramGraph) -> None:
+    captured.module.register_buffer("hidden", torch.ones(1))
+    with captured.graph.inserting_before(captured.graph.output_node()):
+        captured.graph.get_attr("hidden")
+    with pytest.raises(VerificationError, match="a graph holds no attributes"):
+        verify(captured)
+
+
+def test_a_graph_that_uses_a_value_before_it_exists_is_caught(captured: ProgramGraph) -> None:
+    calls = [n for n in captured.graph.nodes if n.op == "call_function"]
+    calls[0].append(calls[-1])
+    calls[0].prepend(calls[-1])
+    with pytest.raises((VerificationError, RuntimeError)):
+        verify(captured)

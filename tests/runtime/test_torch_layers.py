@@ -1,0 +1,72 @@
+"""PyTorch's own attention layers, as users build them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+
+Same = Callable[..., None]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("case", ["plain", "no weights", "padding", "causal"])
+def test_multihead_attention_answers_as_eager_and_fuses_unless_weights_are_wanted(
+    case: str, batch_first: bool, same: Same
+) -> None:
+    layer = nn.MultiheadAttention(32, 4, batch_first=batch_first).eval()
+    compiled = attngraph.compile(layer)
+    x = torch.randn(2, 7, 32) if batch_first else torch.randn(7, 2, 32)
+    named: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "no weights": {"need_weights": False},
+        "padding": {
+            "need_weights": False,
+            "key_padding_mask": torch.tensor([[False] * 7, [False] * 5 + [True] * 2]),
+        },
+        "causal": {"need_weights": False, "attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1)},
+    }
+    same(compiled(x, x, x, **named[case]), layer(x, x, x, **named[case]))
+    if case == "plain":
+        assert not compiled.report.attention
+        assert "weights are also used" in compiled.report.missed[0].reason
+    else:
+        assert len(compiled.report.attention) == 1
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_transformer_encoder_fuses(norm_first: bool, same: Same) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    compiled = attngraph.compile(model)
+    x = torch.randn(2, 7, 32)
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    for training in (True, False):
+        model.train(training)
+        same(compiled(x, mask=mask), model(x, mask=mask))
+        assert len(compiled.report.attention) >= 2
+    with torch.no_grad():
+        same(compiled(x), model(x))
+
+
+def test_a_whole_transformer_fuses(same: Same) -> None:
+    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    compiled = attngraph.compile(model)
+    source, target = torch.randn(2, 9, 16), torch.randn(2, 7, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    same(compiled(source, target, tgt_mask=mask), model(source, target, tgt_mask=mask))
+    assert len(compiled.report.attention) == 3
+
+
+def test_the_op_itself_may_be_called_by_a_model(same: Same) -> None:
+    def f(q: Tensor) -> Tensor:
+        return attngraph.attention(q, q, q, "s = 0.5 * dot\nkeep k <= q")
+
+    compiled = attngraph.compile(f)
+    q = torch.randn(2, 4, 7, 8)
+    same(compiled(q), f(q))
