@@ -15,6 +15,7 @@ import functools
 import inspect
 import io
 import logging
+import os
 import re
 import traceback
 import warnings
@@ -32,7 +33,7 @@ from attngraph.errors import CaptureError
 from attngraph.ir.graph import ProgramGraph
 from attngraph.ir.source import short_path
 from attngraph.runtime.guards import aliases
-from attngraph.runtime.state import fingerprint, has_hooks
+from attngraph.runtime.state import Snapshot, fingerprint, has_hooks
 from attngraph.structure import TreeSpec, flatten, is_value, unflatten
 
 log = logging.getLogger(__name__)
@@ -92,13 +93,15 @@ class _Flat(nn.Module):
         args, kwargs = unflatten(leaves, self.spec)
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
-        before = fingerprint([target]), self._weights()
+        before, kept = (fingerprint([target]), self._weights()), Snapshot([target])
         with contextlib.redirect_stdout(printed):
             result = target(*args, **kwargs)
         if before != (fingerprint([target]), self._weights()):
             self.recorded.changed = "forward() changes attributes of the model, or values around it"
         if printed.getvalue():
             self.recorded.changed = "forward() prints"
+        if self.recorded.changed:
+            kept.restore()
         after, _ = flatten((args, kwargs))
         if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
             self.recorded.changed = "forward() changes the containers among its arguments"
@@ -142,12 +145,13 @@ def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
         elif isinstance(value, functools.partial):
             stack += [value.func, *value.args, *value.keywords.values()]
         elif inspect.ismethod(value):
-            stack += [value.__self__, value.__func__]
+            stack += [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
         elif inspect.isfunction(value):
             if not value.__module__ or not value.__module__.startswith("torch"):
-                variables = inspect.getclosurevars(inspect.unwrap(value))
+                variables = inspect.getclosurevars(value)
                 stack += [*variables.nonlocals.values(), *variables.globals.values()]
-                stack += value.__defaults__ or ()
+                stack += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+                stack.append(getattr(value, "__wrapped__", None))
         elif isinstance(value, (list, tuple, dict)):
             stack += value.values() if isinstance(value, dict) else value
         elif callable(value) and not isinstance(value, type):
@@ -217,6 +221,7 @@ def _side_effect(what: str) -> CaptureError:
         f"a graph of the model would lose a side effect: {what}.\n"
         "What to do: return what changes, or compile without strict=True.",
         what,
+        lasting=True,
     )
 
 
@@ -269,7 +274,8 @@ def _capture_error(problem: Exception) -> CaptureError:
     text = str(problem).strip()
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
-    frames = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<")]
+    ours = os.path.dirname(__file__) + os.sep
+    frames = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith(("<", ours))]
     if not frames:
         trace = problem.__traceback__
         while trace is not None:

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,11 +32,14 @@ from attngraph.pieces import Piece, Pieces
 from attngraph.pipeline import Pass
 from attngraph.report import CompileReport
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.gate import GATE
 from attngraph.runtime.guards import call_key
 from attngraph.structure import flatten
 
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 8
+ALWAYS = "always"
+"""The key of a model that is captured in pieces whatever it is called with."""
 BACKENDS = ("auto", "cpu", "triton", "reference")
 
 
@@ -131,7 +133,6 @@ class CompiledModule(nn.Module):
     def _reset(self) -> None:
         self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
         self._pieces: dict[Any, Pieces] = {}
-        self._lock = threading.RLock()
 
     @property
     def report(self) -> CompileReport:
@@ -147,19 +148,22 @@ class CompiledModule(nn.Module):
             return self._target(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         key = call_key(leaves, spec, self._target)
-        if key in self._pieces:
-            return self._pieces[key](*args, **kwargs)
+        pieces = self._pieces.get(ALWAYS) or self._pieces.get(key)
+        if pieces is not None:
+            return pieces(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found = self._find(key, tensors)
         if found is None:
             found = self._trace(key, tensors, args, kwargs)
             if found is None:
+                where = ALWAYS if ALWAYS in self._pieces else key
                 try:
-                    return self._pieces[key](*args, **kwargs)
+                    return self._pieces[where](*args, **kwargs)
                 except Exception:
-                    del self._pieces[key]  # a call that fails says nothing about the next one
+                    del self._pieces[where]  # a call that fails says nothing about the next one
                     raise
-        return found(tensors)
+        with GATE.call():
+            return found(tensors)
 
     def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
         for executable in reversed(self._graphs.get(key, ())):
@@ -172,7 +176,7 @@ class CompiledModule(nn.Module):
     ) -> Executable | None:
         """Trace for this call and keep the graph; None where the model must be captured in pieces."""
         # The trace is no part of the computation that saved-tensor hooks around us watch.
-        with self._lock, torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with GATE.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             found = self._find(key, tensors)
             if found is not None:
                 return found
@@ -187,7 +191,7 @@ class CompiledModule(nn.Module):
                     raise
                 log.warning("%s", problem)
                 part = functools.partial(CompiledModule, options=self._options, pieces=False)
-                self._pieces[key] = Pieces(self._target, part, problem)
+                self._pieces[ALWAYS if problem.lasting else key] = Pieces(self._target, part, problem)
                 return None
             kept = self._graphs.setdefault(key, [])
             kept.append(found)
@@ -223,7 +227,7 @@ class CompiledModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the model and the options; graphs are traced anew."""
         state = dict(self.__dict__)
-        for name in ("_graphs", "_pieces", "_lock"):
+        for name in ("_graphs", "_pieces"):
             state.pop(name, None)
         return state
 

@@ -8,11 +8,12 @@ class AttnGraphError(RuntimeError):
 
 
 class CaptureError(AttnGraphError):
-    """A model that torch.export cannot capture. `reason` is torch's; `source` the user's line, if known."""
+    """A model that torch.export cannot capture. `reason` is torch's; `source` the user's line, if known;
+    `lasting`: no other call will fare better."""
 
-    def __init__(self, message: str, reason: str, source: str = "") -> None:
+    def __init__(self, message: str, reason: str, source: str = "", lasting: bool = False) -> None:
         super().__init__(message)
-        self.reason, self.source = reason, source
+        self.reason, self.source, self.lasting = reason, source, lasting
 
 
 class NotFusedError(AttnGraphError):

@@ -22,11 +22,12 @@ from torch import Tensor, fx
 
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Level, ProgramGraph, dependence, memory_of
+from attngraph.ir.parser import parse
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
 from attngraph.meaning.check import Verdict
-from attngraph.meaning.element import Meaning, evaluate_size, to_sympy
+from attngraph.meaning.element import Meaning, evaluate_size, size_expression, to_sympy
 from attngraph.meaning.program import Seed
 from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
@@ -61,6 +62,8 @@ class _Fusion:
         self.contents: list[Tensor] = []
 
     def run(self) -> Outcome:
+        for node in self.graph.attentions():
+            self._adopt(node)
         for node in list(self.graph.graph.nodes):
             claim = self.recogniser.examine(node)
             self._require_equal_sizes()
@@ -191,6 +194,23 @@ class _Fusion:
             kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
             value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
             kernel="", error=verdict.error,
+        )  # fmt: skip
+
+    def _adopt(self, node: fx.Node) -> None:
+        """An attention that the model calls by itself is one like any other."""
+        names = ("q", "k", "v", "reads", "sizes", "program")
+        named: dict[str, Any] = dict(zip((*names, "kernel"), node.args, strict=False)) | node.kwargs
+        node.args = (*(named[n] for n in names), named.get("kernel", ""))
+        node.kwargs = {}
+        q, k, v = (named[n].meta["val"].shape for n in names[:3])
+        heads, kv_heads, head_dim, value_dim = (
+            self._number(size_expression(s)) for s in (q[1], k[1], q[3], v[3])
+        )
+        program = parse(named["program"])
+        node.meta["attention"] = AttentionEntry(
+            name=module_of(node), program=str(program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            value_dim=value_dim, mask=masks.describe(program), source=source_of(node), kernel="",
+            error=0.0, numerics="exact",
         )  # fmt: skip
 
     def _number(self, extent: Expr) -> int:

@@ -30,6 +30,8 @@ class SelectKernels:
         for node in graph.graph.nodes:
             if node.target is not torch.ops.attngraph.attention.default:
                 continue
+            if node.args[6]:
+                continue  # the model's own choice
             q, k, v = (n.meta["val"] for n in node.args[:3])
             chosen = kernels.choose(parse(node.args[5]), (q, k, v), self.backend)
             node.args = (*node.args[:6], chosen.name)

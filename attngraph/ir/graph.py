@@ -167,8 +167,8 @@ def op_name(node: fx.Node) -> str:
 
 
 _FORBIDDEN: dict[Level, tuple[str, ...]] = {
-    Level.CAPTURED: ("attngraph.attention",),
-    Level.CANONICAL: ("attngraph.attention", "aten._assert_tensor_metadata"),
+    Level.CAPTURED: (),
+    Level.CANONICAL: ("aten._assert_tensor_metadata",),
     Level.FUSED: ("aten._assert_tensor_metadata",),
     Level.CACHED: ("aten._assert_tensor_metadata",),
     Level.LOWERED: ("aten._assert_tensor_metadata",),

@@ -13,6 +13,7 @@ from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
 
@@ -20,7 +21,7 @@ def source_of(node: fx.Node) -> str:
     """`file:line` of the innermost frame outside of torch, else of torch's own (a layer of torch.nn
     that is the model itself), or "" if none is known."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if not f[0].startswith(("<", "torch/"))]
+    frames = [f for f in frames if not f[0].startswith(("<", "torch/", _OURS))]
     outside = [f for f in frames if not f[0].startswith(_TORCH)]
     layers = [f for f in frames if f[0].startswith(_LAYERS) and not f[0].endswith("module.py")]
     for path, line in (outside or layers)[-1:]:

@@ -37,9 +37,28 @@ def has_hooks(model: nn.Module) -> bool:
     return any(getattr(module, name) for module in model.modules() for name in _HOOKS)
 
 
+class Snapshot:
+    """The containers and attributes reached from the targets, to be put back as they are now."""
+
+    def __init__(self, targets: Iterable[Any]) -> None:
+        walk = _Walk()
+        for target in targets:
+            walk.visit(target, 0)
+        self._kept = [(c, c.copy()) for c in walk.containers]
+
+    def restore(self) -> None:
+        for container, copy in self._kept:
+            if isinstance(container, list):
+                container[:] = copy
+            else:
+                container.clear()
+                container.update(copy)
+
+
 class _Walk:
     def __init__(self) -> None:
         self.found: list[Any] = []
+        self.containers: list[Any] = []
         self.seen: dict[int, int] = {}
 
     def visit(self, value: Any, depth: int) -> None:
@@ -74,12 +93,16 @@ class _Walk:
             self.visit(value.__self__, depth)
         else:
             self.found.append(id(value))
+            if isinstance(getattr(value, "__dict__", None), dict):
+                self.containers.append(value.__dict__)
             for name, inner in getattr(value, "__dict__", {}).items():
                 self.found.append(name)
                 self.visit(inner, depth)
 
     def container(self, value: Any, depth: int) -> None:
         self.found.append((type(value), len(value)))
+        if type(value) in (list, dict, set):
+            self.containers.append(value)
         if len(value) > _LONGEST:
             self.found.append(id(value))
         elif isinstance(value, dict):
