@@ -147,23 +147,25 @@ class CompiledModule(nn.Module):
         if _is_transformed():
             return self._target(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
-        key = call_key(leaves, spec, self._target)
-        pieces = self._pieces.get(ALWAYS) or self._pieces.get(key)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        with GATE.call():
+            key = call_key(leaves, spec, self._target)
+            pieces = self._pieces.get(ALWAYS) or self._pieces.get(key)
+            found = None if pieces is not None else self._find(key, tensors)
+            if found is not None:
+                return found(tensors)
         if pieces is not None:
             return pieces(*args, **kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found = self._find(key, tensors)
-        if found is None:
-            found = self._trace(key, tensors, args, kwargs)
-            if found is None:
-                where = ALWAYS if ALWAYS in self._pieces else key
-                try:
-                    return self._pieces[where](*args, **kwargs)
-                except Exception:
-                    del self._pieces[where]  # a call that fails says nothing about the next one
-                    raise
-        with GATE.call():
-            return found(tensors)
+        found = self._trace(key, tensors, args, kwargs)
+        if found is not None:
+            with GATE.call():
+                return found(tensors)
+        where = ALWAYS if ALWAYS in self._pieces else key
+        try:
+            return self._pieces[where](*args, **kwargs)
+        except Exception:
+            self._pieces.pop(where, None)  # a call that fails says nothing about the next one
+            raise
 
     def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
         for executable in reversed(self._graphs.get(key, ())):
@@ -241,9 +243,12 @@ class CompiledModule(nn.Module):
 def _is_transformed() -> bool:
     """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the
     model's own operations. The model then runs as it is, inside that."""
+    if GATE.traces_here():
+        return True
+    # Torch's flags are for the whole process: while another thread traces they say nothing about us.
+    elsewhere = GATE.is_tracing()
     return (
-        torch.compiler.is_exporting()
-        or torch.compiler.is_compiling()
+        (not elsewhere and (torch.compiler.is_exporting() or torch.compiler.is_compiling()))
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )

@@ -53,22 +53,26 @@ def test_compiling_a_target_prints_report_check_and_measurements(capsys: pytest.
     assert "building" not in out
 
 
+@pytest.mark.usefixtures("in_a_folder_with")
 def test_json_is_one_object_with_report_agreement_and_measurements(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["compile", TINY, *QUICK, "--json", "--batch", "2"]) == 0
+    target = "own_targets:good"
+    assert cli.main(["compile", target, "--rounds", "1", "--no-torch-compile", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["target"] == TINY
-    assert found["inputs"] == "[2, 24]"
-    assert len(found["report"]["attention"]) == 2
+    assert found["target"] == target
+    assert found["inputs"] == "[2, 5, 4]"
+    assert len(found["report"]["attention"]) == 1
     assert found["report"]["missed"] == []
     assert found["agreement"]["holds"] is True
     assert set(found["measured"]) == {"eager", "attngraph"}
     assert all(m["seconds"] > 0 for m in found["measured"].values())
 
 
-def test_dump_writes_the_graph_after_each_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compile", TINY, *QUICK, "--dump", str(tmp_path / "dump")]) == 0
+def test_dump_writes_the_graph_after_each_pass(in_a_folder_with: Path) -> None:
+    tmp_path = in_a_folder_with
+    quick = ["--rounds", "1", "--no-torch-compile"]
+    assert cli.main(["compile", "own_targets:good", *quick, "--dump", str(tmp_path / "dump")]) == 0
     files = sorted(p.name for p in (tmp_path / "dump" / "graph-0").iterdir())
     assert files[0] == "00-capture.txt"
     assert any("fuse-attention" in f for f in files)

@@ -19,6 +19,13 @@ class Gate:
         self._calls: dict[int, int] = {}
         self._tracer: int | None = None
 
+    def is_tracing(self) -> bool:
+        return self._tracer is not None
+
+    def traces_here(self) -> bool:
+        """Whether this thread is the one that traces."""
+        return self._tracer == threading.get_ident()
+
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         me = threading.get_ident()

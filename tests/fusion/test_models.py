@@ -229,6 +229,7 @@ def test_every_attention_of_a_model_fuses_and_one_graph_serves_all_sizes(
     assert all("models/" in a.source for a in report.attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_eval_mode_without_gradients_fuses_the_same(name: str, compare: Callable[..., Any]) -> None:
     case = CASES[name]
@@ -242,7 +243,13 @@ def test_eval_mode_without_gradients_fuses_the_same(name: str, compare: Callable
     assert compiled.report.graphs == 1
 
 
-@pytest.mark.parametrize("name", sorted(WITH_DROPOUT))
+FAST_DROPOUT = {"causal", "grouped, broadcast", "padded and causal", "decoder"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in FAST_DROPOUT else pytest.param(n, marks=pytest.mark.slow) for n in sorted(WITH_DROPOUT)],
+)
 def test_training_with_dropout_fuses_and_goes_by_the_seed(name: str) -> None:
     case = CASES[name]
     model = case.model(0.3).double()
@@ -274,6 +281,7 @@ def test_dropout_of_the_weights_keeps_their_mean() -> None:
     assert (mean - exact).abs().mean() < spread / 200**0.5 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "modern decoder", "encoder", "encoder-decoder"])
 def test_whole_models_agree_in_float32_by_the_rule_of_twice_the_eager_error(name: str) -> None:
     from attngraph.runtime.verify import compare as compare_to_exact

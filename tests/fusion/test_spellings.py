@@ -37,7 +37,68 @@ OWN_SIZES = {
 }
 """Spellings of one size for another reason than that they write it."""
 WITHOUT_SOFTMAX = {"sigmoid_attention", "linear_attention", "linear_attention_normalised"}
+NEAR_ANOTHER = set(
+    [
+        "no_scale",
+        "scale_divides_scores",
+        "scale_in_k",
+        "einsum_ellipsis",
+        "torchs_own",
+        "stable_exp_over_sum",
+        "causal_additive",
+        "causal_equals_zero",
+        "causal_smallest_float",
+        "padding_dropped_and_causal",
+        "cosine",
+        "head_mask",
+        "grouped_repeat_interleave",
+        "grouped_tiled",
+        "packed_per_head",
+        "scale_divides_in_place",
+        "powers_of_two",
+        "einsum_with_output_projection",
+        "axial_rows",
+        "value_gated_after",
+        "causal_generated_by_torch",
+        "causal_times_a_billion",
+        "dilated",
+        "prefix_of_fixed_length",
+        "lengths",
+        "padding_of_ones_and_zeros",
+        "padding_on_both_sides",
+        "alibi_by_key",
+        "learned_softmax_plus",
+        "rotary",
+        "loop_over_heads",
+        "baddbmm",
+    ]
+)
+"""Spellings that differ little from another one: run with the slow tests."""
+FIRST_MUTANTS = set(
+    [
+        "small_fill_leaks",
+        "scaled_after_a_finite_fill",
+        "masked_with_one_entry_changed",
+        "no_key_is_kept_finite",
+        "no_key_is_kept",
+        "one_step_ahead",
+        "keys_reshaped_not_transposed",
+        "groups_interleaved_the_other_way",
+        "weights_used_twice",
+        "weights_changed_in_place",
+        "scores_changed_in_place_between",
+        "normaliser_of_another_mask",
+        "gradient_stopped_at_the_weights",
+        "negative_position_reads_from_the_end",
+        "integer_division_towards_zero",
+        "bias_transposed",
+    ]
+)
 IN_PIECES = {"vmap_over_batch_and_heads"}
+
+
+def slow_if(condition: bool, name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow) if condition else name
 
 
 @contextmanager
@@ -77,7 +138,7 @@ def check_at_two_sizes(
     return compiled
 
 
-@pytest.mark.parametrize("name", spellings.MUST_FUSE)
+@pytest.mark.parametrize("name", [slow_if(n in NEAR_ANOTHER, n) for n in spellings.MUST_FUSE])
 def test_a_spelling_of_attention_fuses_and_answers_as_eager_does(name: str, compare: Compare) -> None:
     compiled = check_at_two_sizes(name, *spellings.MUST_FUSE[name], compare)
     report = compiled.report
@@ -103,27 +164,17 @@ def test_a_near_miss_is_left_alone_and_the_report_says_why(name: str, compare: C
         assert all(m.reason and "spellings.py:" in m.source for m in report.missed)
 
 
-@pytest.mark.parametrize("name", spellings.MUTANTS)
+@pytest.mark.parametrize("name", [slow_if(n not in FIRST_MUTANTS, n) for n in spellings.MUTANTS])
 def test_a_mutant_keeps_its_own_meaning(name: str, compare: Compare) -> None:
     report = check_at_two_sizes(name, *spellings.MUTANTS[name], compare).report
     assert not report.breaks
     assert report.attention or report.missed
 
 
-PLAIN = (
-    "no_scale",
-    "causal_masked_fill",
-    "padding_kept",
-    "alibi",
-    "grouped_queries",
-    "einsum_tokens_first",
-    "softcap",
-)
+PLAIN = {"causal_masked_fill", "padding_kept", "alibi", "grouped_queries"}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.slow) for n in spellings.MUST_FUSE]
-)
+@pytest.mark.parametrize("name", [slow_if(n not in PLAIN, n) for n in spellings.MUST_FUSE])
 def test_a_spelling_fuses_where_no_gradients_flow(name: str, compare: Compare) -> None:
     with torch.no_grad():
         compiled = check_at_two_sizes(name, *spellings.MUST_FUSE[name], compare)
@@ -135,9 +186,7 @@ def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "name", [n if n in PLAIN else pytest.param(n, marks=pytest.mark.slow) for n in spellings.MUST_FUSE]
-)
+@pytest.mark.parametrize("name", [slow_if(n not in PLAIN, n) for n in spellings.MUST_FUSE])
 def test_the_error_is_at_most_twice_that_of_eager_in_the_same_dtype(name: str, dtype: torch.dtype) -> None:
     function, inputs = spellings.MUST_FUSE[name]
     longer = {} if is_of_one_size(name, function) else {"T": 33, "S": 40}

@@ -184,7 +184,7 @@ NOT_ALL_FUSED = {
     "mpt": "the scores are no product of a query side and a key side over a shared dimension",
     "gpt-oss": "a sink as an extra column of the scores",
 }
-FAST = {"gpt2", "mistral", "bert"}
+FAST = {"gpt2", "mistral"}
 LEFT = torch.tensor([[1] * T, [0] * 3 + [1] * (T - 3)])
 RIGHT = torch.tensor([[1] * (T - 3) + [0] * 3, [1] * T])
 

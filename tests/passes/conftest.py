@@ -1,4 +1,4 @@
-"""What the tests of passes share: one thread, and the captured graph of a tiny causal attention."""
+"""What the tests of passes share: one thread, and a tiny causal attention and its captured graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from torch import nn
 
 from attngraph.capture import capture
 from attngraph.ir.graph import ProgramGraph
-from attngraph.models.masked_attention import CausalAttentionConfig, CausalSelfAttention
+from attngraph.models.masked_attention import (
+    CausalAttention,
+    CausalAttentionConfig,
+    CausalSelfAttention,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,5 +38,6 @@ def make_model() -> Callable[[], nn.Module]:
 
 @pytest.fixture
 def captured() -> ProgramGraph:
+    """Of attention alone: queries, keys and values are its arguments."""
     with torch.no_grad():
-        return capture(causal_model(), (torch.randn(2, 7, 32),), {}).graph
+        return capture(CausalAttention(), tuple(torch.randn(3, 2, 4, 7, 8).unbind()), {}).graph

@@ -30,9 +30,13 @@ def dumped(make_model: Make, folder: Path) -> dict[str, str]:
     return {p.name: p.read_text() for p in sorted((folder / "graph-0").glob("*.txt"))}
 
 
-def lines_made_relative(text: str) -> str:
-    """Source lines without their numbers: a golden file holds when a comment is added to the model."""
-    return re.sub(r"(# \S+\.py|at \S+\.py):\d+", r"\1", text)
+def without_what_varies(text: str) -> str:
+    """Neither line numbers (a comment in the model may move them) nor rounding errors nor torch's own
+    numbers of sizes."""
+    text = re.sub(r"(# \S+\.py|at \S+\.py):\d+", r"\1", text)
+    text = re.sub(r"max error \S+\)", "max error ...)", text)
+    text = re.sub(r"\bs\d+=", "s=", text)
+    return re.sub(r" +# ", "  # ", text)
 
 
 @pytest.mark.parametrize("stage", ["canonicalize", "fuse-attention", "select-kernels"])
@@ -41,9 +45,7 @@ def test_the_graph_of_causal_attention_reads_as_written_down(
 ) -> None:
     texts = dumped(make_model, tmp_path)
     (name,) = [n for n in texts if stage in n]
-    found = re.sub(
-        r"max error \d\.?\d*e-\d+|max error 0e\+00", "max error ...", lines_made_relative(texts[name])
-    )
+    found = without_what_varies(texts[name])
     golden = GOLDEN / f"causal-{stage}.txt"
     if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN"):
         golden.write_text(found)

@@ -120,6 +120,16 @@ def test_a_wrong_shape_is_caught(captured: ProgramGraph) -> None:
         verify(captured)
 
 
+def test_a_wrong_symbolic_size_is_caught(captured: ProgramGraph) -> None:
+    node = node_of(captured, "softmax")
+    value = node.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = value.new_empty((*value.shape[:-1], value.shape[-1] + 1))
+    node.meta.pop("inferred", None)
+    with pytest.raises(VerificationError, match=f"{node.name}: recorded as"):
+        verify(captured)
+
+
 def test_a_wrong_dtype_is_caught(captured: ProgramGraph) -> None:
     node = node_of(captured, "softmax")
     value = node.meta["val"]
@@ -147,8 +157,11 @@ def test_a_pass_that_changes_an_op_and_not_its_type_is_caught(captured: ProgramG
         pipeline.run(captured, (Canonicalize(), Break()))
 
 
-def test_an_attention_before_its_level_is_caught(captured: ProgramGraph) -> None:
-    pipeline.run(captured, (Canonicalize(), FuseAttention()))
+def test_an_op_that_its_level_forbids_is_caught(captured: ProgramGraph) -> None:
+    first = captured.placeholders()[0]
+    with captured.graph.inserting_before(captured.graph.output_node()):
+        captured.graph.call_function(aten._assert_tensor_metadata.default, (first,))
+    verify(captured)  # a capture may hold it
     captured.level = Level.CANONICAL
     with pytest.raises(VerificationError, match="may not occur at level CANONICAL"):
         verify(captured)

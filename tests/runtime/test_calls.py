@@ -55,6 +55,7 @@ def test_one_compiled_function_serves_every_layout_and_size(attention: Function,
     assert compiled.report.graphs <= MOST_GRAPHS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no tokens", "no batch", "batch of one", "one token", "one number"])
 def test_a_graph_of_a_degenerate_size_serves_only_that(name: str, attention: Function, same: Same) -> None:
     compiled = attngraph.compile(attention)
@@ -79,6 +80,7 @@ def test_the_same_tensor_in_several_places_is_no_promise_for_later_calls(
         same(compiled(*args), attention(*args))
 
 
+@pytest.mark.slow
 def test_different_tensors_are_no_promise_either(attention: Function, same: Same) -> None:
     compiled = attngraph.compile(attention)
     x, y, z = torch.randn(3, 2, 5, 4).unbind()
@@ -94,6 +96,7 @@ def test_gradients_add_up_where_one_tensor_is_given_twice(attention: Function, s
         same(mine, theirs)
 
 
+@pytest.mark.slow
 def test_arguments_may_be_named_in_any_order(attention: Function, same: Same) -> None:
     compiled = attngraph.compile(attention)
     q, k, v = torch.randn(3, 2, 5, 4).unbind()
@@ -124,20 +127,15 @@ def test_an_optional_mask_may_come_and_go(same: Same) -> None:
     assert compiled.report.graphs <= MOST_GRAPHS
 
 
+NUMBERS = [(1, 1.0, True, "a"), (-0.0, 0.0, True, "a"), (math.inf, 1.0, 0, "a")]
+MORE_NUMBERS = [
+    *((1.0, 1, 1, "a"), (True, 1.0, 1, "b"), (2, 0.5, False, "a"), (0.0, -0.0, True, "a")),
+    *((math.nan, 1.0, True, ""), (2**40, 1e-300, None, "a")),
+]
+
+
 @pytest.mark.parametrize(
-    "numbers",
-    [
-        (1, 1.0, True, "a"),
-        (1.0, 1, 1, "a"),
-        (True, 1.0, 1, "b"),
-        (2, 0.5, False, "a"),
-        (0.0, -0.0, True, "a"),
-        (-0.0, 0.0, True, "a"),
-        (math.nan, 1.0, True, ""),
-        (math.inf, 1.0, 0, "a"),
-        (2**40, 1e-300, None, "a"),
-    ],
-    ids=str,
+    "numbers", [*NUMBERS, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE_NUMBERS)], ids=str
 )
 def test_numbers_flags_and_texts_are_taken_and_given_back_as_they_are(
     numbers: tuple[Any, ...], same: Same
@@ -153,6 +151,7 @@ def test_numbers_flags_and_texts_are_taken_and_given_back_as_they_are(
     same(compiled(x, *numbers), f(x, *numbers))
 
 
+@pytest.mark.slow
 def test_one_and_true_and_minus_zero_are_told_apart(attention: Function, same: Same) -> None:
     def f(x: Tensor, s: Any) -> Tensor:
         kind = 1 if s is True else 2
@@ -171,6 +170,7 @@ def test_a_number_that_is_not_equal_to_itself_takes_one_graph(attention: Functio
     assert compiled.report.graphs == 1
 
 
+@pytest.mark.slow
 def test_a_bounded_number_of_graphs_is_kept_and_all_answers_are_right(
     attention: Function, same: Same
 ) -> None:
@@ -195,6 +195,7 @@ def test_containers_keep_their_kinds_and_orders(attention: Function, same: Same)
     assert list(compiled(*args)[0].b[1]) == ["z", "a"]
 
 
+@pytest.mark.slow
 def test_the_order_of_a_dictionary_matters_if_it_does_in_eager(attention: Function, same: Same) -> None:
     def f(tensors: dict[str, Tensor]) -> Tensor:
         return torch.stack([attention(t) * i for i, t in enumerate(tensors.values())]).sum(0)
@@ -303,6 +304,7 @@ def test_nan_and_infinity_spread_as_in_eager(bad: float, attention: Function, sa
                 tensor.copy_(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e5, 1e25, 1e-30])
 def test_huge_and_tiny_scores_are_as_in_eager(scale: float, attention: Function, same: Same) -> None:
     compiled = attngraph.compile(attention)
@@ -310,7 +312,14 @@ def test_huge_and_tiny_scores_are_as_in_eager(scale: float, attention: Function,
     same(compiled(x), attention(x))
 
 
-@pytest.mark.parametrize("first", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "first",
+    [
+        torch.no_grad,
+        pytest.param(torch.enable_grad, marks=pytest.mark.slow),
+        pytest.param(torch.inference_mode, marks=pytest.mark.slow),
+    ],
+)
 def test_grad_modes_and_requires_grad_may_alternate(
     first: Any, layer: type[nn.Module], x: Tensor, same: Same
 ) -> None:
@@ -387,6 +396,7 @@ def test_the_default_dtype_is_part_of_a_graph(attention: Function, same: Same) -
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_index_tensors_of_any_integer_dtype_are_taken(attention: Function, same: Same) -> None:
     def f(index: Tensor, table: Tensor) -> Tensor:
         return attention(table[index])

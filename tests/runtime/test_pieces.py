@@ -97,6 +97,7 @@ def test_what_cannot_be_compiled_is_refused_at_once() -> None:
         attngraph.compile(softmax_over_heads, backend="nonsense")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 def test_every_backend_that_runs_here_answers_as_eager(
     backend: str, layer: type[nn.Module], x: Tensor, same: Same
@@ -123,6 +124,7 @@ def test_the_backend_is_known_to_torch_compile_by_name(layer: type[nn.Module], s
         same(compiled(x), model(x))
 
 
+@pytest.mark.slow
 def test_the_backend_serves_dynamic_sizes_in_one_graph(layer: type[nn.Module], same: Same) -> None:
     model = layer()
     compiled = torch.compile(model, backend="attngraph", fullgraph=True, dynamic=True)
@@ -131,6 +133,7 @@ def test_the_backend_serves_dynamic_sizes_in_one_graph(layer: type[nn.Module], s
         same(compiled(x), model(x))
 
 
+@pytest.mark.slow
 def test_the_backend_takes_options(layer: type[nn.Module], x: Tensor, same: Same) -> None:
     model = layer()
     same(torch.compile(model, backend="attngraph", options={"backend": "reference"})(x), model(x))
@@ -155,6 +158,7 @@ def test_the_backend_keeps_breaks_writes_and_side_effects(
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_the_backend_writes_buffers(attention: Callable[..., Tensor], same: Same) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

@@ -221,6 +221,7 @@ def test_a_model_that_checkpoints_inside_is_compiled(layer: type[nn.Module], sam
     assert len(compiled.report.attention) == 1
 
 
+@pytest.mark.slow
 def test_compiled_models_may_be_nested(layer: type[nn.Module], x: Tensor, same: Same) -> None:
     model = nn.Sequential(attngraph.compile(layer()), layer())
     compiled = attngraph.compile(model)

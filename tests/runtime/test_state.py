@@ -362,6 +362,7 @@ def test_weights_loaded_after_compiling_are_used_without_a_new_graph(
     assert compiled.report.graphs == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_a_model_may_be_cast_after_compiling(
     dtype: torch.dtype, layer: type[nn.Module], x: Tensor, same: Same
@@ -414,6 +415,7 @@ def test_copies_and_pickles_stand_on_their_own(layer: type[nn.Module], x: Tensor
     same(copy.copy(compiled)(x), expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_goes_through_pickle_and_torch_save(x: Tensor, same: Same) -> None:
     compiled = attngraph.compile(WithMethod(8, 8))
     expected = compiled(x)
@@ -426,6 +428,7 @@ def test_a_compiled_model_goes_through_pickle_and_torch_save(x: Tensor, same: Sa
     same(fresh(x), expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_torch_layer_goes_through_pickle(x: Tensor, same: Same) -> None:
     compiled = attngraph.compile(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval())
     expected = compiled(x)
@@ -463,6 +466,7 @@ def test_buffers_are_written_as_in_eager(same: Same) -> None:
     same(dict(other.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.slow
 def test_a_buffer_that_grows_is_followed(same: Same) -> None:
     class Growing(nn.Module):
         def __init__(self) -> None:
@@ -481,6 +485,7 @@ def test_a_buffer_that_grows_is_followed(same: Same) -> None:
     assert compiled.keys.shape == (2, 7, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -625,6 +630,7 @@ def test_hooks_on_the_compiled_model_and_on_parameters_run(layer: type[nn.Module
     assert (model.qkv.weight.grad == 0).all()
 
 
+@pytest.mark.slow
 def test_a_table_computed_on_first_use_is_kept(same: Same) -> None:
     class Lazy(nn.Module):
         def __init__(self) -> None:
@@ -645,6 +651,7 @@ def test_a_table_computed_on_first_use_is_kept(same: Same) -> None:
     assert other.table is not None and type(other.table) is Tensor
 
 
+@pytest.mark.slow
 def test_modules_that_take_their_shape_from_the_first_input_do(layer: type[nn.Module], same: Same) -> None:
     model = nn.Sequential(nn.LazyLinear(8), layer())
     compiled = attngraph.compile(model)

@@ -14,7 +14,7 @@ import attngraph
 Same = Callable[..., None]
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["plain", "no weights", "padding", "causal"])
 def test_multihead_attention_answers_as_eager_and_fuses_unless_weights_are_wanted(
     case: str, batch_first: bool, same: Same
@@ -54,6 +54,7 @@ def test_a_transformer_encoder_fuses(norm_first: bool, same: Same) -> None:
         same(compiled(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_whole_transformer_fuses(same: Same) -> None:
     model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
     compiled = attngraph.compile(model)
