@@ -216,7 +216,12 @@ def infer(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any 
 
 def _check_shape(node: fx.Node) -> None:
     recorded = node.meta["val"]
-    found = infer(node.target, node.args, node.kwargs, getattr(recorded, "fake_mode", None))
+    try:
+        found = infer(node.target, node.args, node.kwargs, getattr(recorded, "fake_mode", None))
+    except (RuntimeError, ValueError, TypeError) as problem:
+        raise VerificationError(
+            f"{node}: {node.target} cannot be applied to its operands: {problem}"
+        ) from problem
     if found.dtype != recorded.dtype or len(found.shape) != len(recorded.shape):
         raise VerificationError(
             f"{node}: recorded as {recorded.dtype}{list(recorded.shape)}, "

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.ir import kernels
 from attngraph.ir.kernels import Operands
 from attngraph.ir.parser import parse
 from attngraph.ir.score import Keep, ScoreProgram
@@ -56,14 +55,15 @@ class Flash:
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         q, k, v = operands
-        if min(*q.shape, *k.shape) == 0:
+        dot = _bound(q, k)
+        if math.isinf(dot):
             return self._otherwise.forward(program, operands, reads, sizes)
         q, k, v = (_rows(t) for t in operands)
         causal = bool(program.keeps)
         members = [_forward(member, k, v, 0.0, causal, scale=program.scale) for member in _members(q, k)]
         out = _join([m[0] for m in members], q)
         lse = _join([m[1] for m in members], q)
-        if not self._fill_hides(program, q, k, lse, sizes):
+        if not self._fill_hides(program, dot, k.shape[2], lse, sizes):
             return self._otherwise.forward(program, operands, reads, sizes)
         return out, lse
 
@@ -73,10 +73,11 @@ class Flash:
     ) -> list[Tensor | None]:  # fmt: skip
         q, k, v = operands
         out, lse = results
+        dot = _bound(q, k)
         served = (
-            min(*q.shape, *k.shape) > 0
+            not math.isinf(dot)
             and not bool(grads[1].any())
-            and self._fill_hides(program, q, k, lse, sizes)
+            and self._fill_hides(program, dot, k.shape[2], lse, sizes)
         )
         if not served:
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
@@ -97,14 +98,19 @@ class Flash:
         return [_join([f[0] for f in found], q), grad_k, grad_v, *none]
 
     def _fill_hides(
-        self, program: ScoreProgram, q: Tensor, k: Tensor, lse: Tensor, sizes: Sequence[int]
+        self, program: ScoreProgram, dot: float, keys: int, lse: Tensor, sizes: Sequence[int]
     ) -> bool:
         """A row's best score is at least its log-sum-exp less the logarithm of the number of keys."""
         if not soft.has_finite_fill(program):
             return True
-        lowest = float(lse.amin()) - math.log(k.shape[2])
-        dtype = kernels.accumulation_dtype(q.dtype)
-        return soft.hides(program, lowest, soft.largest_dot(q, k), tuple(sizes), dtype)
+        lowest = float(lse.amin()) - math.log(keys)
+        return soft.hides(program, lowest, dot, tuple(sizes), lse.dtype)
+
+
+def _bound(q: Tensor, k: Tensor) -> float:
+    """A bound of |q . k|; infinite where the kernel must not be asked: it stumbles over empty tensors,
+    and it loses a NaN or an infinity in q or k on the way."""
+    return math.inf if min(*q.shape, *k.shape) == 0 else soft.largest_dot(q, k)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -211,7 +211,22 @@ CASES = {
 WITH_DROPOUT = {n for n, c in CASES.items() if c.inputs in (states, padded_states)} | {"decoder", "encoder"}
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOWER = {
+    *(
+        "multi-head",
+        "packed multi-head",
+        "scaled dot product",
+        "causal, no projections",
+        "grouped, not causal",
+    ),
+    *("grouped, repeated", "decoder", "encoder with loss", "encoder-decoder without padding"),
+    *("padded, true means drop", "modern decoder"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOWER else n for n in CASES]
+)
 def test_every_attention_of_a_model_fuses_and_one_graph_serves_all_sizes(
     name: str, compare: Callable[..., Any]
 ) -> None:

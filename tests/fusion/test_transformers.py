@@ -184,7 +184,7 @@ NOT_ALL_FUSED = {
     "mpt": "the scores are no product of a query side and a key side over a shared dimension",
     "gpt-oss": "a sink as an extra column of the scores",
 }
-FAST = {"gpt2", "mistral"}
+FAST = {"mistral"}
 LEFT = torch.tensor([[1] * T, [0] * 3 + [1] * (T - 3)])
 RIGHT = torch.tensor([[1] * (T - 3) + [0] * 3, [1] * T])
 
@@ -265,6 +265,7 @@ def test_results_keep_their_class_and_their_cache(
     assert first.logits.shape == (B, 1, 64)
 
 
+@pytest.mark.slow
 def test_a_cache_given_as_an_argument_is_extended_as_eager_extends_it(
     gpt2: tuple[torch.nn.Module, attngraph.CompiledModule],
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_cache_given_as_an_argument_is_extended_as_eager_extends_it(
     assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_plain_tuples_come_back_as_tuples(
     gpt2: tuple[torch.nn.Module, attngraph.CompiledModule],
 ) -> None:
@@ -289,6 +291,7 @@ def test_plain_tuples_come_back_as_tuples(
     assert torch.allclose(mine[0], theirs[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_is_computed_and_flows_back(
     gpt2: tuple[torch.nn.Module, attngraph.CompiledModule],
 ) -> None:
@@ -299,6 +302,7 @@ def test_a_loss_is_computed_and_flows_back(
     assert all(p.grad is not None for p in gpt2[0].parameters())
 
 
+@pytest.mark.slow
 def test_asking_for_the_weights_keeps_them_right_and_says_so(
     gpt2: tuple[torch.nn.Module, attngraph.CompiledModule], compare: Callable[..., Any]
 ) -> None:

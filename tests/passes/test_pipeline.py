@@ -126,7 +126,7 @@ def test_a_wrong_symbolic_size_is_caught(captured: ProgramGraph) -> None:
     with value.fake_mode:
         node.meta["val"] = value.new_empty((*value.shape[:-1], value.shape[-1] + 1))
     node.meta.pop("inferred", None)
-    with pytest.raises(VerificationError, match=f"{node.name}: recorded as"):
+    with pytest.raises(VerificationError, match=r"recorded as|cannot be applied"):
         verify(captured)
 
 

@@ -55,6 +55,7 @@ def _line_of(text: str) -> int:
         return next(n for n, line in enumerate(lines, 1) if text in line)
 
 
+@pytest.mark.slow
 def test_pieces_train_as_eager_does(x: Tensor, same: Same) -> None:
     model = Branching()
     compiled = attngraph.compile(model)
@@ -139,6 +140,7 @@ def test_the_backend_takes_options(layer: type[nn.Module], x: Tensor, same: Same
     same(torch.compile(model, backend="attngraph", options={"backend": "reference"})(x), model(x))
 
 
+@pytest.mark.slow
 def test_the_backend_keeps_breaks_writes_and_side_effects(
     attention: Callable[..., Tensor], same: Same
 ) -> None:

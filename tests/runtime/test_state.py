@@ -282,6 +282,7 @@ def test_a_model_half_in_training_stays_so_and_is_traced_so(
     same(dict(model.norm.state_dict()), dict(before))
 
 
+@pytest.mark.slow
 def test_the_mode_of_a_closed_over_module_counts(x: Tensor, same: Same) -> None:
     dropout = nn.Dropout(0.5)
     compiled = attngraph.compile(lambda x: dropout(attend(x)))
@@ -402,6 +403,7 @@ def test_attributes_and_methods_of_the_model_are_reached(layer: type[nn.Module])
         _ = compiled.nonsense
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_stand_on_their_own(layer: type[nn.Module], x: Tensor, same: Same) -> None:
     model = layer()
     compiled = attngraph.compile(model)
@@ -618,6 +620,7 @@ def test_backward_hooks_of_submodules_run(layer: type[nn.Module], x: Tensor) -> 
         assert len(seen) == calls
 
 
+@pytest.mark.slow
 def test_hooks_on_the_compiled_model_and_on_parameters_run(layer: type[nn.Module], x: Tensor) -> None:
     model = layer()
     compiled = attngraph.compile(model)
