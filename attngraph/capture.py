@@ -176,6 +176,7 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     _refuse_what_a_graph_would_lose(target)
     flat = _Flat(target, leaves, spec)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
+    kept = Snapshot([target])  # torch.export puts copies in the place of a module's lists and dicts
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -189,6 +190,8 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             program = program.run_decompositions({})
     except Exception as problem:  # torch raises many kinds; each means the same to us
         raise _capture_error(problem) from problem
+    finally:
+        kept.restore()
     assert structure is not None
     if flat.recorded.changed:
         raise _side_effect(flat.recorded.changed)

@@ -129,6 +129,7 @@ class _Walk:
                 found.append((name, order, tensor.dtype, tensor.device, shape, is_lazy(tensor)))
         for hooks in _HOOKS:
             found += (id(hook) for hook in getattr(module, hooks).values())
+        self.containers.append(vars(module))
         for name, value in vars(module).items():
             if name not in _MODULES_OWN:
                 found.append(name)

@@ -249,6 +249,19 @@ def test_a_closed_over_tensor_gets_its_gradient(x: Tensor, same: Same) -> None:
     same(mine, theirs)
 
 
+def test_tracing_leaves_the_models_containers_the_objects_that_they_are(x: Tensor, same: Same) -> None:
+    shared, nested = [2.0], {"a": (1.0, [3.0])}
+    model = Holder(lambda m: m.l[0] * m.d["a"][1][0], l=shared, d=nested, other=nested)
+    compiled = attngraph.compile(model)
+    same(compiled(x), model(x))
+    assert model.l is shared and model.d is nested and model.other is nested
+    same(compiled(x), model(x))
+    assert compiled.report.graphs == 1
+    shared[0] = 5.0
+    nested["a"][1][0] = 7.0  # type: ignore[index]
+    same(compiled(x), model(x))
+
+
 # --- modes and weights ---------------------------------------------------------------------------
 
 
