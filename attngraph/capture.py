@@ -19,7 +19,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -64,6 +64,16 @@ class Captured:
     graph: ProgramGraph
     structure: Structure
     shapes: tuple[tuple[Any, ...], ...]
+
+    def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
+        """The dimensions of the arguments, (argument, dimension), that these symbolic sizes stand for."""
+        names = set(sizes)
+        return frozenset(
+            (argument, dim)
+            for argument, shape in enumerate(self.shapes)
+            for dim, extent in enumerate(shape)
+            if names & {str(s) for s in getattr(extent, "free_symbols", ())}
+        )
 
 
 class _Recorded:
@@ -159,8 +169,16 @@ def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
     return list(found)
 
 
-def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def capture(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: frozenset[tuple[int, int]] = frozenset(),
+) -> Captured:
     """Trace one call of `target` on these inputs.
+
+    Args:
+        fixed: dimensions, (argument, dimension), that are to be numbers.
 
     Raises:
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
@@ -180,11 +198,15 @@ def capture(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            shapes = tuple(_dynamic_dimensions(t, target) for t in tensors)
+            shapes = tuple(
+                {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
+                for place, t in enumerate(tensors)
+            )
             with _whole_stack_traces(), _quiet():
                 program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
             structure = flat.recorded.structure
             exported.inline_grad_regions(program.graph_module)
+            exported.inline_vmap(program)
             # The executable checks sizes itself; torch's own code for it trips over unused inputs.
             program._guards_code = []
             program = program.run_decompositions({})

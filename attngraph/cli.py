@@ -1,9 +1,9 @@
-"""The command line: `attngraph compile TARGET ...` and `attngraph demo`.
+"""The command line: `attngraph compile TARGET ...`, `attngraph demo` and `attngraph fuzz`.
 
 TARGET is `package.module:callable`; the callable returns a model and its example inputs, and may take
 `batch` and `tokens`. Results go to standard output, progress to standard error. Exit codes: 0 all good,
-1 the compiled model does not agree with the eager one (or, under --strict, something was not fused),
-2 the command or its target cannot be used.
+1 the compiled model does not agree with the eager one (or, under --strict, something was not fused; or
+fuzzing found a failure), 2 the command or its target cannot be used.
 """
 
 from __future__ import annotations

@@ -81,8 +81,14 @@ def compile_graph(
     tell = options.progress or (lambda stage: None)
     tell("capture")
     captured = capturing.capture(target, args, kwargs)
+    result = pipeline.run(captured.graph, options.pipeline(), options.dump, options.progress)
+    if result.obstacles:
+        tell("capture")
+        numbered = capturing.capture(target, args, kwargs, captured.dimensions(result.obstacles))
+        again = pipeline.run(numbered.graph, options.pipeline(), options.dump, options.progress)
+        if len(again.missed) < len(result.missed):
+            captured, result = numbered, again
     graph = captured.graph
-    result = pipeline.run(graph, options.pipeline(), options.dump, options.progress)
     entries = tuple(
         dataclasses.replace(node.meta["attention"], kernel=str(node.args[6])) for node in graph.attentions()
     )

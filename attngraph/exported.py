@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph
@@ -73,8 +74,36 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             module.graph.erase_node(user)
         module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or _enters_vmap(n))
     module.recompile()
+
+
+def inline_vmap(program: ExportedProgram) -> None:
+    """Trace a program through the levels of torch.vmap that torch.export wrote down as they were entered
+    and left, so that what is left are ops on whole batches. Does nothing where there are none."""
+    old = program.graph_module
+    if not any(_enters_vmap(n) for n in old.graph.nodes):
+        return
+    inputs = list(old.graph.find_nodes(op="placeholder"))
+    values = [n.meta["val"] for n in inputs]
+    mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
+    with mode, fx.traceback.preserve_node_meta():
+        run = fx.Interpreter(old).run
+        new = make_fx(lambda *given: run(*given), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    for before, after in zip(inputs, new.graph.find_nodes(op="placeholder"), strict=True):
+        after.meta = dict(before.meta)
+        after.target = after.name = before.name
+    made: Any = new.graph.output_node().args[0]
+    for spec, node in zip(program.graph_signature.output_specs, made, strict=True):
+        spec.arg.name = node.name
+    new.meta.update(old.meta)
+    new.recompile()
+    program._graph_module = new
+
+
+def _enters_vmap(node: fx.Node) -> bool:
+    """Whether the node enters or leaves a level of torch.vmap, on which all in between depends."""
+    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -24,10 +24,14 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Outcome:
-    """What a pass did, in words, and which softmax-like places it left alone (`report.Missed`)."""
+    """What a pass did, in words, and which softmax-like places it left alone (`report.Missed`).
+
+    `obstacles`: symbolic sizes without which it might have done more, if they were numbers.
+    """
 
     notes: list[str] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
+    obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
 class Pass(Protocol):
@@ -66,6 +70,7 @@ class Result:
 
     records: list[PassRecord] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
+    obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
 def run(
@@ -109,6 +114,7 @@ def run(
         record = PassRecord(step.name, changed, seconds, before, graph.op_count(), tuple(outcome.notes))
         result.records.append(record)
         result.missed += outcome.missed
+        result.obstacles |= outcome.obstacles
         log.info("%s: %d -> %d ops in %.3f s", step.name, before, record.after, seconds)
         for note in outcome.notes:
             log.debug("%s: %s", step.name, note)

@@ -61,6 +61,7 @@ class Builder:
             return self._symbol(value.value)
         functions = {
             "add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+            "max": torch.sym_max, "min": torch.sym_min,
         }  # fmt: skip
         args = [self.size(a) for a in value.args]
         node = args[0]

@@ -57,7 +57,7 @@ class _Fusion:
         self.recogniser = Recogniser(self.meaning)
         self.outcome = Outcome()
         self.fused = 0
-        self.reasons: dict[fx.Node, str] = {}
+        self.reasons: dict[fx.Node, Refusal] = {}
         self.checked: dict[Any, Verdict] = {}
         self.contents: list[Tensor] = []
 
@@ -71,7 +71,7 @@ class _Fusion:
                 claim = self._fuse(claim)
             if isinstance(claim, Refusal):
                 for place in self._exponentials(node):
-                    self.reasons[place] = claim.reason
+                    self.reasons[place] = claim
         if self.graph.gradients:
             self._own_results()
         self.graph.clean()
@@ -221,13 +221,14 @@ class _Fusion:
         alive = set(self.graph.graph.nodes)
         for node in self.graph.graph.nodes:
             if str(node.target) in SOFTMAX_LIKE and node not in self.reasons:
-                self.reasons[node] = NO_VALUES
-        for node, reason in self.reasons.items():
+                self.reasons[node] = Refusal(NO_VALUES)
+        for node, why in self.reasons.items():
             if node not in alive:
                 continue
             source = source_of(node)
-            self.outcome.missed.append(Missed(reason, source, module_of(node)))
-            self.outcome.notes.append(f"left alone at {source}: {reason}")
+            self.outcome.missed.append(Missed(why.reason, source, module_of(node)))
+            self.outcome.obstacles |= why.sizes
+            self.outcome.notes.append(f"left alone at {source}: {why.reason}")
 
 
 class _Number(int):

@@ -10,6 +10,7 @@ checks the claim in float64 before anything is replaced (`meaning/check.py`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -19,11 +20,12 @@ from attngraph.ir.score import DOT, WEIGHT, ScoreProgram
 from attngraph.meaning import dot as dots
 from attngraph.meaning import layout, normalised, program, roles
 from attngraph.meaning import simplify as M
+from attngraph.meaning.digits import Digits, extent, joined, split_digits
 from attngraph.meaning.element import Meaning, has_data, is_part
 from attngraph.meaning.layout import Step
 from attngraph.meaning.normalised import Refusal, Unnormalised
 from attngraph.meaning.program import Source
-from attngraph.meaning.roles import Digits, Roles
+from attngraph.meaning.roles import Roles
 from attngraph.meaning.rules import Category, Unliftable
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
@@ -100,8 +102,8 @@ class Recogniser:
             return None
         try:
             found = self._examine(node)
-        except (Unliftable, layout.NoView) as problem:
-            return Refusal(str(problem) or "an operand is no view of a tensor of the model")
+        except Unliftable as problem:
+            return Refusal(str(problem))
         if isinstance(found, Unnormalised):
             self._unnormalised.add(node)
             self._near.pop(node, None)
@@ -120,10 +122,10 @@ class Recogniser:
     def _examine(self, node: fx.Node) -> Attention | Refusal | Unnormalised | None:
         meaning = self.meaning
         shape = meaning.shape(node)
-        output = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(shape))
+        output = tuple(E.var(f"o{d}", length) for d, length in enumerate(shape))
         at = tuple(E.ZERO if E.is_const(v.args[0], 1) else v for v in output)
         lifted = meaning.lift(meaning.element(node, at), lambda r: bool(self.near(r.value)))
-        parts = normalised.weighted_sum(lifted)
+        parts = normalised.weighted_sum(lifted, lambda node: dots.look_through(meaning, node))
         if not isinstance(parts, normalised.WeightedSum):
             return parts
         score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free)
@@ -150,13 +152,14 @@ class Recogniser:
         weight = dots.look_into(meaning, parts.weight, parts.keys, of_value)
         sink = parts.sink and dots.look_into(meaning, parts.sink, parts.keys, of_value)
         values = dots.chain(meaning, parts.value)
+        parts = dataclasses.replace(parts, keys=_in_order(parts.keys, dot.k[0][0]))
         # Where an operand is deepest a view of something, variables may appear divided: cut them.
         q, k, v = dot.q[-1][0], dot.k[-1][0], values[-1][0]
         variables = [*output, *parts.keys, *dot.inner]
-        digits = roles.split_digits(variables, [*q.args, *k.args, *v.args])
+        digits = split_digits(variables, [*q.args, *k.args, *v.args])
         if digits is None:
             digits = {}
-        cut = {variable: roles.joined(found) for variable, found in digits.items()}
+        cut = {variable: joined(found) for variable, found in digits.items()}
 
         def digits_of(variable: Expr) -> Digits:
             if E.is_const(variable.args[0], 1):
@@ -176,9 +179,12 @@ class Recogniser:
         if isinstance(assigned, Refusal):
             return assigned
         views = _Views(meaning, assigned, cut)
-        operand_q, factor_q = views.operand(dot.q, assigned.heads, assigned.queries, assigned.inner)
-        operand_k, factor_k = views.operand(dot.k, assigned.kv_heads, assigned.keys, assigned.inner)
-        operand_v, factor_v = views.operand(values, assigned.kv_heads, assigned.keys, assigned.values)
+        try:
+            operand_q, factor_q = views.operand(dot.q, assigned.heads, assigned.queries, assigned.inner)
+            operand_k, factor_k = views.operand(dot.k, assigned.kv_heads, assigned.keys, assigned.inner)
+            operand_v, factor_v = views.operand(values, assigned.kv_heads, assigned.keys, assigned.values)
+        except layout.NoView:
+            return Refusal("an operand is no view of a tensor of the model", _divisors((q, k, v)))
         rename = _program_indices(assigned, cut)
         scaled = M.mul(E.const(factor_q * factor_k), DOT) if factor_q * factor_k != 1 else DOT
         score = M.substitute(score, {DOT: scaled, **rename})
@@ -193,9 +199,21 @@ class Recogniser:
         return Attention(
             node, dot.node, operand_q, operand_k, operand_v, built.program, built.reads, built.sizes,
             tuple(views.output(tuple(digits_of(o) for o in output), output)),
-            heads=roles.extent(assigned.heads), kv_heads=roles.extent(assigned.kv_heads),
-            head_dim=roles.extent(assigned.inner), value_dim=roles.extent(assigned.values),
+            heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
+            head_dim=extent(assigned.inner), value_dim=extent(assigned.values),
         )  # fmt: skip
+
+
+def _divisors(reads: Iterable[Expr]) -> frozenset[str]:
+    """The sizes by which indices of the reads are divided: as numbers they could be made digits of."""
+    divided = [n.args[1] for r in reads for n in E.walk(r) if n.op in ("floordiv", "mod")]
+    return frozenset(n.value for divisor in divided for n in E.walk(divisor) if n.op == "size")
+
+
+def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
+    """The keys as the dimensions of a tensor have them: the order in which they need not be moved."""
+    place = {k: next((i for i, a in enumerate(read.args) if k in a.free), len(read.args)) for k in keys}
+    return tuple(sorted(keys, key=place.__getitem__))
 
 
 def _beside_keys(score: Expr, keys: tuple[Expr, ...], digits: dict[Expr, Digits]) -> frozenset[Expr]:
@@ -221,7 +239,7 @@ def _program_indices(assigned: Roles, cut: dict[Expr, Expr]) -> dict[Expr, Expr]
     for name, digits in (
         ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries), ("k", assigned.keys),
     ):  # fmt: skip
-        whole = E.var(name, roles.extent(digits))
+        whole = E.var(name, extent(digits))
         below: Expr = E.ONE
         for place, digit in enumerate(reversed(digits)):
             value = M.floordiv(whole, below)

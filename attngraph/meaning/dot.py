@@ -56,6 +56,11 @@ def look_into(meaning: Meaning, node: Expr, keys: tuple[Expr, ...], of_value: fr
     return meaning.lift(node, through)
 
 
+def look_through(meaning: Meaning, node: Expr) -> Expr:
+    """An expression in terms of contractions and data, looking through everything elementwise."""
+    return meaning.lift(node, lambda read: meaning.category(read.value) in _LOOK_THROUGH)
+
+
 def find_dot(
     meaning: Meaning, score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]
 ) -> tuple[Dot, Expr] | None:

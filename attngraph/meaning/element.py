@@ -9,6 +9,7 @@ on the way: they only ever change indices. Nothing here edits the graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import operator
@@ -216,6 +217,8 @@ def _from_sympy(value: Any) -> Expr:
         if args[1].op == "const" and isinstance(args[1].value, int) and 0 < args[1].value < 8:
             return M.mul(*[args[0]] * args[1].value)
         return M.power(*args)
+    if name in ("Max", "Min"):
+        return functools.reduce(lambda a, b: M.function(name.lower(), a, b), args)
     if name in ("FloorDiv", "CleanDiv"):
         return M.floordiv(*args)
     if name in ("Mod", "PythonMod"):
@@ -238,6 +241,7 @@ def to_sympy(node: Expr) -> Any:
     args = [to_sympy(a) for a in node.args]
     functions: dict[str, Callable[..., Any]] = {
         "add": sympy.Add, "mul": sympy.Mul, "mod": sympy.Mod, "floordiv": lambda a, b: sympy.floor(a / b),
+        "min": sympy.Min, "max": sympy.Max,
     }  # fmt: skip
     if node.op not in functions:
         raise Unliftable(f"a size of the form {node!r}")
@@ -258,6 +262,7 @@ def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> Any:
     functions: dict[str, Callable[..., Any]] = {
         "add": lambda *a: sum(a), "mul": lambda *a: math.prod(a), "floordiv": operator.floordiv,
         "mod": operator.mod, "recip": lambda a: 1 / a, "sqrt": math.sqrt, "pow": operator.pow,
+        "min": min, "max": max,
     }  # fmt: skip
     if node.op not in functions:
         raise Unliftable(f"a size of the form {node!r}")

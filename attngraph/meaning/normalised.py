@@ -10,13 +10,20 @@ times the values. This file takes the meaning of one element apart into these pi
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.score import WEIGHT
 from attngraph.meaning import simplify as M
+from attngraph.meaning.digits import Digits, joined, split_digits
 
+MOST_DIGITS = 4
+"""Keys that are tried in any order: more would be tried only in the one they come in."""
 LARGEST_MEANING = 20_000
 """Nodes of an expression beyond which it is not looked into any further."""
 
@@ -34,17 +41,26 @@ class WeightedSum:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why something that looks like attention is left alone."""
+    """Why something that looks like attention is left alone. `sizes` are symbolic sizes that it might be
+    understood without: if they were numbers."""
 
     reason: str
+    sizes: frozenset[str] = frozenset()
+
+
+Look = Callable[[Expr], Expr]
 
 
 class Unnormalised:
     """A sum weighted by exponentials whose normaliser is not in sight (it may come later)."""
 
 
-def weighted_sum(meaning: Expr) -> WeightedSum | Refusal | Unnormalised | None:
-    """Take the meaning of one element apart; None where no exponential weighs a sum."""
+def weighted_sum(meaning: Expr, look: Look) -> WeightedSum | Refusal | Unnormalised | None:
+    """Take the meaning of one element apart; None where no exponential weighs a sum.
+
+    Args:
+        look: looks into the reads of an expression, through whatever is elementwise.
+    """
     opened = _open_sum(meaning)
     if opened is None:
         return None
@@ -54,7 +70,7 @@ def weighted_sum(meaning: Expr) -> WeightedSum | Refusal | Unnormalised | None:
     exponentials = [n for n in E.walk(body) if n.op == "exp" and any(k in n.free for k in keys)]
     if not exponentials:
         return None
-    found = _normalise(body, keys)
+    found = _normalise(body, keys, look)
     if found is None:
         if not any(f.op == "recip" for f in E.walk(body)):
             return Unnormalised()
@@ -79,18 +95,16 @@ def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:
     for place, factor in enumerate(outer):
         if factor.op != "sum":
             continue
-        keys: list[Expr] = []
-        body = factor
-        while body.op == "sum":
-            keys.append(body.args[0])
-            body = body.args[1]
+        keys, body = open_sums(factor)
         if any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(body)):
             rest = outer[:place] + outer[place + 1 :]
-            return tuple(keys), M.mul(*rest, body)
+            return keys, M.mul(*rest, body)
     return None
 
 
-def _normalise(body: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr, Expr | None] | Refusal | None:
+def _normalise(
+    body: Expr, keys: tuple[Expr, ...], look: Look
+) -> tuple[Expr, Expr, Expr | None] | Refusal | None:
     """Replace exp(x) * recip(normaliser of x) by p: the new body, x, and the sink."""
     for product in E.walk(body):
         if product.op != "mul":
@@ -99,7 +113,7 @@ def _normalise(body: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr, Expr | N
         inverses = [f for f in product.args if f.op == "recip"]
         for weight in weights:
             for inverse in inverses:
-                matched = _match_normaliser(weight.args[0], inverse.args[0], keys)
+                matched = _match_normaliser(weight.args[0], inverse.args[0], keys, look)
                 if isinstance(matched, Refusal):
                     return matched
                 if matched is None:
@@ -110,42 +124,105 @@ def _normalise(body: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr, Expr | N
     return None
 
 
+Matched = tuple[Expr, Expr | None]
+
+
 def _match_normaliser(
-    score: Expr, normaliser: Expr, keys: tuple[Expr, ...]
-) -> tuple[Expr, Expr | None] | Refusal | None:
+    score: Expr, normaliser: Expr, keys: tuple[Expr, ...], look: Look
+) -> Matched | Refusal | None:
     """If `normaliser` is the sum of exp(score) over the keys (plus terms free of them): the score
     without what is free of the keys, and the sink."""
     terms = normaliser.args if normaliser.op == "add" else (normaliser,)
-    sums = [t for t in terms if t.op == "sum"]
-    if len(sums) != 1:
-        return None
-    places: list[Expr] = []
-    inner = sums[0]
-    while inner.op == "sum":
-        places.append(inner.args[0])
-        inner = inner.args[1]
-    if inner.op != "exp" or [p.args for p in places] != [k.args for k in keys]:
-        return None
-    other = M.substitute(inner.args[0], dict(zip(places, keys, strict=True)))
-    moving, fixed = split_by(score, keys)
-    other_moving, other_fixed = split_by(other, keys)
+    found = _match_terms(score, terms, keys)
+    if found is not None or not any(t.op == "sum" for t in terms):
+        return found
+    # The softmax may run over the keys as one dimension or as several, or over more than these keys:
+    # take it apart where its scores were joined.
+    parts: list[Expr] = []
+    for term in terms:
+        variables, inner = open_sums(look(term))
+        split = [inner]
+        for variable in reversed(variables):
+            split = [piece for body in split for piece in M.pieces(variable, body)]
+        parts += split
+    return _match_terms(look(score), parts, keys)
+
+
+def _match_terms(score: Expr, terms: Sequence[Expr], keys: tuple[Expr, ...]) -> Matched | Refusal | None:
+    for place, term in enumerate(terms):
+        variables, inner = open_sums(term)
+        if inner.op != "exp" or not variables:
+            continue
+        found = _match_sum(score, variables, inner.args[0], keys)
+        if found is None or isinstance(found, Refusal):
+            if found is not None:
+                return found
+            continue
+        moving, fixed = found
+        extra = [t for t in (*terms[:place], *terms[place + 1 :]) if not E.is_const(t, 0)]
+        return moving, M.sub(_logarithm(extra), fixed) if extra else None
+    return None
+
+
+def open_sums(node: Expr) -> tuple[tuple[Expr, ...], Expr]:
+    """Nested sums as (variables, body)."""
+    variables: list[Expr] = []
+    while node.op == "sum":
+        variables.append(node.args[0])
+        node = node.args[1]
+    return tuple(variables), node
+
+
+def _match_sum(
+    score: Expr, places: tuple[Expr, ...], other: Expr, keys: tuple[Expr, ...]
+) -> tuple[Expr, Expr] | Refusal | None:
+    """If `other` over `places` is `score` over `keys`, up to a shift: the score and the shift. Keys of
+    one side may be digits of a key of the other."""
+    shifted = split_by(score, keys)
+    found = _same_terms(score, keys, places, other)
+    if found is None:
+        cuts = split_digits(keys, [score]), split_digits(places, [other])
+        if None in cuts or not any(cuts):
+            return None
+        mine, score = _cut(score, keys, cuts[0] or {})
+        theirs, other = _cut(other, places, cuts[1] or {})
+        found = _same_terms(score, mine, theirs, other)
+    return shifted if found is True else found
+
+
+def _same_terms(
+    score: Expr, keys: tuple[Expr, ...], places: tuple[Expr, ...], other: Expr
+) -> Literal[True] | Refusal | None:
+    """Whether `other` over `places`, taken in some order, is `score` over `keys`."""
     same = M.canonical_binders
-    if same(moving) is not same(other_moving):
-        return None
-    if same(fixed) is not same(other_fixed):
-        return Refusal("the weights and their normaliser are shifted by different amounts")
-    extra = [t for t in terms if t is not sums[0]]
-    if not extra:
-        return moving, None
-    if len(extra) > 1:
-        return Refusal("more than one term joins the softmax's denominator")
-    return moving, M.sub(_logarithm(extra[0]), fixed)
+    moving, fixed = (same(part) for part in split_by(score, keys))
+    for order in itertools.permutations(places) if len(places) <= MOST_DIGITS else (places,):
+        if [p.args for p in order] != [k.args for k in keys]:
+            continue
+        renamed = M.substitute(other, dict(zip(order, keys, strict=True)))
+        other_moving, other_fixed = (same(part) for part in split_by(renamed, keys))
+        if moving is other_moving:
+            if fixed is other_fixed:
+                return True
+            return Refusal("the weights and their normaliser are shifted by different amounts")
+    return None
 
 
-def _logarithm(term: Expr) -> Expr:
-    if term.op == "const" and term.value > 0:
-        return E.const(math.log(term.value))
-    return M.log(term)
+def _cut(
+    node: Expr, variables: tuple[Expr, ...], digits: dict[Expr, Digits]
+) -> tuple[tuple[Expr, ...], Expr]:
+    """The variables' digits, and `node` in terms of them."""
+    parts = tuple(d for v in variables for d in digits.get(v, (v,)))
+    return parts, M.substitute(node, {v: joined(d) for v, d in digits.items()})
+
+
+def _logarithm(terms: Sequence[Expr]) -> Expr:
+    """The logarithm of a sum of exponentials, shifted so that none overflows."""
+    logs = [E.const(math.log(t.value)) if t.op == "const" and t.value > 0 else M.log(t) for t in terms]
+    if len(logs) == 1:
+        return logs[0]
+    top = functools.reduce(lambda a, b: M.function("max", a, b), logs)
+    return M.add(top, M.log(M.add(*(M.exp(M.sub(x, top)) for x in logs))))
 
 
 def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:

@@ -11,7 +11,9 @@ from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import operation
 from attngraph.ir.score import INDICES, SCORE, WEIGHT, Keep, Score, ScoreProgram, Sink, Statement, Weight
+from attngraph.meaning import ranges
 from attngraph.meaning import simplify as M
+from attngraph.meaning.element import size_expression
 
 LARGE_FILL = -1000.0
 """A finite number at or below this, put in place of a score, is a mask that was meant to hide it."""
@@ -37,9 +39,9 @@ class Built:
 def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
     """The program of a score over `dot`, of what becomes of the weight `p`, and of the sink. All
     variables are the program's own `b h q k` (extents are allowed and dropped)."""
-    writer = _Writer()
     statements: list[Statement] = []
-    masks = _peel_masks(score)
+    masks, narrowed = _peel_masks(score)
+    writer = _Writer(guarded=narrowed)
     if _rows_are_numbers(masks):
         nan = E.make("isnan", (WEIGHT,), None, "bool")
         weight = M.substitute(weight, {nan: E.FALSE})
@@ -69,19 +71,31 @@ def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
     return any(all(M.substitute(p, {k: place} if k else {}) is E.TRUE for p in hidden) for place in places)
 
 
-def _peel_masks(score: Expr) -> list[tuple[str, Expr, Expr]]:
-    """Outermost first: ("keep", predicate, fill) and at last ("score", value, -)."""
+def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
+    """Outermost first: ("keep", predicate, fill) and at last ("score", value, -); and whether the score
+    was narrowed to where the masks hold."""
     found: list[tuple[str, Expr, Expr]] = []
+    narrowed = False
     while True:
         masked = _as_mask(score)
         if masked is None:
             break
-        predicate, score, fill = masked
+        predicate, whole, fill = masked
+        score = _assuming(predicate, whole)
+        narrowed |= score is not whole
         if fill is E.NEG_INF and found and found[-1][0] == "keep" and found[-1][2] is fill:
             predicate = M.and_(found.pop()[1], predicate)
         found.append(("keep", predicate, fill))
     found.append(("score", score, E.ZERO))
-    return found
+    return found, narrowed
+
+
+def _assuming(predicate: Expr, score: Expr) -> Expr:
+    """The score as far as it matters: where the predicate holds."""
+    parts = predicate.args if predicate.op == "and" else (predicate,)
+    known = dict.fromkeys((predicate, *parts), E.TRUE)
+    known |= {M.not_(part): E.FALSE for part in (predicate, *parts)}
+    return M.substitute(score, known)
 
 
 def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
@@ -120,9 +134,14 @@ def _is_fill(node: Expr) -> bool:
 
 
 class _Writer:
-    """Canonical expressions to the program's: numbers reads and sizes in order of appearance."""
+    """Canonical expressions to the program's: numbers reads and sizes in order of appearance.
 
-    def __init__(self) -> None:
+    `guarded`: reads may stand where the model does not use them, and there their indices may be out of
+    range. A program evaluates everywhere, so such indices are then kept in range.
+    """
+
+    def __init__(self, guarded: bool) -> None:
+        self.guarded = guarded
         self.reads: list[Source] = []
         self.sizes: list[Expr] = []
 
@@ -163,11 +182,19 @@ class _Writer:
             for part in parts[1:]:
                 whole = operation(node.op, whole, part)
             return whole
+        if node.op == "where":
+            before, self.guarded = self.guarded, True
+            args = [self.write(a) for a in node.args]
+            self.guarded = before
+            return operation("where", *args)
         return operation(node.op, *(self.write(a) for a in node.args))
 
     def _read(self, source: Source, indices: tuple[Expr, ...]) -> Expr:
         if source not in self.reads:
             self.reads.append(source)
+        if self.guarded and isinstance(source, fx.Node):
+            shape = (size_expression(s) for s in source.meta["val"].shape)
+            indices = tuple(_within(i, extent) for i, extent in zip(indices, shape, strict=True))
         return E.read(self.reads.index(source), tuple(self.write(i) for i in indices))
 
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
@@ -224,6 +251,19 @@ class _Writer:
         for divisor in over:
             whole = operation("div", whole, self.write(divisor))
         return whole
+
+
+def _within(index: Expr, extent: Expr) -> Expr:
+    """The index, kept in range where that is not plain to see."""
+    if index.op in ("var", "const") or any(n.op == "read" for n in E.walk(index)):
+        return index  # all of a dimension; or read from data, by which the model reads everywhere as well
+    low, high = ranges.bounds(ranges.polynomial(index))
+    last = ranges.subtract(ranges.polynomial(extent), {(): 1})
+    if low is None or not ranges.is_nonnegative(low):
+        index = M.function("max", index, E.ZERO)
+    if high is None or not ranges.is_nonnegative(ranges.subtract(last, high)):
+        index = M.function("min", index, M.from_polynomial(last))
+    return index
 
 
 def _factors(node: Expr) -> tuple[Expr, ...]:

@@ -8,7 +8,7 @@ Everything here is sound and incomplete: "yes" is proved, "no" may mean "not sho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from attngraph.ir.expr import Expr
 
@@ -84,6 +84,10 @@ def bounds(a: Polynomial) -> tuple[Polynomial | None, Polynomial | None]:
         most: Polynomial | None = {(): factor}
         for atom in atoms:
             atom_low, atom_high = _atom_bounds(atom)
+            if len(atoms) == 1:
+                least = None if atom_low is None else multiply({(): factor}, atom_low)
+                most = None if atom_high is None else multiply({(): factor}, atom_high)
+                break
             if atom_low is None or not is_nonnegative(atom_low):
                 least = most = None
                 break
@@ -113,12 +117,32 @@ def _atom_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
             if high is not None and set(high) <= {()} and set(divisor) == {()}:
                 high = {(): high.get((), 0) // divisor[()]}
                 high = {a: c for a, c in high.items() if c}
+            elif high is not None and not is_nonnegative(high):
+                high = None  # what is negative grows when it is divided
             return ({} if at_least_zero else None), high
-        case "where":
-            pairs = [bounds(polynomial(branch)) for branch in atom.args[1:]]
-            nonnegative = all(low is not None and is_nonnegative(low) for low, _ in pairs)
-            return ({} if nonnegative else None), None
+        case "where" | "min" | "max" if atom.kind == "int":
+            branches = atom.args[1:] if atom.op == "where" else atom.args
+            lows, highs = zip(*(bounds(polynomial(branch)) for branch in branches), strict=True)
+            # A minimum is at least the lesser lower bound and at most any upper one; and so on.
+            return _extreme(lows, -1, atom.op == "max"), _extreme(highs, 1, atom.op == "min")
     return None, None
+
+
+def _extreme(limits: Sequence[Polynomial | None], sign: int, either: bool) -> Polynomial | None:
+    """The outermost of the limits in the direction of `sign`; with `either`, where any of them is a
+    limit, the innermost that can be told. None where they cannot be compared."""
+    known = [x for x in limits if x is not None]
+    if not known or (len(known) < len(limits) and not either):
+        return None
+    found = known[0]
+    for other in known[1:]:
+        difference = subtract(other, found)
+        grows = is_nonnegative({a: sign * c for a, c in difference.items()})
+        if grows != is_nonnegative({a: -sign * c for a, c in difference.items()}):
+            found = other if grows != either else found
+        elif not grows and not either:
+            return None
+    return found
 
 
 def _is_extent(size: Expr) -> bool:

@@ -485,7 +485,7 @@ def einsum_with_output_projection(q, k, v, w):
     return torch.einsum("bhqd,hdo->bqo", torch.einsum("bhqk,bhkd->bhqd", weights, v), w)
 
 
-@not_yet(cross)
+@spelling(cross)
 def vmap_over_batch_and_heads(q, k, v):
     def one(q, k, v):
         return torch.softmax(q @ k.T, -1) @ v
@@ -666,7 +666,7 @@ def disentangled(q, k, v, key_table, query_table):
     return ((q @ k.mT + to_place + from_place) / math.sqrt(3 * D)).softmax(-1) @ v
 
 
-@not_yet(lambda: (*qkv(), normal(H, T, D), normal(H, 1, D), normal(H, 1, D)))
+@spelling(lambda: (*qkv(), normal(H, T, D), normal(H, 1, D), normal(H, 1, D)))
 def transformer_xl(q, k, v, positions, u, w):
     t = q.shape[2]
     shifted = F.pad((q + w) @ positions.mT, (1, 0))
@@ -681,14 +681,14 @@ def bias_cut_from_a_larger_one(q, k, v, bias):
     return (q @ k.mT + bias[:, :, :t, :t]).softmax(-1) @ v
 
 
-@not_yet(lambda: (*qkv(), normal(H)))
+@spelling(lambda: (*qkv(), normal(H)))
 def sink_as_an_extra_column(q, k, v, sink):
     s = q @ k.mT
     column = sink.view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)
     return torch.cat([s, column], -1).softmax(-1)[..., :-1] @ v
 
 
-@not_yet(qkv)
+@spelling(qkv)
 def zero_key_as_an_extra_column(q, k, v):
     s = F.pad(q @ k.mT, (1, 0))
     return s.softmax(-1)[..., 1:] @ v
@@ -733,7 +733,7 @@ def grouped_einsum(q, k, v):
     return torch.einsum("bgrqk,bgkd->bgrqd", weights, v).flatten(1, 2)
 
 
-@not_yet(grouped)
+@spelling(grouped)
 def grouped_by_torch(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
@@ -768,7 +768,7 @@ def local_blocks_by_view(q, k, v):
     return ((q @ k.mT).softmax(-1) @ v).flatten(2, 3)
 
 
-@not_yet(lambda: (normal(B, H, 3, 4, D), normal(B, H, 3, 5, D), normal(B, H, 3, 5, D)))
+@spelling(lambda: (normal(B, H, 3, 4, D), normal(B, H, 3, 5, D), normal(B, H, 3, 5, D)))
 def pixels_in_two_dimensions(q, k, v):
     s = torch.einsum("bhxyd,bhuvd->bhxyuv", q, k)
     weights = s.flatten(-2).softmax(-1).view_as(s)

@@ -62,7 +62,7 @@ FIRST_MUTANTS = {
     "weights_changed_in_place", "scores_changed_in_place_between", "normaliser_of_another_mask",
     "gradient_stopped_at_the_weights", "integer_division_towards_zero",
 }  # fmt: skip
-IN_PIECES = {"vmap_over_batch_and_heads"}
+IN_PIECES: set[str] = set()
 
 
 def slow_if(condition: bool, name: str) -> Any:

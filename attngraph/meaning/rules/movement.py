@@ -150,9 +150,22 @@ def expand(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "slice.Tensor", "narrow.default")
 def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     dim = axis(argument(node, 1, "dim", 0), len(at))
-    start = argument(node, 2, "start")
-    step = 1 if "narrow" in str(node.target) else argument(node, 4, "step", 1)
     extent = context.shape(node.args[0])[dim]
+    if "narrow" in str(node.target):
+        return context.read(
+            node.args[0], (*at[:dim], M.add(at[dim], _start(context, node, extent)), *at[dim + 1 :])
+        )
+    end, step = argument(node, 3, "end"), argument(node, 4, "step", 1)
+    if step == 1 and (end is None or end == _END):
+        first = M.sub(extent, context.shape(node)[dim])  # wherever it starts, it goes on to the end
+    else:
+        first = _start(context, node, extent)
+    place = M.add(M.mul(at[dim], context.integer(step)), first)
+    return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+
+
+def _start(context: Meaning, node: fx.Node, extent: Expr) -> Expr:
+    start = argument(node, 2, "start")
     first = context.integer(0 if start is None else start)
     if first.op == "const" and first.value < 0:
         first = M.add(first, extent)
@@ -162,8 +175,7 @@ def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
             raise Unliftable("a slice from the end that may start before the beginning")
     elif first.op != "const" and not (_is_nonnegative(M.sub(extent, first)) and _is_nonnegative(first)):
         raise Unliftable("a slice whose start may be out of range")
-    place = M.add(M.mul(at[dim], context.integer(step)), first)
-    return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+    return first
 
 
 def _is_nonnegative(node: Expr) -> bool:

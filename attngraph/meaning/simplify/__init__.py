@@ -26,9 +26,10 @@ from attngraph.meaning.simplify.arithmetic import (
     sub,
 )
 from attngraph.meaning.simplify.division import floordiv, mod
-from attngraph.meaning.simplify.functions import absolute, exp, function, log, power, total
+from attngraph.meaning.simplify.functions import absolute, exp, function, log, power
 from attngraph.meaning.simplify.logic import and_, eq, le, lt, ne, not_, or_, where
 from attngraph.meaning.simplify.rebuild import canonical_binders, construct, substitute
+from attngraph.meaning.simplify.sums import pieces, total
 
 __all__ = [
     "absolute",
@@ -54,6 +55,7 @@ __all__ = [
     "not_",
     "number",
     "or_",
+    "pieces",
     "power",
     "recip",
     "scale",

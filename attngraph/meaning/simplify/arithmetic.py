@@ -38,6 +38,7 @@ def add(*terms: Expr) -> Expr:
             factor, rest = coefficient(term)
             parts[rest] = parts.get(rest, 0) + factor
             is_float |= term.kind != "int"
+    _rejoin_digits(parts)
     kept = [scale(c, rest) for rest, c in parts.items() if c != 0]
     kept = _merge_selections(kept)
     if constant != 0 and any(t.op == "where" for t in kept):
@@ -52,6 +53,21 @@ def add(*terms: Expr) -> Expr:
         return absorbed
     kept.sort(key=lambda t: t.serial)
     return E.make("add", tuple(kept), None, kind_of(tuple(kept)) if is_float else "int")
+
+
+def _rejoin_digits(parts: dict[Expr, float]) -> None:
+    """n * (c * (x // c) + x % c) is n * x; in place."""
+    for rest in [r for r in parts if r.op == "mod" and r.kind == "int" and r.args[1].op == "const"]:
+        whole, divisor = rest.args
+        quotient = M.floordiv(whole, divisor)
+        factor = parts[rest]
+        if factor != 0 and quotient.op == "floordiv" and parts.get(quotient) == factor * divisor.value:
+            del parts[rest], parts[quotient]
+            n, atom = coefficient(whole)
+            if atom.op in ("var", "floordiv", "mod"):
+                parts[atom] = parts.get(atom, 0) + factor * n
+            else:
+                parts[quotient], parts[rest] = factor * divisor.value, factor
 
 
 def _absorb_constant(terms: list[Expr], constant: float) -> tuple[list[Expr], float]:

@@ -29,8 +29,10 @@ def _divide(a: Expr, b: Expr) -> tuple[Expr, Expr]:
     if a.op == "const" and b.op == "const" and b.value != 0:
         return E.const(a.value // b.value), E.const(a.value % b.value)
     divisor = ranges.polynomial(b)
-    if len(divisor) != 1 or not ranges.is_positive(divisor):
+    if not ranges.is_positive(divisor):
         return opaque
+    if len(divisor) > 1:
+        return _divide_by_sum(ranges.polynomial(a), divisor) or opaque
     multiples, rest = ranges.split_multiples(ranges.polynomial(a), divisor)
     quotient, remainder = M.from_polynomial(multiples), M.from_polynomial(rest)
     low, high = ranges.bounds(rest)
@@ -43,6 +45,36 @@ def _divide(a: Expr, b: Expr) -> tuple[Expr, Expr]:
         E.make("mod", (remainder, b), None, "int"),
     )
     return M.add(quotient, inner[0]), inner[1]
+
+
+def _divide_by_sum(a: Polynomial, divisor: Polynomial) -> tuple[Expr, Expr] | None:
+    """Long division by the divisor's leading term; the rest may be one divisor too high or too low."""
+    leading = max(divisor, key=lambda atoms: (len(atoms), [x.serial for x in atoms]))
+    if divisor[leading] != 1:
+        return None
+    quotient: Polynomial = {}
+    rest = a
+    while True:
+        multiples, _ = ranges.split_multiples(rest, {leading: 1})
+        if not multiples:
+            break
+        quotient = ranges.add(quotient, multiples)
+        rest = ranges.subtract(rest, ranges.multiply(multiples, divisor))
+    low, high = ranges.bounds(rest)
+    if low is None or high is None:
+        return None
+    whole, left, size = (M.from_polynomial(p) for p in (quotient, rest, divisor))
+    below = ranges.is_nonnegative(low)
+    above = ranges.is_positive(ranges.subtract(divisor, high))
+    if below and above:
+        return whole, left
+    if above and ranges.is_nonnegative(ranges.add(low, divisor)):
+        is_low = M.le(left, E.const(-1))
+        return M.where(is_low, M.sub(whole, E.ONE), whole), M.where(is_low, M.add(left, size), left)
+    if below and ranges.is_positive(ranges.subtract(ranges.add(divisor, divisor), high)):
+        is_high = M.le(size, left)
+        return M.where(is_high, M.add(whole, E.ONE), whole), M.where(is_high, M.sub(left, size), left)
+    return None
 
 
 def _nested_floordiv(a: Expr, b: Expr) -> Expr:

@@ -95,11 +95,9 @@ def function(name: str, *args: Expr) -> Expr:
     )
     if name in ("min", "max") and all(a.op == "const" and a is not E.NAN for a in args):
         return E.const((min if name == "min" else max)(a.value for a in args))
+    if name in ("min", "max") and kind == "int":
+        for lesser, greater in (args, args[::-1]):
+            low, _ = ranges.bounds(ranges.subtract(ranges.polynomial(greater), ranges.polynomial(lesser)))
+            if low is not None and ranges.is_nonnegative(low):
+                return greater if name == "max" else lesser
     return E.make(name, args, None, kind)
-
-
-def total(variable: Expr, body: Expr) -> Expr:
-    """The sum of `body` over the variable's extent."""
-    if variable not in body.free:
-        return M.mul(variable.args[0], body)
-    return E.make("sum", (variable, body), None, "int" if body.kind == "int" else "float")

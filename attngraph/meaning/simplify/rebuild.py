@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.meaning import simplify as M
 
-_CONSTRUCT: dict[str, Callable[..., Expr]] = {
-    "add": M.add, "mul": M.mul, "recip": M.recip, "floordiv": M.floordiv, "mod": M.mod, "le": M.le,
-    "lt": M.lt, "eq": M.eq, "not": M.not_, "and": M.and_, "or": M.or_, "where": M.where, "exp": M.exp,
-    "log": M.log, "pow": M.power, "abs": M.absolute, "sum": M.total,
-}  # fmt: skip
+_CONSTRUCTORS = {
+    op: op for op in ("add", "mul", "recip", "floordiv", "mod", "le", "lt", "eq", "where", "exp", "log")
+}
+_CONSTRUCTORS |= {
+    "not": "not_",
+    "and": "and_",
+    "or": "or_",
+    "pow": "power",
+    "abs": "absolute",
+    "sum": "total",
+}
+"""The constructor of each operation that has an algebra, by its name in this package."""
 
 
 def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -21,8 +28,9 @@ def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
         return node
     if node.op == "read":
         return E.read(node.value, args, node.kind)
-    if node.op in _CONSTRUCT:
-        return _CONSTRUCT[node.op](*args)
+    if node.op in _CONSTRUCTORS:
+        found: Expr = getattr(M, _CONSTRUCTORS[node.op])(*args)
+        return found
     if node.op == "random" or node.op in E.BINDERS:
         return E.make(node.op, args, node.value, node.kind)
     return M.function(node.op, *args) if args else node
