@@ -4,18 +4,27 @@ Matches assertions about metadata, contiguity and aliasing markers, and, in grap
 gradient flows, `detach`. Each is the identity on values there. What nothing uses goes as well. A
 `view`, which is only possible for some strides, becomes a `reshape`, which has the same elements for
 any: a later pass may then change how a value lies in memory. For the same reason a copy made only to
-be contiguous becomes `contiguous`, which copies nothing where there is nothing to do. Refuses nothing.
+be contiguous becomes `contiguous`, which copies nothing where there is nothing to do. An einsum of more
+than two operands is taken two at a time, the two of the smallest result first: an attention may be part
+of it. Refuses nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import string
 from collections import Counter
 
 import torch
+from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, memory_of, op_name
+from attngraph.meaning.rules.contraction import subscripts
+from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
+
+LETTERS = string.ascii_letters
 
 _IDENTITY = ("aten.alias.", "aten.lift_fresh.", "aten.lift_fresh_copy.")
 _STRIDED_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -46,6 +55,39 @@ class Canonicalize:
             ):
                 if memory_of(node.args[0]).op != "placeholder":
                     node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
+            elif target == "aten.einsum.default" and len(node.args[1]) > 2:
+                removed[op_name(node)] += 1
+                _two_at_a_time(graph, node)
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
         return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])
+
+
+def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:
+    """Replace an einsum of many operands by einsums of two."""
+    builder = Builder(graph, node)
+    operands: list[fx.Node] = list(node.args[1])  # type: ignore[arg-type]
+    terms, output = subscripts(str(node.args[0]), [n.meta["val"].ndim for n in operands])
+    names = {name: LETTERS[place] for place, name in enumerate(dict.fromkeys(n for t in terms for n in t))}
+    parts = [
+        ("".join(names[n] for n in term), operand) for term, operand in zip(terms, operands, strict=True)
+    ]
+    wanted = "".join(names[n] for n in output)
+    while len(parts) > 2:
+        _, i, j = min(
+            (len(_kept(parts, i, j, wanted)), i, j) for i, j in itertools.combinations(range(len(parts)), 2)
+        )
+        kept = _kept(parts, i, j, wanted)
+        (a, x), (b, y) = parts[i], parts[j]
+        made = builder.call(torch.ops.aten.einsum.default, f"{a},{b}->{kept}", [x, y])
+        parts = [part for place, part in enumerate(parts) if place not in (i, j)] + [(kept, made)]
+    (a, x), (b, y) = parts
+    whole = builder.call(torch.ops.aten.einsum.default, f"{a},{b}->{wanted}", [x, y])
+    node.replace_all_uses_with(whole)
+    graph.graph.erase_node(node)
+
+
+def _kept(parts: list[tuple[str, fx.Node]], i: int, j: int, output: str) -> str:
+    """The letters of a product of two parts that the other parts or the result still need."""
+    rest = output + "".join(term for place, (term, _) in enumerate(parts) if place not in (i, j))
+    return "".join(dict.fromkeys(c for c in parts[i][0] + parts[j][0] if c in rest))

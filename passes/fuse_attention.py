@@ -53,8 +53,8 @@ class _Fusion:
     def __init__(self, graph: ProgramGraph) -> None:
         self.graph = graph
         self.values = graph.known_values()
-        self.meaning = Meaning(self.values)
-        self.recogniser = Recogniser(self.meaning)
+        self.meaning = Meaning(self.values, graph.conditions)
+        self.recogniser = Recogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
         self.fused = 0
         self.reasons: dict[fx.Node, Refusal] = {}

@@ -193,7 +193,13 @@ def _promote(value: Value, env: Environment, like: Tensor) -> Tensor:
 
 
 def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
-    """`rN[...]` on this tile: a view where every index is a variable or a number, else a gather."""
+    """`rN[...]` on this tile, in no narrower dtype than the environment's: a view where every index is a
+    variable or a number, else a gather."""
+    value = _read(node, env, names)
+    return value.to(torch.promote_types(value.dtype, env.dtype)) if value.is_floating_point() else value
+
+
+def _read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
     source = env.reads[node.value]
     plain = [a for a in node.args if a.op == "var"]
     if len(set(plain)) == len(plain) and all(a.op == "var" or a.op == "const" for a in node.args):

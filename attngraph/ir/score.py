@@ -71,6 +71,11 @@ class Keep:
     fill: Expr = E.NEG_INF
 
     @property
+    def lowers(self) -> bool:
+        """Whether minus infinity is added to what is hidden: as good as put there, but NaN stays NaN."""
+        return self.fill.op == "sub" and self.fill.args[0] is SCORE and self.fill.args[1] is E.INF
+
+    @property
     def is_hard(self) -> bool:
         """Whether what is not kept gets no weight at all, whatever the scores are."""
         return self.fill is E.NEG_INF

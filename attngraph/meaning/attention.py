@@ -31,7 +31,7 @@ from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 SOFTMAX_LIKE = frozenset(f"aten.{n}" for n in (*SOFTMAX, "scaled_dot_product_attention.default"))
 _EXPONENTIALS = SOFTMAX_LIKE | {
-    f"aten.{n}" for n in (*LOG_SOFTMAX, "exp.default", "exp2.default", "logsumexp.default")
+    f"aten.{n}" for n in (*LOG_SOFTMAX, "exp.default", "exp2.default", "logsumexp.default", "pow.Scalar")
 }
 _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
 
@@ -70,8 +70,11 @@ class Attention:
 class Recogniser:
     """Recognition over one graph. Nodes must be asked about in the graph's order."""
 
-    def __init__(self, meaning: Meaning) -> None:
+    def __init__(self, meaning: Meaning, gradients: bool) -> None:
         self.meaning = meaning
+        self.gradients = gradients
+        self._indices: dict[fx.Node, bool] = {}
+        self._roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self._near: dict[fx.Node, frozenset[fx.Node]] = {}
         self._unnormalised: set[fx.Node] = set()
 
@@ -86,7 +89,7 @@ class Recogniser:
         if node.op != "call_function":
             return frozenset()
         if str(node.target) in _EXPONENTIALS:
-            return frozenset((node,))
+            return frozenset(() if self._is_index(node) else (node,))
         category = self.meaning.category(node)
         if category is None and not is_part(node):
             return frozenset()
@@ -95,6 +98,16 @@ class Recogniser:
         if category is Category.REDUCTION and "sum" not in str(node.target):
             return frozenset()
         return frozenset().union(*(self.near(n) for n in node.all_input_nodes))
+
+    def _is_index(self, node: fx.Node) -> bool:
+        """Whether a node is computed from indices alone, as ALiBi's slopes are."""
+        if node not in self._indices:
+            category = self.meaning.category(node)
+            elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
+            self._indices[node] = category in elementwise and all(
+                self._is_index(n) for n in node.all_input_nodes if self.meaning.is_tensor(n)
+            )
+        return self._indices[node]
 
     def examine(self, node: fx.Node) -> Attention | Refusal | None:
         """What this node is; None where nothing about it looks like attention."""
@@ -128,16 +141,30 @@ class Recogniser:
         parts = normalised.weighted_sum(lifted, lambda node: dots.look_through(meaning, node))
         if not isinstance(parts, normalised.WeightedSum):
             return parts
-        score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free)
+        score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free, node.meta["val"].dtype)
         # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
         score, shift = normalised.split_by(score, parts.keys)
-        if parts.sink is not None:
+        if self.gradients and not self._sources(shift) <= self._sources(M.mul(M.number(score), parts.value)):
+            score = M.add(score, shift)  # its gradient is zero, but somebody may ask for it
+        elif parts.sink is not None:
             parts = dataclasses.replace(parts, sink=M.sub(parts.sink, shift))
         found = dots.find_dot(meaning, score, parts.keys, parts.value.free)
         if found is None:
             return Refusal("the scores are no product of a query side and a key side over a shared dimension")
         dot, score = found
         return self._claim(node, output, parts, dot, score)
+
+    def _sources(self, node: Expr) -> frozenset[fx.Node]:
+        """The floating inputs of the graph that an expression is computed from."""
+        reads = [n.value for n in E.walk(node) if n.op == "read"]
+        return frozenset().union(*map(self._sources_of, reads))
+
+    def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
+        if node.op == "placeholder":
+            return frozenset((node,) if node.meta["val"].is_floating_point() else ())
+        if node not in self._roots:
+            self._roots[node] = frozenset().union(*map(self._sources_of, node.all_input_nodes))
+        return self._roots[node]
 
     def _claim(
         self,
@@ -149,8 +176,9 @@ class Recogniser:
     ) -> Attention | Refusal:
         meaning = self.meaning
         of_value = parts.value.free
-        weight = dots.look_into(meaning, parts.weight, parts.keys, of_value)
-        sink = parts.sink and dots.look_into(meaning, parts.sink, parts.keys, of_value)
+        dtype = node.meta["val"].dtype
+        weight = dots.look_into(meaning, parts.weight, parts.keys, of_value, dtype)
+        sink = parts.sink and dots.look_into(meaning, parts.sink, parts.keys, of_value, dtype)
         values = dots.chain(meaning, parts.value)
         parts = dataclasses.replace(parts, keys=_in_order(parts.keys, dot.k[0][0]))
         # Where an operand is deepest a view of something, variables may appear divided: cut them.

@@ -2,7 +2,8 @@
 
 The region between two nodes and the tensors that both are computed from is run on its own, with every
 floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one
-size. Where gradients flow they are compared as well. Nothing here edits the graph.
+size. Where gradients flow they are compared as well. At the first size both are computed once more in
+float32: the same real function may be written so that its last digits drown. Nothing here edits the graph.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from attngraph.ir.graph import is_size
 from attngraph.meaning.element import evaluate_size, size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.rules.movement import argument
+from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 TOLERANCE = 1e-10
 """Largest accepted difference, relative to 1 + |value|, in float64."""
@@ -93,12 +96,39 @@ def _same_value(
             continue
         tried.append(assignment)
         for what, expected, actual in pairs:
-            error, difference = _compare(expected, actual)
+            error, difference = _compare(expected, actual, 0.0 if what == "value" else _largest(expected))
             if difference:
                 shown = ", ".join(f"{k}={v}" for k, v in assignment.items())
                 return Verdict(error, tuple(tried), f"its {what} differs at sizes ({shown}): {difference}")
             worst = max(worst, error)
+        if len(tried) == 1:
+            problem = _drowned(old, new, leaves, order, values, assignment, trial, pairs[0][1])
+            if problem:
+                return Verdict(worst, tuple(tried), problem)
     return Verdict(worst, tuple(tried), "" if tried else problem)
+
+
+def _drowned(
+    old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node],
+    values: Mapping[fx.Node, Tensor], assignment: dict[str, int], trial: int, exact: Tensor,
+) -> str:  # fmt: skip
+    """What is wrong with `new` in float32, if its error is far beyond the old one's own."""
+    run = _Run(values, assignment, torch.Generator().manual_seed(trial), trial, torch.float32)
+    try:
+        with torch.no_grad():
+            found = run.evaluate(order, {leaf: run.leaf(leaf, False) for leaf in leaves})
+    except RuntimeError:  # a number that float32 does not have: the model itself does not run in it
+        return ""
+    if not exact.is_floating_point() or not exact.numel():
+        return ""
+    wanted = torch.nan_to_num(exact.detach(), 0.0, 0.0, 0.0)
+    error, own = (torch.nan_to_num(found[n].double(), 0.0, 0.0, 0.0).sub(wanted).abs() for n in (new, old))
+    slack = 32 * torch.finfo(torch.float32).eps * wanted.abs().max()
+    # The model's own error may be large in a few places, where all keys are masked, say.
+    for of in (torch.max, torch.median):
+        if of(error) > 8 * of(own) + slack:
+            return f"in float32 its error is {float(of(error)):.1e}, the model's own is {float(of(own)):.1e}"
+    return ""
 
 
 def _both_ways(
@@ -143,19 +173,20 @@ def _bytes(order: Sequence[fx.Node], assignment: Mapping[str, int]) -> int:
 
 
 class _Run:
-    """One evaluation of a region in float64."""
+    """One evaluation of a region in which every floating dtype is `dtype`."""
 
     def __init__(
         self, values: Mapping[fx.Node, Tensor], assignment: Mapping[str, int], generator: torch.Generator,
-        trial: int,
+        trial: int, dtype: torch.dtype = torch.float64,
     ) -> None:  # fmt: skip
         self.values, self.assignment, self.generator, self.trial = values, assignment, generator, trial
+        self.dtype = dtype
 
     def leaf(self, node: fx.Node, gradients: bool) -> Tensor:
         """A random tensor of the node's shape: normal, or small integers, or booleans of which the
         first and the last row are all true and all false."""
         if node in self.values:
-            return _widened(self.values[node])
+            return self._cast(self.values[node])
         value = node.meta["val"]
         shape = [evaluate_size(size_expression(s), self.assignment) for s in value.shape]
         if value.dtype == torch.bool:
@@ -165,7 +196,7 @@ class _Run:
             return drawn
         if not value.is_floating_point():
             return torch.randint(0, 2, shape, generator=self.generator, dtype=value.dtype)
-        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
         return drawn.requires_grad_(gradients)
 
     def evaluate(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
@@ -193,18 +224,36 @@ class _Run:
             return _dropout(node, args[0])
         if name == "attngraph.attention.default":
             return target(*args[:6], kernel="reference")
-        args, kwargs = pytree.tree_map(_wide_dtype, (list(args), dict(kwargs)))
+        args, kwargs = pytree.tree_map(self._dtype, (list(args), dict(kwargs)))
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+        if name in _CONVERTING:
+            args[0] = _narrowed(node, args[0])
         result = target(*args, **kwargs)
-        return pytree.tree_map(lambda x: _widened(x) if isinstance(x, Tensor) else x, result)
+        return pytree.tree_map(lambda x: self._cast(x) if isinstance(x, Tensor) else x, result)
+
+    def _dtype(self, value: Any) -> Any:
+        return self.dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", self.dtype) if tensor.is_floating_point() else tensor.to("cpu")
 
 
-def _wide_dtype(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+_CONVERTING = frozenset(
+    f"aten.{n}"
+    for n in ("_to_copy.default", "to.dtype", "to.dtype_layout", "type_as.default", *SOFTMAX, *LOG_SOFTMAX)
+)
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.to("cpu")
+def _narrowed(node: fx.Node, value: Tensor) -> Tensor:
+    """The operand of a conversion with what the model's own dtype cannot hold made infinite."""
+    source: Any = node.args[0]
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    if not (before.is_floating_point and after.is_floating_point):
+        return value
+    limit = torch.finfo(after).max
+    if torch.finfo(before).max <= limit:
+        return value
+    return torch.where(value.abs() > limit, value * math.inf, value)
 
 
 def _dropout(node: fx.Node, value: Tensor) -> Any:
@@ -243,7 +292,13 @@ def _gradients(
     return [(f"gradient for {n}", a, b) for n, a, b in zip(inputs, *both, strict=True)]
 
 
-def _compare(expected: Tensor, actual: Tensor) -> tuple[float, str]:
+def _largest(tensor: Tensor) -> float:
+    return float(torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
+
+
+def _compare(expected: Tensor, actual: Tensor, scale: float) -> tuple[float, str]:
+    """The largest error relative to 1 + |value| + `scale`, and where it is if it is too large. (Where terms
+    cancel, gradients round as their largest ones do.)"""
     if expected.shape != actual.shape:
         return float("inf"), f"shape {list(actual.shape)} instead of {list(expected.shape)}"
     expected, actual = expected.detach(), actual.detach()
@@ -252,7 +307,7 @@ def _compare(expected: Tensor, actual: Tensor) -> tuple[float, str]:
     expected, actual = (torch.nan_to_num(t, 0.0, 0.0, 0.0) for t in (expected, actual))
     if expected.numel() == 0:
         return 0.0, ""
-    error = (expected - actual).abs() / (1 + expected.abs())
+    error = (expected - actual).abs() / (1 + expected.abs() + scale)
     worst = float(error.max())
     if worst <= TOLERANCE:
         return worst, ""

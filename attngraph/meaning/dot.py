@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import fx
 
+from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.score import DOT
 from attngraph.meaning import simplify as M
@@ -36,24 +38,44 @@ class Dot:
     node: fx.Node | None = None
 
 
-def look_into(meaning: Meaning, node: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]) -> Expr:
+def look_into(
+    meaning: Meaning, node: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr], dtype: torch.dtype
+) -> Expr:
     """Scores or weights in terms of contractions and data, looking through everything elementwise.
 
     A function of data that does not vary over query and key together (slopes, gates, decays) is left
     as the vector that the model computed: reading that is cheaper than computing it for every pair.
-    `of_value` are the variables of the values, so that the others can be told for queries.
+    `of_value` are the variables of the values, so that the others can be told for queries. What the
+    model rounds to fewer digits than `dtype` has, it rounds: that is left as well.
     """
 
     def through(read: Expr) -> bool:
         tensor: fx.Node = read.value
         if meaning.category(tensor) not in _LOOK_THROUGH:
             return False
+        own: torch.dtype = tensor.meta["val"].dtype
+        if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
+            return _is_exact(look_through(meaning, read), own)
         if str(tensor.target).split(".")[1:2] not in _COSTLY:
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         return pairs or meaning.index_expression(tensor, read.args) is not None
 
     return meaning.lift(node, through)
+
+
+def _is_exact(node: Expr, dtype: torch.dtype) -> bool:
+    """Whether arithmetic in `dtype` gives exactly this: selections, and sums and products of integers."""
+    if node.kind in ("int", "bool"):
+        return True
+    if node.op == "const":
+        return node is E.NAN or float(torch.tensor(node.value, dtype=dtype)) == node.value
+    if node.op == "read":
+        return True
+    if node.op == "where":
+        return all(_is_exact(a, dtype) for a in node.args[1:])
+    rounds = any(n.op == "read" and n.kind == "float" for a in node.args for n in E.walk(a))
+    return node.op in ("add", "mul") and not rounds and all(_is_exact(a, dtype) for a in node.args)
 
 
 def look_through(meaning: Meaning, node: Expr) -> Expr:

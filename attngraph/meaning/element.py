@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -30,6 +30,10 @@ Indices = tuple[Expr, ...]
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
+LARGEST_EXPONENT = 1000.0
+"""Beyond it a power of e is zero or infinite, in float64 too."""
+
+
 class Meaning:
     """The element meaning of one graph.
 
@@ -37,13 +41,24 @@ class Meaning:
         values: tensors that are known when compiling (buffers, constants), by placeholder. A
             placeholder whose values form a recognised pattern is lifted to that pattern, and is
             then listed in `assumed`: the caller must see to it that those values stay.
+        conditions: sympy relations between sizes that hold; of sizes that they say are equal, one name
+            is used for all.
 
     `required` collects pairs of sizes that a rule took to be equal because the op demands it, where
     the trace did not say so.
     """
 
-    def __init__(self, values: Mapping[fx.Node, Tensor] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[fx.Node, Tensor] | None = None, conditions: Iterable[Any] = ()
+    ) -> None:
         rules.load()
+        self._same: dict[Expr, Expr] = {}
+        for condition in conditions:
+            if isinstance(condition, sympy.Eq):
+                with contextlib.suppress(Unliftable):
+                    a, b = (self._named(_from_sympy(side)) for side in condition.args)
+                    if a is not b and a.op != "const":
+                        self._same[a] = b
         self.values = dict(values or {})
         self.assumed: set[fx.Node] = set()
         self.required: set[tuple[Expr, Expr]] = set()
@@ -71,11 +86,16 @@ class Meaning:
             value = node.meta.get("val")
             if not isinstance(value, Tensor):
                 raise Unliftable(f"{node} is no tensor")
-            self._shapes[node] = tuple(size_expression(s) for s in value.shape)
+            self._shapes[node] = tuple(self._named(size_expression(s)) for s in value.shape)
         return self._shapes[node]
 
+    def _named(self, size: Expr) -> Expr:
+        while size in self._same:
+            size = self._same[size]
+        return size
+
     def part_shape(self, node: fx.Node, part: int) -> Indices:
-        return tuple(size_expression(s) for s in node.meta["val"][part].shape)
+        return tuple(self._named(size_expression(s)) for s in node.meta["val"][part].shape)
 
     def category(self, node: fx.Node) -> Category | None:
         """What kind of op made this node; None where it has no element rule."""
@@ -175,6 +195,30 @@ class Meaning:
             return result
 
         return resolve(node)
+
+    def narrowed(self, read: Expr, dtype: torch.dtype) -> Expr:
+        """An element converted to `dtype`: numbers beyond its range become infinite."""
+        source = read.value.meta["val"].dtype
+        if not (dtype.is_floating_point and source.is_floating_point):
+            return read
+        limit = torch.finfo(dtype).max
+        return read if torch.finfo(source).max <= limit else self._limited(read, limit)
+
+    def exponent(self, read: Expr) -> Expr:
+        """What the model itself exponentiates, without subtracting a maximum: a mask's large number has a
+        power of exactly zero, also where nothing else is left in a row."""
+        limited = self._limited(read, LARGEST_EXPONENT)
+        reductions = [n for n in E.walk(limited) if n.op == "read" and self._is_reduced(n.value)]
+        return read if reductions or any(n.op in E.BINDERS for n in E.walk(limited)) else limited
+
+    def _is_reduced(self, node: fx.Node) -> bool:
+        return self.category(node) is Category.REDUCTION
+
+    def _limited(self, read: Expr, limit: float) -> Expr:
+        elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
+        lifted = self.lift(read, lambda r: self.category(r.value) in elementwise)
+        limited = M.narrow(lifted, limit)
+        return read if limited is lifted else limited
 
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
         """The element as a formula of its index alone, or None where it depends on data."""

@@ -15,7 +15,7 @@ def describe(program: ScoreProgram) -> str:
 
 def _describe_keep(keep: Keep) -> str:
     words = _conjunction(_conjuncts(keep.predicate))
-    if keep.is_hard:
+    if keep.is_hard or keep.lowers:
         return words
     fill = keep.fill
     shown = format_number(fill.value) if fill.op == "const" else format_expr(fill)

@@ -70,7 +70,7 @@ def weighted_sum(meaning: Expr, look: Look) -> WeightedSum | Refusal | Unnormali
     exponentials = [n for n in E.walk(body) if n.op == "exp" and any(k in n.free for k in keys)]
     if not exponentials:
         return None
-    found = _normalise(body, keys, look)
+    found = _normalise(body, keys, look) or _normalise(_in_exponents(look(body)), keys, look)
     if found is None:
         if not any(f.op == "recip" for f in E.walk(body)):
             return Unnormalised()
@@ -122,6 +122,23 @@ def _normalise(
                 replaced = M.substitute(body, {product: M.mul(WEIGHT, *rest)})
                 return replaced, matched[0], matched[1]
     return None
+
+
+def _in_exponents(node: Expr) -> Expr:
+    """Exponentials multiplied by one or zero as exponentials of scores to which a mask is added."""
+
+    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        if current.op == "where":
+            condition, yes, no = args
+            if E.is_const(yes, 0):
+                condition, yes, no = M.not_(condition), no, yes
+            weight = next((f for f in factors_of(yes) if f.op == "exp"), None)
+            if E.is_const(no, 0) and weight is not None:
+                masked = M.exp(M.add(weight.args[0], M.where(condition, E.ZERO, E.NEG_INF)))
+                return M.mul(masked, *(f for f in factors_of(yes) if f is not weight))
+        return current if current.op == "var" else M.construct(current, args)
+
+    return E.rebuild(node, replace)
 
 
 Matched = tuple[Expr, Expr | None]

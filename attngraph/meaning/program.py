@@ -4,6 +4,7 @@ canonical forms turned back into what a person would write."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -15,6 +16,8 @@ from attngraph.meaning import ranges
 from attngraph.meaning import simplify as M
 from attngraph.meaning.element import size_expression
 
+LOWERED = M.add(SCORE, E.NEG_INF)
+"""What a mask that is added leaves of a score."""
 LARGE_FILL = -1000.0
 """A finite number at or below this, put in place of a score, is a mask that was meant to hide it."""
 
@@ -64,7 +67,7 @@ def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
     values = [value for kind, value, _ in masks if kind == "score"]
     if any(n.op == "read" for value in values for n in E.walk(value)):
         return False
-    hidden = [value for kind, value, fill in masks if kind == "keep" and fill is E.NEG_INF]
+    hidden = [value for kind, value, fill in masks if kind == "keep" and fill in (E.NEG_INF, LOWERED)]
     variables = {v.value: v for predicate in hidden for v in predicate.free}
     k, q = variables.get("k"), variables.get("q")
     places = [E.ZERO] if q is None or k is None or q.args != k.args else [E.ZERO, q]
@@ -83,7 +86,7 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
         predicate, whole, fill = masked
         score = _assuming(predicate, whole)
         narrowed |= score is not whole
-        if fill is E.NEG_INF and found and found[-1][0] == "keep" and found[-1][2] is fill:
+        if fill in (E.NEG_INF, LOWERED) and found and found[-1][0] == "keep" and found[-1][2] is fill:
             predicate = M.and_(found.pop()[1], predicate)
         found.append(("keep", predicate, fill))
     found.append(("score", score, E.ZERO))
@@ -119,9 +122,14 @@ def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
         if term.op != "where":
             continue
         condition, yes, no = term.args
+        rest = M.add(*score.args[:place], *score.args[place + 1 :])
+        # Adding minus infinity is not the same as putting it there: NaN stays NaN, gradients flow.
+        if no is E.NEG_INF:
+            return condition, M.add(rest, yes), LOWERED
+        if yes is E.NEG_INF:
+            return M.not_(condition), M.add(rest, no), LOWERED
         if yes.op != "const" or no.op != "const":
             continue
-        rest = M.add(*score.args[:place], *score.args[place + 1 :])
         if _is_fill(no) and not _is_fill(yes):
             return condition, M.add(rest, yes), M.add(SCORE, M.sub(no, yes))
         if _is_fill(yes) and not _is_fill(no):
@@ -177,17 +185,21 @@ class _Writer:
         if node.op == "eq":
             return operation("eq", *(self.write(a) for a in self._ordered(node.args)))
         if node.op in ("and", "or"):
-            parts = [self.write(a) for a in self._ordered(node.args)]
+            parts = self._guarded(self._ordered(node.args))
             whole = parts[0]
             for part in parts[1:]:
                 whole = operation(node.op, whole, part)
             return whole
         if node.op == "where":
-            before, self.guarded = self.guarded, True
-            args = [self.write(a) for a in node.args]
-            self.guarded = before
-            return operation("where", *args)
+            return operation("where", *self._guarded(node.args))
         return operation(node.op, *(self.write(a) for a in node.args))
+
+    def _guarded(self, nodes: Sequence[Expr]) -> list[Expr]:
+        """Nodes of which some decide whether the others matter."""
+        before, self.guarded = self.guarded, True
+        written = [self.write(n) for n in nodes]
+        self.guarded = before
+        return written
 
     def _read(self, source: Source, indices: tuple[Expr, ...]) -> Expr:
         if source not in self.reads:

@@ -344,7 +344,10 @@ EQUAL: dict[str, tuple[Expr, Expr]] = {
     "not not": (M.not_(M.not_(FLAG)), FLAG),
     "p and not p": (M.and_(FLAG, M.not_(FLAG)), E.FALSE),
     "p or not p": (M.or_(M.not_(FLAG), FLAG), E.TRUE),
-    "masked bias": (M.add(X, M.where(FLAG, E.const(0.0), E.NEG_INF)), M.where(FLAG, X, E.NEG_INF)),
+    "p or -inf, twice": (
+        M.add(M.where(FLAG, E.const(0.0), E.NEG_INF), M.where(FLAG, X, E.NEG_INF)),
+        M.where(FLAG, X, M.add(E.NEG_INF, E.NEG_INF)),
+    ),
     "(1 - p) * -1e9": (M.mul(M.sub(E.const(1.0), FLAG), E.const(-1e9)), M.where(FLAG, E.ZERO, E.const(-1e9))),
     "|k - j| <= 2": (
         M.le(M.absolute(M.sub(K, J)), E.const(2)),

@@ -13,7 +13,7 @@ from attngraph.ir.expr import Expr
 from attngraph.meaning import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Indices, Unliftable, rule
-from attngraph.meaning.rules.movement import argument
+from attngraph.meaning.rules.movement import argument, axis
 from attngraph.meaning.rules.reduction import zero_where_nan
 
 CONTRACTION = Category.CONTRACTION
@@ -34,6 +34,35 @@ def product(context: Meaning, a: Any, b: Any, at: Indices) -> Expr:
 @rule(CONTRACTION, "matmul.default", "bmm.default", "mm.default", "mv.default", "dot.default")
 def matmul(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return product(context, node.args[0], node.args[1], at)
+
+
+@rule(CONTRACTION, "inner.default")
+def inner(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """Sums over the last dimension of both; a number multiplies."""
+    a, b = node.args[:2]
+    shape_a, shape_b = context.shape(a), context.shape(b)
+    if not shape_a or not shape_b:
+        return M.mul(context.read(a, at[: len(shape_a)]), context.read(b, at[: len(shape_b)]))
+    place = context.fresh(shape_a[-1])
+    rows, columns = at[: len(shape_a) - 1], at[len(shape_a) - 1 :]
+    return M.total(place, M.mul(context.read(a, (*rows, place)), context.read(b, (*columns, place))))
+
+
+@rule(CONTRACTION, "tensordot.default")
+def tensordot(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    a, b, dims_a, dims_b = node.args[:4]
+    ranks = len(context.shape(a)), len(context.shape(b))
+    summed = [[axis(int(d), rank) for d in dims] for dims, rank in zip((dims_a, dims_b), ranks, strict=True)]  # type: ignore[union-attr, arg-type]
+    places = [context.fresh(context.shape(a)[d]) for d in summed[0]]
+    kept = iter(at)
+    factors = []
+    for tensor, rank, dims in zip((a, b), ranks, summed, strict=True):
+        index = tuple(places[dims.index(d)] if d in dims else next(kept) for d in range(rank))
+        factors.append(context.read(tensor, index))
+    value = M.mul(*factors)
+    for place in places:
+        value = M.total(place, value)
+    return value
 
 
 @rule(CONTRACTION, "addmm.default", "baddbmm.default", "addbmm.default")

@@ -38,8 +38,9 @@ def same(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(MOVEMENT, "_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default")
 def cast(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """A change of dtype: between floating types the real number stays the same."""
-    value = context.read(node.args[0], at)
+    """A change of dtype: between floating types the real number stays the same, unless it is a mask's
+    large number that the new type does not have."""
+    value = context.narrowed(context.read(node.args[0], at), node.meta["val"].dtype)
     target = context.kind(node)
     if target == "bool":
         return value if value.kind == "bool" else M.ne(value, E.ZERO)

@@ -68,8 +68,6 @@ def _unary(name: str) -> Callable[[Expr], Expr]:
 
 for _name in ("tanh", "sigmoid", "sin", "cos", "erf", "log2", "sign", "floor", "ceil", "trunc"):
     _register((f"{_name}.default",), _unary(_name), 1)
-_register(("exp.default",), M.exp, 1)
-_register(("exp2.default",), lambda x: M.exp(M.mul(E.const(math.log(2)), x)), 1)
 _register(("log.default",), M.log, 1)
 _register(("sqrt.default",), _unary("sqrt"), 1)
 _register(("rsqrt.default",), lambda x: M.recip(M.function("sqrt", x)), 1)
@@ -103,6 +101,19 @@ _register((*_names("bitwise_or", "__or__"),), _bitwise(M.or_), 2)
 _register((*_names("bitwise_xor", "__xor__"),), _bitwise(lambda a, b: M.where(a, M.not_(b), b)), 2)
 _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
 _register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
+
+
+@rule(POINTWISE, "exp.default", "exp2.default")
+def exp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    value = context.exponent(operand(context, node.args[0], at))
+    return M.exp(M.mul(E.const(math.log(2)), value) if "exp2" in str(node.target) else value)
+
+
+@rule(POINTWISE, "logaddexp.default", "logaddexp2.default")
+def logaddexp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    base = math.log(2) if "logaddexp2" in str(node.target) else 1.0
+    a, b = (M.exp(M.mul(E.const(base), operand(context, x, at))) for x in node.args[:2])
+    return M.mul(E.const(1 / base), M.log(M.add(a, b)))
 
 
 @rule(POINTWISE, "outer.default")

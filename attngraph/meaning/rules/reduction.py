@@ -94,21 +94,21 @@ def softmax(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """exp(a) / sum of exp(a) along one dimension (Bridle, 1990), or its logarithm."""
     dim = axis(int(node.args[1]), len(at))  # type: ignore[arg-type]
     if "log_softmax" in str(node.target):
-        value = M.number(context.read(node.args[0], at))
-        return M.sub(value, M.log(normaliser(context, node.args[0], dim, at)))
-    weight = M.mul(
-        M.exp(M.number(context.read(node.args[0], at))),
-        M.recip(normaliser(context, node.args[0], dim, at)),
-    )
+        return M.sub(_score(context, node, at), M.log(normaliser(context, node, dim, at)))
+    weight = M.mul(M.exp(_score(context, node, at)), M.recip(normaliser(context, node, dim, at)))
     if "_safe_softmax" in str(node.target):
         return zero_where_nan(weight)
     return weight
 
 
-def normaliser(context: Meaning, source: Any, dim: int, at: Indices) -> Expr:
-    place = context.fresh(context.shape(source)[dim])
-    value = M.number(context.read(source, (*at[:dim], place, *at[dim + 1 :])))
-    return M.total(place, M.exp(value))
+def _score(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """What is exponentiated: the operand in the dtype of the result."""
+    return M.number(context.narrowed(context.read(node.args[0], at), node.meta["val"].dtype))
+
+
+def normaliser(context: Meaning, node: fx.Node, dim: int, at: Indices) -> Expr:
+    place = context.fresh(context.shape(node.args[0])[dim])
+    return M.total(place, M.exp(_score(context, node, (*at[:dim], place, *at[dim + 1 :]))))
 
 
 def zero_where_nan(weight: Expr) -> Expr:

@@ -26,7 +26,7 @@ from attngraph.meaning.simplify.arithmetic import (
     sub,
 )
 from attngraph.meaning.simplify.division import floordiv, mod
-from attngraph.meaning.simplify.functions import absolute, exp, function, log, power
+from attngraph.meaning.simplify.functions import absolute, exp, function, log, narrow, power
 from attngraph.meaning.simplify.logic import and_, eq, le, lt, ne, not_, or_, where
 from attngraph.meaning.simplify.rebuild import canonical_binders, construct, substitute
 from attngraph.meaning.simplify.sums import pieces, total
@@ -50,6 +50,7 @@ __all__ = [
     "lt",
     "mod",
     "mul",
+    "narrow",
     "ne",
     "neg",
     "not_",

@@ -21,8 +21,7 @@ def kind_of(args: tuple[Expr, ...]) -> str:
 
 
 def add(*terms: Expr) -> Expr:
-    """The sum. Like terms are combined; selections on one condition are merged; minus infinity
-    in a branch of a selection absorbs what is added to it."""
+    """The sum. Like terms are combined; selections on one condition are merged."""
     constant: float = 0
     is_float = False
     parts: dict[Expr, float] = {}
@@ -48,9 +47,6 @@ def add(*terms: Expr) -> Expr:
         kept.append(E.const(constant))
     if len(kept) == 1:
         return kept[0]
-    absorbed = _absorb_minus_infinity(kept)
-    if absorbed is not None:
-        return absorbed
     kept.sort(key=lambda t: t.serial)
     return E.make("add", tuple(kept), None, kind_of(tuple(kept)) if is_float else "int")
 
@@ -98,19 +94,6 @@ def _merge_selections(terms: list[Expr]) -> list[Expr]:
         else:
             merged.append(term)
     return merged
-
-
-def _absorb_minus_infinity(terms: list[Expr]) -> Expr | None:
-    for place, term in enumerate(terms):
-        if term.op == "where" and E.NEG_INF in term.args[1:]:
-            rest = add(*terms[:place], *terms[place + 1 :])
-            condition, x, y = term.args
-            return M.where(
-                condition,
-                x if x is E.NEG_INF else add(x, rest),
-                y if y is E.NEG_INF else add(y, rest),
-            )
-    return None
 
 
 def coefficient(term: Expr) -> tuple[float, Expr]:
@@ -162,7 +145,7 @@ def mul(*factors: Expr) -> Expr:
     selected = _distribute_selection(constant, rest)
     if selected is not None:
         return selected
-    if len(rest) == 1 and rest[0].op == "add":
+    if len(rest) == 1 and rest[0].op == "add" and not _drowns(constant, rest[0]):
         return add(*(mul(E.const(constant), t) for t in rest[0].args)) if constant != 1 else rest[0]
     if all(r.kind == "int" for r in rest) and any(r.op == "add" for r in rest):
         return _multiply_out(constant, rest)
@@ -173,16 +156,32 @@ def mul(*factors: Expr) -> Expr:
     return E.make("mul", args, None, kind_of(args))
 
 
+LARGEST_CONSTANT = 1000.0
+
+
+def _drowns(constant: float, total: Expr) -> bool:
+    """Whether multiplying a sum out would bring in a constant so large that the rest of what it is added
+    to loses its last digits: `(1 - mask) * -10000` is zero exactly where the mask is one."""
+    return any(
+        t.op == "const" and t is not E.NAN and abs(constant * t.value) > LARGEST_CONSTANT for t in total.args
+    )
+
+
 def _cancel(factors: list[Expr]) -> list[Expr]:
-    """Drop pairs x, recip(x)."""
-    kept: list[Expr] = []
+    """Drop pairs x, recip(x); sums are equal whatever their variables are called."""
+    kept: dict[Expr, list[Expr]] = {}
     for factor in factors:
-        inverse = factor.args[0] if factor.op == "recip" else E.make("recip", (factor,))
-        if inverse in kept:
-            kept.remove(inverse)
+        name = M.canonical_binders(factor) if _is_sum(factor) else factor
+        inverse = name.args[0] if name.op == "recip" else E.make("recip", (name,))
+        if kept.get(inverse):
+            kept[inverse].pop()
         else:
-            kept.append(factor)
-    return kept
+            kept.setdefault(name, []).append(factor)
+    return [f for same in kept.values() for f in same]
+
+
+def _is_sum(factor: Expr) -> bool:
+    return "sum" in (factor.op, factor.args[0].op if factor.op == "recip" else "")
 
 
 def _distribute_selection(constant: float, rest: list[Expr]) -> Expr | None:

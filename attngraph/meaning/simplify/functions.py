@@ -45,6 +45,9 @@ def power(base: Expr, exponent: Expr) -> Expr:
         if exponent.value in (0.5, -0.5):
             root = function("sqrt", base)
             return root if exponent.value == 0.5 else M.recip(root)
+    grows = base.op == "const" and base is not E.NAN and 0 < base.value < math.inf
+    if grows and exponent.op != "const" and exponent.kind == "float":
+        return exp(M.mul(E.const(math.log(base.value)), exponent))
     if base.op == "const" and exponent.op == "const":
         try:
             value = base.value**exponent.value
@@ -56,6 +59,8 @@ def power(base: Expr, exponent: Expr) -> Expr:
 
 def absolute(node: Expr) -> Expr:
     node = M.number(node)
+    if node.op == "exp":
+        return node
     if node.kind == "int":
         low, high = ranges.bounds(ranges.polynomial(node))
         if low is not None and ranges.is_nonnegative(low):
@@ -101,3 +106,14 @@ def function(name: str, *args: Expr) -> Expr:
             if low is not None and ranges.is_nonnegative(low):
                 return greater if name == "max" else lesser
     return E.make(name, args, None, kind)
+
+
+def narrow(node: Expr, limit: float) -> Expr:
+    """A number converted to a type that ends at `limit`: constants beyond it are infinite."""
+    if node.op == "where":
+        return M.where(node.args[0], narrow(node.args[1], limit), narrow(node.args[2], limit))
+    if node.op == "add":
+        return M.add(*(narrow(t, limit) for t in node.args))
+    if node.op == "const" and node is not E.NAN and limit < abs(node.value) < math.inf:
+        return E.INF if node.value > 0 else E.NEG_INF
+    return node

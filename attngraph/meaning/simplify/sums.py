@@ -9,18 +9,24 @@ from attngraph.ir.expr import Expr
 from attngraph.meaning import ranges
 from attngraph.meaning import simplify as M
 
+FEW = 4
+
 
 def total(variable: Expr, body: Expr) -> Expr:
-    """The sum of `body` over the variable's extent."""
+    """The sum of `body` over the variable's extent; factors that do not vary come out."""
     if variable not in body.free:
         return M.mul(variable.args[0], body)
+    if body.op == "mul":
+        fixed = [f for f in body.args if variable not in f.free]
+        if fixed:
+            return M.mul(*fixed, total(variable, M.mul(*(f for f in body.args if variable in f.free))))
     return E.make("sum", (variable, body), None, "int" if body.kind == "int" else "float")
 
 
 def pieces(variable: Expr, body: Expr) -> list[Expr]:
     """The sum of `body` over the variable as terms that add up to it: the range is cut wherever a
-    comparison of the variable with a size or a number changes its answer. A piece of one element is
-    that element."""
+    comparison of the variable with a size or a number changes its answer. Of a piece of few elements
+    each is a term of its own."""
     extent = variable.args[0]
     bounds = _ordered([E.ZERO, *_thresholds(variable, body), extent])
     if bounds is None:
@@ -28,11 +34,11 @@ def pieces(variable: Expr, body: Expr) -> list[Expr]:
     found = []
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         length = M.sub(stop, start)
-        if E.is_const(length, 0):
+        if length.op == "const" and length.value <= FEW:
+            found += [M.substitute(body, {variable: M.add(E.const(n), start)}) for n in range(length.value)]
             continue
-        place = E.ZERO if E.is_const(length, 1) else E.var(f"{variable.value}:{number}", length)
-        part = M.substitute(body, {variable: M.add(place, start)})
-        found.append(part if place is E.ZERO else total(place, part))
+        place = E.var(f"{variable.value}:{number}", length)
+        found.append(total(place, M.substitute(body, {variable: M.add(place, start)})))
     return found
 
 
