@@ -17,7 +17,8 @@ class AttentionEntry:
     `name` is the module that computes it, `program` its score program, `mask` the mask in words,
     `source` the user's line. `heads`, `kv_heads`, `head_dim`, `value_dim` are those of the traced call.
     `kernel` is who computes it, `numerics` how the result relates to the
-    eager one, `error` the largest relative error found when it was checked in float64.
+    eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
+    attentions of the model (one per head, say) it stands for.
     """
 
     name: str
@@ -31,6 +32,7 @@ class AttentionEntry:
     kernel: str
     error: float
     numerics: str = "reassociated"
+    merged: int = 1
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -111,6 +113,8 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
     heads = f"{first.heads} heads"
     if first.kv_heads != first.heads:
         heads += f" on {first.kv_heads} key/value heads"
+    if first.merged > 1:
+        heads += f", merged from {first.merged} attentions,"
     width = f"{first.head_dim}"
     if first.value_dim != first.head_dim:
         width += f" (values {first.value_dim})"

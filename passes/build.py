@@ -18,6 +18,10 @@ from attngraph.meaning.layout import Step
 aten = torch.ops.aten
 
 
+class NoSize(Exception):
+    """A size that no dimension of an input has."""
+
+
 class Builder:
     """Inserts nodes before `anchor` that stand for it."""
 
@@ -34,8 +38,8 @@ class Builder:
             for key in ("stack_trace", "nn_module_stack")
             if key in self.anchor.meta
         }
-        node.meta["val"] = infer(target, args, kwargs, self.graph.fake_mode())
         self.made.append(node)
+        node.meta["val"] = infer(target, args, kwargs, self.graph.fake_mode())
         return node
 
     def discard(self) -> None:
@@ -48,7 +52,7 @@ class Builder:
         """A number, or a node that computes the size.
 
         Raises:
-            KeyError: a symbol that is no dimension of any input.
+            NoSize: a symbol that is no dimension of any input.
         """
         if value.op == "const":
             return int(value.value)
@@ -78,7 +82,7 @@ class Builder:
                         if user.target is aten.sym_size.int and user.args[1] == axis and user < self.anchor:
                             return user
                     return self.call(aten.sym_size.int, placeholder, axis)
-        raise KeyError(f"size {name} is no dimension of an input")
+        raise NoSize(f"size {name} is no dimension of an input")
 
     def view(self, node: fx.Node, steps: tuple[Step, ...]) -> fx.Node:
         """`node` seen through the steps."""

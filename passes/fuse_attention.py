@@ -23,13 +23,14 @@ from torch import Tensor, fx
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Level, ProgramGraph, dependence, memory_of
 from attngraph.ir.parser import parse
+from attngraph.ir.score import ProgramError
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
 from attngraph.meaning.check import Verdict
 from attngraph.meaning.element import Meaning, evaluate_size, size_expression, to_sympy
 from attngraph.meaning.program import Seed
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report import AttentionEntry, Missed
 
@@ -65,10 +66,7 @@ class _Fusion:
         for node in self.graph.attentions():
             self._adopt(node)
         for node in list(self.graph.graph.nodes):
-            claim = self.recogniser.examine(node)
-            self._require_equal_sizes()
-            if isinstance(claim, Attention):
-                claim = self._fuse(claim)
+            claim = self._examine(node)
             if isinstance(claim, Refusal):
                 for place in self._exponentials(node):
                     self.reasons[place] = claim
@@ -81,6 +79,16 @@ class _Fusion:
         if self.fused:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
         return self.outcome
+
+    def _examine(self, node: fx.Node) -> Attention | Refusal | None:
+        """Recognise a node and fuse it. A fault of ours leaves the node alone, as any other reason does."""
+        try:
+            claim = self.recogniser.examine(node)
+            self._require_equal_sizes()
+            return self._fuse(claim) if isinstance(claim, Attention) else claim
+        except Exception as problem:
+            log.exception("could not examine %s at %s", node, source_of(node))
+            return Refusal(f"an error of the compiler, please report it: {type(problem).__name__}: {problem}")
 
     def _own_results(self) -> None:
         """A result that lies in an attention's own output becomes a copy: the backward pass needs that
@@ -113,10 +121,13 @@ class _Fusion:
         builder = Builder(self.graph, old)
         try:
             new, leaves = _build(builder, claim)
-        except KeyError as problem:
+            verdict = self._check(claim, new, leaves)
+        except (NoSize, ProgramError) as problem:
             builder.discard()
-            return Refusal(str(problem.args[0]))
-        verdict = self._check(claim, new, leaves)
+            return Refusal(str(problem))
+        except Exception:
+            builder.discard()
+            raise
         if verdict.problem:
             builder.discard()
             log.warning("refused %s at %s: %s", old, source_of(old), verdict.problem)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,6 +141,22 @@ def dependence(graph: fx.Graph) -> nx.DiGraph:
     view.add_nodes_from(graph.nodes)
     view.add_edges_from((node, user) for node in graph.nodes for user in node.users)
     return view
+
+
+def sort(graph: fx.Graph) -> None:
+    """Put every node after what it is computed from; nodes that stand right stay in their order."""
+    order: dict[fx.Node, None] = {}
+    for root in list(graph.nodes):
+        stack = [(root, False)]
+        while stack:
+            node, visited = stack.pop()
+            if visited:
+                order[node] = None
+            elif node not in order:
+                stack.append((node, True))
+                stack.extend((n, False) for n in reversed(node.all_input_nodes))
+    for before, node in itertools.pairwise(order):
+        before.append(node)
 
 
 _VIEW_NAMES = (

@@ -82,9 +82,10 @@ def _same_value(
     worst = 0.0
     tried: list[dict[str, int]] = []
     problem = ""
-    for trial, assignment in enumerate((*sizes, example)):
+    for trial, chosen in enumerate((*sizes, example)):
         if trial == len(sizes) and tried:
             break
+        assignment = {**example, **chosen}  # a tensor may lend its dtype alone: its sizes matter to nobody
         if _bytes(order, assignment) > MOST_BYTES:
             return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
         run = _Run(values, assignment, torch.Generator().manual_seed(trial), trial)
@@ -94,11 +95,11 @@ def _same_value(
             # A table is read beyond its end, say: these sizes do not go together in this model.
             problem = f"cannot be run at small sizes: {cause}"
             continue
-        tried.append(assignment)
+        tried.append(chosen)
         for what, expected, actual in pairs:
             error, difference = _compare(expected, actual, 0.0 if what == "value" else _largest(expected))
             if difference:
-                shown = ", ".join(f"{k}={v}" for k, v in assignment.items())
+                shown = ", ".join(f"{k}={v}" for k, v in chosen.items())
                 return Verdict(error, tuple(tried), f"its {what} differs at sizes ({shown}): {difference}")
             worst = max(worst, error)
         if len(tried) == 1:

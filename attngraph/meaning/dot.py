@@ -8,6 +8,7 @@ read of the tensor that the model computed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from torch import fx
@@ -46,7 +47,8 @@ def look_into(
     A function of data that does not vary over query and key together (slopes, gates, decays) is left
     as the vector that the model computed: reading that is cheaper than computing it for every pair.
     `of_value` are the variables of the values, so that the others can be told for queries. What the
-    model rounds to fewer digits than `dtype` has, it rounds: that is left as well.
+    model rounds to fewer digits than `dtype` has, it rounds: that is left as well, and so are masks and
+    biases whose formula is longer than anybody would want to read.
     """
 
     def through(read: Expr) -> bool:
@@ -56,12 +58,21 @@ def look_into(
         own: torch.dtype = tensor.meta["val"].dtype
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
             return _is_exact(look_through(meaning, read), own)
+        if not meaning.contracts(tensor) and _is_long(look_through(meaning, read)):
+            return False
         if str(tensor.target).split(".")[1:2] not in _COSTLY:
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         return pairs or meaning.index_expression(tensor, read.args) is not None
 
     return meaning.lift(node, through)
+
+
+LONGEST_FORMULA = 200
+
+
+def _is_long(node: Expr) -> bool:
+    return sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
 
 
 def _is_exact(node: Expr, dtype: torch.dtype) -> bool:

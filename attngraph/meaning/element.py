@@ -65,6 +65,7 @@ class Meaning:
         self._fresh = itertools.count()
         self._elements: dict[tuple[fx.Node, Indices], Expr] = {}
         self._shapes: dict[fx.Node, Indices] = {}
+        self._contracts: dict[fx.Node, bool] = {}
 
     # --- facts about nodes ---
 
@@ -108,6 +109,16 @@ class Meaning:
         if name in PARTS:
             return PARTS[name][0]
         return RULES[name].category if name in RULES else None
+
+    def contracts(self, node: fx.Node) -> bool:
+        """Whether a contraction stands among what the node's elements are made of, elementwise."""
+        if node not in self._contracts:
+            category = self.category(node)
+            elementwise = category in (Category.MOVEMENT, Category.POINTWISE)
+            self._contracts[node] = category is Category.CONTRACTION or (
+                elementwise and any(self.contracts(n) for n in node.all_input_nodes)
+            )
+        return self._contracts[node]
 
     def require_equal(self, a: Expr, b: Expr) -> None:
         if a is not b:

@@ -267,8 +267,8 @@ class _Writer:
 
 def _within(index: Expr, extent: Expr) -> Expr:
     """The index, kept in range where that is not plain to see."""
-    if index.op in ("var", "const") or any(n.op == "read" for n in E.walk(index)):
-        return index  # all of a dimension; or read from data, by which the model reads everywhere as well
+    if index.op == "const":
+        return index  # a part that the model itself takes
     low, high = ranges.bounds(ranges.polynomial(index))
     last = ranges.subtract(ranges.polynomial(extent), {(): 1})
     if low is None or not ranges.is_nonnegative(low):

@@ -752,7 +752,24 @@ def loop_over_heads(q, k, v):
     return torch.cat(heads, -1)
 
 
-COUNT["loop_over_heads"] = H
+@spelling(lambda: (normal(B, H, T, D), normal(B, 2, T, D), normal(B, 2, T, D)))
+def loop_over_heads_of_two_groups(q, k, v):
+    heads = []
+    for h in range(H):
+        s = q[:, h] @ k[:, h // 2].mT / math.sqrt(D)
+        heads.append(s.softmax(-1) @ v[:, h // 2])
+    return torch.stack(heads, 1)
+
+
+@spelling(lambda: (normal(B, T, 16), normal(H, 3, D, 16), normal(H)))
+def heads_of_their_own_weights(x, w, slopes):
+    i = torch.arange(x.shape[1])
+    heads = []
+    for h in range(H):
+        q, k, v = (F.linear(x, w[h, part]) for part in range(3))
+        s = (q @ k.mT / math.sqrt(D) + slopes[h] * (i[None] - i[:, None])).tril()
+        heads.append(s.masked_fill(i[None] > i[:, None], -INF).softmax(-1) @ v)
+    return torch.cat(heads, -1)
 
 
 @spelling(lambda: (normal(B, T, H * D), normal(B, T, H * D), normal(B, T, H * D)))

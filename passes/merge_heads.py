@@ -1,0 +1,343 @@
+"""MergeHeads: attentions of separate heads become one attention over all of them.
+
+Matches attentions of one kind (the same program, shapes and dtypes) that do not depend on each other
+and whose results one `cat` or `stack` joins: a loop over heads, a ModuleList of heads. Right because
+attention treats heads alike: the heads' operands are put side by side (as a view where they are slices
+of one tensor), a tensor that differs from head to head is read by the head's number, and the result is
+cut apart again. Each result is checked against the separate ones in float64. Refuses groups in which
+programs differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.graph import Level, ProgramGraph, dependence, sort
+from attngraph.ir.parser import operation, parse
+from attngraph.ir.score import Keep, ScoreProgram, Statement
+from attngraph.ir.source import source_of
+from attngraph.meaning import check, layout, masks
+from attngraph.meaning import simplify as M
+from attngraph.meaning.attention import merge_digits
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category
+from attngraph.passes.build import Builder, NoSize
+from attngraph.pipeline import Outcome
+from attngraph.report import AttentionEntry
+
+aten = torch.ops.aten
+_JOINS = (aten.cat.default, aten.concat.default, aten.stack.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeHeads:
+    name: str = "merge-heads"
+    requires: Level = Level.FUSED
+    yields: Level = Level.FUSED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        found: dict[Hashable, list[fx.Node]] = {}
+        for node in graph.attentions():
+            joined = _joined_by(node)
+            if joined is not None:
+                found.setdefault((joined, _kind(node)), []).append(node)
+        groups = [heads for heads in found.values() if len(heads) > 1]
+        for heads in groups:
+            note = _Merge(graph, heads).run()
+            if note:
+                outcome.notes.append(note)
+        return outcome
+
+
+def _joined_by(node: fx.Node) -> fx.Node | None:
+    """The one node that joins this attention's result with others, if nothing else uses it."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target in _JOINS:
+            return user
+        is_part = user.target is operator.getitem
+        if not is_part and not str(user.target).startswith(_VIEWS):
+            return None
+        node = user
+    return None
+
+
+_VIEW_NAMES = (
+    "reshape", "view", "transpose", "permute", "squeeze", "unsqueeze", "select", "contiguous", "clone",
+    "slice", "narrow", "_to_copy", "to", "flatten", "unflatten",
+)  # fmt: skip
+_VIEWS = tuple(f"aten.{name}." for name in _VIEW_NAMES)
+
+
+def _kind(node: fx.Node) -> Hashable:
+    """What attentions must have in common to be heads of one: everything but numbers in their programs."""
+    tensors = [*node.args[:3], *node.args[3]]  # type: ignore[misc]
+    about = tuple((str(t.meta["val"].dtype), str(t.meta["val"].shape)) for t in tensors)  # type: ignore[union-attr]
+    sizes = tuple(str(s.meta["val"]) if isinstance(s, fx.Node) else s for s in node.args[4])  # type: ignore[union-attr]
+    program = parse(str(node.args[5]))
+    form = tuple((type(s).__name__, *map(_form, _parts(s))) for s in program.statements)
+    return form, about, sizes
+
+
+def _parts(statement: Statement) -> tuple[Expr, ...]:
+    return (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
+
+
+def _form(node: Expr) -> Hashable:
+    """An expression without its numbers."""
+    value = node.kind if node.op == "const" else node.value
+    return (node.op, value, *map(_form, node.args))
+
+
+class _Merge:
+    """One group of heads."""
+
+    def __init__(self, graph: ProgramGraph, heads: Sequence[fx.Node]) -> None:
+        self.graph = graph
+        self.heads = heads
+        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.builder = Builder(graph, heads[-1])
+        first: Any = heads[0].args
+        self.each = self.meaning.shape(first[0])[1]
+        self.kv_each = self.meaning.shape(first[1])[1]
+
+    def run(self) -> str:
+        """What was done; "" if nothing."""
+        view = dependence(self.graph.graph)
+        if any(nx.has_path(view, a, b) for a, b in itertools.combinations(self.heads, 2)):
+            return ""
+        if self.each.op != "const" or self.kv_each.op != "const":
+            return ""
+        count = len(self.heads)
+        operands = [[h.args[place] for h in self.heads] for place in range(3)]
+        shared = self._shared(operands[1], operands[2])
+        q = self._side_by_side(operands[0])
+        k, v = (self._side_by_side(side[:: count // shared]) for side in operands[1:])
+        program, reads = self._program()
+        old: Any = self.heads[0].args
+        whole = self.builder.call(
+            torch.ops.attngraph.attention.default, q, k, v, reads, old[4], str(program), ""
+        )
+        out = self.builder.call(operator.getitem, whole, 0)
+        parts = [
+            self.builder.call(aten.narrow.default, out, 1, place * self.each.value, self.each.value)
+            for place in range(count)
+        ]
+        results = [next(iter(h.users)) for h in self.heads]
+        error, problem = self._check(results, parts)
+        if problem:
+            self.builder.discard()
+            return f"heads at {source_of(self.heads[0])} are left apart: {problem}"
+        whole.meta["attention"] = self._entry(program, count, shared, error)
+        join = _joined_by(self.heads[0])
+        for result, part in zip(results, parts, strict=True):
+            result.replace_all_uses_with(part)
+        sort(self.graph.graph)
+        self._join(join, out)
+        self.graph.clean()
+        return f"merged {count} attentions at {source_of(whole)} into one of {count * self.each.value} heads"
+
+    def _shared(self, keys: Sequence[Any], values: Sequence[Any]) -> int:
+        """How many different pairs of keys and values there are, if runs of equally many heads share one
+        (as grouped queries do); as many as heads otherwise."""
+        count = len(keys)
+        if E.is_const(self.kv_each, 1):
+            for length in range(count, 1, -1):
+                runs = [range(start, start + length) for start in range(0, count, length)]
+                if count % length == 0 and all(
+                    self._same(side[run[0]], side[place])
+                    for run in runs
+                    for place in run
+                    for side in (keys, values)
+                ):
+                    return count // length
+        return count
+
+    def _same(self, a: Any, b: Any) -> bool:
+        """Whether two nodes compute the same from the same, by what they are made of."""
+        if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+            return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
+        elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
+        sized = not isinstance(a.meta.get("val"), Tensor) and a.op == b.op == "call_function"
+        if a.target is not b.target or "dropout" in str(a.target) or a.op == "placeholder":
+            return False
+        if not sized and self.meaning.category(a) not in elementwise:
+            return False
+        mine, spec = torch.utils._pytree.tree_flatten((a.args, a.kwargs))
+        theirs, other = torch.utils._pytree.tree_flatten((b.args, b.kwargs))
+        return spec == other and all(self._same(x, y) for x, y in zip(mine, theirs, strict=True))
+
+    def _side_by_side(self, nodes: Sequence[Any]) -> fx.Node:
+        """`[B, H, S, D]` of each as one tensor over all their heads."""
+        if len(nodes) == 1:
+            return nodes[0]  # type: ignore[no-any-return]
+        seen = self._as_view(nodes, lambda m, b, h, s, d: ((b,), (m, h), (s,), (d,)))
+        return seen or self.builder.call(aten.cat.default, list(nodes), 1)
+
+    def _stacked(self, nodes: Sequence[Any]) -> fx.Node:
+        """Tensors of one shape as one with a dimension in front."""
+        seen = self._as_view(nodes, lambda m, *rest: ((m,), *((r,) for r in rest)))
+        return seen or self.builder.call(aten.stack.default, list(nodes))
+
+    def _as_view(self, nodes: Sequence[Any], roles: Callable[..., layout.Roles]) -> fx.Node | None:
+        """The tensors together as a view of the tensor that all are slices of, if there is one."""
+        shape = self.meaning.shape(nodes[0])
+        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
+        number = E.var("m", E.const(len(nodes)))
+        found = self._progression([self.meaning.read(n, places) for n in nodes], number)
+        if found is None:
+            return None
+        wanted = roles(number, *places)
+        kept = tuple(tuple(v for v in role if not E.is_const(v.args[0], 1)) for role in wanted)
+        return self._view(found, kept)
+
+    def _progression(self, reads: Sequence[Expr], number: Expr) -> Expr | None:
+        """One read that is the n-th of the reads where `number` is n."""
+        lifted = [
+            self.meaning.lift(r, lambda n: self.meaning.category(n.value) is Category.MOVEMENT) for r in reads
+        ]
+        first = lifted[0]
+        if any(r.op != "read" or r.value is not first.value for r in lifted):
+            return None
+        steps = [M.sub(b, a) for a, b in zip(first.args, lifted[1].args, strict=True)]
+        if any(step.free for step in steps) or all(E.is_const(step, 0) for step in steps):
+            return None
+        for place, read in enumerate(lifted):
+            for start, step, found in zip(first.args, steps, read.args, strict=True):
+                if M.add(start, M.mul(E.const(place), step)) is not found:
+                    return None
+        index = tuple(M.add(a, M.mul(number, step)) for a, step in zip(first.args, steps, strict=True))
+        return E.read(first.value, index, first.kind)
+
+    def _view(self, read: Expr, roles: layout.Roles) -> fx.Node | None:
+        whole, index = merge_digits(roles, read.args)
+        try:
+            steps = layout.solve(self.meaning.shape(read.value), index, whole, whole)
+            return self.builder.view(read.value, tuple(steps))
+        except (layout.NoView, NoSize):
+            return None
+
+    def _program(self) -> tuple[ScoreProgram, list[Any]]:
+        """The program over all heads, and what it reads."""
+        first: Any = self.heads[0].args
+        head: Expr = E.var("h")
+        mine = operation("floordiv", head, self.each) if self.each.value > 1 else head
+        within = operation("mod", head, self.each) if self.each.value > 1 else E.ZERO
+        reads: list[Any] = []
+        by_head: set[int] = set()
+        for number, sample in enumerate(first[3]):
+            nodes = [h.args[3][number] for h in self.heads]  # type: ignore[index]
+            if all(self._same(sample, n) for n in nodes):
+                reads.append(sample)
+            else:
+                by_head.add(number)
+                reads.append(self._stacked(nodes))
+
+        def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+            if current is head:
+                return within
+            if current.op == "read" and current.value in by_head:
+                return E.read(current.value, (mine, *args))
+            return E.make(current.op, args, current.value, current.kind) if args != current.args else current
+
+        programs = [parse(str(h.args[5])).statements for h in self.heads]
+        statements: list[Statement] = []
+        for same in zip(*programs, strict=True):
+            forms = zip(*([E.rebuild(part, replace) for part in _parts(one)] for one in same), strict=True)
+            parts = [_joined(alike, mine) for alike in forms]
+            statements.append(type(same[0])(*parts))
+        return ScoreProgram(tuple(statements)), reads
+
+    def _check(self, results: Sequence[fx.Node], parts: Sequence[fx.Node]) -> tuple[float, str]:
+        leaves: dict[fx.Node, None] = {}
+        for head in self.heads:
+            tensors: list[fx.Node] = [*head.args[:3], *head.args[3]]  # type: ignore[misc, list-item]
+            for tensor in tensors:
+                if tensor.target is not torch.ops.attngraph.seed.default:
+                    leaves[self._source(tensor)] = None
+        graph = self.graph
+        sizes = check.choose_sizes(list(leaves), graph.admits, graph.hints)
+        worst = 0.0
+        for result, part in zip(results, parts, strict=True):
+            verdict = check.same_value(
+                result, part, leaves, graph.known_values(), sizes, graph.hints, graph.gradients
+            )
+            if verdict.problem:
+                return verdict.error, verdict.problem
+            worst = max(worst, verdict.error)
+        return worst, ""
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        """What a tensor is a view of."""
+        while self.meaning.category(node) is Category.MOVEMENT and str(node.target).startswith(_VIEWS):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    def _join(self, join: fx.Node | None, out: fx.Node) -> None:
+        """What joins the heads, as a view of the merged result."""
+        if join is None:
+            return
+        meaning = Meaning(self.graph.known_values(), self.graph.conditions)
+        self.meaning, self.builder = meaning, Builder(self.graph, join)
+        inputs: list[fx.Node] = list(join.args[0])  # type: ignore[arg-type]
+        shape = meaning.shape(inputs[0])
+        dim = int(join.args[1] if len(join.args) > 1 else join.kwargs.get("dim", 0))  # type: ignore[arg-type]
+        places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
+        number = E.var("m", E.const(len(inputs)))
+        found = self._progression([meaning.read(n, places) for n in inputs], number)
+        if found is None or found.value is not out or join.meta["val"].dtype != out.meta["val"].dtype:
+            return
+        if join.target is aten.stack.default:
+            dim %= len(shape) + 1
+            roles: list[tuple[Expr, ...]] = [(p,) for p in places]
+            roles.insert(dim, (number,))
+        else:
+            dim %= len(shape)
+            roles = [(number, p) if d == dim else (p,) for d, p in enumerate(places)]
+        seen = self._view(found, tuple(tuple(v for v in r if not E.is_const(v.args[0], 1)) for r in roles))
+        if seen is not None:
+            join.replace_all_uses_with(seen)
+
+    def _entry(self, program: ScoreProgram, count: int, shared: int, error: float) -> AttentionEntry:
+        entries: list[AttentionEntry] = [h.meta["attention"] for h in self.heads]
+        names = [e.name.split(".") for e in entries]
+        common = [a for a, *rest in zip(*names, strict=False) if all(a == b for b in rest)]
+        return dataclasses.replace(
+            entries[0], name=".".join(common), program=str(program), mask=masks.describe(program),
+            heads=entries[0].heads * count, kv_heads=entries[0].kv_heads * shared, merged=count,
+            error=max(error, *(e.error for e in entries)),
+        )  # fmt: skip
+
+
+def _joined(forms: Sequence[Expr], number: Expr) -> Expr:
+    """Expressions that are alike but for their numbers as one, in which a number that differs depends on
+    which of them is meant: on `number`."""
+    first = forms[0]
+    if all(f is first for f in forms):
+        return first
+    if first.op != "const":
+        args = tuple(_joined(same, number) for same in zip(*(f.args for f in forms), strict=True))
+        return E.make(first.op, args, first.value, first.kind)
+    values = [f.value for f in forms]
+    if first.kind == "int" and all(
+        v - values[0] == n * (values[1] - values[0]) for n, v in enumerate(values)
+    ):
+        step = (
+            operation("mul", E.const(values[1] - values[0]), number) if values[1] - values[0] != 1 else number
+        )
+        return operation("add", step, first) if values[0] else step
+    found = forms[-1]
+    for place in range(len(forms) - 2, -1, -1):
+        found = operation("where", operation("eq", number, E.const(place)), forms[place], found)
+    return found
