@@ -116,7 +116,9 @@ class Recogniser:
         try:
             found = self._examine(node)
         except Unliftable as problem:
-            return Refusal(str(problem))
+            found = Refusal(str(problem))
+        if isinstance(found, Refusal) and self.meaning.obstacles:
+            return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
         if isinstance(found, Unnormalised):
             self._unnormalised.add(node)
             self._near.pop(node, None)
@@ -138,7 +140,7 @@ class Recogniser:
         output = tuple(E.var(f"o{d}", length) for d, length in enumerate(shape))
         at = tuple(E.ZERO if E.is_const(v.args[0], 1) else v for v in output)
         lifted = meaning.lift(meaning.element(node, at), lambda r: bool(self.near(r.value)))
-        parts = normalised.weighted_sum(lifted, lambda node: dots.look_through(meaning, node))
+        parts = normalised.weighted_sum(lifted, meaning.elementwise)
         if not isinstance(parts, normalised.WeightedSum):
             return parts
         score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free, node.meta["val"].dtype)

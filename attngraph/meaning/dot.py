@@ -57,15 +57,15 @@ def look_into(
             return False
         own: torch.dtype = tensor.meta["val"].dtype
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
-            return _is_exact(look_through(meaning, read), own)
-        if not meaning.contracts(tensor) and _is_long(look_through(meaning, read)):
+            return _is_exact(meaning.elementwise(read), own)
+        if not meaning.contracts(tensor) and _is_long(meaning.elementwise(read)):
             return False
         if str(tensor.target).split(".")[1:2] not in _COSTLY:
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         return pairs or meaning.index_expression(tensor, read.args) is not None
 
-    return meaning.lift(node, through)
+    return meaning.lift(node, through, into_sums=False)
 
 
 LONGEST_FORMULA = 200
@@ -87,11 +87,6 @@ def _is_exact(node: Expr, dtype: torch.dtype) -> bool:
         return all(_is_exact(a, dtype) for a in node.args[1:])
     rounds = any(n.op == "read" and n.kind == "float" for a in node.args for n in E.walk(a))
     return node.op in ("add", "mul") and not rounds and all(_is_exact(a, dtype) for a in node.args)
-
-
-def look_through(meaning: Meaning, node: Expr) -> Expr:
-    """An expression in terms of contractions and data, looking through everything elementwise."""
-    return meaning.lift(node, lambda read: meaning.category(read.value) in _LOOK_THROUGH)
 
 
 def find_dot(
@@ -119,6 +114,8 @@ def find_dot(
                     dot = dataclasses.replace(dot, node=node.value)
                     found.append((dot, M.substitute(score, {node: inside})))
                     break
+    # What stands inside another sum is a part of its terms.
+    found = [f for f in found if f[0].q[0][0].free | f[0].k[0][0].free <= score.free | set(f[0].inner)]
     varied = [f for f in found if f[0].q[0][0].free - of_value - set(f[0].inner)]
     return next(iter(varied or found), None)
 

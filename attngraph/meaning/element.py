@@ -22,11 +22,12 @@ from torch import Tensor, fx
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
-from attngraph.meaning import constants, rules
+from attngraph.meaning import constants, ranges, rules
 from attngraph.meaning import simplify as M
 from attngraph.meaning.rules import PARTS, RULES, Category, Unliftable
 
 Indices = tuple[Expr, ...]
+_NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -44,6 +45,7 @@ class Meaning:
         conditions: sympy relations between sizes that hold; of sizes that they say are equal, one name
             is used for all.
 
+    `obstacles` collects the names of sizes for which a shape could not be followed.
     `required` collects pairs of sizes that a rule took to be equal because the op demands it, where
     the trace did not say so.
     """
@@ -61,6 +63,7 @@ class Meaning:
                         self._same[a] = b
         self.values = dict(values or {})
         self.assumed: set[fx.Node] = set()
+        self.obstacles: set[str] = set()
         self.required: set[tuple[Expr, Expr]] = set()
         self._fresh = itertools.count()
         self._elements: dict[tuple[fx.Node, Indices], Expr] = {}
@@ -174,6 +177,18 @@ class Meaning:
         return self._elements[key]
 
     def _element(self, node: fx.Node, at: Indices) -> Expr:
+        found = self._by_rule(node, at)
+        dtype = node.meta["val"].dtype
+        moved = found.op == "read" and found.value.meta["val"].dtype == dtype
+        if dtype in _NARROW and not moved and node.op != "placeholder":
+            limits = torch.iinfo(dtype)
+            low, high = ranges.bounds(ranges.polynomial(self.elementwise(found)))
+            numbers = [(x or {}).get((), 0) for x in (low, high) if x is not None and set(x) <= {()}]
+            if len(numbers) < 2 or numbers[0] < limits.min or numbers[1] > limits.max:
+                raise Unliftable("integers that may wrap around")
+        return found
+
+    def _by_rule(self, node: fx.Node, at: Indices) -> Expr:
         if node.op == "placeholder" and node in self.values:
             found = constants.describe(self.values[node], at)
             if found is None:
@@ -188,14 +203,17 @@ class Meaning:
             return RULES[str(node.target)].element(self, node, at)
         raise Unliftable(f"no element rule for {node.target}")
 
-    def lift(self, node: Expr, through: Callable[[Expr], bool]) -> Expr:
-        """Look through every read that `through` allows; leave the others."""
+    def lift(self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True) -> Expr:
+        """Look through every read that `through` allows; leave the others. Without `into_sums` those
+        below a sum are left as well."""
         done: dict[Expr, Expr] = {}
 
         def resolve(current: Expr) -> Expr:
             if current in done:
                 return done[current]
             if current.op == "var" or (not current.args and current.op != "read"):
+                return current
+            if current.op in E.BINDERS and not into_sums:
                 return current
             args = tuple(resolve(a) for a in current.args)
             result = M.construct(current, args) if args != current.args else current
@@ -226,10 +244,14 @@ class Meaning:
         return self.category(node) is Category.REDUCTION
 
     def _limited(self, read: Expr, limit: float) -> Expr:
-        elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
-        lifted = self.lift(read, lambda r: self.category(r.value) in elementwise)
+        lifted = self.elementwise(read)
         limited = M.narrow(lifted, limit)
         return read if limited is lifted else limited
+
+    def elementwise(self, node: Expr) -> Expr:
+        """An expression in terms of contractions, reductions and data."""
+        categories = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
+        return self.lift(node, lambda r: self.category(r.value) in categories)
 
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
         """The element as a formula of its index alone, or None where it depends on data."""

@@ -36,6 +36,8 @@ class Executable:
         known = dict(zip((p.name for p in self.graph.placeholders()), self._fetch, strict=True))
         self._assumed = [known[n] for n in sorted(self.graph.assumed)]
         self._values = ValueGuard([fetch([]) for fetch in self._assumed])
+        written = {(o.kind, o.name) for o in self.graph.outputs if o.kind != "value"}
+        self._overwritten = {n for n, i in enumerate(self.graph.inputs) if (i.kind, i.name) in written}
         self._write = [_writer(output, owner) for output in self.graph.outputs]
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
@@ -46,6 +48,9 @@ class Executable:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         inputs = [fetch(tensors) for fetch in self._fetch]
+        if self._overwritten and torch.is_grad_enabled():
+            # The backward pass needs them as they were.
+            inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
         with contextlib.ExitStack() as stack:
             for device in {t.device.type for t in inputs}:
                 # The casts that autocast made are in the graph already.

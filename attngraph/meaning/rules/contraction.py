@@ -172,7 +172,11 @@ def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -
             value = M.where(M.le(place, row), value, E.NEG_INF)
         if mask is not None:
             extra = context.read_broadcast(mask, (*batch, row, place))
-            value = M.where(extra, value, E.NEG_INF) if extra.kind == "bool" else M.add(value, extra)
+            if extra.kind == "bool":
+                return M.where(extra, value, E.NEG_INF)
+            # Unlike an addition of the model's own, this one passes no gradient to what it hides.
+            hidden, shown = _minus_infinity(context.elementwise(extra))
+            value = M.where(hidden, E.NEG_INF, M.add(value, shown if hidden is not E.FALSE else extra))
         return value
 
     extent = context.shape(k)[-2]
@@ -184,3 +188,16 @@ def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -
         raise Unliftable("dropout inside scaled_dot_product_attention")
     value = context.read_broadcast(v, (*heads_of(v), place, column))
     return M.total(place, M.mul(weight, value))
+
+
+def _minus_infinity(node: Expr) -> tuple[Expr, Expr]:
+    """Where an expression is minus infinity by its own constants, and what it is elsewhere."""
+    if node is E.NEG_INF:
+        return E.TRUE, E.ZERO
+    if node.op == "where":
+        pairs = [_minus_infinity(branch) for branch in node.args[1:]]
+        return tuple(M.where(node.args[0], a, b) for a, b in zip(*pairs, strict=True))  # type: ignore[return-value]
+    if node.op == "add":
+        pairs = [_minus_infinity(term) for term in node.args]
+        return M.or_(*(h for h, _ in pairs)), M.add(*(s for _, s in pairs))
+    return E.FALSE, node

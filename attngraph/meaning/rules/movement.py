@@ -56,7 +56,13 @@ def cast(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 )  # fmt: skip
 def view(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     source = context.shape(node.args[0])
-    return context.read(node.args[0], reindex(context.shape(node), source, at))
+    try:
+        return context.read(node.args[0], reindex(context.shape(node), source, at))
+    except Unliftable:
+        sizes = (n for extent in (*source, *context.shape(node)) for n in E.walk(extent))
+        divided = {n.value for d in sizes if d.op in ("floordiv", "mod") for n in E.walk(d) if n.op == "size"}
+        context.obstacles |= divided
+        raise
 
 
 def reindex(shape: Indices, source: Indices, at: Indices) -> Indices:
