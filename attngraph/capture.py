@@ -83,6 +83,30 @@ class _Recorded:
     changed: str = ""
 
 
+@contextlib.contextmanager
+def _own_gradients(recorded: _Recorded) -> Iterator[None]:
+    """Notice where the model says by itself what a gradient is: a graph of its forward would not."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            recorded.changed = f"{cls.__name__} has a backward of its own"
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def hooked(tensor: Tensor, function: Any) -> Any:
+        recorded.changed = "forward() registers hooks on tensors"
+        return hook(tensor, function) if tensor.requires_grad else None
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+        mock.patch.object(torch.Tensor, "register_hook", hooked),
+    ):
+        yield
+
+
 class _Flat(nn.Module):
     """The user's callable over a flat list of tensors."""
 
@@ -104,7 +128,7 @@ class _Flat(nn.Module):
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
         before, kept = (fingerprint([target]), self._weights()), Snapshot([target])
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), _own_gradients(self.recorded):
             result = target(*args, **kwargs)
         if before != (fingerprint([target]), self._weights()):
             self.recorded.changed = "forward() changes attributes of the model, or values around it"

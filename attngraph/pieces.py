@@ -80,6 +80,9 @@ class Piece:
         self.kept = _sizes_from_tensors(self.module)
         self.compiled = compile_part(_Interpreted(self.module))
         self.problem: CaptureError | None = None
+        if any("autograd_function_apply" in str(n.target) for n in self.module.graph.nodes):
+            reason = "a function with a backward of its own"
+            self.problem = CaptureError(f"a graph of it would lose its backward: {reason}", reason)
         self.__name__ = "attngraph_piece"
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]

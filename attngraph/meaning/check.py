@@ -223,6 +223,8 @@ class _Run:
             return torch.tensor(SEED)
         if name in ("aten.dropout.default", "aten.native_dropout.default"):
             return _dropout(node, args[0])
+        if name == "aten.scaled_dot_product_attention.default" and argument(node, 4, "dropout_p", 0.0):
+            return _attention_with_dropout(node, *args, **kwargs)
         if name == "attngraph.attention.default":
             return target(*args[:6], kernel="reference")
         args, kwargs = pytree.tree_map(self._dtype, (list(args), dict(kwargs)))
@@ -258,21 +260,43 @@ def _narrowed(node: fx.Node, value: Tensor) -> Tensor:
 
 
 def _dropout(node: fx.Node, value: Tensor) -> Any:
-    """A dropout with the random numbers that the fused program draws: `random(seed, indices)`."""
     rate = float(argument(node, 1, "p", 0.5))
     train = argument(node, 2, "train", "native" in str(node.target))
     parts = "native" in str(node.target)
     if train is False or rate == 0:
         return (value, torch.ones_like(value, dtype=torch.bool)) if parts else value
-    env = Environment(Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, value.device)
-    places: list[Any] = [
-        torch.arange(n).view([-1 if d == axis else 1 for d in range(value.ndim)])
-        for axis, n in enumerate(value.shape)
-    ]
-    counters = evaluate.counters(places, list(value.shape))
-    kept = evaluate.random([SEED, *counters], env) >= rate
+    kept = _kept(list(value.shape), rate)
     result = torch.where(kept, value * (1 / (1 - rate)), 0.0)
     return (result, kept) if parts else result
+
+
+def _kept(shape: Sequence[int], rate: float) -> Tensor:
+    """What a dropout keeps, by the random numbers that the fused program draws: `random(seed, indices)`."""
+    env = Environment(Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, torch.device("cpu"))
+    places: list[Any] = [
+        torch.arange(n).view([-1 if d == axis else 1 for d in range(len(shape))])
+        for axis, n in enumerate(shape)
+    ]
+    return evaluate.random([SEED, *evaluate.counters(places, list(shape))], env) >= rate
+
+
+def _attention_with_dropout(
+    node: fx.Node, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's attention by its definition, with the dropout of the fused program."""
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    if attn_mask is not None:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
+        shown = 0.0 if attn_mask.dtype == torch.bool else attn_mask.masked_fill(hidden, 0.0)
+        scores = (scores + shown).masked_fill(hidden, -math.inf)
+    weights = scores.softmax(-1)
+    weights = torch.where(weights.isnan(), 0.0, weights)
+    return torch.where(_kept(list(weights.shape), dropout_p), weights * (1 / (1 - dropout_p)), 0.0) @ v
 
 
 def _gradients(

@@ -118,10 +118,17 @@ def _normalise(
                     return matched
                 if matched is None:
                     continue
-                rest = [f for f in product.args if f is not weight and f is not inverse]
-                replaced = M.substitute(body, {product: M.mul(WEIGHT, *rest)})
-                return replaced, matched[0], matched[1]
+                return _replace(body, weight, inverse), matched[0], matched[1]
     return None
+
+
+def _replace(body: Expr, weight: Expr, inverse: Expr) -> Expr:
+    """The body with p in the place of the weight times the inverse, wherever they stand together."""
+    found: dict[Expr, Expr] = {}
+    for product in E.walk(body):
+        if product.op == "mul" and weight in product.args and inverse in product.args:
+            found[product] = M.mul(WEIGHT, *(f for f in product.args if f not in (weight, inverse)))
+    return M.substitute(body, found)
 
 
 def _in_exponents(node: Expr) -> Expr:

@@ -14,6 +14,7 @@ from attngraph.meaning import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Indices, Unliftable, rule
 from attngraph.meaning.rules.movement import argument, axis
+from attngraph.meaning.rules.pointwise import dropped
 from attngraph.meaning.rules.reduction import zero_where_nan
 
 CONTRACTION = Category.CONTRACTION
@@ -185,7 +186,8 @@ def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -
     weight = M.mul(M.exp(score(place)), M.recip(M.total(other, M.exp(score(other)))))
     weight = zero_where_nan(weight)
     if rate > 0:
-        raise Unliftable("dropout inside scaled_dot_product_attention")
+        extents = (*context.shape(node)[:-1], extent)
+        weight = dropped(node, weight, rate, (*batch, row, place), extents)
     value = context.read_broadcast(v, (*heads_of(v), place, column))
     return M.total(place, M.mul(weight, value))
 

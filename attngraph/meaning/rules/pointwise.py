@@ -180,7 +180,7 @@ def dropout(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     rate = float(argument(node, 1, "p", 0.5))
     if not argument(node, 2, "train", False) or rate == 0:
         return value
-    return dropped(context, node, value, rate, at)
+    return dropped(node, value, rate, at, context.shape(node.args[0]))
 
 
 @part_rule(POINTWISE, "native_dropout.default")
@@ -190,13 +190,15 @@ def native_dropout(context: Meaning, node: fx.Node, part: int, at: Indices) -> E
     if part != 0:
         raise Unliftable("the mask of a dropout")
     value = operand(context, node.args[0], at)
-    return value if train is False or rate == 0 else dropped(context, node, value, rate, at)
+    return (
+        value if train is False or rate == 0 else dropped(node, value, rate, at, context.shape(node.args[0]))
+    )
 
 
-def dropped(context: Meaning, node: fx.Node, value: Expr, rate: float, at: Indices) -> Expr:
-    """Dropout in training: zero with probability `rate`, else scaled up. The random number is one
-    of this node's own, counted by the element's indices."""
-    places, extents = list(at), list(context.shape(node.args[0]))
+def dropped(node: fx.Node, value: Expr, rate: float, at: Indices, shape: Indices) -> Expr:
+    """Dropout in training of an element of a tensor of this shape: zero with probability `rate`, else
+    scaled up. The random number is one of this node's own, counted by the element's indices."""
+    places, extents = list(at), list(shape)
     while len(places) > 4:
         places[:2] = [M.add(M.mul(places[0], extents[1]), places[1])]
         extents[:2] = [M.mul(extents[0], extents[1])]
