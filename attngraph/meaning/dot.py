@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import expr as E
+from attngraph.ir import kernels
 from attngraph.ir.expr import Expr
 from attngraph.ir.score import DOT
 from attngraph.meaning import simplify as M
@@ -56,6 +57,8 @@ def look_into(
         if meaning.category(tensor) not in _LOOK_THROUGH:
             return False
         own: torch.dtype = tensor.meta["val"].dtype
+        if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
+            return False
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
             return _is_exact(meaning.elementwise(read), own)
         if not meaning.contracts(tensor) and _is_long(meaning.elementwise(read)):
@@ -68,6 +71,19 @@ def look_into(
     return meaning.lift(node, through, into_sums=False)
 
 
+def _rounds(node: fx.Node) -> torch.dtype | None:
+    """The floating dtype of what a node rounds to integers, if it does that."""
+    name = str(node.target).split(".")[1:2]
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    dtype: torch.dtype = source.meta["val"].dtype
+    own: torch.dtype = node.meta["val"].dtype
+    converts = dtype.is_floating_point and not own.is_floating_point and own != torch.bool
+    return dtype if (converts and node.op == "call_function") or name in _ROUNDING else None
+
+
+_ROUNDING = (["floor"], ["ceil"], ["trunc"], ["round"])
 LONGEST_FORMULA = 200
 
 

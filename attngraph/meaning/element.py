@@ -31,6 +31,12 @@ _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
+_EXACT = {
+    f"aten.{name}.{overload}": name
+    for name in ("add", "sub", "mul", "div", "log", "exp", "sqrt", "abs", "neg", "pow")
+    for overload in ("Tensor", "Scalar", "default", "Tensor_Scalar")
+}
+"""Operations of the model that a program can do just so."""
 LARGEST_EXPONENT = 1000.0
 """Beyond it a power of e is zero or infinite, in float64 too."""
 
@@ -252,6 +258,23 @@ class Meaning:
         """An expression in terms of contractions, reductions and data."""
         categories = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
         return self.lift(node, lambda r: self.category(r.value) in categories)
+
+    def exactly(self, node: Any, at: Indices) -> Expr:
+        """The element of a floating tensor as the model computes it, operation by operation, nothing
+        rearranged: what is rounded to an integer afterwards may depend on the last digit."""
+        if not self.is_tensor(node):
+            return self.scalar(node)
+        at = at[len(at) - len(self.shape(node)) :]
+        category = self.category(node)
+        if self.kind(node) != "float" or node.op == "placeholder":
+            return self.read(node, at)
+        if category is Category.MOVEMENT:
+            found = self.element(node, at)
+            return self.exactly(found.value, found.args) if found.op == "read" else found
+        name = _EXACT.get(str(node.target))
+        if category is not Category.POINTWISE or name is None or node.kwargs:
+            return self.read(node, at)
+        return M.raw(name, *(self.exactly(a, at) for a in node.args))
 
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
         """The element as a formula of its index alone, or None where it depends on data."""

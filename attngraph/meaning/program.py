@@ -163,6 +163,8 @@ class _Writer:
             return E.size(f"n{self.sizes.index(node)}")
         if node.op == "read":
             return self._read(node.value, node.args)
+        if node.op == "raw":
+            return operation(node.value, *(self.write(a) for a in node.args))
         if node.op == "random":
             seed = self._read(Seed(node.value), ())
             counters = [self.write(a) for a in node.args]

@@ -45,7 +45,7 @@ def cast(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     if target == "bool":
         return value if value.kind == "bool" else M.ne(value, E.ZERO)
     if target == "int" and value.kind not in ("int", "bool"):
-        return M.function("int", value)
+        return M.function("int", context.exactly(node.args[0], at))
     return M.number(value)
 
 

@@ -66,7 +66,7 @@ def _unary(name: str) -> Callable[[Expr], Expr]:
     return lambda x: M.function(name, x)
 
 
-for _name in ("tanh", "sigmoid", "sin", "cos", "erf", "log2", "sign", "floor", "ceil", "trunc"):
+for _name in ("tanh", "sigmoid", "sin", "cos", "erf", "log2", "sign"):
     _register((f"{_name}.default",), _unary(_name), 1)
 _register(("log.default",), M.log, 1)
 _register(("sqrt.default",), _unary("sqrt"), 1)
@@ -101,6 +101,11 @@ _register((*_names("bitwise_or", "__or__"),), _bitwise(M.or_), 2)
 _register((*_names("bitwise_xor", "__xor__"),), _bitwise(lambda a, b: M.where(a, M.not_(b), b)), 2)
 _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
 _register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
+
+
+@rule(POINTWISE, "floor.default", "ceil.default", "trunc.default", "round.default")
+def rounded(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return M.function(str(node.target).split(".")[1], context.exactly(node.args[0], at))
 
 
 @rule(POINTWISE, "exp.default", "exp2.default")

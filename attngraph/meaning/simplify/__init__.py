@@ -28,7 +28,7 @@ from attngraph.meaning.simplify.arithmetic import (
 from attngraph.meaning.simplify.division import floordiv, mod
 from attngraph.meaning.simplify.functions import absolute, exp, function, log, narrow, power
 from attngraph.meaning.simplify.logic import and_, eq, le, lt, ne, not_, or_, where
-from attngraph.meaning.simplify.rebuild import canonical_binders, construct, substitute
+from attngraph.meaning.simplify.rebuild import canonical_binders, construct, raw, substitute
 from attngraph.meaning.simplify.sums import pieces, total
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "or_",
     "pieces",
     "power",
+    "raw",
     "recip",
     "scale",
     "sub",

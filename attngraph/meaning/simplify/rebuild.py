@@ -28,12 +28,19 @@ def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
         return node
     if node.op == "read":
         return E.read(node.value, args, node.kind)
+    if node.op == "raw":
+        return raw(node.value, *args)
     if node.op in _CONSTRUCTORS:
         found: Expr = getattr(M, _CONSTRUCTORS[node.op])(*args)
         return found
     if node.op == "random" or node.op in E.BINDERS:
         return E.make(node.op, args, node.value, node.kind)
     return M.function(node.op, *args) if args else node
+
+
+def raw(name: str, *args: Expr) -> Expr:
+    """An operation that is to be done as it stands: no algebra looks into it."""
+    return E.make("raw", args, name, "float")
 
 
 def canonical_binders(node: Expr) -> Expr:
