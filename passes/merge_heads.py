@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report import AttentionEntry
 
+log = logging.getLogger(__name__)
 aten = torch.ops.aten
 _JOINS = (aten.cat.default, aten.concat.default, aten.stack.default)
 
@@ -54,7 +56,13 @@ class MergeHeads:
                 found.setdefault((joined, _kind(node)), []).append(node)
         groups = [heads for heads in found.values() if len(heads) > 1]
         for heads in groups:
-            note = _Merge(graph, heads).run()
+            merge = _Merge(graph, heads)
+            try:
+                note = merge.run()
+            except Exception as problem:  # a fault of ours leaves the heads apart
+                log.exception("could not merge heads at %s", source_of(heads[0]))
+                merge.builder.discard()
+                note = f"heads at {source_of(heads[0])} are left apart: an error of the compiler: {problem}"
             if note:
                 outcome.notes.append(note)
         return outcome

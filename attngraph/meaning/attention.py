@@ -89,7 +89,7 @@ class Recogniser:
         if node.op != "call_function":
             return frozenset()
         if str(node.target) in _EXPONENTIALS:
-            return frozenset(() if self._is_index(node) else (node,))
+            return frozenset(() if self.is_index(node) else (node,))
         category = self.meaning.category(node)
         if category is None and not is_part(node):
             return frozenset()
@@ -99,13 +99,13 @@ class Recogniser:
             return frozenset()
         return frozenset().union(*(self.near(n) for n in node.all_input_nodes))
 
-    def _is_index(self, node: fx.Node) -> bool:
+    def is_index(self, node: fx.Node) -> bool:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
         if node not in self._indices:
             category = self.meaning.category(node)
             elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
             self._indices[node] = category in elementwise and all(
-                self._is_index(n) for n in node.all_input_nodes if self.meaning.is_tensor(n)
+                self.is_index(n) for n in node.all_input_nodes if self.meaning.is_tensor(n)
             )
         return self._indices[node]
 
@@ -154,7 +154,7 @@ class Recogniser:
         if found is None:
             return Refusal("the scores are no product of a query side and a key side over a shared dimension")
         dot, score = found
-        return self._claim(node, output, parts, dot, score)
+        return self.claim(node, output, parts, dot, score)
 
     def _sources(self, node: Expr) -> frozenset[fx.Node]:
         """The floating inputs of the graph that an expression is computed from."""
@@ -168,7 +168,7 @@ class Recogniser:
             self._roots[node] = frozenset().union(*map(self._sources_of, node.all_input_nodes))
         return self._roots[node]
 
-    def _claim(
+    def claim(
         self,
         node: fx.Node,
         output: tuple[Expr, ...],

@@ -1,0 +1,169 @@
+"""ReassociateLinear: attention without a softmax at a cost linear in the tokens.
+
+Matches sums of values weighted by plain products of queries and keys, over all keys or over those up to
+the query (`meaning/linear.py`), and sums of such weights alone, by which some models divide:
+(Q K^T) V becomes Q (K^T V), and under a causal mask running sums by chunks (Katharopoulos et al. 2020,
+section 3.2). Right because a sum of products may be taken in any order; each claim is checked in float64.
+Refuses where keys or values are weights alone (then nothing grows with the tokens), where the scores are
+used elsewhere as well, and where it would cost more at the sizes at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import networkx as nx
+import torch
+from torch import fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.graph import Level, ProgramGraph, dependence
+from attngraph.ir.linear import linear_attention
+from attngraph.ir.score import INDICES, Keep, Score, Weight
+from attngraph.ir.source import source_of
+from attngraph.meaning import check, linear
+from attngraph.meaning.attention import Attention, Recogniser
+from attngraph.meaning.element import Meaning, evaluate_size
+from attngraph.meaning.program import Seed
+from attngraph.passes.build import Builder, NoSize
+from attngraph.pipeline import Outcome
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+_CAUSAL = E.make("le", (E.var("k"), E.var("q")), None, "bool")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReassociateLinear:
+    name: str = "reassociate-linear"
+    requires: Level = Level.FUSED
+    yields: Level = Level.FUSED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        return _Reassociation(graph).run()
+
+
+class _Reassociation:
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.recogniser = Recogniser(self.meaning, graph.gradients)
+        arguments = zip(graph.placeholders(), graph.inputs, strict=True)
+        self.weights = {node for node, given in arguments if given.kind != "argument"}
+
+    def run(self) -> Outcome:
+        outcome = Outcome()
+        ones: dict[fx.Node, fx.Node] = {}
+        claims = []
+        for node in list(self.graph.graph.nodes):
+            try:
+                if linear.is_root(self.meaning, node):
+                    claim = linear.examine(self.recogniser, node, self._ones(node, ones))
+                    if claim is not None and self._pays(claim):
+                        claims.append(claim)
+            except Exception as problem:  # a fault of ours leaves the node as it is
+                log.exception("could not examine %s at %s", node, source_of(node))
+                outcome.notes.append(f"left as it is: {source_of(node)}: an error of the compiler: {problem}")
+        for claim in reversed(self._alone(claims)):  # what reads a normaliser goes before it
+            source = source_of(claim.node)
+            problem = self._replace(claim)
+            causal = "causal, " if claim.program.keeps else ""
+            done = f"linear attention at {source}: {causal}keys and values are summed first"
+            outcome.notes.append(f"left as it is: {source}: {problem}" if problem else done)
+        self.graph.clean()
+        return outcome
+
+    def _ones(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        """For a sum over the last dimension: a vector of ones that long."""
+        if str(node.target) not in linear.SUMS:
+            return None
+        scores = node.args[0]
+        if scores not in made:
+            builder = Builder(self.graph, node)
+            try:
+                length = builder.size(self.meaning.shape(scores)[-1])
+            except NoSize:
+                return None
+            like = scores.meta["val"]  # type: ignore[union-attr]
+            ones = builder.call(aten.ones.default, [length], dtype=like.dtype, device=like.device)
+            made[scores] = ones  # type: ignore[index]
+        return made[scores]  # type: ignore[index]
+
+    def _pays(self, claim: Attention) -> bool:
+        """Whether queries and keys outnumber what they are as wide as, for any length or for this one."""
+        if any(not isinstance(s, (Score, Keep, Weight)) for s in claim.program.statements):
+            return False
+        if claim.program.scale is None or any(isinstance(r, Seed) for r in claim.reads):
+            return False
+        if any(k.predicate is not _CAUSAL or not k.is_hard for k in claim.program.keeps):
+            return False
+        if any("k" in _indices(s.value) for s in claim.program.statements if isinstance(s, Weight)):
+            return False
+        if claim.scores is None or any(self._is_weight(o.base) for o in (claim.k, claim.v)):
+            return False
+        rows, columns = self.meaning.shape(claim.scores)[-2:]
+        if rows.op != "const" and columns.op != "const":
+            return True
+        q, k, d, e = (
+            int(evaluate_size(x, self.graph.hints)) for x in (rows, columns, claim.head_dim, claim.value_dim)
+        )
+        return 2 * (q + k) * d * e < q * k * (d + e)
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        """Whether a tensor is made of the model's own tensors alone (a vector of ones is neither)."""
+        if node.target is aten.ones.default:
+            return False
+        if node.op == "placeholder":
+            return node in self.weights
+        inputs = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+        return all(map(self._is_weight, inputs))
+
+    def _alone(self, claims: list[Attention]) -> list[Attention]:
+        """The claims whose scores nothing else needs."""
+        view = dependence(self.graph.graph)
+        output = self.graph.graph.output_node()
+        kept = claims
+        while True:
+            rest = nx.restricted_view(view, [c.node for c in kept], [])
+            alone = [
+                c
+                for c in kept
+                if c.scores is not None and (c.scores in rest and not nx.has_path(rest, c.scores, output))
+            ]
+            if len(alone) == len(kept):
+                return kept
+            kept = alone
+
+    def _replace(self, claim: Attention) -> str:
+        """Carry a claim out; why not, if it is not."""
+        builder = Builder(self.graph, claim.node)
+        try:
+            q, k, v = (builder.view(o.base, o.steps) for o in (claim.q, claim.k, claim.v))
+            sizes = [builder.size(s) for s in claim.sizes]
+        except NoSize as problem:
+            builder.discard()
+            return str(problem)
+        new = builder.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
+        new = builder.view(new, claim.output)
+        sources = (claim.q.base, claim.k.base, claim.v.base, *claim.reads)
+        leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
+        # A normaliser may have been rewritten already: compare as functions of what both are made of.
+        chosen = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
+        verdict = check.same_value(
+            claim.node, new, leaves, self.graph.known_values(), chosen, self.graph.hints, self.graph.gradients
+        )
+        if verdict.problem:
+            builder.discard()
+            return verdict.problem
+        wanted = claim.node.meta["val"].dtype
+        if new.meta["val"].dtype != wanted:
+            new = builder.call(aten._to_copy.default, new, dtype=wanted)
+        claim.node.replace_all_uses_with(new)
+        self.graph.graph.erase_node(claim.node)
+        return ""
+
+
+def _indices(node: Expr) -> set[str]:
+    return {n.value for n in E.walk(node) if n.op == "var" and n.value in INDICES}

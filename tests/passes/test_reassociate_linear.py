@@ -1,0 +1,127 @@
+"""reassociate-linear: products of scores and values without a softmax are summed over the keys first, with
+the same answers and nothing of size tokens x tokens; what does not grow with the tokens stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attngraph
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT) @ v
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhqk,bhkd->bqhd", torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.1, v)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).tril() @ v
+
+
+def causal_times_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.shape[2], q.shape[2], dtype=q.dtype).tril()
+    return ((q @ k.mT) * keep) @ v
+
+
+def normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    weights = (q @ k.mT).tril()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def divided_afterwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    weights = q @ k.mT
+    return weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
+
+
+FORMS: dict[str, tuple[Function, int]] = {
+    **{f.__name__: (f, 1) for f in (plain, scaled, causal, causal_times_a_mask)},
+    **{f.__name__: (f, 2) for f in (normalised, divided_afterwards)},
+}
+
+
+def qkv(tokens: int) -> list[Tensor]:
+    return [t.requires_grad_() for t in torch.randn(3, 2, 4, tokens, 8, dtype=torch.float64).unbind()]
+
+
+def notes(compiled: attngraph.CompiledModule) -> tuple[str, ...]:
+    (step,) = (p for p in compiled.report.passes if p.name == "reassociate-linear")
+    return step.notes
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_keys_and_values_are_summed_first_with_the_answers_of_eager(name: str) -> None:
+    function, sums = FORMS[name]
+    compiled = attngraph.compile(function)
+    for tokens in (7, 150, 64):
+        inputs = qkv(tokens)
+        mine, theirs = compiled(*inputs), function(*inputs)
+        assert torch.allclose(mine, theirs, atol=1e-9)
+        for a, b in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (mine, theirs)), strict=True):
+            assert torch.allclose(a, b, atol=1e-8)
+    assert len(notes(compiled)) == sums
+    assert all("keys and values are summed first" in note for note in notes(compiled))
+    assert not compiled.report.attention and compiled.report.graphs == 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_value_of_the_graph_is_as_large_as_the_scores(name: str) -> None:
+    compiled = attngraph.compile(FORMS[name][0])
+    tokens = 300
+    with torch.no_grad():
+        compiled(*qkv(tokens))
+    ((graph,),) = compiled._graphs.values()
+    shapes = [n.meta["val"].shape for n in graph.graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    scores = [s for s in shapes if len(s) > 3 and s[-1] == s[-2]]
+    assert not scores
+
+
+def test_more_keys_than_queries_and_shared_key_heads() -> None:
+    def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k[:, :1].mT) @ v[:, :1]
+
+    inputs = [torch.randn(2, 4, t, 8, dtype=torch.float64) for t in (5, 9, 9)]
+    compiled = attngraph.compile(shared)
+    assert torch.allclose(compiled(*inputs), shared(*inputs), atol=1e-10)
+    assert notes(compiled)
+
+
+def test_two_linear_layers_in_a_row_stay_two() -> None:
+    model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)).double()
+    compiled = attngraph.compile(model)
+    x = torch.randn(3, 40, 16, dtype=torch.float64)
+    assert torch.equal(compiled(x), model(x))
+    assert not notes(compiled)
+
+
+def test_scores_that_are_returned_as_well_are_left_as_they_are() -> None:
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT
+        return scores @ v, scores
+
+    compiled = attngraph.compile(both)
+    inputs = qkv(7)
+    for mine, theirs in zip(compiled(*inputs), both(*inputs), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not notes(compiled)
+
+
+@pytest.mark.parametrize("power", [2, 3])
+def test_a_function_of_the_scores_is_no_linear_attention(power: int) -> None:
+    def curved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT) ** power @ v
+
+    compiled = attngraph.compile(curved)
+    inputs = qkv(7)
+    assert torch.allclose(compiled(*inputs), curved(*inputs), atol=1e-10)
+    assert not notes(compiled)
