@@ -89,7 +89,7 @@ def _own_gradients(recorded: _Recorded) -> Iterator[None]:
     if not torch.is_grad_enabled():
         yield
         return
-    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.__dict__["register_hook"]
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):

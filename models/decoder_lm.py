@@ -13,7 +13,9 @@ one (Hendrycks & Gimpel 2016, section 2). The loss is the mean cross entropy of 
 Shapes: ids int64 `[B, T]`, logits `[B, T, vocab_size]`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -64,12 +66,11 @@ class DecoderLMConfig:
 class MLP(nn.Module):
     """Two layers with GELU between, each token on its own: `[B, T, C]` to `[B, T, C]`."""
 
-    def __init__(self, config: DecoderLMConfig) -> None:
+    def __init__(self, width: int, hidden: int, *, bias: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        hidden = config.expansion * config.width
-        self.expand = nn.Linear(config.width, hidden, bias=config.bias)
-        self.project = nn.Linear(hidden, config.width, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.expand = nn.Linear(width, hidden, bias=bias)
+        self.project = nn.Linear(hidden, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.dropout(self.project(functional.gelu(self.expand(x))))
@@ -77,14 +78,19 @@ class MLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then MLP, each added to its input: `[B, T, C]` to `[B, T, C]`."""
+    """Attention, then MLP, each added to its input: `[B, T, C]` to `[B, T, C]`.
 
-    def __init__(self, config: DecoderLMConfig) -> None:
+    `attention` maps `[B, T, C]` to `[B, T, C]`, each token seeing no later one.
+    """
+
+    def __init__(self, config: DecoderLMConfig, attention: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.attention = CausalSelfAttention(config.attention)
+        self.attention = attention
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp = MLP(
+            config.width, config.expansion * config.width, bias=config.bias, dropout=config.dropout
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -98,15 +104,19 @@ class DecoderLM(nn.Module):
     With `targets` int64 `[B, T]`, where `targets[b, t]` is the token after `ids[b, t]` (or -100 to
     leave it out), returns `(logits, loss)` with the mean cross entropy as a scalar.
     Raises ValueError where T exceeds `max_tokens`.
+
+    `attention` makes the attention of each block; without it that is CausalSelfAttention.
     """
 
-    def __init__(self, config: DecoderLMConfig) -> None:
+    def __init__(self, config: DecoderLMConfig, attention: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
+        if attention is None:
+            attention = partial(CausalSelfAttention, config.attention)
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.max_tokens, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList([DecoderBlock(config) for _ in range(config.layers)])
+        self.blocks = nn.ModuleList([DecoderBlock(config, attention()) for _ in range(config.layers)])
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
 

@@ -67,19 +67,22 @@ class EncoderConfig:
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then feed-forward, each added to its input and normed: `[B, T, C]` to the same."""
+    """Attention, then feed-forward, each added to its input and normed: `[B, T, C]` to the same.
 
-    def __init__(self, config: EncoderConfig) -> None:
+    `attention` takes x and the masks that forward was given.
+    """
+
+    def __init__(self, config: EncoderConfig, attention: nn.Module) -> None:
         super().__init__()
-        self.attention = PaddedSelfAttention(config.attention)
+        self.attention = attention
         self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.expand = nn.Linear(config.width, config.hidden)
         self.project = nn.Linear(config.hidden, config.width)
         self.feed_forward_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, keep)))
+    def forward(self, x: Tensor, *masks: Tensor | None) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, *masks)))
         hidden = functional.gelu(self.expand(x))  # [B, T, hidden]
         x = self.feed_forward_norm(x + self.dropout(self.project(hidden)))
         return x
@@ -116,7 +119,9 @@ class Encoder(nn.Module):
         self.segment_embedding = nn.Embedding(config.segments, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList([EncoderBlock(config) for _ in range(config.layers)])
+        self.blocks = nn.ModuleList(
+            [EncoderBlock(config, PaddedSelfAttention(config.attention)) for _ in range(config.layers)]
+        )
         # The head shares this matrix, so its rows are kept short, as in the paper's code.
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.head = MaskedTokenHead(config, self.token_embedding)

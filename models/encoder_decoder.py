@@ -17,15 +17,14 @@ Shapes: source int64 `[B, S]`, target int64 `[B, T]`, padding masks bool of the 
 True at *padding*, logits `[B, T, target_vocab_size]`.
 """
 
-import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from attngraph.models.attention import CrossAttention, CrossAttentionConfig
 from attngraph.models.masked_attention import MaskedAttentionConfig, PaddedSelfAttention
+from attngraph.models.positions import SinusoidalEmbedding
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,10 @@ class EncoderDecoderConfig:
                 f"multiple of heads ({self.heads})"
             )
 
+    def embedding(self, vocab_size: int) -> SinusoidalEmbedding:
+        """A new embedding of one side's tokens."""
+        return SinusoidalEmbedding(vocab_size, self.width, max_tokens=self.max_tokens, dropout=self.dropout)
+
     def self_attention(self, *, causal: bool) -> MaskedAttentionConfig:
         """The sizes of one self-attention; True in its padding mask means drop."""
         return MaskedAttentionConfig(
@@ -77,46 +80,13 @@ class EncoderDecoderConfig:
         )
 
 
-def sinusoidal_table(tokens: int, width: int) -> Tensor:
-    """Sines in the even columns and cosines in the odd ones: `[tokens, width]`, width even."""
-    position = torch.arange(tokens)[:, None]
-    angle = position / 10000 ** (torch.arange(0, width, 2) / width)  # [tokens, width / 2]
-    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
-
-
-class SinusoidalEmbedding(nn.Module):
-    """Token embedding scaled by sqrt(C), plus the sinusoid: ids `[B, T]` to `[B, T, C]`."""
-
-    table: Tensor
-
-    def __init__(self, vocab_size: int, config: EncoderDecoderConfig) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, config.width)
-        # Multiplied by sqrt(C) in forward, so that each coordinate has variance 1 there.
-        nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
-        self.scale = math.sqrt(config.width)
-        self.dropout = nn.Dropout(config.dropout)
-        table = sinusoidal_table(config.max_tokens, config.width)
-        self.register_buffer("table", table, persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        tokens = ids.shape[1]
-        if tokens > self.table.shape[0]:
-            raise ValueError(
-                f"the input has {tokens} tokens, but the table of positions was built for "
-                f"max_tokens={self.table.shape[0]}: configure a larger max_tokens"
-            )
-        embedded: Tensor = self.dropout(self.embedding(ids) * self.scale + self.table[:tokens])
-        return embedded
-
-
 class FeedForward(nn.Module):
     """Two layers with ReLU between, each token on its own: `[B, T, C]` to `[B, T, C]`."""
 
-    def __init__(self, config: EncoderDecoderConfig) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.expand = nn.Linear(config.width, config.hidden)
-        self.project = nn.Linear(config.hidden, config.width)
+        self.expand = nn.Linear(width, hidden)
+        self.project = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.project(functional.relu(self.expand(x)))
@@ -129,7 +99,7 @@ class SourceBlock(nn.Module):
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
         self.attention = PaddedSelfAttention(config.self_attention(causal=False))
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.width, config.hidden)
         self.attention_norm = nn.LayerNorm(config.width)
         self.feed_forward_norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
@@ -147,7 +117,7 @@ class TargetBlock(nn.Module):
         super().__init__()
         self.self_attention = PaddedSelfAttention(config.self_attention(causal=True))
         self.cross_attention = CrossAttention(config.cross_attention)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.width, config.hidden)
         self.self_norm = nn.LayerNorm(config.width)
         self.cross_norm = nn.LayerNorm(config.width)
         self.feed_forward_norm = nn.LayerNorm(config.width)
@@ -173,8 +143,8 @@ class EncoderDecoder(nn.Module):
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.source_embedding = SinusoidalEmbedding(config.source_vocab_size, config)
-        self.target_embedding = SinusoidalEmbedding(config.target_vocab_size, config)
+        self.source_embedding = config.embedding(config.source_vocab_size)
+        self.target_embedding = config.embedding(config.target_vocab_size)
         self.encoder = nn.ModuleList([SourceBlock(config) for _ in range(config.layers)])
         self.decoder = nn.ModuleList([TargetBlock(config) for _ in range(config.layers)])
         self.head = nn.Linear(config.width, config.target_vocab_size, bias=False)

@@ -8,22 +8,12 @@ SwiGLU for GELU, and no biases.
     x = x + Attention(RMSNorm(x));  x = x + SwiGLU(RMSNorm(x))   for each block
     logits = RMSNorm(x) W_head
 
-Rotary positions (Su et al. 2021, RoFormer, section 3.2.2) turn each pair of coordinates of a query
-or key at position p by the angle p * theta^(-2i/D), i the number of the pair:
-
-    (a, b) -> (a cos - b sin, a sin + b cos)
-
-so that the score of two tokens depends on the difference of their positions only. There are two
-layouts of the pairs, the same up to a permutation of the columns of W_Q and W_K:
-
-    "interleaved"  pair i is (x[2i], x[2i+1]), as in the paper
-    "half"         pair i is (x[i], x[i + D/2]), as in most checkpoints
+Rotary positions, in either layout of the pairs, are described in `positions`.
 
 Shapes: ids int64 `[B, T]`, logits `[B, T, vocab_size]`. There is no table, so T has no limit.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +21,7 @@ from torch.nn import functional
 
 from attngraph.models.attention import merge_heads, split_heads
 from attngraph.models.grouped_attention import SharingSpelling, attend_to_shared_heads
-
-RotaryLayout = Literal["interleaved", "half"]
+from attngraph.models.positions import RotaryLayout, rotary_angles, rotate_half, rotate_interleaved
 
 
 @dataclass(frozen=True)
@@ -76,26 +65,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gain * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.epsilon)
-
-
-def rotary_angles(positions: Tensor, width: int, base: float = 10000.0) -> Tensor:
-    """The angle of each position and pair: positions `[T]`, floating, to `[T, width / 2]`."""
-    pair = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype)  # 2i
-    return positions[:, None] * base ** (-pair / width)
-
-
-def rotate_interleaved(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the pairs (x[2i], x[2i+1]): x `[..., T, D]`, angles `[T, D / 2]`, to `[..., T, D]`."""
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]  # [..., T, D / 2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-
-
-def rotate_half(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]): x `[..., T, D]`, angles `[T, D / 2]`, to `[..., T, D]`."""
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x.chunk(2, dim=-1)  # [..., T, D / 2]
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 class RotaryAttention(nn.Module):

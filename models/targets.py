@@ -4,10 +4,11 @@
 
 Every target takes `batch` and `tokens` by keyword, is in eval mode on the CPU in float32, has
 weights drawn from a fixed seed (the caller's random state is left as it was), and comes with bytes
-of real text. Call the model as `model(*inputs)`.
+of real text (the image model with seeded pixels). Call the model as `model(*inputs)`.
 """
 
 import importlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,14 @@ from torch import Tensor, nn
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.encoder import PADDING_ID, Encoder, EncoderConfig
 from attngraph.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from attngraph.models.linear_transformer import LinearTransformer, LinearTransformerConfig
+from attngraph.models.longformer import Longformer, LongformerConfig
 from attngraph.models.masked_attention import CausalAttention
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+from attngraph.models.post_norm_decoder import PostNormDecoder
+from attngraph.models.sparse_transformer import SparseTransformer, SparseTransformerConfig
 from attngraph.models.text import byte_batch
+from attngraph.models.vit import ViT, ViTConfig
 
 Target = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -57,6 +63,27 @@ def tiny_decoder_lm(*, batch: int = 1, tokens: int = 1024) -> Target:
     return model.eval(), (byte_batch(batch, tokens),)
 
 
+def post_norm_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """Sinusoidal positions, post-norm, ReLU: 12 layers, width 768. Input: ids `[B, T]`."""
+    with seeded():
+        model = PostNormDecoder(DecoderLMConfig(max_tokens=max(1024, tokens)))
+    return model.eval(), (byte_batch(batch, tokens),)
+
+
+def sparse_transformer(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """Fixed sparse attention, stride 128 with 32 summaries: 12 layers, width 768. Input: ids `[B, T]`."""
+    with seeded():
+        model = SparseTransformer(SparseTransformerConfig(max_tokens=max(1024, tokens)))
+    return model.eval(), (byte_batch(batch, tokens),)
+
+
+def linear_transformer(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """Causal linear attention with elu + 1: 12 layers, width 768. Input: ids `[B, T]`."""
+    with seeded():
+        model = LinearTransformer(LinearTransformerConfig(max_tokens=max(1024, tokens)))
+    return model.eval(), (byte_batch(batch, tokens),)
+
+
 def modern_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:
     """RMSNorm, RoPE, 12 query heads over 4, SwiGLU: 12 layers, width 768. Input: ids `[B, T]`."""
     with seeded():
@@ -71,6 +98,33 @@ def bert(*, batch: int = 1, tokens: int = 1024) -> Target:
     padding = ragged_padding(batch, tokens)
     ids = byte_batch(batch, tokens).masked_fill(padding, PADDING_ID)
     return model.eval(), (ids, ~padding)
+
+
+def longformer(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """The Longformer base encoder, window 512, over a ragged batch; the first token is global.
+
+    Inputs: ids `[B, T]`, is_global and keep bool `[B, T]`.
+    """
+    with seeded():
+        model = Longformer(LongformerConfig(max_tokens=max(4096, tokens)))
+    padding = ragged_padding(batch, tokens)
+    ids = byte_batch(batch, tokens).masked_fill(padding, PADDING_ID)
+    is_global = torch.zeros(batch, tokens, dtype=torch.bool)
+    is_global[:, 0] = True
+    return model.eval(), (ids, is_global, ~padding)
+
+
+def vit(*, batch: int = 1, tokens: int = 1024) -> Target:
+    """ViT-B/16 over `tokens` patches, as near to a square as they allow, and the class token.
+
+    Input: images `[B, 3, height, width]` of seeded normal pixels.
+    """
+    rows = max(r for r in range(1, math.isqrt(tokens) + 1) if tokens % r == 0)
+    config = ViTConfig(image=(16 * rows, 16 * (tokens // rows)))
+    with seeded():
+        model = ViT(config)
+    generator = torch.Generator().manual_seed(0)
+    return model.eval(), (torch.randn(batch, config.channels, *config.image, generator=generator),)
 
 
 def encoder_decoder(*, batch: int = 1, tokens: int = 1024) -> Target:

@@ -68,10 +68,10 @@ class _Reassociation:
                 outcome.notes.append(f"left as it is: {source_of(node)}: an error of the compiler: {problem}")
         for claim in reversed(self._alone(claims)):  # what reads a normaliser goes before it
             source = source_of(claim.node)
-            problem = self._replace(claim)
+            reason = self._replace(claim)
             causal = "causal, " if claim.program.keeps else ""
             done = f"linear attention at {source}: {causal}keys and values are summed first"
-            outcome.notes.append(f"left as it is: {source}: {problem}" if problem else done)
+            outcome.notes.append(f"left as it is: {source}: {reason}" if reason else done)
         self.graph.clean()
         return outcome
 

@@ -1,6 +1,5 @@
 """The encoder-decoder equals torch's own Transformer layers, and looks only where it may."""
 
-import math
 from typing import Any
 
 import pytest
@@ -8,12 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from attngraph.models.encoder_decoder import (
-    EncoderDecoder,
-    EncoderDecoderConfig,
-    SinusoidalEmbedding,
-    sinusoidal_table,
-)
+from attngraph.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from attngraph.models.text import byte_batch
 
 SMALL = EncoderDecoderConfig(layers=2, width=16, heads=4, hidden=32, max_tokens=32)
@@ -86,20 +80,6 @@ def test_logits_equal_those_of_torch_transformer_layers_with_the_same_weights() 
         )
     expected = y @ model.head.weight.T
     assert_close(model(source, target, source_padding, target_padding), expected)
-
-
-def test_the_sinusoidal_table_equals_the_formula() -> None:
-    table = sinusoidal_table(20, 6)
-    for position in range(20):
-        for i in range(3):
-            angle = position / 10000 ** (2 * i / 6)
-            assert table[position, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-5)
-            assert table[position, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
-
-
-def test_embeddings_are_scaled_by_the_root_of_the_width_before_positions_are_added() -> None:
-    module, ids = SinusoidalEmbedding(256, SMALL), byte_batch(2, 7)
-    assert_close(module(ids) - sinusoidal_table(7, 16), 4.0 * module.embedding.weight[ids])
 
 
 def test_logits_at_t_do_not_move_when_a_later_target_token_changes() -> None:

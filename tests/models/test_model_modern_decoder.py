@@ -1,7 +1,5 @@
-"""The modern decoder equals stock Llama on the same weights; rotations are rotations."""
+"""The modern decoder equals stock Llama on the same weights, is causal, and its spellings agree."""
 
-import cmath
-from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
@@ -11,28 +9,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from attngraph.models.grouped_attention import SharingSpelling
-from attngraph.models.modern_decoder import (
-    ModernDecoder,
-    ModernDecoderConfig,
-    RMSNorm,
-    RotaryLayout,
-    rotary_angles,
-    rotate_half,
-    rotate_interleaved,
-)
+from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig, RMSNorm
+from attngraph.models.positions import RotaryLayout
 from attngraph.models.text import byte_batch
 
 SMALL = ModernDecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_width=6, hidden=24)
 LAYOUTS = get_args(RotaryLayout)
-ROTATIONS = [rotate_interleaved, rotate_half]
 
 
 def rand(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def positions(start: float, count: int) -> Tensor:
-    return start + torch.arange(count, dtype=torch.float64)
 
 
 def test_logits_equal_those_of_transformers_llama_with_the_same_weights() -> None:
@@ -67,39 +53,6 @@ def test_logits_equal_those_of_transformers_llama_with_the_same_weights() -> Non
     ids = byte_batch(2, 11)
     # Llama takes its norms and softmax in float32 whatever the weights are, so float32 it is.
     assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_rotating_is_multiplying_pairs_by_unit_complex_numbers() -> None:
-    x = rand(5, 6)
-    angles = rotary_angles(positions(0, 5), 6)
-    interleaved, half = rotate_interleaved(x, angles), rotate_half(x, angles)
-    for p in range(5):
-        for i in range(3):
-            turn = cmath.exp(1j * p * 10000 ** (-2 * i / 6))
-            paper = complex(x[p, 2 * i], x[p, 2 * i + 1]) * turn
-            assert complex(interleaved[p, 2 * i], interleaved[p, 2 * i + 1]) == pytest.approx(paper)
-            checkpoint = complex(x[p, i], x[p, i + 3]) * turn
-            assert complex(half[p, i], half[p, i + 3]) == pytest.approx(checkpoint)
-
-
-@pytest.mark.parametrize("rotate", ROTATIONS)
-def test_rotary_scores_depend_on_position_differences_only(
-    rotate: Callable[[Tensor, Tensor], Tensor],
-) -> None:
-    query, key = rand(7, 6), rand(7, 6)
-
-    def scores(start: float) -> Tensor:
-        angles = rotary_angles(positions(start, 7), 6)
-        return rotate(query, angles) @ rotate(key, angles).T
-
-    assert_close(scores(1000.0), scores(0.0), rtol=0, atol=1e-11)
-    assert not torch.allclose(scores(0.0), query @ key.T)
-
-
-@pytest.mark.parametrize("rotate", ROTATIONS)
-def test_rotation_keeps_lengths(rotate: Callable[[Tensor, Tensor], Tensor]) -> None:
-    x = rand(2, 3, 7, 6)
-    assert_close(rotate(x, rotary_angles(positions(3, 7), 6)).norm(dim=-1), x.norm(dim=-1))
 
 
 def test_the_two_rotary_layouts_differ_by_a_permutation_of_the_projections() -> None:

@@ -27,7 +27,7 @@ FUSED_CACHED_OR_TOLD_POSITIONS = {
 @pytest.fixture
 def one_layer_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets keep their widths but lose all layers but one, to spare the test machine."""
-    for name in ("DecoderLMConfig", "ModernDecoderConfig", "EncoderConfig", "EncoderDecoderConfig"):
+    for name in [name for name in vars(targets) if name.endswith("Config")]:
         config = getattr(targets, name)
 
         def shallow(config: type = config, **sizes: int) -> object:
@@ -39,8 +39,12 @@ def one_layer_models(monkeypatch: pytest.MonkeyPatch) -> None:
 OUR_TARGETS = [
     targets.decoder_lm,
     targets.tiny_decoder_lm,
+    targets.post_norm_decoder,
     targets.modern_decoder,
+    targets.sparse_transformer,
+    targets.linear_transformer,
     targets.bert,
+    targets.longformer,
     targets.encoder_decoder,
 ]
 
@@ -67,6 +71,17 @@ def test_a_target_has_room_for_more_tokens_than_its_default(
     model, inputs = target(tokens=1025)
     with torch.no_grad():
         assert model(*inputs).shape[:2] == (1, 1025)
+
+
+@pytest.mark.usefixtures("one_layer_models")
+@pytest.mark.parametrize(("tokens", "size"), [(16, (64, 64)), (6, (32, 48)), (7, (16, 112))])
+def test_the_image_target_has_as_many_patches_as_it_is_asked_for(tokens: int, size: tuple[int, int]) -> None:
+    model, (images,) = targets.vit(batch=3, tokens=tokens)
+    assert images.shape == (3, 3, *size)
+    assert not model.training
+    with torch.no_grad():
+        assert model.patch_embedding(images).shape == (3, tokens, 768)
+        assert model(images).isfinite().all()
 
 
 def test_a_target_is_the_same_every_time_and_leaves_the_random_state_alone() -> None:
