@@ -84,7 +84,9 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
         if masked is None:
             break
         predicate, whole, fill = masked
-        score = _assuming(predicate, whole)
+        # What is added to a hidden score may leave it visible; what is put there hides it.
+        stays = fill is not LOWERED and any(n is SCORE for n in E.walk(fill))
+        score = whole if stays else _assuming(predicate, whole)
         narrowed |= score is not whole
         if fill in (E.NEG_INF, LOWERED) and found and found[-1][0] == "keep" and found[-1][2] is fill:
             predicate = M.and_(found.pop()[1], predicate)
@@ -271,8 +273,10 @@ def _within(index: Expr, extent: Expr) -> Expr:
     """The index, kept in range where that is not plain to see."""
     if index.op == "const":
         return index  # a part that the model itself takes
-    low, high = ranges.bounds(ranges.polynomial(index))
     last = ranges.subtract(ranges.polynomial(extent), {(): 1})
+    low, high = ranges.bounds(ranges.polynomial(index))
+    if index.op == "var" and high is not None and not ranges.is_positive(ranges.subtract(high, last)):
+        return index  # all of a dimension, as far as anybody knows
     if low is None or not ranges.is_nonnegative(low):
         index = M.function("max", index, E.ZERO)
     if high is None or not ranges.is_nonnegative(ranges.subtract(last, high)):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
@@ -40,8 +41,8 @@ class Flash:
             return f"runs on the CPU, the tensors are on {q.device.type}"
         if q.dtype not in _DTYPES:
             return f"no dtype {q.dtype}"
-        if q.shape[3] != v.shape[3]:
-            return "keys and values differ in width"
+        if isinstance(q, FakeTensor) and q.shape[3] != v.shape[3]:
+            return "keys and values differ in width"  # a graph may meet such operands later: `_bound`
         if program.sink is not None or program.changes_weights:
             return "weights are more than a softmax of the scores"
         if program.scale is None:
@@ -55,7 +56,7 @@ class Flash:
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         q, k, v = operands
-        dot = _bound(q, k)
+        dot = _bound(q, k, v)
         if math.isinf(dot):
             return self._otherwise.forward(program, operands, reads, sizes)
         q, k, v = (_rows(t) for t in operands)
@@ -73,7 +74,7 @@ class Flash:
     ) -> list[Tensor | None]:  # fmt: skip
         q, k, v = operands
         out, lse = results
-        dot = _bound(q, k)
+        dot = _bound(q, k, v)
         served = (
             not math.isinf(dot)
             and not bool(grads[1].any())
@@ -107,10 +108,11 @@ class Flash:
         return soft.hides(program, lowest, dot, tuple(sizes), lse.dtype)
 
 
-def _bound(q: Tensor, k: Tensor) -> float:
-    """A bound of |q . k|; infinite where the kernel must not be asked: it stumbles over empty tensors,
-    and it loses a NaN or an infinity in q or k on the way."""
-    return math.inf if min(*q.shape, *k.shape) == 0 else soft.largest_dot(q, k)
+def _bound(q: Tensor, k: Tensor, v: Tensor) -> float:
+    """A bound of |q . k|; infinite where the kernel must not be asked: it stumbles over empty tensors and
+    over values of another width, and it loses a NaN or an infinity in q or k on the way."""
+    served = min(*q.shape, *k.shape) > 0 and k.shape[3] == v.shape[3]
+    return soft.largest_dot(q, k) if served else math.inf
 
 
 def _rows(tensor: Tensor) -> Tensor:
