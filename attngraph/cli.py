@@ -12,10 +12,12 @@ import argparse
 import importlib
 import inspect
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from attngraph.codegen.benchmark.measure import Measurement, measure
 from attngraph.compile import BACKENDS, CompiledModule, make_options
 from attngraph.errors import AttnGraphError
+from attngraph.fuzz import run as fuzzing
 from attngraph.runtime.verify import compare
 
 DEMO = (
@@ -41,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = _parser().parse_args(argv)
     try:
+        if options.command == "fuzz":
+            return _fuzz(options)
         if options.command == "demo":
             return max(_compile(target, options, tokens) for target, tokens in DEMO)
         return max(_compile(target, options, options.tokens) for target in options.target)
@@ -80,6 +85,18 @@ def _parser() -> argparse.ArgumentParser:
             help="do not measure torch.compile, nor inductor=True, beside it",
         )
         command.add_argument("--rounds", type=int, default=5, help="rounds of timing (default 5)")
+    fuzz = commands.add_parser(
+        "fuzz",
+        help="compile random attention-like graphs and compare each with eager",
+        epilog="a failure is made small and printed as a test; exit code 1 if there was one",
+    )
+    fuzz.add_argument("--minutes", type=float, help="how long to run (default 5, unless --graphs is given)")
+    fuzz.add_argument("--graphs", type=int, help="how many graphs to run")
+    fuzz.add_argument("--seed", type=int, default=0, help="which graphs: the same seed, the same graphs")
+    fuzz.add_argument("--only", type=int, metavar="N", help="run graph N of the seed alone, and show it")
+    fuzz.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    fuzz.add_argument("--out", type=Path, metavar="DIR", help="write the test of each failure here")
+    fuzz.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -149,6 +166,25 @@ def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> in
     return 0 if agreement.holds else 1
 
 
+def _fuzz(options: argparse.Namespace) -> int:
+    if options.jobs < 1:
+        raise TargetError(f"--jobs must be at least 1, found {options.jobs}.")
+    first, graphs, minutes, jobs = 0, options.graphs, options.minutes, options.jobs
+    if options.only is not None:
+        first, graphs, minutes, jobs = options.only, 1, None, 1
+    elif graphs is None and minutes is None:
+        minutes = 5.0
+    tell = _Progress(every=10)
+    found = fuzzing.run(fuzzing.Options(options.seed, minutes, graphs, jobs, options.out, first), tell)
+    tell.done()
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        shown = "" if options.only is None else fuzzing.text_of(options.seed, options.only) + "\n"
+        print(f"{shown}{found}")
+    return 1 if found.failures else 0
+
+
 def _candidates(
     model: nn.Module,
     compiled: CompiledModule,
@@ -184,13 +220,18 @@ def _table(found: dict[str, Measurement]) -> str:
 
 
 class _Progress:
-    """One line on standard error that says what is going on; a line per stage where it is no terminal."""
+    """One line on standard error that says what is going on; a line per stage where it is no terminal, at
+    most one in `every` seconds."""
 
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
+    def __init__(self, every: float = 0.0) -> None:
+        self.start = self.last = time.perf_counter()
         self.live = sys.stderr.isatty()
+        self.every = every
 
     def __call__(self, stage: str) -> None:
+        if not self.live and time.perf_counter() - self.last < self.every:
+            return
+        self.last = time.perf_counter()
         text = f"[{time.perf_counter() - self.start:6.1f} s] {stage} ..."
         print(
             f"\r\x1b[K{text}" if self.live else text,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -118,10 +119,15 @@ class ProgramGraph:
 
 def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
     """Whether a sympy relation is true (or cannot be judged) for these sizes."""
-    known = {s: sizes[str(s)] for s in condition.free_symbols if str(s) in sizes}
-    if len(known) < len(condition.free_symbols):
+    symbols = tuple(condition.free_symbols)
+    if any(str(s) not in sizes for s in symbols):
         return True
-    return bool(condition.xreplace({s: sympy.Integer(v) for s, v in known.items()}))
+    return _holds(condition, symbols, tuple(sizes[str(s)] for s in symbols))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _holds(condition: Any, symbols: tuple[Any, ...], values: tuple[int, ...]) -> bool:
+    return bool(condition.xreplace({s: sympy.Integer(v) for s, v in zip(symbols, values, strict=True)}))
 
 
 def is_size(node: fx.Node) -> bool:

@@ -117,6 +117,8 @@ class Meaning:
             return found[0] if found else None
         if name in PARTS:
             return PARTS[name][0]
+        if name == "aten.einsum.default" and rules.sums_nothing(node):
+            return Category.POINTWISE
         return RULES[name].category if name in RULES else None
 
     def contracts(self, node: fx.Node) -> bool:

@@ -218,7 +218,10 @@ def _same_terms(
     score: Expr, keys: tuple[Expr, ...], places: tuple[Expr, ...], other: Expr
 ) -> Literal[True] | Refusal | None:
     """Whether `other` over `places`, taken in some order, is `score` over `keys`."""
-    same = M.canonical_binders
+
+    def same(part: Expr) -> Expr:
+        return M.canonical_binders(_put(part))
+
     moving, fixed = (same(part) for part in split_by(score, keys))
     for order in itertools.permutations(places) if len(places) <= MOST_DIGITS else (places,):
         if [p.args for p in order] != [k.args for k in keys]:
@@ -230,6 +233,21 @@ def _same_terms(
                 return True
             return Refusal("the weights and their normaliser are shifted by different amounts")
     return None
+
+
+def _put(node: Expr) -> Expr:
+    """Masks that add minus infinity as masks that put it there: the same weights."""
+
+    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        if current.op == "add":
+            for place, term in enumerate(args):
+                if term.op == "where" and E.NEG_INF in term.args[1:]:
+                    rest = (*args[:place], *args[place + 1 :])
+                    branches = (x if x is E.NEG_INF else M.add(x, *rest) for x in term.args[1:])
+                    return M.where(term.args[0], *branches)
+        return current if current.op == "var" else M.construct(current, args)
+
+    return E.rebuild(node, replace)
 
 
 def _cut(

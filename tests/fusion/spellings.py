@@ -792,6 +792,103 @@ def pixels_in_two_dimensions(q, k, v):
     return torch.einsum("bhxyuv,bhuvd->bhxyd", weights, v)
 
 
+# --- softmaxes in parts ----------------------------------------------------------------------
+
+
+@spelling(cross)
+def squared_softmax_renormalised(q, k, v):
+    w = (q @ k.mT).softmax(-1) ** 2
+    return w / w.sum(-1, keepdim=True) @ v
+
+
+@spelling(cross)
+def softmax_of_log_softmax(q, k, v):
+    return F.softmax(F.log_softmax(q @ k.mT, -1), -1) @ v
+
+
+@spelling(cross)
+def powers_of_e(q, k, v):
+    w = torch.pow(math.e, q @ k.mT / 4)
+    return w / w.sum(3, keepdim=True) @ v
+
+
+@spelling(lambda: (*qkv(), normal(H, 2)))
+def two_sinks_in_front(q, k, v, sink):
+    s = q @ k.mT
+    s = torch.cat([sink[None, :, None].expand(s.shape[0], -1, s.shape[2], 2), s], -1)
+    return s.softmax(-1)[..., 2:] @ v
+
+
+@spelling(lambda: (*qkv(), normal(H, 1, 1)))
+def sink_by_logaddexp(q, k, v, sink):
+    s = q @ k.mT
+    return (s - torch.logaddexp(s.logsumexp(-1, keepdim=True), sink)).exp() @ v
+
+
+@spelling(with_padding)
+def padding_multiplied_into_exponentials(q, k, v, keep):
+    e = (q @ k.mT / 4).exp() * keep[:, None, None].to(q.dtype)
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+@spelling(with_padding)
+def padding_added(q, k, v, keep):
+    bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, -INF)
+    return (bias[:, None, None] + q @ k.mT / 3).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), torch.ones(B, T, dtype=torch.int64)))
+def padding_of_integers_times_the_smallest_float(q, k, v, mask):
+    drop = (1.0 - mask[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    return (q @ k.mT + drop).softmax(-1) @ v
+
+
+@spelling(with_padding)
+def a_token_put_in_front_of_the_padding(q, k, v, keep):
+    k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
+    keep = torch.cat([torch.ones(keep.shape[0], 1, dtype=torch.bool), keep], 1)
+    return (q @ k.mT).masked_fill(~keep[:, None, None], -INF).softmax(-1) @ v
+
+
+@spelling(lambda: (*cross(), normal(H)))
+def einsum_of_three_operands(q, k, v, scale):
+    return torch.einsum("bhij,bhje->bhie", torch.einsum("bhid,bhjd,h->bhij", q, k, scale).softmax(-1), v)
+
+
+@spelling(lambda: (*cross(), normal(H, D + 2, 5)))
+def einsum_with_values_and_projection(q, k, v, w):
+    weights = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bhje,hec->bic", weights, v, w)
+
+
+@spelling(lambda: (normal(T, D), normal(S, D), normal(S, D)))
+def tensordot(q, k, v):
+    return torch.tensordot(torch.tensordot(q, k, dims=([1], [1])).softmax(-1), v, dims=1)
+
+
+@spelling(lambda: (normal(T, D), normal(S, D), normal(S, D)))
+def inner_products(q, k, v):
+    return torch.inner(torch.inner(q, k).softmax(-1), v.T)
+
+
+@spelling(lambda: (*cross(), normal(B, H, T, 1)))
+def a_constant_added_to_each_row(q, k, v, shift):
+    return (q @ k.mT + shift).softmax(-1) @ v
+
+
+@spelling(lambda: (normal(B, D, 3, 5), normal(B, D, 3, 5), normal(B, D, 3, 5)))
+def channel_first_images(q, k, v):
+    weights = (q.flatten(2).mT @ k.flatten(2)).softmax(-1)
+    return (v.flatten(2) @ weights.mT).view(v.shape)
+
+
+@spelling(qkv)
+def vmapped_mask(q, k, v):
+    i = torch.arange(q.shape[2])
+    keep = torch.vmap(torch.vmap(lambda a, b: b <= a, (None, 0)), (0, None))(i, i)
+    return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
+
+
 # --- near misses -----------------------------------------------------------------------------
 
 
@@ -1159,3 +1256,25 @@ def two_sets_of_keys_in_one_softmax(q, k, v, other_scores, other_v):
     p = torch.cat([q @ k.mT, other_scores], -1).softmax(-1)
     own, other = p.split([k.shape[2], 5], -1)
     return own @ v + other @ other_v
+
+
+@mutant(qkv)
+def positions_that_wrap_around(q, k, v):
+    i = (torch.arange(q.shape[2]) * 20).to(torch.int8)
+    return (q @ k.mT).masked_fill(i[:, None] < i[None], -INF).softmax(-1) @ v
+
+
+@mutant(with_padding)
+def a_row_with_nothing_but_a_fill_under_an_exponential(q, k, v, keep):
+    e = (q @ k.mT).masked_fill(~(keep & keep[:, :1].logical_not())[:, None, None], -1e9).exp()
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+@mutant(with_padding)
+def softmax_in_float32_of_the_smallest_double(q, k, v, keep):
+    drop = torch.zeros(keep.shape, dtype=torch.float64)
+    drop = drop.masked_fill(keep & keep[:, :1], torch.finfo(torch.float64).min).to(q.dtype)
+    return torch.softmax(q @ k.mT + drop[:, None, None], -1, dtype=torch.float32).to(q.dtype) @ v
+
+
+TOLERANCE["softmax_in_float32_of_the_smallest_double"] = 1e-5

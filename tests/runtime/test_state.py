@@ -262,6 +262,60 @@ def test_tracing_leaves_the_models_containers_the_objects_that_they_are(x: Tenso
     same(compiled(x), model(x))
 
 
+class _Doubled(torch.autograd.Function):
+    """A softmax that says that its gradient is twice what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return 2 * y * (grad - (grad * y).sum(-1, keepdim=True))
+
+
+def _hooked(x: Tensor) -> Tensor:
+    scores = x @ x.mT
+    if scores.requires_grad:
+        scores.register_hook(lambda grad: 3 * grad)
+    return scores.softmax(-1) @ x
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: _Doubled.apply(x @ x.mT) @ x, _hooked], ids=["function", "hook"]
+)
+def test_gradients_that_the_model_defines_itself_are_kept(function: Any) -> None:
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    compiled = attngraph.compile(function)
+    found = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, function)]
+    assert torch.allclose(*found)
+    assert compiled.report.breaks
+    with torch.no_grad():
+        again = attngraph.compile(function)
+        assert torch.allclose(again(x), function(x))
+    assert len(again.report.attention) == 1
+
+
+def test_an_argument_that_is_written_after_it_was_used_keeps_its_gradients() -> None:
+    def function(q: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ q.mT).softmax(-1)
+        v.mul_(2)
+        return weights @ v
+
+    compiled = attngraph.compile(function)
+    found = []
+    for f in (compiled, function):
+        q, v = (
+            torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(s)).requires_grad_() for s in (0, 1)
+        )
+        found.append(torch.autograd.grad(f(q, v * 1).square().sum(), (q, v)))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 # --- modes and weights ---------------------------------------------------------------------------
 
 

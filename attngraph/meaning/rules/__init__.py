@@ -70,6 +70,12 @@ def part_rule(category: Category, *names: str) -> Callable[[PartFunction], PartF
     return register
 
 
+def sums_nothing(node: fx.Node) -> bool:
+    """Whether an einsum only multiplies: every letter of its operands is one of its result."""
+    inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
+    return bool(arrow) and set(inputs) - {",", "."} <= set(output)
+
+
 def load() -> None:
     """Fill the registry (idempotent)."""
     from attngraph.meaning.rules import contraction, index, movement, pointwise, reduction

@@ -1,0 +1,175 @@
+"""The oracle: a compiled function against the eager one, in float64.
+
+Results (number, shape, dtype, NaN and infinities in the same places, values), then the arguments after the
+call, then gradients of a fixed random combination of the results, at each of a case's sizes in turn,
+through one compiled function. Where eager itself raises there is nothing to compare with, but for one
+thing: the compiled function must raise as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attngraph
+from attngraph.fuzz.grammar import ADDITIVE, Case
+from attngraph.fuzz.source import forget, render
+
+TOLERANCE = 1e-9
+"""Allowed difference of a value, relative to the largest finite one of its tensor, or to one."""
+GRADIENT_FACTOR = 10.0
+FAULT = "an error of the compiler"
+"""How the compiler begins a reason where it left something alone because it failed itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a case.
+
+    `kind` is empty where compiled and eager agree, "eager raises" where there was nothing to compare, else
+    what differs; `detail` says where and how much. `fused`, `missed` and `graphs` are the report's:
+    attentions fused, reasons for what was not, graphs traced.
+    """
+
+    kind: str = ""
+    detail: str = ""
+    fused: int = 0
+    missed: tuple[str, ...] = ()
+    graphs: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in {"", "eager raises"}
+
+
+def tolerance(case: Case) -> float:
+    """How much a value may be off: more where the function itself rounds its scores.
+
+    Scores cast to float32 carry its rounding, which the fused node does not do. A row in which every score
+    has a large number added to it is left with the digits that remain; so is the logarithm of its sum.
+    """
+    found = 2e-5 if case.softmax == "to_float32" else TOLERANCE
+    for apply, fill in ((case.apply, case.fill), (case.apply2, case.fill2)):
+        rounds = apply in ADDITIVE or case.softmax == "logsumexp"
+        if rounds and case.may_hide_rows and fill in {"-1e9", "-1e4"}:
+            found = max(found, 8 * torch.finfo(torch.float64).eps * -float(fill))
+    return found
+
+
+def check(case: Case, name: str = "fuzz_case.py", seed: int = 0) -> Outcome:
+    """Run a case eager and compiled. `name` is the file name in tracebacks; `seed` that of the inputs."""
+    source = render(case)
+    function = source.function(name)
+    compiled = attngraph.compile(function)
+    kind = detail = ""
+    try:
+        for place, sizes in enumerate(case.calls):
+            inputs = source.make(sizes, seed + place)
+            kind, detail = _check_call(function, compiled, inputs, case)
+            if kind:
+                detail = f"call {place + 1}: {detail}"
+                break
+        report = getattr(compiled, "report", None)
+    finally:
+        forget(name)
+    if report is None:
+        return Outcome(kind, detail)
+    missed = [m.reason for m in report.missed] + [f"in pieces: {b.reason}" for b in report.breaks]
+    faults = [reason for reason in missed if reason.startswith(FAULT)]
+    if faults and not kind:
+        kind, detail = "the compiler fails inside", faults[0]
+    return Outcome(kind, detail, len(report.attention), tuple(missed), report.graphs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What a call gave: results, the arguments after it, gradients; or what it raised."""
+
+    results: tuple[Tensor, ...] = ()
+    arguments: tuple[Tensor, ...] = ()
+    gradients: tuple[Tensor, ...] = ()
+    error: str = ""
+
+
+def _check_call(
+    function: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Tensor], case: Case
+) -> tuple[str, str]:
+    wanted = _run(function, inputs, case.grad)
+    found = _run(compiled, inputs, case.grad)
+    if wanted.error:
+        if found.error:
+            return "eager raises", wanted.error
+        return "eager raises, compiled does not", wanted.error
+    if found.error:
+        return f"compiled raises {found.error.partition(':')[0]}", found.error
+    allowed = tolerance(case)
+    for what, a, b, limit in (
+        ("result", wanted.results, found.results, allowed),
+        ("argument", wanted.arguments, found.arguments, allowed),
+        ("gradient", wanted.gradients, found.gradients, GRADIENT_FACTOR * allowed),
+    ):
+        if len(a) != len(b):
+            return f"{what}: another number", f"{len(b)} instead of {len(a)}"
+        for place, (x, y) in enumerate(zip(a, b, strict=True)):
+            problem, much = difference(x, y, limit)
+            if problem:
+                return f"{what}: {problem}", f"{what} {place}: {much}"
+    return "", ""
+
+
+def _run(function: Callable[..., Any], inputs: Sequence[Tensor], grad: bool) -> _Run:
+    given = [x.clone().requires_grad_(grad and x.is_floating_point()) for x in inputs]
+    try:
+        with contextlib.nullcontext() if grad else torch.no_grad():
+            made = function(*given)
+        results = made if isinstance(made, tuple) else (made,)
+        gradients = _gradients(results, [x for x in given if x.requires_grad])
+    except Exception as problem:
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        text = str(problem).strip().splitlines() or [""]
+        return _Run(error=f"{type(problem).__name__}: {text[0]} ({last.name}, line {last.lineno})")
+    return _Run(results, tuple(given), gradients)
+
+
+def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients of a fixed random combination of the finite results; zeros where none flows."""
+    generator = torch.Generator().manual_seed(1)
+    terms = [
+        (torch.where(r.isfinite(), r, 0) * torch.randn(r.shape, generator=generator, dtype=r.dtype)).sum()
+        for r in results
+        if r.requires_grad
+    ]
+    if not terms:
+        return ()
+    return torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True, materialize_grads=True)
+
+
+def difference(wanted: Tensor, found: Tensor, limit: float) -> tuple[str, str]:
+    """What differs and how much; two empty texts where nothing does."""
+    if wanted.dtype != found.dtype:
+        return "another dtype", f"{found.dtype} instead of {wanted.dtype}"
+    if wanted.shape != found.shape:
+        return "another shape", f"{list(found.shape)} instead of {list(wanted.shape)}"
+    if wanted.requires_grad != found.requires_grad:
+        return "another requires_grad", f"{found.requires_grad} instead of {wanted.requires_grad}"
+    wanted, found = wanted.detach(), found.detach()
+    if not wanted.is_floating_point():
+        return ("", "") if torch.equal(wanted, found) else ("wrong", "integers differ")
+    if not torch.equal(wanted.isnan(), found.isnan()):
+        return "NaN in other places", f"{int(found.isnan().sum())} NaN instead of {int(wanted.isnan().sum())}"
+    finite = wanted.isfinite()
+    if not torch.equal(finite, found.isfinite()) or not torch.equal(
+        wanted[~finite].nan_to_num(), found[~finite].nan_to_num()
+    ):
+        return "infinities in other places", f"{int((~finite).sum())} in eager"
+    a, b = wanted[finite], found[finite]
+    if not a.numel():
+        return "", ""
+    off, scale = float((a - b).abs().max()), max(1.0, float(a.abs().max()))
+    return ("", "") if off <= limit * scale else ("wrong", f"off by {off:.3g}, values up to {scale:.3g}")

@@ -1,0 +1,40 @@
+"""Random cases: graph number n of a seed is a function of these two numbers and of nothing else."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from attngraph.fuzz.grammar import CHOICES, Case
+from attngraph.fuzz.repair import repaired
+
+_SIMPLE_SHARE = {
+    "tokens": 0.7, "groups": 0.65, "transpose": 0.5, "in_place": 0.75, "dot": 0.45, "scale": 0.25,
+    "bias": 0.6, "softcap": 0.85, "mask": 0.25, "apply": 0.3, "fill": 0.45, "mask2": 0.75, "apply2": 0.4,
+    "fill2": 0.5, "softmax": 0.4, "weights": 0.65, "values": 0.5, "output": 0.5, "change": 0.65,
+    "numbers": 0.8, "grad": 0.6, "second": 0.1,
+}  # fmt: skip
+"""How often the simplest choice is taken; the others, and all where nothing is said, are equally likely."""
+_SHARE_OF_ONE = 0.04
+"""How often a size is one, where it may be."""
+_EQUAL = (("value_width", "width", 0.5), ("keys", "queries", 0.25))
+"""Sizes of the first call that are equal so often: what a trace must not take for granted."""
+
+
+def case_of(seed: int, number: int) -> Case:
+    """Graph `number` of `seed`."""
+    source = random.Random(f"attngraph fuzz {seed} {number}")
+    values = {name: _choose(source, name) for name in CHOICES}
+    for name, other, share in _EQUAL:
+        if source.random() < share:
+            values[name] = values[other]
+    return repaired(Case(**values))
+
+
+def _choose(source: random.Random, name: str) -> Any:
+    options = CHOICES[name]
+    if options[-1] == 1 and type(options[0]) is int:
+        return 1 if source.random() < _SHARE_OF_ONE else source.choice(options[:-1])
+    if name in _SIMPLE_SHARE and source.random() >= _SIMPLE_SHARE[name]:
+        return source.choice(options[1:])
+    return options[0] if name in _SIMPLE_SHARE else source.choice(options)
