@@ -1,7 +1,8 @@
 """What never has to be computed: whether a predicate holds everywhere, nowhere or somewhere in a tile.
 
-Interval arithmetic over the program's expressions. Sound: "empty" and "full" are proved; anything
-unknown, above all what is read from tensors, is partial.
+By interval arithmetic over the program's expressions (`meaning/intervals.py`), for a whole grid of tiles
+at once. Sound: "empty" and "full" are proved; whatever is unknown is partial. A kernel asks for the
+`block_map` of a call: which tiles it may leave out, and where it need not evaluate the masks.
 """
 
 from __future__ import annotations
@@ -10,14 +11,22 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.score import SCORE, WEIGHT, Keep, Score, ScoreProgram, Weight
+from attngraph.meaning.intervals import EVERYTHING, Bounds, Box, Cut, Grid, Interval, bit, bounds, interval
 
-Interval = tuple[float, float]
-EVERYTHING: Interval = (-math.inf, math.inf)
+__all__ = [
+    "EVALUATE", "EVERYTHING", "OPEN", "SKIP", "Box", "Cut", "Fill", "Grid", "Interval", "Run", "block_map",
+    "classify", "hidden_below", "interval", "reads_data", "runs",
+]  # fmt: skip
+
+SKIP, EVALUATE, OPEN = 0, 1, 2
+"""A tile of a block map: no key of it has weight; masks must be evaluated; every mask keeps everything."""
 
 
 class Fill(enum.Enum):
@@ -28,127 +37,41 @@ class Fill(enum.Enum):
     FULL = "full"
 
 
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """Inclusive ranges of the four indices, and the sizes."""
-
-    b: Interval
-    h: Interval
-    q: Interval
-    k: Interval
-    sizes: tuple[int, ...] = ()
-
-
 def classify(predicate: Expr, box: Box) -> Fill:
     """Whether the predicate is false, true or undecided on the box."""
-    low, high = _bit(interval(predicate, box, {}))
-    return Fill.FULL if low >= 1 else Fill.EMPTY if high <= 0 else Fill.PARTIAL
+    low, high = bit(bounds(predicate, box, {}))
+    return Fill.FULL if bool(low >= 1) else Fill.EMPTY if bool(high <= 0) else Fill.PARTIAL
 
 
-def interval(node: Expr, box: Box, names: Mapping[str, Interval]) -> Interval:
-    """Bounds of an expression on a box; booleans are 0 or 1. `names` bounds `dot`, `s`, `p`."""
-    match node.op:
-        case "const":
-            return EVERYTHING if node.value == "nan" else (float(node.value), float(node.value))
-        case "var":
-            return getattr(box, node.value)  # type: ignore[no-any-return]
-        case "size":
-            value = float(box.sizes[int(node.value[1:])])
-            return value, value
-        case "dot" | "s" | "p":
-            return names.get(node.op, EVERYTHING)
-        case "read":
-            return EVERYTHING
-    args = [interval(a, box, names) for a in node.args]
-    rule = _RULES.get(node.op)
-    unbounded = any(math.isinf(x) for a in args for x in a)
-    if rule is None or (unbounded and node.op not in _LOGIC):
-        # What is unbounded may also be NaN, of which nothing can be said.
-        return _truth() if node.kind == "bool" else EVERYTHING
-    if node.op == "mod":
-        return _mod(args[0], args[1], all(a.kind == "int" for a in node.args))
-    return rule(*args)
+def reads_data(program: ScoreProgram) -> bool:
+    """Whether a mask of the program reads a tensor, so that its tiles differ from call to call."""
+    return any(n.op == "read" for keep in program.keeps for n in E.walk(keep.predicate))
 
 
-_LOGIC = frozenset({"and", "or", "not", "where"})
+def block_map(program: ScoreProgram, grid: Grid, soft: bool = False) -> Tensor:
+    """What has to be done in each block of a grid.
+
+    Args:
+        grid: without the tensors that the program reads, what is read is unknown.
+        soft: also skip keys that a finite fill hides (the caller must show that the fill hides them:
+            `hidden_below`).
+
+    Returns:
+        `[blocks of b or 1, of h or 1, of q, of k]`, uint8: SKIP, EVALUATE or OPEN. Do not write to it:
+        where it follows from shapes and sizes alone it is kept for the next call.
+    """
+    return _map(program, grid, soft) if grid.reads else _kept_map(program, grid, soft)
 
 
-def _truth(low: bool = False, high: bool = True) -> Interval:
-    return float(low), float(high)
+def _map(program: ScoreProgram, grid: Grid, soft: bool) -> Tensor:
+    hidden, full = _fates(program, grid, soft)
+    is_open = functools.reduce(torch.logical_and, full.values(), torch.tensor(True))
+    found = torch.where(hidden, SKIP, torch.where(is_open, OPEN, EVALUATE)).to(torch.uint8)
+    found = found.reshape((1,) * (4 - found.ndim) + tuple(found.shape))
+    return found.expand(-1, -1, *grid.shape[2:]).contiguous()
 
 
-def _product(a: Interval, b: Interval) -> Interval:
-    corners = [0.0 if 0.0 in (x, y) else x * y for x in a for y in b]
-    return min(corners), max(corners)
-
-
-def _floordiv(a: Interval, b: Interval) -> Interval:
-    if b[0] != b[1] or b[0] <= 0:
-        return EVERYTHING
-    return a[0] // b[0], a[1] // b[0]
-
-
-def _mod(a: Interval, b: Interval, integers: bool = False) -> Interval:
-    if b[0] != b[1] or b[0] <= 0:
-        return EVERYTHING
-    if integers and a[0] // b[0] == a[1] // b[0]:
-        return a[0] % b[0], a[1] % b[0]
-    return 0.0, b[0] - 1 if integers else b[0]
-
-
-def _abs(a: Interval) -> Interval:
-    low = 0.0 if a[0] <= 0 <= a[1] else min(abs(a[0]), abs(a[1]))
-    return low, max(abs(a[0]), abs(a[1]))
-
-
-def _where(condition: Interval, a: Interval, b: Interval) -> Interval:
-    condition = _bit(condition)
-    if condition[0] >= 1:
-        return a
-    if condition[1] <= 0:
-        return b
-    return min(a[0], b[0]), max(a[1], b[1])
-
-
-def _equal(a: Interval, b: Interval) -> Interval:
-    return _truth(a[0] == a[1] == b[0] == b[1], a[0] <= b[1] and b[0] <= a[1])
-
-
-def _monotone(function: Callable[[float], float]) -> Callable[[Interval], Interval]:
-    return lambda a: (function(a[0]), function(a[1]))
-
-
-_RULES: dict[str, Callable[..., Interval]] = {
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "neg": lambda a: (-a[1], -a[0]),
-    "mul": _product,
-    "floordiv": _floordiv,
-    "mod": _mod,
-    "abs": _abs,
-    "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
-    "where": _where,
-    "le": lambda a, b: _truth(a[1] <= b[0], a[0] <= b[1]),
-    "lt": lambda a, b: _truth(a[1] < b[0], a[0] < b[1]),
-    "ge": lambda a, b: _truth(b[1] <= a[0], b[0] <= a[1]),
-    "gt": lambda a, b: _truth(b[1] < a[0], b[0] < a[1]),
-    "eq": _equal,
-    "ne": lambda a, b: _where(_equal(a, b), (0.0, 0.0), (1.0, 1.0)),
-    "and": lambda a, b: (min(_bit(a)[0], _bit(b)[0]), min(_bit(a)[1], _bit(b)[1])),
-    "or": lambda a, b: (max(_bit(a)[0], _bit(b)[0]), max(_bit(a)[1], _bit(b)[1])),
-    "not": lambda a: (1 - _bit(a)[1], 1 - _bit(a)[0]),
-    "floor": _monotone(lambda x: x if math.isinf(x) else math.floor(x)),
-    "tanh": _monotone(math.tanh),
-    "random": lambda *_: (0.0, 1.0),
-}  # fmt: skip
-
-
-def _bit(a: Interval) -> Interval:
-    """A truth value; a number counts as true unless it is zero."""
-    if a[0] > 0 or a[1] < 0:
-        return 1.0, 1.0
-    return (0.0, 0.0) if a == (0.0, 0.0) else (0.0, 1.0)
+_kept_map = functools.lru_cache(maxsize=256)(_map)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,26 +84,30 @@ class Run:
     skip: frozenset[int]
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def runs(
-    program: ScoreProgram,
-    b: tuple[int, int],
-    h: tuple[int, int],
-    q: tuple[int, int],
-    keys: int,
-    step: int,
-    sizes: tuple[int, ...],
-    soft: bool,
-) -> tuple[Run, ...]:
-    """The runs of keys that queries [q0, q1) must look at, in steps of `step` keys, neighbours with
-    the same fate joined. Keys that a mask of minus infinity empties are left out; with `soft` also
-    those that a finite fill hides (the caller must show that the fill hides them: `hidden_below`)."""
+def runs(program: ScoreProgram, grid: Grid, soft: bool = False) -> tuple[tuple[Run, ...], ...]:
+    """For each block of queries the runs of keys that it must look at, neighbouring blocks with the same
+    fate joined. Keys that a mask of minus infinity empties are left out; with `soft` also those that a
+    finite fill hides (as in `block_map`). The grid must have one block of b and one of h."""
+    return _runs(program, grid, soft) if grid.reads else _kept_runs(program, grid, soft)
+
+
+def _runs(program: ScoreProgram, grid: Grid, soft: bool) -> tuple[tuple[Run, ...], ...]:
+    assert grid.shape[:2] == (1, 1), f"runs of a grid of {grid.shape} blocks"
+    hidden, full = _fates(program, grid, soft)
+    table = torch.stack([t.expand(grid.shape)[0, 0] for t in (hidden, *full.values())], -1)
+    return tuple(_joined(row, tuple(full), grid) for row in table.tolist())
+
+
+_kept_runs = functools.lru_cache(maxsize=256)(_runs)
+
+
+def _joined(row: list[list[bool]], places: tuple[int, ...], grid: Grid) -> tuple[Run, ...]:
     found: list[Run] = []
-    for start in range(0, keys, step):
-        stop = min(start + step, keys)
-        box = Box(_range(b), _range(h), _range(q), _range((start, stop)), sizes)
-        skip = _fate(program, box, soft)
-        if skip is None:
+    for number, (is_hidden, *are_full) in enumerate(row):
+        start = grid.k.start + number * grid.k.step
+        stop = min(start + grid.k.step, grid.k.stop)
+        skip = frozenset(p for p, is_full in zip(places, are_full, strict=True) if is_full)
+        if is_hidden:
             continue
         if found and found[-1].stop == start and found[-1].skip == skip:
             found[-1] = Run(found[-1].start, stop, skip)
@@ -189,42 +116,38 @@ def runs(
     return tuple(found)
 
 
-def _range(half_open: tuple[int, int]) -> Interval:
-    return float(half_open[0]), float(half_open[1] - 1)
-
-
-def _fate(program: ScoreProgram, box: Box, soft: bool) -> frozenset[int] | None:
-    """The statements that change nothing on the box, or None where no key of it has any weight."""
-    skip: set[int] = set()
-    hidden = False
+def _fates(program: ScoreProgram, grid: Grid, soft: bool) -> tuple[Tensor, dict[int, Tensor]]:
+    """Where no key of a block has any weight; and for each mask, where it keeps everything."""
+    full: dict[int, Tensor] = {}
+    hidden = torch.tensor(False)
+    known: dict[Expr, Bounds] = {}
     for place, statement in enumerate(program.statements):
         if isinstance(statement, Score):
-            hidden = False  # a score computed from a masked one may be anything
+            hidden = torch.tensor(False)  # a score computed from a masked one may be anything
+            known = {n: b for n, b in known.items() if all(m is not SCORE for m in E.walk(n))}
         elif isinstance(statement, Weight):
-            hidden = hidden and _keeps_zero(statement.value)
+            hidden = hidden & _keeps_zero(statement.value)
         if not isinstance(statement, Keep):
             continue
-        fill = classify(statement.predicate, box)
-        if fill is Fill.FULL:
-            skip.add(place)
-        elif statement.is_hard:
-            hidden |= fill is Fill.EMPTY
-        elif fill is Fill.EMPTY and soft:
-            hidden = True
-        else:
-            hidden = hidden and (soft or _keeps_minus_infinity(statement.fill))
-    return None if hidden else frozenset(skip)
+        low, high = bit(bounds(statement.predicate, grid, {}, known))
+        empty, full[place] = high <= 0, low >= 1
+        if statement.is_hard or soft:
+            hidden = hidden | empty
+        elif not _keeps_minus_infinity(statement.fill):
+            hidden = hidden & full[place]
+    return hidden, full
 
 
 def _keeps_minus_infinity(fill: Expr) -> bool:
-    """Whether a fill leaves minus infinity what it is: `s`, or `s` plus a number."""
+    """Whether a fill leaves minus infinity what it is: `s`, or `s` plus or minus what does not undo it."""
     if fill is SCORE:
         return True
     if fill.op not in ("add", "sub"):
         return False
     a, b = fill.args
-    is_number = b.op == "const" and b.value != "nan" and math.isfinite(b.value)
-    return a is SCORE and is_number
+    if a is not SCORE or b.op != "const" or b.value == "nan":
+        return False
+    return math.isfinite(b.value) or (b.value < 0) == (fill.op == "add")
 
 
 def _keeps_zero(weight: Expr) -> bool:
@@ -245,6 +168,14 @@ def _keeps_zero(weight: Expr) -> bool:
 def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> float:
     """A number that no score hidden by a finite fill exceeds, where |dot| <= `dot`. Infinite where
     nothing can be said."""
+    if not math.isfinite(dot):
+        return math.inf
+    # Quarters of powers of two, so that calls share what is found.
+    return _hidden_below(program, 2.0 ** (math.ceil(4 * math.log2(max(dot, 1e-30))) / 4), sizes)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> float:
     any_place = (0.0, math.inf)
     everywhere = Box(any_place, any_place, any_place, any_place, sizes)
     score: Interval = (-dot, dot)
@@ -256,7 +187,7 @@ def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> f
                 return math.inf
             score = interval(statement.value, everywhere, names)
         elif isinstance(statement, Keep):
-            if statement.is_hard:
+            if statement.is_hard or statement.lowers:
                 # Fills below must not turn minus infinity into something else.
                 later = program.statements[program.statements.index(statement) + 1 :]
                 fills = [s.fill for s in later if isinstance(s, Keep) and not s.is_hard]

@@ -1,9 +1,12 @@
-"""The CPU backend: ATen's flash kernel where the program is one it can do, tiles of plain PyTorch
-elsewhere. Both hold memory linear in the number of tokens, forward and backward."""
+"""The CPU backend: attention compiled from C that is written for the program, ATen's flash kernel where
+there is no compiler and the program is one it can do, tiles of plain PyTorch elsewhere. All hold memory
+linear in the number of tokens, forward and backward."""
 
+from attngraph.codegen.cpu.compiled import Compiled
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.ir import kernels
 
+kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())

@@ -8,6 +8,9 @@ difference underflows to exactly zero, the hidden keys need not be looked at. If
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,6 +30,18 @@ def largest_dot(q: Tensor, k: Tensor) -> float:
     bound = torch.linalg.vector_norm(q, dim=-1).amax() * torch.linalg.vector_norm(k, dim=-1).amax()
     value = float(bound)
     return value if value == value else float("inf")
+
+
+def largest_score(
+    program: ScoreProgram, scale: float, q: Tensor, k: Tensor, reads: Sequence[Tensor]
+) -> float:
+    """A bound of |scale * q . k|. Infinite where a mask that adds minus infinity must not be skipped: what
+    is NaN or infinite in a score stays so beside it."""
+    if any(keep.lowers for keep in program.keeps):
+        numbers = (r for r in reads if r.is_floating_point())
+        if not all(bool(r.isfinite().all()) for r in numbers):
+            return math.inf
+    return abs(scale) * largest_dot(q, k)
 
 
 def hides(

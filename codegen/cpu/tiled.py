@@ -20,7 +20,7 @@ from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.kernels import Operands
 from attngraph.ir.score import ScoreProgram
 from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Run
+from attngraph.meaning.tiles import Cut, Grid, Run
 
 BLOCK = 64
 """Queries of a block, and keys of a step in which masks are classified."""
@@ -84,7 +84,12 @@ class _Work:
         self.program = program.without_scale
         self.q, self.k, self.v, self.reads, self.sizes = q, k, v, reads, sizes
         self.soft = soft.has_finite_fill(self.program)
-        self.dot = abs(self.scale) * soft.largest_dot(q, k) if self.soft else 0.0
+        self.dot = soft.largest_score(program, self.scale, q, k, reads) if self.soft else 0.0
+        (b, h, sq, _), sk = q.shape, k.shape[2]
+        here = reads if q.device.type == "cpu" and tiles.reads_data(program) else ()
+        cuts = (Cut(0, b, b), Cut(0, h, h), Cut(0, sq, BLOCK), Cut(0, sk, BLOCK))
+        find = functools.partial(tiles.runs, self.program, Grid(*cuts, sizes, here))
+        self.runs = (find(soft=True) if self.soft else None, find(soft=False))
 
     def tiles(self) -> Iterator[Tile]:
         b, h, sq, _ = self.q.shape
@@ -105,16 +110,12 @@ class _Work:
     def _choices(self, tile: Tile) -> Iterator[tuple[tuple[Run, ...], Callable[[Tensor], bool]]]:
         """Sets of keys to look at, the smallest first, and what must hold of the log-sum-exp for a set
         to have been enough. A row that sees no key, or NaN, makes every key matter."""
-        keys = tile.k[1]
-        find = functools.partial(tiles.runs, self.program, tile.b, tile.h, tile.q, keys, BLOCK, self.sizes)
-        if self.soft:
-            softly = find(True)
-            if softly:
-                yield softly, functools.partial(self._hidden, runs=softly)
-        hard = find(False)
+        softly, hard = (None if found is None else found[tile.q[0] // BLOCK] for found in self.runs)
+        if softly:
+            yield softly, functools.partial(self._hidden, runs=softly)
         if hard:
             yield hard, lambda lse: bool(lse.isfinite().all())
-        yield (Run(0, keys, frozenset()),), lambda lse: True
+        yield (Run(0, tile.k[1], frozenset()),), lambda lse: True
 
     def _hidden(self, lse: Tensor, runs: tuple[Run, ...]) -> bool:
         """Whether what a finite fill hides has no weight in any row of the block."""

@@ -154,7 +154,7 @@ def test_flash_serves_the_cases_that_it_is_for() -> None:
     assert {"plain", "causal", "grouped", "multi-query", "fill of -1e9", "fill that leaks"} <= set(
         SERVED_BY_FLASH
     )
-    assert not {"window", "softcap", "sink", "dropout", "wide values"} & set(SERVED_BY_FLASH)
+    assert not {"window", "softcap", "sink", "dropout"} & set(SERVED_BY_FLASH)
 
 
 @pytest.mark.parametrize("kernel", ["cpu.flash", "cpu.tiled"])
@@ -272,3 +272,25 @@ def test_batches_taken_apart_give_the_whole(program: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(tiled, "SCORES", 1)
     assert_as_reference("cpu.tiled", program, operands(B=3))
+
+
+@pytest.mark.parametrize("kernel", ["cpu.compiled", "cpu.flash", "cpu.tiled"])
+@pytest.mark.parametrize("place", ["keys", "bias", "nowhere"])
+def test_a_mask_that_is_added_lets_nan_through(kernel: str, place: str) -> None:
+    q, k, v = operands()
+    bias = torch.zeros(k.shape[2])
+    if place == "keys":
+        k[..., -1, :] = torch.nan
+    elif place == "bias":
+        bias[-1] = torch.nan
+    if kernel == "cpu.flash":
+        if place == "bias":
+            pytest.skip("cpu.flash serves no bias")
+        program, reads = "keep k <= q else s - inf", []
+    else:
+        program, reads = "s = dot + r0[k]; keep k <= q else s - inf", [bias]
+    mine, reference = (
+        KERNELS[n].forward(parse(program), (q, k, v), reads, ())[0] for n in (kernel, "reference")
+    )
+    assert torch.allclose(mine, reference, atol=1e-5, equal_nan=True)
+    assert bool(reference.isnan().any()) == (place != "nowhere")

@@ -1,6 +1,9 @@
 """What is never computed must be nothing: the classes of tiles, the runs of keys and the bounds of
 hidden scores, against the evaluation of every element."""
 
+import contextlib
+import dataclasses
+import itertools
 import types
 from typing import Any
 
@@ -11,12 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attngraph.ir import evaluate
+from attngraph.ir import expr as E
 from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.expr import Expr
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.parser import operation, parse
+from attngraph.ir.score import Keep, ScoreProgram, format_expr
 from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Box, Fill, Run
+from attngraph.meaning.tiles import Box, Cut, Fill, Grid, Run
 
 B, H, Sq, Skv = 2, 2, 7, 12
 SIZES = (3, 2)
@@ -29,6 +33,12 @@ def environment(ranges: Ranges, reads: list[Tensor]) -> Environment:
 
 def box(ranges: Ranges, sizes: tuple[int, ...] = SIZES) -> Box:
     return Box(*((float(lo), float(hi - 1)) for lo, hi in ranges), sizes)
+
+
+def grid(b: tuple[int, int], h: tuple[int, int], q: tuple[int, int], keys: int, step: int) -> Grid:
+    """One block of queries against all keys in steps."""
+    whole = (Cut(lo, hi, hi - lo) for lo, hi in (b, h, q))
+    return Grid(*whole, Cut(0, keys, step), SIZES)
 
 
 def evaluated(predicate: Expr, ranges: Ranges, reads: list[Tensor]) -> Tensor:
@@ -181,7 +191,7 @@ def weights_of(program: ScoreProgram, ranges: Ranges, reads: list[Tensor], dot: 
 
 def check_runs(program: ScoreProgram, ranges: Ranges, reads: list[Tensor], step: int) -> tuple[Run, ...]:
     b, h, q, _ = ranges
-    found = tiles.runs(program, b, h, q, Skv, step, SIZES, False)
+    found = tiles.runs(program, grid(b, h, q, Skv, step))[0]
     dot = torch.randn(
         [hi - lo for lo, hi in (*ranges[:3], (0, Skv))],
         dtype=torch.float64,
@@ -260,15 +270,15 @@ def test_statements_after_a_hard_mask_may_uncover_what_it_hid(
 
 def test_keys_that_a_mask_hides_are_left_out_and_decided_masks_skipped() -> None:
     program = parse("s = 0.5 * dot; keep k <= q; keep k > q - 4")
-    assert tiles.runs(program, (0, 1), (0, 1), (4, 8), 16, 4, (), False) == (
+    assert tiles.runs(program, grid((0, 1), (0, 1), (4, 8), 16, 4))[0] == (
         Run(0, 4, frozenset({1})),
         Run(4, 8, frozenset({2})),
     )
-    assert tiles.runs(parse("keep k <= q else -1e9"), (0, 1), (0, 1), (0, 4), 12, 4, (), False)[-1].stop == 12
-    assert tiles.runs(parse("keep k <= q else -1e9"), (0, 1), (0, 1), (0, 4), 12, 4, (), True)[-1].stop == 4
-    assert tiles.runs(parse("keep k <= q"), (0, 1), (0, 1), (8, 12), 12, 4, (), False)[0] == Run(
-        0, 8, frozenset({0})
-    )
+    first, soft = grid((0, 1), (0, 1), (0, 4), 12, 4), parse("keep k <= q else -1e9")
+    assert tiles.runs(soft, first)[0][-1].stop == 12
+    assert tiles.runs(soft, first, soft=True)[0][-1].stop == 4
+    last = grid((0, 1), (0, 1), (8, 12), 12, 4)
+    assert tiles.runs(parse("keep k <= q"), last)[0][0] == Run(0, 8, frozenset({0}))
 
 
 @given(data=st.data(), ranges=boxes(), step=st.sampled_from([1, 4]))
@@ -283,7 +293,7 @@ def test_softly_hidden_scores_stay_below_their_bound(
 
 def check_soft(program: ScoreProgram, ranges: Ranges, reads: list[Tensor], step: int) -> None:
     b, h, q, _ = ranges
-    found = tiles.runs(program, b, h, q, Skv, step, SIZES, True)
+    found = tiles.runs(program, grid(b, h, q, Skv, step), soft=True)[0]
     dot = torch.randn(
         [hi - lo for lo, hi in (*ranges[:3], (0, Skv))],
         dtype=torch.float64,
@@ -320,3 +330,163 @@ def check_soft(program: ScoreProgram, ranges: Ranges, reads: list[Tensor], step:
 def test_bounds_of_hidden_scores_follow_every_statement(text: str, language: types.SimpleNamespace) -> None:
     for q in ((0, 7), (0, 2), (5, 7)):
         check_soft(parse(text), ((0, 2), (0, 2), q, (0, 1)), language.reads(B, H, Sq, Skv), 2)
+
+
+READS = (
+    torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2], [5] * 12]),  # documents by key
+    torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 4, 4, 4]]),  # documents by query
+    torch.tensor([4, 12]),  # lengths
+    torch.tensor([[True] * 5 + [False] * 7, [True] * 12]),  # padding
+    torch.tensor([0.1, 0.2, 0.3, 0.3, 0.3, 0.3, float("nan"), 1.0, float("inf"), 2.0, 1e38, -1e38]),  # by key
+    torch.tensor([1 << 53, (1 << 53) + 1, -3, 2, 2, 2, 2]),  # by query
+    torch.tensor([0.5, 1000.0], dtype=torch.float16),  # by head
+)
+
+
+def evaluated_as(dtype: torch.dtype, predicate: Expr, ranges: Ranges) -> Tensor:
+    env = Environment(Tile(*ranges), READS, SIZES, dtype, torch.device("cpu"))
+    found = evaluate.as_bool(evaluate.evaluate(predicate, env, {}), env)
+    return found.expand([hi - lo for lo, hi in ranges])
+
+
+def whole_grid(steps: tuple[int, int, int, int]) -> Grid:
+    cuts = (Cut(0, extent, step) for extent, step in zip((B, H, Sq, Skv), steps, strict=True))
+    return Grid(*cuts, SIZES, READS)
+
+
+def check_map(predicate: Expr, steps: tuple[int, int, int, int]) -> Tensor:
+    """The map of `keep predicate`, each of its blocks held against all its elements."""
+    found = tiles.block_map(ScoreProgram((Keep(predicate),)), whole_grid(steps))
+    everywhere = tuple((0, extent) for extent in (B, H, Sq, Skv))
+    for dtype in (torch.float32, torch.float64):
+        truth = evaluated_as(dtype, predicate, everywhere)
+        for place in itertools.product(*(range(-(-n // s)) for n, s in zip(truth.shape, steps, strict=True))):
+            block = truth[tuple(slice(i * s, i * s + s) for i, s in zip(place, steps, strict=True))]
+            kind = found[tuple(i if n > 1 else 0 for i, n in zip(place, found.shape, strict=True))]
+            if kind == tiles.SKIP:
+                assert not bool(block.any()), f"{format_expr(predicate)} keeps something in block {place}"
+            elif kind == tiles.OPEN:
+                assert bool(block.all()), f"{format_expr(predicate)} drops something in block {place}"
+    return found
+
+
+INDEX = {name: E.var(name) for name in "bhqk"}
+READ = (
+    E.read(0, (INDEX["b"], INDEX["k"])), E.read(1, (INDEX["b"], INDEX["q"])), E.read(2, (INDEX["b"],)),
+    E.read(3, (INDEX["b"], INDEX["k"])), E.read(4, (INDEX["k"],)), E.read(5, (INDEX["q"],)),
+    E.read(6, (INDEX["h"],)), E.read(0, (E.const(1), INDEX["k"])), E.read(2, (E.const(0),)),
+    E.read(2, (operation("mod", INDEX["k"], E.const(2)),)),
+)  # fmt: skip
+
+
+def numbers(depth: int) -> st.SearchStrategy[Expr]:
+    leaves = st.one_of(
+        st.sampled_from([*INDEX.values(), *READ, E.size("n0"), E.size("n1")]),
+        st.integers(-3, 9).map(E.const),
+        st.sampled_from([0.1, 0.3, -0.5, 1e38, 2.5]).map(E.const),
+    )
+    if not depth:
+        return leaves
+    inner = numbers(depth - 1)
+    two = ["add", "sub", "mul", "min", "max", "div"]
+    one = ["neg", "abs", "sign", "floor", "ceil", "round", "trunc", "float", "tanh", "exp", "sqrt", "log"]
+    return st.one_of(
+        leaves,
+        st.builds(operation, st.sampled_from(two), inner, inner),
+        st.builds(operation, st.sampled_from(one), inner),
+        st.builds(operation, st.sampled_from(["floordiv", "mod"]), inner, st.integers(1, 5).map(E.const)),
+        st.builds(operation, st.just("where"), predicates(depth - 1), inner, inner),
+    )
+
+
+def predicates(depth: int) -> st.SearchStrategy[Expr]:
+    values = numbers(max(depth - 1, 0))
+    leaves = st.one_of(
+        st.builds(operation, st.sampled_from(["eq", "ne", "le", "lt", "ge", "gt"]), values, values),
+        st.just(READ[3]),
+        st.builds(operation, st.just("isnan"), values),
+    )
+    if depth <= 0:
+        return leaves
+    inner = predicates(depth - 1)
+    return st.one_of(
+        leaves,
+        st.builds(operation, st.sampled_from(["and", "or"]), inner, inner),
+        st.builds(operation, st.just("not"), inner),
+    )
+
+
+@given(
+    predicate=predicates(2),
+    steps=st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.integers(1, 7), st.integers(1, 12)),
+)
+@settings(max_examples=400, deadline=None)
+def test_maps_of_masks_that_read_data_are_true_of_every_element(
+    predicate: Expr, steps: tuple[int, int, int, int]
+) -> None:
+    with contextlib.suppress(NotImplementedError):  # sign of a truth value, which PyTorch has not
+        check_map(predicate, steps)
+
+
+@given(data=st.data(), steps=st.tuples(st.integers(1, 3), st.integers(1, 5)))
+@settings(max_examples=100, deadline=None)
+def test_a_grid_says_of_each_block_what_classify_says_of_it(
+    data: st.DataObject, steps: tuple[int, int], language: types.SimpleNamespace
+) -> None:
+    predicate = data.draw(language.booleans(("b", "h", "q", "k"), 2, False))
+    found = tiles.block_map(
+        ScoreProgram((Keep(predicate),)), dataclasses.replace(whole_grid((1, 1, *steps)), reads=())
+    )
+    kinds = {Fill.EMPTY: tiles.SKIP, Fill.PARTIAL: tiles.EVALUATE, Fill.FULL: tiles.OPEN}
+    for b, h, i, j in itertools.product(range(B), range(H), *(range(n) for n in found.shape[2:])):
+        spans = (i * steps[0], min((i + 1) * steps[0], Sq)), (j * steps[1], min((j + 1) * steps[1], Skv))
+        expected = kinds[tiles.classify(predicate, box(((b, b + 1), (h, h + 1), *spans)))]
+        assert found[min(b, found.shape[0] - 1), min(h, found.shape[1] - 1), i, j] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("r0[b, k] == r1[b, q]", [[[1, 1, 0], [1, 1, 1]], [[2, 2, 2], [0, 0, 0]]]),
+        ("k < r2[b]", [[[2, 0, 0]] * 2, [[2, 2, 2]] * 2]),
+        ("r3[b, k]", [[[2, 1, 0]] * 2, [[2, 2, 2]] * 2]),
+        ("k <= q and k < r2[b]", [[[1, 0, 0], [2, 0, 0]], [[1, 0, 0], [2, 1, 0]]]),
+        ("k <= q or k < r2[b]", [[[2, 0, 0], [2, 1, 0]], [[2, 2, 2]] * 2]),
+        ("r4[k] < 0.5", [[[2, 1, 1]] * 2]),
+        ("r4[k] <= 0.3", [[[1, 1, 1]] * 2]),  # the literal may round to either side
+        ("r5[q] < 5", [[[1, 1, 1], [2, 2, 2]]]),
+        ("r6[h] < 700", [[[1, 1, 1]] * 2]),  # half types compare in ways of their own
+        ("r2[k % 2] < 20", [[[1, 1, 1]] * 2]),
+    ],
+)
+def test_masks_that_read_data_are_decided_by_the_blocks_of_the_data(text: str, expected: list[Any]) -> None:
+    predicate = parse(f"keep {text}").keeps[0].predicate
+    found = check_map(predicate, (1, 1, 4, 4))
+    assert found[:, 0].tolist() == expected
+
+
+def test_documents_of_many_blocks_leave_out_all_others() -> None:
+    documents = torch.arange(64).view(1, 64) // 8
+    program = parse("keep k <= q and r0[b, k] == r0[b, q]")
+    cuts = (Cut(0, 1, 1), Cut(0, 1, 1), Cut(0, 64, 4), Cut(0, 64, 4))
+    found = tiles.block_map(program, Grid(*cuts, (), (documents,)))[0, 0]
+    assert int((found != tiles.SKIP).sum()) == 8 * 3 and int((found == tiles.OPEN).sum()) == 8
+
+
+def test_heads_with_windows_of_their_own_get_maps_of_their_own() -> None:
+    cuts = (Cut(0, 3, 1), Cut(0, 2, 1), Cut(0, 8, 4), Cut(0, 8, 4))
+    found = tiles.block_map(parse("keep abs(q - k) < 1 + 16 * h"), Grid(*cuts))
+    assert found.tolist() == [[[[1, 0], [0, 1]], [[2, 2], [2, 2]]]]
+
+
+def test_maps_of_positions_alone_are_kept_for_the_next_call() -> None:
+    cuts = (Cut(0, 1, 1), Cut(0, 1, 1), Cut(0, 8, 4), Cut(0, 8, 4))
+    program = parse("keep k <= q")
+    assert tiles.block_map(program, Grid(*cuts)) is tiles.block_map(program, Grid(*cuts))
+
+
+def test_a_read_that_is_expanded_is_looked_at_once() -> None:
+    padding = torch.tensor([True] * 4 + [False] * 8).view(1, 1, 1, 12).expand(B, H, Sq, 12)
+    cuts = (Cut(0, B, 1), Cut(0, H, 1), Cut(0, Sq, 4), Cut(0, 12, 4))
+    found = tiles.block_map(parse("keep r0[b, h, q, k]"), Grid(*cuts, (), (padding,)))
+    assert found.tolist() == [[[[2, 0, 0]] * 2]]

@@ -1,0 +1,276 @@
+/* The loop over tiles: flash attention (Dao et al. 2022; online softmax of Milakov and Gimelshein 2018)
+   around the program's own functions, written above:
+
+       scores(c, b, h, q0, rows, k0, keys, S, top)        scores of a tile in place, tops of its rows
+       scores_unmasked(...)                               the same where every mask keeps everything
+       weigh(c, b, h, q0, rows, k0, keys, S)              the statements `p = ...`, if HAS_WEIGHTS
+       sink(c, b, h, q)                                   if HAS_SINK
+
+   S is [BLOCK_Q][BLOCK_K]. Products are computed by a register block of STEP_Q rows and STEP_N vectors. */
+
+#if defined(__AVX512F__)
+enum { LANES = 16, STEP_N = 4 };
+#elif defined(__AVX__)
+enum { LANES = 8, STEP_N = 2 };
+#elif defined(__aarch64__)
+enum { LANES = 4, STEP_N = 4 };
+#else
+enum { LANES = 4, STEP_N = 2 };
+#endif
+enum { STEP_Q = 6 };
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. */
+INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda,
+                           const float *restrict B, int64_t ldb, int64_t depth, int rows, const float *by,
+                           const int vectors) {
+    for (int row = 0; row < rows; row += STEP_Q) {
+        Vector sum[STEP_Q][STEP_N];
+        const float *a = A + row * lda;
+        float *c = C + row * ldc;
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP_Q; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; ++j) {
+                sum[i][j] = (Vector){0};
+                if (by) sum[i][j] = *(Vector *)(c + i * ldc + j * LANES) * by[row + i];
+            }
+        for (int64_t d = 0; d < depth; ++d) {
+            Vector right[STEP_N];
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; ++j) right[j] = *(const Vector *)(B + d * ldb + j * LANES);
+#pragma GCC unroll 8
+            for (int i = 0; i < STEP_Q; ++i)
+#pragma GCC unroll 8
+                for (int j = 0; j < vectors; ++j) sum[i][j] += a[i * lda + d] * right[j];
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < STEP_Q; ++i)
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; ++j) *(Vector *)(c + i * ldc + j * LANES) = sum[i][j];
+    }
+}
+
+static void multiply(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, const float *restrict B,
+                     int64_t ldb, int64_t depth, int rows, int64_t columns, const float *by) {
+    int64_t n = 0;
+    for (; n + STEP_N * LANES <= columns; n += STEP_N * LANES)
+        by ? multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, by, STEP_N)
+           : multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, 0, STEP_N);
+    for (; n < columns; n += LANES)
+        by ? multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, by, 1)
+           : multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, 0, 1);
+}
+
+static int64_t blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }
+
+/* Lay one block of keys out with the width outermost, and its values as rows of whole vectors, both in
+   float32 and padded with zeros. */
+static void pack(const Call *c, int64_t head, int64_t k0, float *to_k, float *to_v) {
+    int64_t b = head / c->Hkv, h = head % c->Hkv;
+    int keys = (int)smaller(BLOCK_K, c->Sk - k0);
+    const Element *k = (const Element *)c->k + b * c->k_stride[0] + h * c->k_stride[1] + k0 * c->k_stride[2];
+    const Element *v = (const Element *)c->v + b * c->v_stride[0] + h * c->v_stride[1] + k0 * c->v_stride[2];
+    for (int64_t d = 0; d < c->D; ++d) {
+        for (int j = 0; j < keys; ++j) to_k[d * BLOCK_K + j] = widen(k[j * c->k_stride[2] + d]);
+        for (int j = keys; j < BLOCK_K; ++j) to_k[d * BLOCK_K + j] = 0;
+    }
+    for (int j = 0; j < BLOCK_K; ++j) {
+        float *row = to_v + j * c->wide;
+        int64_t d = 0;
+        if (j < keys)
+            for (; d < c->Dv; ++d) row[d] = widen(v[j * c->v_stride[2] + d]);
+        for (; d < c->wide; ++d) row[d] = 0;
+    }
+}
+
+/* The buffers of one thread. */
+typedef struct {
+    float S[BLOCK_Q * BLOCK_K], sums[BLOCK_Q * LANES];
+    float top[BLOCK_Q], next[BLOCK_Q], total[BLOCK_Q], decay[BLOCK_Q];
+    float *Q, *O; /* [BLOCK_Q][D], [BLOCK_Q][wide] */
+} Block;
+
+/* A block of queries, and where the keys and values of its head lie packed. */
+typedef struct { int64_t b, h, q0; int rows, padded; const float *k, *v; } Place;
+
+static void dots(const Call *c, const Place *at, Block *t, int64_t k0) {
+    multiply(t->S, BLOCK_K, t->Q, c->D, at->k + k0 * c->D, BLOCK_K, c->D, at->padded, BLOCK_K, 0);
+}
+
+static void weigh_values(const Call *c, const Place *at, Block *t, int64_t k0, const float *decay) {
+    multiply(t->O, c->wide, t->S, BLOCK_K, at->v + k0 * c->wide, c->wide, BLOCK_K, at->padded, c->wide, decay);
+}
+
+static void score(Call *c, const Place *at, Block *t, int64_t k0, int class) {
+    int keys = (int)smaller(BLOCK_K, c->Sk - k0);
+    if (class == 2 && keys == BLOCK_K)
+        scores_unmasked(c, at->b, at->h, at->q0, at->rows, k0, BLOCK_K, t->S, t->next);
+    else
+        scores(c, at->b, at->h, at->q0, at->rows, k0, keys, t->S, t->next);
+}
+
+/* S becomes exp(S - top) for the new tops; what was summed before has to be multiplied by `decay`. */
+static void exponentials(const Place *at, Block *t) {
+#pragma omp simd
+    for (int i = 0; i < BLOCK_Q; ++i) {
+        float top = t->next[i];
+        float base = top == -INFINITY ? 0.0f : top; /* nothing seen yet: exp(-inf - 0) = 0 */
+        t->decay[i] = exp_of_negative(t->top[i] - base);
+        t->top[i] = top;
+        t->next[i] = base;
+    }
+    for (int i = 0; i < at->rows; ++i) {
+        float *row = t->S + i * BLOCK_K, base = t->next[i];
+        Vector sum = *(Vector *)(t->sums + i * LANES) * t->decay[i];
+        for (int j = 0; j < BLOCK_K; j += LANES) {
+#pragma omp simd
+            for (int l = 0; l < LANES; ++l) row[j + l] = exp_of_negative(row[j + l] - base);
+            sum += *(Vector *)(row + j);
+        }
+        *(Vector *)(t->sums + i * LANES) = sum;
+    }
+    for (int i = 0; i < at->rows; ++i) t->next[i] = t->top[i];
+}
+
+/* One pass over the blocks of keys that the map does not leave out. With `values` the output is gathered
+   on the way, by weights that are not divided yet. */
+static void pass(Call *c, const Place *at, Block *t, const uint8_t *map, int values) {
+    for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
+    memset(t->sums, 0, sizeof t->sums);
+    if (values) memset(t->O, 0, sizeof(float) * BLOCK_Q * c->wide);
+    for (int64_t k0 = 0; k0 < c->Sk; k0 += BLOCK_K) {
+        int class = map ? map[k0 / BLOCK_K] : 1;
+        if (class == 0) continue;
+        dots(c, at, t, k0);
+        score(c, at, t, k0, class);
+        exponentials(at, t);
+#ifdef HAS_WEIGHTS
+        if (values) weigh(c, at->b, at->h, at->q0, at->rows, k0, (int)smaller(BLOCK_K, c->Sk - k0), t->S);
+#endif
+        if (values) weigh_values(c, at, t, k0, t->decay);
+    }
+    for (int i = 0; i < at->rows; ++i) {
+        float sum = 0;
+        for (int l = 0; l < LANES; ++l) sum += t->sums[i * LANES + l];
+#ifdef HAS_SINK
+        float other = sink(c, at->b, at->h, at->q0 + i), top = t->top[i];
+        float joint = maximum(top, other); /* infinite or NaN: the total is NaN */
+        t->decay[i] = joint == joint && top == -INFINITY ? 0.0f : exp_(top - joint);
+        sum = sum * t->decay[i] + exp_(other - joint);
+        t->top[i] = joint;
+#endif
+        t->total[i] = t->top[i] == -INFINITY ? NAN : sum;
+    }
+}
+
+#ifdef HAS_WEIGHTS
+/* The output by weights that are divided before the program changes them, as the statements say. */
+static void weigh_exactly(Call *c, const Place *at, Block *t, const uint8_t *map) {
+    memset(t->O, 0, sizeof(float) * BLOCK_Q * c->wide);
+    for (int i = 0; i < BLOCK_Q; ++i) t->decay[i] = 1;
+    for (int64_t k0 = 0; k0 < c->Sk; k0 += BLOCK_K) {
+        int class = map ? map[k0 / BLOCK_K] : 1;
+        if (class == 0) continue;
+        dots(c, at, t, k0);
+        score(c, at, t, k0, class);
+        for (int i = 0; i < at->rows; ++i) {
+            float *row = t->S + i * BLOCK_K, top = t->top[i], total = t->total[i];
+#pragma omp simd
+            for (int j = 0; j < BLOCK_K; ++j) row[j] = exp_(row[j] - top) / total;
+        }
+        weigh(c, at->b, at->h, at->q0, at->rows, k0, (int)smaller(BLOCK_K, c->Sk - k0), t->S);
+        weigh_values(c, at, t, k0, t->decay);
+    }
+}
+#endif
+
+/* Whether a finite fill gives every key that it hides a weight of exactly zero. */
+static int is_hidden(const Call *c, const Place *at, const Block *t) {
+    for (int i = 0; i < at->rows; ++i)
+        if (!((double)t->top[i] - c->hidden > 104.0)) return 0;
+    return 1;
+}
+
+static void attend_block(Call *c, const Place *at, Block *t) {
+    const uint8_t *map[2];
+    for (int n = 0; n < 2; ++n)
+        map[n] = c->map[n] ? c->map[n] + at->b * c->map_stride[n][0] + at->h * c->map_stride[n][1] +
+                                 at->q0 / BLOCK_Q * c->map_stride[n][2]
+                           : 0;
+    const int values = !EXACT_WEIGHTS;
+    const uint8_t *used = map[0];
+    if (map[0]) pass(c, at, t, used, values);
+    if (!map[0] || !is_hidden(c, at, t)) pass(c, at, t, used = map[1], values);
+    int divided = 0;
+#ifdef HAS_WEIGHTS
+    int finite = 1;
+    for (int i = 0; i < at->rows; ++i) finite &= fabsf(t->total[i]) < INFINITY && fabsf(t->top[i]) < INFINITY;
+    if (EXACT_WEIGHTS || !finite) { /* a row that is NaN makes every key matter */
+        if (!finite) pass(c, at, t, used = 0, 0);
+        weigh_exactly(c, at, t, used);
+        divided = 1;
+    }
+#endif
+    Element *out = (Element *)c->out + at->b * c->out_stride[0] + at->h * c->out_stride[1];
+    for (int i = 0; i < at->rows; ++i) {
+        int64_t q = at->q0 + i;
+        float by = 1;
+        if (!divided) {
+            by /= t->total[i];
+#ifdef HAS_SINK
+            by *= t->decay[i];
+#endif
+        }
+        for (int64_t d = 0; d < c->Dv; ++d) out[q * c->out_stride[2] + d] = narrow(t->O[i * c->wide + d] * by);
+        c->lse[(at->b * c->H + at->h) * c->Sq + q] = t->top[i] + logf(t->total[i]);
+    }
+}
+
+static void attend_item(Call *c, Block *t, int64_t head, int64_t item, const float *k, const float *v) {
+    int64_t group = c->H / c->Hkv, steps = blocks(c->Sq, BLOCK_Q);
+    /* The last blocks, under a causal mask the longest, first. */
+    Place at = {head / c->Hkv, head % c->Hkv * group + item / steps, (steps - 1 - item % steps) * BLOCK_Q, 0, 0, k, v};
+    at.rows = (int)smaller(BLOCK_Q, c->Sq - at.q0);
+    at.padded = (at.rows + STEP_Q - 1) / STEP_Q * STEP_Q;
+    const Element *q = (const Element *)c->q + at.b * c->q_stride[0] + at.h * c->q_stride[1] + at.q0 * c->q_stride[2];
+    for (int i = 0; i < at.padded; ++i)
+        for (int64_t d = 0; d < c->D; ++d)
+            t->Q[i * c->D + d] = i < at.rows ? widen(q[i * c->q_stride[2] + d]) * c->scale : 0.0f;
+    attend_block(c, &at, t);
+}
+
+static int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
+
+static void wait_for(int64_t *counter, int64_t wanted) {
+    while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < wanted) sched_yield();
+}
+
+/* One member of the team. Heads are done in rounds of a few, whose keys and values are packed first, in
+   one of two buffers, by whoever comes. A member waits only for blocks that another is just packing, and
+   for a buffer that another still reads. */
+void attngraph_attend(Call *c) {
+    int64_t heads = c->B * c->Hkv, group = c->H / c->Hkv;
+    int64_t steps = blocks(c->Sk, BLOCK_K), length = steps * BLOCK_K, items = group * blocks(c->Sq, BLOCK_Q);
+    Block t;
+    t.Q = c->scratch + take(&c->slot) * c->scratch_size;
+    t.O = t.Q + BLOCK_Q * c->D;
+    for (int64_t first = 0, number = 0; first < heads; first += c->together, ++number) {
+        struct Round *round = c->rounds + number;
+        int64_t here = smaller(c->together, heads - first);
+        float *k = c->k_packed + number % 2 * c->together * length * c->D;
+        float *v = c->v_packed + number % 2 * c->together * length * c->wide;
+        if (number >= 2) wait_for(&round[-2].finished, c->together * items);
+        for (int64_t item; (item = take(&round->next_pack)) < here * steps; take(&round->packed)) {
+            int64_t pair = item / steps, k0 = item % steps * BLOCK_K, row = pair * length + k0;
+            pack(c, first + pair, k0, k + row * c->D, v + row * c->wide);
+        }
+        wait_for(&round->packed, here * steps);
+        for (int64_t item; (item = take(&round->next_item)) < here * items; take(&round->finished)) {
+            int64_t pair = item / items;
+            attend_item(c, &t, first + pair, item % items, k + pair * length * c->D, v + pair * length * c->wide);
+        }
+    }
+}
+
+const int attngraph_lanes = LANES;

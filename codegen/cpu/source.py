@@ -1,0 +1,204 @@
+"""A score program as the source of a C library: what `c/base.h` and `c/loop.h` leave open, between them.
+
+Everything that changes the source is in a `Plan`; lengths, strides, tensors and sizes are arguments of
+the call. Equal plans give equal source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from attngraph.codegen.cpu.expression import GROUP, INNER, ROW, TILE, Writer
+from attngraph.codegen.cpu.terms import UnsupportedError, cast, truth
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.parser import parse
+from attngraph.ir.score import WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
+
+ELEMENTS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+MOST_READS = MOST_NUMBERS = 16
+_FOLDER = Path(__file__).parent / "c"
+_TILE = "int b, int h, int q0, int rows, int k0, int keys"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One library: the program (without a scale, which is an argument), the dtype of q, k, v, and those
+    of the tensors that it reads."""
+
+    program: ScoreProgram
+    dtype: torch.dtype
+    reads: tuple[torch.dtype, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """`numbers`: expressions of sizes whose values a call brings, with their kinds; `divisors`: those of
+    them that must be positive."""
+
+    text: str
+    numbers: tuple[tuple[Expr, str], ...]
+    divisors: frozenset[Expr]
+
+
+@functools.lru_cache(maxsize=256)
+def write(plan: Plan) -> Source:
+    """The source of a plan.
+
+    Raises:
+        UnsupportedError: the program has something that is not written as C.
+    """
+    program = plan.program
+    if parse(program.text) != program:
+        raise UnsupportedError("a program that was not made by the parser")
+    if len(plan.reads) > MOST_READS:
+        raise UnsupportedError(f"more than {MOST_READS} tensors that are read")
+    numbers: dict[Expr, str] = {}
+    divisors: set[Expr] = set()
+    before = [s for s in program.statements if isinstance(s, (Score, Keep))]
+    unmasked = [s for s in before if isinstance(s, Score)]
+    after = [s for s in program.statements if isinstance(s, Weight)]
+
+    def writer() -> Writer:
+        found = Writer(plan.reads, numbers)
+        found.divisors = divisors
+        return found
+
+    parts = [_scores("scores", before, writer(), True), _scores("scores_unmasked", unmasked, writer(), False)]
+    flags = [ELEMENTS[plan.dtype]]
+    if after:
+        parts.append(_weigh(after, writer()))
+        flags.append("HAS_WEIGHTS")
+    if program.sink is not None:
+        parts.append(_sink(program.sink, writer()))
+        flags.append("HAS_SINK")
+    if len(numbers) > MOST_NUMBERS:
+        raise UnsupportedError(f"more than {MOST_NUMBERS} expressions of sizes")
+    exact = int(bool(after) and not all(is_multiple(s.value) for s in after))
+    head = "".join(f"// {line}\n" for line in ("attngraph, for the scores", *program.text.splitlines()))
+    defines = "".join(f"#define {flag}\n" for flag in flags) + f"#define EXACT_WEIGHTS {exact}\n"
+    base, loop = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("base.h", "loop.h"))
+    text = "\n".join([head + defines, base, *parts, loop])
+    return Source(text, tuple(numbers.items()), frozenset(divisors))
+
+
+def is_multiple(node: Expr) -> bool:
+    """Whether a changed weight is a multiple of the weight, as long as that is a number: then it can be
+    changed before it is divided by the sum of its row."""
+    if node is WEIGHT or E.is_const(node, 0):
+        return True
+    if all(n is not WEIGHT for n in E.walk(node)):
+        return False
+    args = node.args
+    match node.op:
+        case "neg" | "float":
+            return is_multiple(args[0])
+        case "add" | "sub":
+            return all(is_multiple(a) for a in args)
+        case "mul":
+            return any(is_multiple(a) and WEIGHT not in E.walk(b) for a, b in (args, args[::-1]))
+        case "div":
+            return is_multiple(args[0]) and WEIGHT not in E.walk(args[1])
+        case "where":
+            asked = args[0].op == "isnan" and is_multiple(args[0].args[0])
+            if asked:  # a number, so it takes the other branch
+                return is_multiple(args[2])
+            return WEIGHT not in E.walk(args[0]) and all(is_multiple(a) for a in args[1:])
+    return False
+
+
+def _statements(statements: Sequence[Statement], name: str, writer: Writer) -> None:
+    """The lines by which statements change the variable `name` in the innermost loop."""
+    lines = writer.lines[INNER]
+    for statement in statements:
+        if isinstance(statement, Keep):
+            kept = truth(writer.expression(statement.predicate))
+            fill = cast(writer.expression(statement.fill), "float")
+            lines.append(f"{name} = {kept} ? {name} : {fill};")
+        elif isinstance(statement, (Score, Weight)):
+            lines.append(f"{name} = {cast(writer.expression(statement.value), 'float')};")
+        writer.changed(name)
+
+
+def _scores(name: str, statements: Sequence[Statement], writer: Writer, masked: bool) -> str:
+    _statements(statements, "s", writer)
+    lines = ["const float dot = row[j];", "float s = dot;", *writer.lines[INNER]]
+    if masked:
+        lines.append("s = j < keys ? s : -INFINITY;")
+    lines += ["row[j] = s;", "best = s > best ? s : best;"]
+    head = f"static void {name}(Call *c, {_TILE}, float *S, float *top) {{"
+    return _function(
+        head, writer, lines, ["float best = top[i];"], ["top[i] = best;"], "reduction(max : best)"
+    )
+
+
+def _weigh(statements: Sequence[Statement], writer: Writer) -> str:
+    _statements(statements, "p", writer)
+    lines = ["float p = row[j];", *writer.lines[INNER], "row[j] = j < keys ? p : 0.0f;"]
+    return _function(f"static void weigh(Call *c, {_TILE}, float *S) {{", writer, lines, [], [], "")
+
+
+def _function(
+    head: str, writer: Writer, lines: list[str], before: list[str], after: list[str], reductions: str
+) -> str:
+    """A loop over a tile around `lines`, with the writer's lines where they belong."""
+    pragma = f"#pragma omp simd reduction(| : bad) {reductions}".rstrip()
+    out = _Text()
+    out(head)
+    with out:
+        out("int bad = 0;", *writer.lines[GROUP])
+        if writer.lines[TILE]:
+            out("#pragma omp simd reduction(| : bad)", "for (int j = 0; j < BLOCK_K; ++j) {")
+            with out:
+                out("const int k = k0 + j;", *writer.lines[TILE])
+            out("}")
+        out("for (int i = 0; i < rows; ++i) {")
+        with out:
+            out("const int q = q0 + i;", "float *row = S + i * BLOCK_K;", *writer.lines[ROW], *before)
+            out(pragma, "for (int j = 0; j < BLOCK_K; ++j) {")
+            with out:
+                out("const int k = k0 + j;", *lines)
+            out("}", *after)
+        out("}", "if (bad) c->bad = 1;")
+    out("}")
+    return out.text
+
+
+def _sink(value: Expr, writer: Writer) -> str:
+    result = cast(writer.expression(value), "float")
+    out = _Text()
+    out("static float sink(Call *c, int b, int h, int q) {")
+    with out:
+        out(
+            "int bad = 0;",
+            *writer.lines[GROUP],
+            *writer.lines[ROW],
+            "if (bad) c->bad = 1;",
+            f"return {result};",
+        )
+    out("}")
+    return out.text
+
+
+class _Text:
+    """Lines with indentation; `with` indents."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._level = 0
+
+    def __call__(self, *lines: str) -> None:
+        for line in lines:
+            indent = "" if line.startswith("#") else "    " * self._level
+            self.text += f"{indent}{line}\n"
+
+    def __enter__(self) -> None:
+        self._level += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._level -= 1

@@ -1,0 +1,176 @@
+"""From C source to a loaded library: the system's compiler, and a cache of what it made.
+
+Libraries lie in a folder of the user's own (`$XDG_CACHE_HOME/attngraph`, else `~/.cache/attngraph`),
+which must belong to the user and be closed to others; where it is not, one for this process alone is
+used. An entry is named by everything that it depends on (source, compiler, flags, processor) and ends in
+a digest of itself, so that one that was cut short or changed is made anew. Entries appear by renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+_log = logging.getLogger("attngraph.codegen.cpu")
+_DIGEST = hashlib.sha256().digest_size
+ENTRIES = 512
+"""Libraries kept in the folder (some 30 KiB each); those not used for longest go first."""
+_lock = threading.Lock()
+FLAGS = (
+    "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
+    "-fPIC", "-shared",
+)  # fmt: skip
+"""Optimised for this processor. NaN and infinities keep their meaning: there is no -ffast-math."""
+
+
+class CompilerError(Exception):
+    """No library could be made; says what was tried and what came back."""
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The C compiler's command: `$CC`, else cc, gcc or clang of the path.
+
+    Raises:
+        CompilerError: there is none.
+    """
+    asked = shlex.split(os.environ.get("CC", ""))
+    names = [asked] if asked else [["cc"], ["gcc"], ["clang"]]
+    for command in names:
+        path = shutil.which(command[0])
+        if path is not None:
+            return (path, *command[1:])
+    tried = f"$CC is {asked[0]}" if asked else "tried cc, gcc and clang"
+    raise CompilerError(f"no C compiler: {tried}, not found on the path")
+
+
+@functools.cache
+def _identity() -> str:
+    """What the machine code of a source depends on besides the source."""
+    try:
+        version = subprocess.run(
+            [*compiler(), "--version"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompilerError(f"{shlex.join(compiler())} does not run: {error}") from error
+    processor = platform.machine() + platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        processor += next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        pass
+    return "\n".join((*compiler(), version, *FLAGS, platform.system(), processor))
+
+
+def folder() -> Path:
+    """The folder of compiled libraries: the user's cache if it is the user's alone, else a temporary one."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    found = Path(base) / "attngraph"
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = _why_not_safe(found)
+    except OSError as error:
+        reason = str(error)
+    if reason is None:
+        return found
+    return _temporary(str(found), reason)
+
+
+@functools.cache
+def _temporary(wanted: str, reason: str) -> Path:
+    _log.warning("compiled libraries are not kept in %s: %s", wanted, reason)
+    held = tempfile.TemporaryDirectory(prefix="attngraph-")
+    _HELD.append(held)
+    return Path(held.name)
+
+
+_HELD: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _why_not_safe(path: Path) -> str | None:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is not a folder"
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        return "it belongs to another user"
+    if os.name == "posix" and found.st_mode & 0o022:
+        return "other users may write to it"
+    return None
+
+
+def build(source: str) -> tuple[ctypes.CDLL, float]:
+    """The library of a source, from the cache or compiled now, and the seconds that compiling took.
+
+    Raises:
+        CompilerError: there is no compiler, it failed, or what it made does not load.
+    """
+    with _lock:
+        path, seconds = _entry(source), 0.0
+        if not _is_whole(path):
+            start = time.perf_counter()
+            _compile(source, path)
+            seconds = time.perf_counter() - start
+            _log.info("compiled %s in %.2f s", path.name, seconds)
+            _make_room(path.parent)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now; a folder that is read-only serves too
+        try:
+            return ctypes.CDLL(str(path)), seconds
+        except OSError as error:
+            raise CompilerError(f"{path} does not load: {error}") from error
+
+
+def _make_room(where: Path) -> None:
+    """Remove what was not used for longest. A process that has it loaded is not disturbed."""
+    with contextlib.suppress(OSError):  # another process may be doing the same
+        entries = sorted(where.glob("*.so"), key=lambda path: path.stat().st_mtime)
+        for path in entries[:-ENTRIES]:
+            path.unlink(missing_ok=True)
+
+
+def _entry(source: str) -> Path:
+    return folder() / (hashlib.sha256(f"{_identity()}\n{source}".encode()).hexdigest()[:32] + ".so")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library of the user's own is there and is what was written."""
+    try:
+        with path.open("rb") as file:
+            if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():
+                return False
+            data = file.read()
+    except OSError:
+        return False
+    return len(data) > _DIGEST and hashlib.sha256(data[:-_DIGEST]).digest() == data[-_DIGEST:]
+
+
+def _compile(source: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as work:
+        made = Path(work) / path.name
+        command = [*compiler(), *FLAGS, "-x", "c", "-", "-o", str(made), "-lm"]
+        try:
+            done = subprocess.run(
+                command, input=source, capture_output=True, text=True, timeout=300, check=False
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CompilerError(f"{shlex.join(command)}: {error}") from error
+        if done.returncode != 0:
+            raise CompilerError(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")
+        data = made.read_bytes()
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(data).digest())
+        made.chmod(0o700)
+        made.replace(path)
