@@ -149,7 +149,7 @@ def value_of(
     if op == "random":
         assert random is not None
         return random(*args)
-    return _PYTHON[op](*args)
+    return _PYTHON[node.value if op == "raw" else op](*args)
 
 
 def attend_by_loops(

@@ -173,6 +173,17 @@ def _bytes(order: Sequence[fx.Node], assignment: Mapping[str, int]) -> int:
     return total
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What an integer times a number becomes."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class _Run:
     """One evaluation of a region in which every floating dtype is `dtype`."""
 
@@ -201,7 +212,10 @@ class _Run:
         return drawn.requires_grad_(gradients)
 
     def evaluate(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        found: dict[fx.Node, Any] = dict(given)
+        with _default_dtype(self.dtype):
+            return self._evaluate(order, dict(given))
+
+    def _evaluate(self, order: Sequence[fx.Node], found: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
         for node in order:
             if node in found:
                 continue
@@ -256,7 +270,7 @@ def _narrowed(node: fx.Node, value: Tensor) -> Tensor:
     limit = torch.finfo(after).max
     if torch.finfo(before).max <= limit:
         return value
-    return torch.where(value.abs() > limit, value * math.inf, value)
+    return value.masked_fill(value > limit, math.inf).masked_fill(value < -limit, -math.inf)
 
 
 def _dropout(node: fx.Node, value: Tensor) -> Any:

@@ -18,7 +18,7 @@ from attngraph.ir import kernels
 from attngraph.ir.expr import Expr
 from attngraph.ir.score import DOT
 from attngraph.meaning import simplify as M
-from attngraph.meaning.element import Meaning, has_data
+from attngraph.meaning.element import Meaning, has_data, is_exact
 from attngraph.meaning.rules import Category, Unliftable
 
 _COSTLY = (
@@ -60,7 +60,7 @@ def look_into(
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
             return False
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
-            return _is_exact(meaning.elementwise(read), own)
+            return is_exact(meaning.elementwise(read), own)
         if not meaning.contracts(tensor) and _is_long(meaning.elementwise(read)):
             return False
         if str(tensor.target).split(".")[1:2] not in _COSTLY:
@@ -89,20 +89,6 @@ LONGEST_FORMULA = 200
 
 def _is_long(node: Expr) -> bool:
     return sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
-
-
-def _is_exact(node: Expr, dtype: torch.dtype) -> bool:
-    """Whether arithmetic in `dtype` gives exactly this: selections, and sums and products of integers."""
-    if node.kind in ("int", "bool"):
-        return True
-    if node.op == "const":
-        return node is E.NAN or float(torch.tensor(node.value, dtype=dtype)) == node.value
-    if node.op == "read":
-        return True
-    if node.op == "where":
-        return all(_is_exact(a, dtype) for a in node.args[1:])
-    rounds = any(n.op == "read" and n.kind == "float" for a in node.args for n in E.walk(a))
-    return node.op in ("add", "mul") and not rounds and all(_is_exact(a, dtype) for a in node.args)
 
 
 def find_dot(

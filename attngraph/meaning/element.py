@@ -278,6 +278,21 @@ class Meaning:
             return self.read(node, at)
         return M.raw(name, *(self.exactly(a, at) for a in node.args))
 
+    def compared(self, value: Any, at: Indices) -> Expr:
+        """An operand of a comparison.
+
+        Raises:
+            Unliftable: a formula of the index that the model rounds: the last digit decides.
+        """
+        if not self.is_tensor(value):
+            return self.scalar(value)
+        read = self.read_broadcast(value, at)
+        if read.kind == "float":
+            lifted = self.elementwise(read)
+            if not has_data(lifted) and not is_exact(lifted, value.meta["val"].dtype):
+                raise Unliftable("a comparison of rounded numbers")
+        return read
+
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
         """The element as a formula of its index alone, or None where it depends on data."""
         lifted = self.lift(self.read(node, at), lambda r: self.category(r.value) is not None)
@@ -287,6 +302,25 @@ class Meaning:
 def is_part(node: fx.Node) -> bool:
     """Whether the node picks one result of an op that has several."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def is_exact(node: Expr, dtype: torch.dtype) -> bool:
+    """Whether arithmetic in `dtype` gives exactly this: selections, and sums and products of integers."""
+    if node.kind == "bool":
+        return True
+    if node.kind == "int":
+        largest = 2 / torch.finfo(dtype).eps
+        limits = [x for x in ranges.bounds(ranges.polynomial(node)) if x is not None and set(x) <= {()}]
+        bounded = len(limits) == 2 and all(abs(x.get((), 0)) <= largest for x in limits)
+        return largest >= 1 << 24 or bounded  # tokens are not counted beyond that
+    if node.op == "const":
+        return node is E.NAN or float(torch.tensor(node.value, dtype=dtype)) == node.value
+    if node.op == "read":
+        return True
+    if node.op == "where":
+        return all(is_exact(a, dtype) for a in node.args[1:])
+    rounds = any(n.op == "read" and n.kind == "float" for a in node.args for n in E.walk(a))
+    return node.op in ("add", "mul") and not rounds and all(is_exact(a, dtype) for a in node.args)
 
 
 def has_data(node: Expr) -> bool:

@@ -202,9 +202,12 @@ def _read(node: Expr, grid: Grid | Box) -> Bounds:
     view = grid.reads[node.value].detach()
     if view.dtype not in (*_LIMITS, torch.float32, torch.float64):
         return unknown  # arithmetic of narrow types rounds or wraps around in ways of its own
+    axis = 0
     for arg in node.args:
         if arg.op == "const":
-            view = view.select([a.op for a in node.args[: node.args.index(arg)]].count("var"), int(arg.value))
+            view = view.select(axis, int(arg.value))
+        else:
+            axis += 1
     low = high = view
     shape = [1, 1, 1, 1]
     for axis, name in enumerate(names):

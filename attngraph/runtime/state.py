@@ -139,7 +139,11 @@ class _Walk:
             self.visit(child, 0)
 
     def function(self, function: types.FunctionType, depth: int) -> None:
-        """What a function reads from around it: its closure, its defaults, the globals it names."""
+        """What a function reads from around it: its closure, its defaults, the globals it names, and its
+        own attributes."""
+        if function.__dict__:
+            self.containers.append(function.__dict__)
+            self.visit(dict(function.__dict__), depth)
         self.visit(function.__defaults__, depth)
         self.visit(function.__kwdefaults__, depth)
         for cell in function.__closure__ or ():

@@ -81,12 +81,6 @@ _register(("logical_not.default",), lambda x: M.not_(_truth(x)), 1)
 _register(("bitwise_not.default",), _invert, 1)
 _register(_names("mul"), M.mul, 2)
 _register((*_names("pow"), "pow.Tensor_Scalar", "pow.Tensor_Tensor"), M.power, 2)
-_register(_names("eq"), M.eq, 2)
-_register(_names("ne"), M.ne, 2)
-_register(_names("le"), M.le, 2)
-_register(_names("lt"), M.lt, 2)
-_register(_names("ge"), lambda a, b: M.le(b, a), 2)
-_register(_names("gt"), lambda a, b: M.lt(b, a), 2)
 _register(_names("remainder"), M.mod, 2)
 _register(("floor_divide.default", "floor_divide.Scalar"), M.floordiv, 2)
 _register(("maximum.default", "max.other"), _maximum, 2)
@@ -101,6 +95,18 @@ _register((*_names("bitwise_or", "__or__"),), _bitwise(M.or_), 2)
 _register((*_names("bitwise_xor", "__xor__"),), _bitwise(lambda a, b: M.where(a, M.not_(b), b)), 2)
 _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
 _register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
+
+
+_COMPARE: dict[str, Callable[[Expr, Expr], Expr]] = {
+    "eq": M.eq, "ne": M.ne, "le": M.le, "lt": M.lt,
+    "ge": lambda a, b: M.le(b, a), "gt": lambda a, b: M.lt(b, a),
+}  # fmt: skip
+
+
+@rule(POINTWISE, *_names(*_COMPARE))
+def compare(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    a, b = (context.compared(value, at) for value in node.args[:2])
+    return _COMPARE[str(node.target).split(".")[1]](a, b)
 
 
 @rule(POINTWISE, "floor.default", "ceil.default", "trunc.default", "round.default")
