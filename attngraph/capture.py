@@ -226,8 +226,9 @@ def capture(
                 {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
                 for place, t in enumerate(tensors)
             )
+            dynamic = (shapes,) if tensors else None
             with _whole_stack_traces(), _quiet():
-                program = torch.export.export(flat, tensors, dynamic_shapes=(shapes,), strict=False)
+                program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
             structure = flat.recorded.structure
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
