@@ -276,7 +276,11 @@ class Meaning:
         name = _EXACT.get(str(node.target))
         if category is not Category.POINTWISE or name is None or node.kwargs:
             return self.read(node, at)
-        return M.raw(name, *(self.exactly(a, at) for a in node.args))
+        found = M.raw(name, *(self.exactly(a, at) for a in node.args))
+        lifted = self.elementwise(found)
+        if not lifted.free and not has_data(lifted):
+            raise Unliftable("a number that the model computes in its own dtype")  # ours would be a double
+        return found
 
     def compared(self, value: Any, at: Indices) -> Expr:
         """An operand of a comparison.

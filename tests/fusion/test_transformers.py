@@ -209,9 +209,6 @@ DECODERS = {
     ),
     "gpt-bigcode": causal("GPTBigCode", STACK),
     "falcon": causal("Falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
-    "falcon with alibi": causal(
-        "Falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
-    ),
     "falcon with groups": causal(
         "Falcon",
         {
@@ -246,16 +243,6 @@ DECODERS = {
     "apertus": causal("Apertus", GROUPED),
     "bitnet": causal("BitNet", GROUPED),
     "mixtral": causal("Mixtral", {**GROUPED, "num_local_experts": 2}),
-    "dbrx": causal(
-        "Dbrx",
-        {
-            "d_model": 32,
-            "n_heads": 4,
-            "n_layers": 2,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
-            "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        },
-    ),
     "deepseek-v3": causal("DeepseekV3", LATENT),
     "llama4": causal(
         "Llama4",
@@ -271,25 +258,9 @@ DECODERS = {
         config="Llama4TextConfig",
     ),
     "biogpt": causal("BioGpt", WIDTHS),
-    "xglm": causal("XGLM", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
     "ctrl": Case("CTRLLMHeadModel", "CTRLConfig", {**STACK, "dff": 64}, words=frozenset({"causal"})),
-    "openai-gpt": Case("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", STACK, words=frozenset({"causal"})),
-    "diffllama": causal("DiffLlama", GROUPED),
     "modernbert decoder": causal(
         "ModernBertDecoder", {**WIDTHS, "local_attention": 8, "global_attn_every_n_layers": 2}
-    ),
-    "musicgen decoder": Case(
-        "MusicgenForCausalLM",
-        "MusicgenDecoderConfig",
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "ffn_dim": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_codebooks": 1,
-        },
-        words=frozenset({"causal"}),
     ),
     "bert decoder": Case(
         "BertLMHeadModel", "BertConfig", {**WIDTHS, "is_decoder": True}, words=frozenset({"causal"})
@@ -332,15 +303,6 @@ ENCODERS = {
     "layoutlm": encoder("LayoutLM", WIDTHS, inputs=boxes),
     "chinese-clip text": encoder("ChineseCLIPText", WIDTHS),
     "siglip text": encoder("SiglipText", WIDTHS),
-    "deberta": encoder(
-        "Deberta",
-        {
-            **WIDTHS,
-            "relative_attention": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "max_relative_positions": 8,
-        },
-    ),
     "deberta-v2": encoder(
         "DebertaV2",
         {
@@ -352,13 +314,11 @@ ENCODERS = {
         },
     ),
     "xlnet": Case("XLNetModel", "XLNetConfig", {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}),
-    "convbert": encoder("ConvBert", {**WIDTHS, "embedding_size": 32, "conv_kernel_size": 3}),
 }
 ENCODER_DECODERS = {
     "t5": both("T5", T5),
     "mt5": both("MT5", T5),
     "umt5": both("UMT5", T5),
-    "switch": both("SwitchTransformers", {**T5, "num_experts": 2}),
     "bart": both("Bart", BOTH_SIDES),
     "mbart": both("MBart", BOTH_SIDES),
     "pegasus": both("Pegasus", BOTH_SIDES),
@@ -394,7 +354,6 @@ IMAGES = {
     "vit-msn": image("ViTMSN"),
     "yolos": image("Yolos", {**PATCHES, "image_size": [32, 32], "num_detection_tokens": 3}),
     "clip vision": image("CLIPVision"),
-    "siglip vision": image("SiglipVision"),
     "blip vision": image("BlipVision"),
     "segformer": image(
         "Segformer",
@@ -423,11 +382,7 @@ SOUNDS = {
     "hubert": image("Hubert", SAMPLES, inputs=wave),
     "unispeech": image("UniSpeech", SAMPLES, inputs=wave),
     "wavlm": image("WavLM", {**SAMPLES, "num_buckets": 8, "max_bucket_distance": 16}, inputs=wave),
-    "sew": image("SEW", {**SAMPLES, "squeeze_factor": 2}, inputs=wave),
     "data2vec audio": image("Data2VecAudio", {**SAMPLES, "conv_pos_kernel_size": 3}, inputs=wave),
-    "wav2vec2 conformer": image(
-        "Wav2Vec2Conformer", {**SAMPLES, "position_embeddings_type": "rotary"}, inputs=wave
-    ),
     "ast": image(
         "AST",
         {
@@ -445,7 +400,7 @@ CASES = DECODERS | ENCODERS | ENCODER_DECODERS | IMAGES | SOUNDS
 
 FAST = {"mistral"}
 LENGTHS = (T, 12, 7)
-PADDING_IN_THE_BIAS = {"deberta", "deberta-v2", "xlnet", "falcon with alibi"}
+PADDING_IN_THE_BIAS = {"deberta-v2", "xlnet"}
 LEFT = torch.tensor([[1] * T, [0] * 3 + [1] * (T - 3)])
 RIGHT = torch.tensor([[1] * (T - 3) + [0] * 3, [1] * T])
 
