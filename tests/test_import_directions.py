@@ -32,7 +32,7 @@ except for what is only for the composition root."""
 ONLY_FROM_THE_ROOT = {"passes", "codegen"}
 ONLY_FROM_THE_COMMAND_LINE = {"fuzz"}
 ROOTS = {"compile", "cli"}
-CODEGEN_MAY_ALSO = {"attngraph.meaning.tiles"}
+CODEGEN_MAY_ALSO = {"attngraph.meaning.tiles", "attngraph.meaning.causal"}
 
 
 def _package(path: Path) -> str:

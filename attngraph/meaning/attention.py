@@ -154,6 +154,8 @@ class Recogniser:
         if found is None:
             return Refusal("the scores are no product of a query side and a key side over a shared dimension")
         dot, score = found
+        # What a contraction adds by itself (baddbmm's bias) has not been looked into yet.
+        score = dots.look_into(meaning, score, parts.keys, parts.value.free, node.meta["val"].dtype)
         return self.claim(node, output, parts, dot, score)
 
     def _sources(self, node: Expr) -> frozenset[fx.Node]:

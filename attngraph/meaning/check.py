@@ -88,7 +88,7 @@ def _same_value(
         assignment = {**example, **chosen}  # a tensor may lend its dtype alone: its sizes matter to nobody
         if _bytes(order, assignment) > MOST_BYTES:
             return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
-        run = _Run(values, assignment, torch.Generator().manual_seed(trial), trial)
+        run = Evaluation(values, assignment, torch.Generator().manual_seed(trial), trial)
         try:
             pairs = _both_ways(old, new, leaves, order, run, gradients)
         except (IndexError, RuntimeError) as cause:
@@ -114,7 +114,7 @@ def _drowned(
     values: Mapping[fx.Node, Tensor], assignment: dict[str, int], trial: int, exact: Tensor,
 ) -> str:  # fmt: skip
     """What is wrong with `new` in float32, if its error is far beyond the old one's own."""
-    run = _Run(values, assignment, torch.Generator().manual_seed(trial), trial, torch.float32)
+    run = Evaluation(values, assignment, torch.Generator().manual_seed(trial), trial, torch.float32)
     try:
         with torch.no_grad():
             found = run.evaluate(order, {leaf: run.leaf(leaf, False) for leaf in leaves})
@@ -133,7 +133,7 @@ def _drowned(
 
 
 def _both_ways(
-    old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], run: _Run,
+    old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], run: Evaluation,
     gradients: bool,
 ) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
     """What is to be compared: (what it is, by the old node, by the new one)."""
@@ -184,7 +184,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class _Run:
+class Evaluation:
     """One evaluation of a region in which every floating dtype is `dtype`."""
 
     def __init__(
@@ -382,4 +382,4 @@ def choose_sizes(
     return found
 
 
-__all__ = ["Unliftable", "Verdict", "choose_sizes", "region", "same_value"]
+__all__ = ["Evaluation", "Unliftable", "Verdict", "choose_sizes", "region", "same_value"]

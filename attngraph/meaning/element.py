@@ -64,7 +64,7 @@ class Meaning:
         for condition in conditions:
             if isinstance(condition, sympy.Eq):
                 with contextlib.suppress(Unliftable):
-                    a, b = (self._named(_from_sympy(side)) for side in condition.args)
+                    a, b = (self.named(_from_sympy(side)) for side in condition.args)
                     if a is not b and a.op != "const":
                         self._same[a] = b
         self.values = dict(values or {})
@@ -96,16 +96,25 @@ class Meaning:
             value = node.meta.get("val")
             if not isinstance(value, Tensor):
                 raise Unliftable(f"{node} is no tensor")
-            self._shapes[node] = tuple(self._named(size_expression(s)) for s in value.shape)
+            self._shapes[node] = tuple(self.renamed(size_expression(s)) for s in value.shape)
         return self._shapes[node]
 
-    def _named(self, size: Expr) -> Expr:
+    def named(self, size: Expr) -> Expr:
+        """The one name of a size that conditions say has several."""
         while size in self._same:
             size = self._same[size]
         return size
 
+    def renamed(self, extent: Expr) -> Expr:
+        """An expression of sizes with the one name of each."""
+        whole = self.named(extent)
+        if not self._same or whole.op in ("size", "const"):
+            return whole
+        sizes = {n: self.named(n) for n in E.walk(whole) if n.op == "size"}
+        return M.substitute(whole, sizes)
+
     def part_shape(self, node: fx.Node, part: int) -> Indices:
-        return tuple(self._named(size_expression(s)) for s in node.meta["val"][part].shape)
+        return tuple(self.renamed(size_expression(s)) for s in node.meta["val"][part].shape)
 
     def category(self, node: fx.Node) -> Category | None:
         """What kind of op made this node; None where it has no element rule."""

@@ -31,7 +31,7 @@ def _conjunction(parts: list[Expr]) -> str:
     below: Expr | None = None
     above: Expr | None = None
     for part in parts:
-        limit = _distance_limit(part)
+        limit = distance_limit(part)
         if limit is None:
             words.append(_other(part))
         elif limit[0] == "behind" and below is None:
@@ -59,7 +59,7 @@ def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
     return [f"window(-{format_expr(behind)}, +{format_expr(ahead)})"]
 
 
-def _distance_limit(node: Expr) -> tuple[str, Expr] | None:
+def distance_limit(node: Expr) -> tuple[str, Expr] | None:
     """("ahead", n) for k - q <= n, ("behind", n) for q - k <= n."""
     if node.op not in ("le", "lt", "ge", "gt"):
         return None

@@ -126,7 +126,7 @@ def _fates(program: ScoreProgram, grid: Grid, soft: bool) -> tuple[Tensor, dict[
             hidden = torch.tensor(False)  # a score computed from a masked one may be anything
             known = {n: b for n, b in known.items() if all(m is not SCORE for m in E.walk(n))}
         elif isinstance(statement, Weight):
-            hidden = hidden & _keeps_zero(statement.value)
+            hidden = hidden & keeps_zero(statement.value)
         if not isinstance(statement, Keep):
             continue
         low, high = bit(bounds(statement.predicate, grid, {}, known))
@@ -150,7 +150,7 @@ def _keeps_minus_infinity(fill: Expr) -> bool:
     return math.isfinite(b.value) or (b.value < 0) == (fill.op == "add")
 
 
-def _keeps_zero(weight: Expr) -> bool:
+def keeps_zero(weight: Expr) -> bool:
     """Whether a weight of zero stays zero, and one that is no number is not made one: p times or over
     a number, a selection between that and zero, or zero in place of NaN."""
     if weight is WEIGHT or E.is_const(weight, 0):
@@ -159,9 +159,9 @@ def _keeps_zero(weight: Expr) -> bool:
         a, b = weight.args
         number, other = (a, b) if a.op == "const" and weight.op == "mul" else (b, a)
         usable = number.op == "const" and number.value != "nan" and math.isfinite(number.value)
-        return usable and number.value != 0 and _keeps_zero(other)
+        return usable and number.value != 0 and keeps_zero(other)
     if weight.op == "where":
-        return all(_keeps_zero(branch) for branch in weight.args[1:])
+        return all(keeps_zero(branch) for branch in weight.args[1:])
     return False
 
 

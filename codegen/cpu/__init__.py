@@ -3,10 +3,12 @@ there is no compiler and the program is one it can do, tiles of plain PyTorch el
 linear in the number of tokens, forward and backward."""
 
 from attngraph.codegen.cpu.compiled import Compiled
+from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.ir import kernels
+from attngraph.ir import cache, kernels
 
 kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())
+cache.CACHED.append(Decode())

@@ -28,6 +28,7 @@ from attngraph.ir import evaluate
 from attngraph.ir.kernels import Kernel, Operands
 from attngraph.ir.score import ScoreProgram
 from attngraph.meaning import tiles
+from attngraph.meaning.causal import examine
 from attngraph.meaning.tiles import Cut, Grid
 
 BLOCK_Q, BLOCK_K = 48, 64
@@ -59,6 +60,10 @@ class _Call(ctypes.Structure):
         ("slot", ctypes.c_int64), ("bad", ctypes.c_int64),
         ("whole", ctypes.c_int64 * MOST_NUMBERS), ("real", ctypes.c_float * MOST_NUMBERS),
         ("read", _Read * MOST_READS),
+        *((name, ctypes.c_void_p) for name in ("table", "starts", "first", "held")),
+        *((name, ctypes.c_int64) for name in ("columns", "page", "window")),
+        ("k_new", ctypes.c_void_p), ("v_new", ctypes.c_void_p),
+        ("k_new_stride", ctypes.c_int64 * 2), ("v_new_stride", ctypes.c_int64 * 2), ("step", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -131,7 +136,7 @@ class Compiled:
             plan = Plan(program.without_scale, q.dtype, tuple(r.dtype for r in reads))
             found = library(plan)
             if isinstance(found, Library):
-                results = _Run(found, program, operands, reads, tuple(sizes)).forward()
+                results = Run(found, program, operands, reads, tuple(sizes)).forward()
                 if results is not None:
                     return results
         return self._otherwise(program, operands).forward(program, operands, reads, sizes)
@@ -147,7 +152,7 @@ class Compiled:
         return self._flash if self._flash.refuse(program, operands) is None else self._tiled
 
 
-class _Run:
+class Run:
     """One call of a library."""
 
     def __init__(
@@ -163,7 +168,7 @@ class _Run:
 
     def forward(self) -> tuple[Tensor, Tensor] | None:
         """The output and the log-sum-exp, or None where the library cannot serve these arguments."""
-        if not (self._set_numbers() and self._set_reads()):
+        if not (self.set_numbers() and self.set_reads()):
             return None
         q, k, v, call = self.q, self.k, self.v, self.call
         b, h, sq, d = q.shape
@@ -183,20 +188,24 @@ class _Run:
         enough = max(PACKED // (4 * length * (d + call.wide)), -(-4 * members // items))
         call.together = together = max(1, min(pairs, enough))
         buffers = min(2, -(-pairs // together))
-        call.k_packed = self._floats(buffers * together * length * d)
-        call.v_packed = self._floats(buffers * together * length * call.wide)
+        call.k_packed = self.floats(buffers * together * length * d)
+        call.v_packed = self.floats(buffers * together * length * call.wide)
         self.held.append(torch.zeros(-(-pairs // together), 4, dtype=torch.int64))
         call.rounds = self.held[-1].data_ptr()
         call.scratch_size = BLOCK_Q * (d + call.wide) + 64
-        call.scratch = self._floats(members * call.scratch_size)
+        call.scratch = self.floats(members * call.scratch_size)
         team.run(self.made.code.attngraph_attend, call, members)
         return None if call.bad else (out, lse)
 
-    def _floats(self, count: int) -> int:
+    def window(self) -> int:
+        """How many keys a query sees at most, itself included; 0: no such number is known."""
+        return examine(self.program, True, frozenset()).window or 0
+
+    def floats(self, count: int) -> int:
         self.held.append(torch.empty(count, dtype=torch.float32))
         return self.held[-1].data_ptr()
 
-    def _set_numbers(self) -> bool:
+    def set_numbers(self) -> bool:
         """Values of the expressions of sizes; False if one does not fit the C that was written."""
         one = evaluate.Tile((0, 1), (0, 1), (0, 1), (0, 1))
         env = evaluate.Environment(one, (), self.sizes, torch.float32, torch.device("cpu"))
@@ -216,7 +225,7 @@ class _Run:
                 self.call.whole[place] = int(value)
         return True
 
-    def _set_reads(self) -> bool:
+    def set_reads(self) -> bool:
         """Where the read tensors are; False for one whose places do not fit 32 bits."""
         for number in self.program.reads:
             read, entry = self.reads[number], self.call.read[number]

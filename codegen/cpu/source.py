@@ -1,4 +1,4 @@
-"""A score program as the source of a C library: what `c/base.h` and `c/loop.h` leave open, between them.
+"""A score program as the source of a C library: what the headers in `c/` leave open, between them.
 
 Everything that changes the source is in a `Plan`; lengths, strides, tensors and sizes are arguments of
 the call. Equal plans give equal source.
@@ -82,8 +82,9 @@ def write(plan: Plan) -> Source:
     exact = int(bool(after) and not all(is_multiple(s.value) for s in after))
     head = "".join(f"// {line}\n" for line in ("attngraph, for the scores", *program.text.splitlines()))
     defines = "".join(f"#define {flag}\n" for flag in flags) + f"#define EXACT_WEIGHTS {exact}\n"
-    base, loop = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("base.h", "loop.h"))
-    text = "\n".join([head + defines, base, *parts, loop])
+    names = ("base.h", "block.h", "loop.h", "decode.h")
+    base, *loops = ((_FOLDER / name).read_text(encoding="utf-8") for name in names)
+    text = "\n".join([head + defines, base, *parts, *loops])
     return Source(text, tuple(numbers.items()), frozenset(divisors))
 
 

@@ -36,6 +36,14 @@ typedef struct {
     int64_t whole[MOST_NUMBERS];        /* values of expressions of sizes */
     float real[MOST_NUMBERS];
     Read read[MOST_READS];
+    /* decode.h: k and v are pages (strides of page, head, token), a row's tokens lie at its pages in `table`
+       [rows][columns]; tokens starts[r] .. starts[r + 1] - 1 of q and of k_new, v_new are row r's, the first
+       of them at position first[r], after held[r] keys. */
+    const int64_t *table, *starts, *first, *held;
+    int64_t columns, page, window;      /* window: keys that a query sees at most; 0: all */
+    const void *k_new, *v_new;
+    int64_t k_new_stride[2], v_new_stride[2];
+    int64_t step;                       /* queries of an item */
 } Call;
 
 /* ---- elements ---- */

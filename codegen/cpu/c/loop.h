@@ -6,63 +6,7 @@
        weigh(c, b, h, q0, rows, k0, keys, S)              the statements `p = ...`, if HAS_WEIGHTS
        sink(c, b, h, q)                                   if HAS_SINK
 
-   S is [BLOCK_Q][BLOCK_K]. Products are computed by a register block of STEP_Q rows and STEP_N vectors. */
-
-#if defined(__AVX512F__)
-enum { LANES = 16, STEP_N = 4 };
-#elif defined(__AVX__)
-enum { LANES = 8, STEP_N = 2 };
-#elif defined(__aarch64__)
-enum { LANES = 4, STEP_N = 4 };
-#else
-enum { LANES = 4, STEP_N = 2 };
-#endif
-enum { STEP_Q = 6 };
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. */
-INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda,
-                           const float *restrict B, int64_t ldb, int64_t depth, int rows, const float *by,
-                           const int vectors) {
-    for (int row = 0; row < rows; row += STEP_Q) {
-        Vector sum[STEP_Q][STEP_N];
-        const float *a = A + row * lda;
-        float *c = C + row * ldc;
-#pragma GCC unroll 8
-        for (int i = 0; i < STEP_Q; ++i)
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; ++j) {
-                sum[i][j] = (Vector){0};
-                if (by) sum[i][j] = *(Vector *)(c + i * ldc + j * LANES) * by[row + i];
-            }
-        for (int64_t d = 0; d < depth; ++d) {
-            Vector right[STEP_N];
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; ++j) right[j] = *(const Vector *)(B + d * ldb + j * LANES);
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP_Q; ++i)
-#pragma GCC unroll 8
-                for (int j = 0; j < vectors; ++j) sum[i][j] += a[i * lda + d] * right[j];
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < STEP_Q; ++i)
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; ++j) *(Vector *)(c + i * ldc + j * LANES) = sum[i][j];
-    }
-}
-
-static void multiply(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, const float *restrict B,
-                     int64_t ldb, int64_t depth, int rows, int64_t columns, const float *by) {
-    int64_t n = 0;
-    for (; n + STEP_N * LANES <= columns; n += STEP_N * LANES)
-        by ? multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, by, STEP_N)
-           : multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, 0, STEP_N);
-    for (; n < columns; n += LANES)
-        by ? multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, by, 1)
-           : multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, 0, 1);
-}
-
-static int64_t blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }
+   S is [BLOCK_Q][BLOCK_K]. */
 
 /* Lay one block of keys out with the width outermost, and its values as rows of whole vectors, both in
    float32 and padded with zeros. */
@@ -84,16 +28,6 @@ static void pack(const Call *c, int64_t head, int64_t k0, float *to_k, float *to
     }
 }
 
-/* The buffers of one thread. */
-typedef struct {
-    float S[BLOCK_Q * BLOCK_K], sums[BLOCK_Q * LANES];
-    float top[BLOCK_Q], next[BLOCK_Q], total[BLOCK_Q], decay[BLOCK_Q];
-    float *Q, *O; /* [BLOCK_Q][D], [BLOCK_Q][wide] */
-} Block;
-
-/* A block of queries, and where the keys and values of its head lie packed. */
-typedef struct { int64_t b, h, q0; int rows, padded; const float *k, *v; } Place;
-
 static void dots(const Call *c, const Place *at, Block *t, int64_t k0) {
     multiply(t->S, BLOCK_K, t->Q, c->D, at->k + k0 * c->D, BLOCK_K, c->D, at->padded, BLOCK_K, 0);
 }
@@ -108,29 +42,6 @@ static void score(Call *c, const Place *at, Block *t, int64_t k0, int class) {
         scores_unmasked(c, at->b, at->h, at->q0, at->rows, k0, BLOCK_K, t->S, t->next);
     else
         scores(c, at->b, at->h, at->q0, at->rows, k0, keys, t->S, t->next);
-}
-
-/* S becomes exp(S - top) for the new tops; what was summed before has to be multiplied by `decay`. */
-static void exponentials(const Place *at, Block *t) {
-#pragma omp simd
-    for (int i = 0; i < BLOCK_Q; ++i) {
-        float top = t->next[i];
-        float base = top == -INFINITY ? 0.0f : top; /* nothing seen yet: exp(-inf - 0) = 0 */
-        t->decay[i] = exp_of_negative(t->top[i] - base);
-        t->top[i] = top;
-        t->next[i] = base;
-    }
-    for (int i = 0; i < at->rows; ++i) {
-        float *row = t->S + i * BLOCK_K, base = t->next[i];
-        Vector sum = *(Vector *)(t->sums + i * LANES) * t->decay[i];
-        for (int j = 0; j < BLOCK_K; j += LANES) {
-#pragma omp simd
-            for (int l = 0; l < LANES; ++l) row[j + l] = exp_of_negative(row[j + l] - base);
-            sum += *(Vector *)(row + j);
-        }
-        *(Vector *)(t->sums + i * LANES) = sum;
-    }
-    for (int i = 0; i < at->rows; ++i) t->next[i] = t->top[i];
 }
 
 /* One pass over the blocks of keys that the map does not leave out. With `values` the output is gathered

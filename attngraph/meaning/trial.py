@@ -1,0 +1,225 @@
+"""Does a computation treat each token by itself? Tried out, where no element rule says.
+
+The nodes between values whose axes are known and the one in question are run in float64 on random inputs:
+once on all tokens of two sequences, then on selections of them, fewer and in another order. A token-wise
+computation gives each token the same. Sorting tokens by expert, working on them in that order and putting
+them back is one. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.expr import Expr
+from attngraph.ir.graph import ProgramGraph, is_size
+from attngraph.meaning.axes import Axes, Space
+from attngraph.meaning.check import Evaluation
+from attngraph.meaning.element import size_expression
+
+ROWS, TOKENS = 2, 5
+MOST_NODES, MOST_TRIALS = 80, 400
+TOLERANCE = 1e-10
+Pick = tuple[int, int]
+"""A sequence of the batch and a token in it."""
+
+
+class Trial:
+    """Trials on one graph. At most MOST_TRIALS are made: a graph that needs more mixes tokens."""
+
+    def __init__(self, graph: ProgramGraph, space: Space) -> None:
+        self.graph, self.space = graph, space
+        self.left = MOST_TRIALS
+        self.known: dict[Any, int] = {}
+
+    def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
+        """How many operations were run to see that the node treats each token by itself; 0 if it does not,
+        or if that cannot be tried."""
+        order, leaves = self._region(node, resolved)
+        steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
+        if not steps or len(steps) > MOST_NODES or self.left <= 0:
+            return 0
+        key = (_fingerprint(order, leaves), axes)
+        if key not in self.known:
+            self.left -= 1
+            self.known[key] = len(steps) if self._try(node, axes, order, leaves, resolved) else 0
+        return self.known[key]
+
+    def _region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes that compute this one from values of known axes, in order, and those values."""
+        order: dict[fx.Node, None] = {}
+        leaves: dict[fx.Node, None] = {}
+
+        def visit(current: fx.Node) -> None:
+            if current in order or len(order) > 4 * MOST_NODES:
+                return
+            if current is not node and (current in resolved or current.op == "placeholder"):
+                leaves[current] = None
+            elif not is_size(current):
+                for operand in current.all_input_nodes:
+                    visit(operand)
+            order[current] = None
+
+        visit(node)
+        return list(order), list(leaves)
+
+    def _try(
+        self, node: fx.Node, axes: Axes, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
+        resolved: Mapping[fx.Node, Axes],
+    ) -> bool:  # fmt: skip
+        for seed, picks in enumerate(_SELECTIONS):
+            try:
+                run, given = self._inputs(leaves, ROWS, TOKENS, seed)
+                whole = run.evaluate(order, given)[node]
+                some = {n: self._select(t, resolved[n], picks) for n, t in given.items()}
+                part, _ = self._inputs((), 1, len(picks), seed)
+                found = part.evaluate(order, some)[node]
+                wanted = self._select(whole, axes, picks)
+            except Exception:  # it cannot be run like this, so nothing is shown
+                return False
+            if not _same(found, wanted):
+                return False
+        return True
+
+    def _inputs(
+        self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
+    ) -> tuple[Evaluation, dict[fx.Node, Tensor]]:
+        sizes = {**self.graph.hints, str(self.space.tokens.value): tokens}
+        if self.space.row is not None:
+            sizes[str(self.space.rows.value)] = rows
+        run = Evaluation(self.graph.known_values(), sizes, torch.Generator().manual_seed(seed), seed)
+        with torch.no_grad():
+            return run, {leaf: run.leaf(leaf, False) for leaf in leaves}
+
+    def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick]) -> Tensor:
+        """The tensor for these tokens alone, as one sequence."""
+        return select(tensor, axes, self.space, picks, (ROWS, TOKENS))
+
+    # --- who sees whom ---
+
+    def witness(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[int, int] | None:
+        """A token of the node's value that changes when a later token of an operand does; where the value
+        has no token axis, token 0 stands for all of it."""
+        order, leaves = self._region(node, {n: a for n, a in resolved.items() if n is not node})
+        with_tokens = [n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None]
+        own = self._token_dimension(node)
+        try:
+            run, given = self._inputs(leaves, ROWS, TOKENS, 0)
+            before = run.evaluate(order, given)[node]
+            for later in range(1, TOKENS):
+                changed = {n: self._changed(t, resolved[n], later) if n in with_tokens else t
+                           for n, t in given.items()}  # fmt: skip
+                again, _ = self._inputs((), ROWS, TOKENS, 0)
+                after = again.evaluate(order, changed)[node]
+                for token in range(later) if own is not None else (0,):
+                    a, b = (t if own is None else t.select(own, token) for t in (before, after))
+                    if not _same(a, b):
+                        return token, later
+        except Exception:  # an error message goes without a pair
+            return None
+        return None
+
+    def _token_dimension(self, node: fx.Node) -> int | None:
+        extents = [size_expression(s) for s in node.meta["val"].shape] if isinstance(
+            node.meta.get("val"), Tensor) else []  # fmt: skip
+        return next((place for place, extent in enumerate(extents) if extent is self.space.tokens), None)
+
+    def _changed(self, tensor: Tensor, axes: Axes, token: int) -> Tensor:
+        """The tensor with what it holds for one token changed, in all sequences."""
+        split, place = digits_of(tensor, axes, self.space, (ROWS, TOKENS))
+        other = split.clone()
+        part = other.select(place[self.space.token], token)
+        part.copy_(~part if part.dtype == torch.bool else part + 1)
+        return other.reshape(tensor.shape)
+
+
+_SELECTIONS: tuple[tuple[Pick, ...], ...] = (
+    ((0, 3), (1, 0), (1, 4), (0, 1)),
+    ((1, 2),),
+    ((1, 4), (0, 4), (0, 0), (1, 1), (1, 3), (0, 2), (0, 1)),
+)
+
+
+def digits_of(
+    tensor: Tensor, axes: Axes, space: Space, extents: tuple[int, int]
+) -> tuple[Tensor, dict[Expr, int]]:
+    """The tensor with every digit a dimension of its own, and where row and token are then.
+
+    Args:
+        extents: how many rows and tokens it holds.
+    """
+    counted = {space.token: extents[1]}
+    if space.row is not None:
+        counted[space.row] = extents[0]
+    shape: list[int] = []
+    place: dict[Expr, int] = {}
+    for extent, digits in zip(tensor.shape, axes, strict=True):
+        known = math.prod(counted[d] for d in digits if d in counted)
+        for digit in digits:
+            if digit in counted:
+                place[digit] = len(shape)
+            shape.append(counted.get(digit, extent // known))
+        if not digits:
+            shape.append(extent)
+    return tensor.reshape(shape), place
+
+
+def select(
+    tensor: Tensor, axes: Axes, space: Space, picks: Sequence[Pick], extents: tuple[int, int]
+) -> Tensor:
+    """A tensor for some tokens, as if they were the one sequence of a batch; itself if it has none.
+
+    Args:
+        picks: (row, token) of each.
+        extents: how many rows and tokens the tensor holds.
+    """
+    split, place = digits_of(tensor, axes, space, extents)
+    rows = torch.tensor([row for row, _ in picks])
+    tokens = torch.tensor([token for _, token in picks])
+    token_at, row_at = place.get(space.token), None if space.row is None else place.get(space.row)
+    if token_at is not None and row_at is not None:
+        moved = split.movedim((row_at, token_at), (0, 1))[rows, tokens]
+        split = moved.unsqueeze(0).movedim((0, 1), (row_at, token_at))
+    elif token_at is not None:
+        split = split.index_select(token_at, tokens)
+    elif row_at is not None:
+        # A value for each sequence: it cannot follow tokens of several, unless all are of one.
+        if len(set(rows.tolist())) > 1:
+            raise ValueError("a value for each sequence of the batch")
+        split = split.index_select(row_at, rows[:1])
+    shape: list[int] = []
+    dims = iter(split.shape)
+    for digits in axes:
+        shape.append(math.prod(next(dims) for _ in digits) if digits else next(dims))
+    return split.reshape(shape)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    return bool(torch.allclose(a, b, TOLERANCE, TOLERANCE, equal_nan=True))
+
+
+class _Place(int):
+    """A node's place in a region; prints as a number."""
+
+
+def _fingerprint(order: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> Any:
+    """A region as text in which nodes are numbered: equal for equal layers."""
+    number = {node: _Place(place) for place, node in enumerate(order)}
+    lines: list[Any] = []
+    for node in order:
+        value = node.meta.get("val")
+        about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
+        if node in leaves:
+            lines.append(about)
+        else:
+            shown = fx.map_arg((node.args, node.kwargs), lambda n: number.get(n, _Place(-1)))
+            lines.append((str(node.target), repr(shown), about))
+    return tuple(lines)
