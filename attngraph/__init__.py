@@ -6,19 +6,33 @@ print(compiled.report)                   # what was fused, what was not, and why
 """
 
 from attngraph.compile import CompiledModule, compile, explain
-from attngraph.errors import AttnGraphError, CaptureError, NotFusedError, VerificationError
+from attngraph.errors import (
+    AttnGraphError,
+    CacheError,
+    CaptureError,
+    NoDecoderError,
+    NotFusedError,
+    VerificationError,
+)
 from attngraph.ir.ops import attention
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError, ScoreProgram
 from attngraph.report import AttentionEntry, CompileReport
+from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.kv_cache import CacheConfig, KVCache
 
 __version__ = "0.1.0"
 __all__ = [
     "AttentionEntry",
     "AttnGraphError",
+    "CacheConfig",
+    "CacheError",
     "CaptureError",
     "CompileReport",
     "CompiledModule",
+    "Decoder",
+    "KVCache",
+    "NoDecoderError",
     "NotFusedError",
     "ProgramError",
     "ScoreProgram",

@@ -227,7 +227,7 @@ def capture(
                 for place, t in enumerate(tensors)
             )
             dynamic = (shapes,) if tensors else None
-            with _whole_stack_traces(), _quiet():
+            with _whole_stack_traces(), _quiet(), _without_looking_at_masks():
                 program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
             structure = flat.recorded.structure
             exported.inline_grad_regions(program.graph_module)
@@ -284,6 +284,22 @@ def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int,
     )
     fixed = tensor.ndim - 2 if convolves and tensor.ndim >= 4 and tensor.is_floating_point() else tensor.ndim
     return dict.fromkeys(range(fixed), Dim.AUTO)
+
+
+@contextlib.contextmanager
+def _without_looking_at_masks() -> Iterator[None]:
+    """torch.nn's transformer layers look whether a mask's values are causal, to pass a hint along with the
+    mask. A trace has no values; without the hint the mask itself says it."""
+
+    def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    module = nn.modules.transformer
+    if not hasattr(module, "_detect_is_causal_mask"):
+        yield
+        return
+    with mock.patch.object(module, "_detect_is_causal_mask", hint):
+        yield
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,16 +25,23 @@ from torch import Tensor, fx, nn
 from attngraph import capture as capturing
 from attngraph import codegen, pipeline
 from attngraph import report as reporting
-from attngraph.errors import CaptureError, NotFusedError
-from attngraph.passes import DEFAULT_PIPELINE
+from attngraph.capture import Captured, Structure
+from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
+from attngraph.ir.graph import ProgramGraph
+from attngraph.passes import DEFAULT_PIPELINE, decoder_pipeline
+from attngraph.passes.insert_kv_cache import InsertKVCache
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.pieces import Piece, Pieces
 from attngraph.pipeline import Pass
-from attngraph.report import CompileReport
+from attngraph.report import AttentionEntry, CacheEntry, CompileReport
+from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.gate import GATE
 from attngraph.runtime.guards import call_key
-from attngraph.structure import flatten
+from attngraph.runtime.kv_cache import CacheConfig
+from attngraph.runtime.proof import prove
+from attngraph.runtime.step import Step
+from attngraph.structure import flatten, unflatten
 
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 8
@@ -68,6 +75,27 @@ class Options:
         return tuple(steps)
 
 
+def _rewritten(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
+    passes: Sequence[Pass], keep: bool = False,
+) -> tuple[Captured, pipeline.Result, ProgramGraph | None]:  # fmt: skip
+    """Capture one call and run the passes; where a symbolic size was in a pass's way, once more with that
+    size as a number. With `keep`, also the graph as it was captured."""
+    tell = options.progress or (lambda stage: None)
+    tell("capture")
+    captured = capturing.capture(target, args, kwargs)
+    before = captured.graph.copy() if keep else None
+    result = pipeline.run(captured.graph, passes, options.dump, options.progress)
+    if result.obstacles:
+        tell("capture")
+        numbered = capturing.capture(target, args, kwargs, captured.dimensions(result.obstacles))
+        copied = numbered.graph.copy() if keep else None
+        again = pipeline.run(numbered.graph, passes, options.dump, options.progress)
+        if len(again.missed) < len(result.missed):
+            return numbered, again, copied
+    return captured, result, before
+
+
 def compile_graph(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Executable:
@@ -78,16 +106,7 @@ def compile_graph(
             like attention was left alone.
     """
     start = time.perf_counter()
-    tell = options.progress or (lambda stage: None)
-    tell("capture")
-    captured = capturing.capture(target, args, kwargs)
-    result = pipeline.run(captured.graph, options.pipeline(), options.dump, options.progress)
-    if result.obstacles:
-        tell("capture")
-        numbered = capturing.capture(target, args, kwargs, captured.dimensions(result.obstacles))
-        again = pipeline.run(numbered.graph, options.pipeline(), options.dump, options.progress)
-        if len(again.missed) < len(result.missed):
-            captured, result = numbered, again
+    captured, result, _ = _rewritten(target, args, kwargs, options, options.pipeline())
     graph = captured.graph
     entries = tuple(
         dataclasses.replace(node.meta["attention"], kernel=str(node.args[6])) for node in graph.attentions()
@@ -99,10 +118,7 @@ def compile_graph(
             f"{first.source or 'an unknown line'}: {first.reason}.\n"
             "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
         )
-    run: Callable[..., Any] = graph.module
-    if options.inductor:
-        tell("inductor")
-        run = torch.compile(graph.module, dynamic=True, fullgraph=True)
+    run = _runner(options)(graph)
     seconds = time.perf_counter() - start
     report = CompileReport(entries, tuple(result.missed), tuple(result.records), (), seconds)
     return Executable(captured, _owner(target), run, report)
@@ -117,6 +133,86 @@ def _owner(target: Callable[..., Any]) -> nn.Module:
         for place, module in enumerate(capturing.closed_over_modules(target)):
             holder.add_module(f"closure_{place}", module)
     return holder
+
+
+def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
+    """What computes a graph: itself, or what Inductor makes of it."""
+
+    def run(graph: ProgramGraph) -> Callable[..., Any]:
+        if not options.inductor:
+            return graph.module
+        if options.progress is not None:
+            options.progress("inductor")
+        compiled: Callable[..., Any] = torch.compile(graph.module, dynamic=True, fullgraph=True)
+        return compiled
+
+    return run
+
+
+def derive_decoder(
+    target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any]
+) -> Step:
+    """Capture `target(**arguments)` and derive a decoder for its argument `name`.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
+    """
+    start = time.perf_counter()
+    passes = decoder_pipeline(options.backend)
+    captured, result, whole = _rewritten(target, (), arguments, options, passes[:-2], config.proof)
+    names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
+    graph, logits = captured.graph, _place_of_logits(captured.structure)
+    insert, select = InsertKVCache(names.index(name), logits), passes[-1]
+    try:
+        last = pipeline.run(graph, (insert, select), options.dump, options.progress)
+    except NoDecoderError as problem:
+        if not result.missed:
+            raise
+        first = result.missed[0]
+        raise NoDecoderError(
+            f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: {first.reason}.)"
+        ) from problem
+    assert graph.cache is not None
+    report = CompileReport(
+        tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records), (),
+        time.perf_counter() - start,
+    )  # fmt: skip
+    step = Step(graph, _owner(target), names, report, _runner(options))
+    error = None
+    if whole is not None:
+        if options.progress is not None:
+            options.progress("proof")
+        error = prove(whole, step, arguments, name, logits)
+    cache = CacheEntry(
+        graph.cache.bytes_per_token, graph.cache.expanded, graph.cache.attentions,
+        tuple((s.label, s.bytes_per_token, s.window) for s in graph.cache.stores),
+        len(graph.cache.fixed), step.limit, error,
+    )  # fmt: skip
+    step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
+    return step
+
+
+def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
+    """What the report says of each attention of a decoder."""
+    graphs = [g for g in (graph.prelude, graph) if g is not None]
+    for node in (n for g in graphs for n in g.graph.nodes if "attention" in n.meta):
+        is_cached = node.target is torch.ops.attngraph.cached_attention.default
+        kernel = "chosen by the number of new tokens" if is_cached else str(node.args[6])
+        yield dataclasses.replace(node.meta["attention"], kernel=kernel)
+
+
+def _place_of_logits(structure: Structure) -> int:
+    """The number, among the tensors that a model returns, of its logits: the entry of that name, else the
+    first."""
+    places = [value if kind == "tensor" else None for kind, value in structure.leaves]
+    result = unflatten(places, structure.tree)
+    named = getattr(result, "logits", None)
+    if named is None and isinstance(result, Mapping):
+        named = result.get("logits")
+    found = named if isinstance(named, int) else next((p for p in places if p is not None), None)
+    if found is None:
+        raise NoDecoderError("the model returns no tensor.")
+    return found
 
 
 class CompiledModule(nn.Module):
@@ -286,10 +382,20 @@ def dynamo_backend(
     return Piece(module, functools.partial(CompiledModule, options=chosen, pieces=False))
 
 
+@overload
+def compile(
+    model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., cache: Literal[False] = ...,
+) -> CompiledModule: ...  # fmt: skip
+@overload
+def compile(
+    model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., cache: Literal[True] | CacheConfig,
+) -> Decoder: ...  # fmt: skip
 def compile(
     model: Callable[..., Any], *, backend: str = "auto", inductor: bool = False, strict: bool = False,
-    dump: str | Path | None = None, passes: Sequence[Pass] | None = None,
-) -> CompiledModule:  # fmt: skip
+    dump: str | Path | None = None, passes: Sequence[Pass] | None = None, cache: bool | CacheConfig = False,
+) -> CompiledModule | Decoder:  # fmt: skip
     """A module with the same answers as `model`, in which every attention runs as one fused op.
 
     Nothing is traced yet: the first call traces, and so does a later one that no graph at hand serves.
@@ -302,16 +408,28 @@ def compile(
             attention is left alone.
         dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
         passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`.
+        cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and keeps what
+            later tokens need.
 
     Returns:
-        An nn.Module that shares the model's parameters; `.report` says what was done.
+        An nn.Module that shares the model's parameters; `.report` says what was done. With `cache`, a
+        `Decoder`: prefill, decode and generate.
 
     Raises:
         TypeError: `model` is not callable. ValueError: an unknown backend.
     """
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
-    return CompiledModule(model, make_options(backend, inductor, strict, dump, passes))
+    options = make_options(backend, inductor, strict, dump, passes)
+    compiled = CompiledModule(model, options)
+    if cache is False:
+        return compiled
+    config = CacheConfig() if cache is True else cache
+    if not isinstance(config, CacheConfig):
+        raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
+    if passes is not None:
+        raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
+    return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
 
 
 def make_options(

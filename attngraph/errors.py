@@ -22,3 +22,15 @@ class NotFusedError(AttnGraphError):
 
 class VerificationError(AttnGraphError):
     """A program graph breaks a rule of its level: a bug in a pass."""
+
+
+class NoDecoderError(AttnGraphError):
+    """No decoder can be derived from a model: says which operation is in the way, where, and why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"no decoder can be derived from this model: {reason}")
+        self.reason = reason
+
+
+class CacheError(AttnGraphError):
+    """A call of a decoder that its state cannot serve: too many tokens, rows that do not match."""

@@ -59,6 +59,45 @@ class Break:
 
 
 @dataclasses.dataclass(frozen=True)
+class CacheEntry:
+    """What a derived decoder keeps.
+
+    `bytes_per_token` is of all layers together; `expanded` what keys and values of every query head would
+    take; `stores` lists (what, bytes per token, window or None). `fixed` values are computed once for a
+    prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
+    largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
+    """
+
+    bytes_per_token: int
+    expanded: int
+    attentions: int
+    stores: tuple[tuple[str, int, int | None], ...]
+    fixed: int = 0
+    most_tokens: int | None = None
+    error: float | None = None
+
+    def lines(self) -> list[str]:
+        layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
+        found = [
+            "",
+            f"  cache   {self.bytes_per_token:,} bytes per token{layers}",
+            f"      keys and values of every query head would be {self.expanded:,}",
+        ]
+        for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
+            members = [s[0] for s in group]
+            kept = "all tokens" if window is None else f"the last {window}"
+            names = members[0] if len(members) == 1 else f"{members[0]} .. {members[-1]}"
+            found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
+        if self.fixed:
+            found.append(f"      {self.fixed} value(s) computed once for a prompt")
+        if self.most_tokens is not None:
+            found.append(f"      at most {self.most_tokens:,} tokens in a sequence")
+        shown = "not compared with whole sequences" if self.error is None else (
+            f"equal to whole sequences in float64 (error {self.error:.0e})")  # fmt: skip
+        return [*found, f"      {shown}"]
+
+
+@dataclasses.dataclass(frozen=True)
 class CompileReport:
     """What was fused, what was not and why, and what each pass did."""
 
@@ -68,6 +107,7 @@ class CompileReport:
     breaks: tuple[Break, ...] = ()
     seconds: float = 0.0
     graphs: int = 1
+    cache: CacheEntry | None = None
 
     def to_json(self) -> str:
         """The whole report as a JSON object."""
@@ -87,6 +127,8 @@ class CompileReport:
             count = len(list(group))
             times = f" x {count}" if count > 1 else ""
             lines += ["", f"  not fused{times}   {missed[1]}", f"      {missed[0]}"]
+        if self.cache is not None:
+            lines += self.cache.lines()
         for stop in self.breaks:
             lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
         if self.passes:

@@ -27,6 +27,10 @@ class SelectKernels:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
+        if graph.prelude is not None:
+            outcome.notes += [f"{note} of the prelude" for note in self.run(graph.prelude).notes]
+            graph.prelude.level = self.yields
+            graph.prelude.clean()
         for node in graph.graph.nodes:
             if node.target is not torch.ops.attngraph.attention.default:
                 continue

@@ -19,7 +19,9 @@ is what a value holds at every position of every row, with zeros where a row is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +51,59 @@ class Rows(NamedTuple):
     starts: Tensor
     first: Tensor
     held: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """One value of which every token's share is kept.
+
+    `shape` is that of its pages, without the numbers of pages (dimension `row_dim`) and of tokens in each
+    (dimension `token_dim`), which are 0 here. `window`: only so many of the latest tokens are needed (None:
+    all). `label` says for the reader which value it is; `uses` how many operands are views of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row_dim: int
+    token_dim: int
+    dtype: torch.dtype
+    window: int | None
+    label: str
+    uses: int = 1
+
+    @property
+    def bytes_per_token(self) -> int:
+        dims = [n for place, n in enumerate(self.shape) if place not in (self.row_dim, self.token_dim)]
+        return math.prod(dims) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A value that is computed once for a prompt; `row_dim` is the dimension of the sequences (None: the
+    same for all), of which `own` neighbours belong to one sequence, `inside` telling whether they lie
+    together (`[B * H]`) or apart (`[H * B]`)."""
+
+    name: str
+    row_dim: int | None
+    own: int = 1
+    together: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """What a graph that decodes keeps. `expanded` is what keys and values of every query head would take
+    per token; `attentions` how many look at the stores; `length` the symbol that counts a sequence's
+    tokens in the graph's conditions."""
+
+    stores: tuple[Store, ...] = ()
+    fixed: tuple[Fixed, ...] = ()
+    expanded: int = 0
+    attentions: int = 0
+    length: str = ""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(store.bytes_per_token for store in self.stores)
 
 
 class CachedKernel(Protocol):
@@ -87,8 +142,8 @@ def _cached_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[Any],
     program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, kernel: str = "",
 ) -> Tensor:  # fmt: skip
-    _, heads, tokens, _ = q.shape
-    return v.new_empty((1, tokens, heads, v.shape[3])).transpose(1, 2)
+    rows, heads, tokens, _ = q.shape  # one row when it runs; a symbol in a graph that was traced with several
+    return v.new_empty((rows, tokens, heads, v.shape[3])).transpose(1, 2)
 
 
 def row_by_row(

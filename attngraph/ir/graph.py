@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from attngraph.errors import VerificationError
+from attngraph.ir.cache import CachePlan
 
 
 class Level(enum.IntEnum):
@@ -36,7 +37,8 @@ class Level(enum.IntEnum):
 @dataclasses.dataclass(frozen=True)
 class Input:
     """What a placeholder stands for: `kind` is "parameter", "buffer", "constant" or "argument"; `name`
-    is the qualified name in the user's model, or the number of the argument leaf."""
+    is the qualified name in the user's model, or the number of the argument leaf. A graph that decodes also
+    has "pages" of a store, "fixed" values of its prelude, and "rows": which tokens are whose."""
 
     kind: str
     name: str
@@ -49,7 +51,8 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a result is: "value" for the caller, or the new contents of a "buffer" or "argument".
+    """What a result is: "value" for the caller, the new contents of a "buffer" or "argument", or what goes
+    to the "pages" of a store.
 
     `order`: its dimensions from the slowest in memory to the fastest as the model itself returns it, on
     which the caller may rely; empty where it is not dense.
@@ -72,6 +75,8 @@ class ProgramGraph:
         gradients: whether gradients may flow (captured with grad mode on).
         conditions: sympy relations between sizes that the trace took for granted.
         hints: the sizes of the example inputs, by symbol.
+        cache: what a graph that decodes keeps between calls.
+        prelude: computes what such a graph takes as "fixed", once for each prompt.
     """
 
     module: fx.GraphModule
@@ -84,6 +89,8 @@ class ProgramGraph:
     conditions: tuple[Any, ...] = ()
     hints: dict[str, int] = dataclasses.field(default_factory=dict)
     assumed: set[str] = dataclasses.field(default_factory=set)
+    cache: CachePlan | None = None
+    prelude: ProgramGraph | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -103,6 +110,15 @@ class ProgramGraph:
     def attentions(self) -> list[fx.Node]:
         """The attention nodes, in order. Each carries its report entry as `meta["attention"]`."""
         return list(self.graph.find_nodes(op="call_function", target=torch.ops.attngraph.attention.default))
+
+    def copy(self) -> ProgramGraph:
+        """The same computation in nodes of its own; tensors and facts are shared."""
+        made = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copies[node] = made.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+        return dataclasses.replace(self, module=fx.GraphModule({}, made), assumed=set(self.assumed))
 
     def fake_mode(self) -> Any:
         modes = [getattr(n.meta.get("val"), "fake_mode", None) for n in self.placeholders()]

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
+from attngraph.ir import ops
 from attngraph.ir.graph import ProgramGraph, is_size
 from attngraph.ir.parser import parse
 from attngraph.meaning import simplify as M
@@ -34,6 +35,7 @@ from attngraph.meaning.element import Meaning, evaluate_size, is_part, size_expr
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.trial import Trial
 
+assert ops  # imported for the op that it registers
 ATTENTION = torch.ops.attngraph.attention.default
 
 
@@ -68,9 +70,6 @@ class Fact:
         shown = self.kind.value + (f"({place})" if place is not None and self.kind is not Kind.FIXED else "")
         return f"{shown}: {self.reason}" if self.reason else shown
 
-
-class NoDecoder(Exception):
-    """No decoder can be derived; the message says what is in the way, where, and why."""
 
 
 class Tokens:

@@ -32,7 +32,7 @@ class Executable:
         self.captured, self.report, self._run = captured, report, run
         self.graph = captured.graph
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
-        self._fetch = [_fetcher(given, owner, self.graph.constants) for given in self.graph.inputs]
+        self._fetch = [fetcher(given, owner, self.graph.constants) for given in self.graph.inputs]
         known = dict(zip((p.name for p in self.graph.placeholders()), self._fetch, strict=True))
         self._assumed = [known[n] for n in sorted(self.graph.assumed)]
         self._values = ValueGuard([fetch([]) for fetch in self._assumed])
@@ -92,7 +92,7 @@ def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 Fetch = Callable[[Sequence[Tensor]], Tensor]
 
 
-def _fetcher(given: Any, owner: nn.Module, constants: dict[str, Tensor]) -> Fetch:
+def fetcher(given: Any, owner: nn.Module, constants: dict[str, Tensor]) -> Fetch:
     """How an input is obtained at call time. Weights are looked up anew each time: the user may have
     moved, replaced or retyped them."""
     if given.kind == "argument":

@@ -994,7 +994,7 @@ def talking_heads_before_softmax(q, k, v, mix):
     return torch.einsum("bhqk,hg->bgqk", q @ k.mT, mix).softmax(-1) @ v
 
 
-@near_miss(qkv)
+@spelling(qkv)
 def squared_weights(q, k, v):
     p = (q @ k.mT).softmax(-1)
     p = p * p

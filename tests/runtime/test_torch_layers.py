@@ -39,11 +39,6 @@ def test_multihead_attention_answers_as_eager_and_fuses_unless_weights_are_wante
         assert len(compiled.report.attention) == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="torch.nn.TransformerEncoder looks at the values of its mask in Python; torch.compile's capture "
-    "in pieces skips the layers behind that",
-)
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_transformer_encoder_fuses(norm_first: bool, same: Same) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, dropout=0.0)

@@ -1,0 +1,434 @@
+"""The state of a decoder: what every row has kept so far, in pages, and how long each row is.
+
+Values of equal shape are kept in one tensor (an arena), so that a step writes them all at once. In the
+contiguous layout each row has one page, which grows; in the paged layout pages of equal size come from a
+pool and may be shared by rows, until one of them writes (copy on write). Where attention only sees a
+window, a row's pages form a ring. Nothing is written before everything is known to fit.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.errors import CacheError
+from attngraph.ir.cache import CachePlan, Fixed, Store
+
+LAYOUTS = ("contiguous", "paged")
+SAVED = "attngraph cache 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """How a decoder keeps what it has computed.
+
+    Args:
+        max_length: the most tokens of a row; None: as many as the model takes.
+        dtype: of what is kept; None: as computed.
+        layout: "contiguous" (a row's tokens side by side, growing by doubling) or "paged" (pages of
+            `page` tokens that rows can share: beams, common prefixes, an engine).
+        page: tokens of a page.
+        rollback: how many tokens can be taken back where a window has overwritten older ones.
+        tokens: the name of the model's argument that is generated (None: `decoder_input_ids` where there
+            is one, else the first that is not given).
+        proof: whether prefill and decode are compared with whole sequences, in float64, before first use.
+
+    Raises:
+        ValueError: a value that makes no sense.
+    """
+
+    max_length: int | None = None
+    dtype: torch.dtype | None = None
+    layout: str = "contiguous"
+    page: int = 64
+    rollback: int = 32
+    tokens: str | None = None
+    proof: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}.")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length must be at least 1, found {self.max_length}.")
+        if self.page < 1 or self.rollback < 0:
+            raise ValueError(f"page must be positive and rollback not negative: {self.page}, {self.rollback}.")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating one, found {self.dtype}.")
+
+
+class _Pages:
+    """The pages of all stores that are kept for equally long: who has which."""
+
+    def __init__(self, window: int | None, stores: Sequence[Store], config: CacheConfig, device: torch.device):
+        self.window, self.config, self.device = window, config, device
+        self.ring = 0 if window is None else max(window - 1, 1) + config.rollback
+        self.paged = config.layout == "paged"
+        self.page = config.page if self.paged else self.ring or 1
+        self.rows: list[list[int]] = []
+        self.users: list[int] = []
+        self.free: list[int] = []
+        self.arenas: dict[tuple[Any, ...], tuple[list[Store], Tensor]] = {}
+        self._table: Tensor | None = None
+        kinds: dict[tuple[Any, ...], list[Store]] = {}
+        for store in stores:
+            kinds.setdefault((store.shape, store.row_dim, store.token_dim, store.dtype), []).append(store)
+        for kind, members in kinds.items():
+            self.arenas[kind] = (members, self._empty(members, 0))
+
+    def _empty(self, members: Sequence[Store], pages: int) -> Tensor:
+        first = members[0]
+        shape = list(first.shape)
+        shape[first.row_dim], shape[first.token_dim] = pages, self.page
+        dtype = self.config.dtype if self.config.dtype and first.dtype.is_floating_point else first.dtype
+        return torch.empty((len(members), *shape), dtype=dtype, device=self.device)
+
+    @property
+    def columns(self) -> int:
+        """Pages of a row, at most so far; of a ring always all."""
+        if self.ring:
+            return -(-self.ring // self.page)
+        return max((len(row) for row in self.rows), default=0) or 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row holds before the first is overwritten."""
+        return self.columns * self.page
+
+    def table(self) -> Tensor:
+        if self._table is None:
+            columns = self.columns
+            padded = [row + [0] * (columns - len(row)) for row in self.rows]
+            self._table = torch.tensor(padded, dtype=torch.int64, device=self.device).reshape(-1, columns)
+        return self._table
+
+    def pages_of(self, first: int, last: int) -> range:
+        """Which of a row's pages hold positions first .. last - 1."""
+        if first >= last:
+            return range(0)
+        if self.ring and last - first >= self.capacity:
+            return range(self.columns)
+        if self.ring:
+            start, end = first % self.capacity // self.page, (last - 1) % self.capacity // self.page
+            if (last - 1) // self.capacity > first // self.capacity:
+                return range(self.columns)
+            return range(start, end + 1)
+        return range(first // self.page, (last - 1) // self.page + 1)
+
+    def reserve(self, row: int, first: int, count: int) -> None:
+        """Make sure that a row can write positions first .. first + count - 1 to pages of its own."""
+        pages = self.rows[row]
+        for place in self.pages_of(first, first + count):
+            while len(pages) <= place:
+                pages.append(self._take())
+                self._table = None
+            if self.users[pages[place]] > 1:
+                self._own(pages, place)
+
+    def _own(self, pages: list[int], place: int) -> None:
+        old, new = pages[place], self._take()
+        for members, arena in self.arenas.values():
+            dim = 1 + members[0].row_dim
+            arena.select(dim, new).copy_(arena.select(dim, old))
+        self.users[old] -= 1
+        pages[place] = new
+        self._table = None
+
+    def _take(self) -> int:
+        if not self.free:
+            self._enlarge(max(4, len(self.users)) if self.paged else 1)
+        page = self.free.pop()
+        self.users[page] = 1
+        return page
+
+    def _enlarge(self, more: int) -> None:
+        count = len(self.users)
+        for kind, (members, arena) in self.arenas.items():
+            larger = self._empty(members, count + more)
+            larger.narrow(1 + members[0].row_dim, 0, count).copy_(arena)
+            self.arenas[kind] = members, larger
+        self.users += [0] * more
+        self.free += range(count + more - 1, count - 1, -1)
+
+    def stretch(self, length: int) -> None:
+        """In the contiguous layout: make every row's one page long enough."""
+        if self.paged or self.ring or length <= self.page:
+            return
+        before, self.page = self.page, length
+        for kind, (members, arena) in self.arenas.items():
+            larger = self._empty(members, len(self.users))
+            larger.narrow(1 + members[0].token_dim, 0, before).copy_(arena)
+            self.arenas[kind] = members, larger
+
+    def release(self, row: int, length: int) -> None:
+        """Give back the pages that a row of this length does not need."""
+        pages = self.rows[row]
+        needed = -(-length // self.page) if not self.ring or length < self.capacity else len(pages)
+        if self.ring and length:
+            return  # what a ring holds lies anywhere in it
+        for page in pages[needed:]:
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.free.append(page)
+        if len(pages) > needed:
+            del pages[needed:]
+            self._table = None
+
+    def write(self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, after: Tensor) -> None:
+        """Put new tokens' values at their places."""
+        keep: Tensor | None = positions >= after[row] - self.capacity if self.ring else None
+        if keep is not None:
+            row, positions = row[keep], positions[keep]
+        slots = positions % self.capacity
+        pages = self.table()[row, slots // self.page]
+        places = slots % self.page
+        for members, arena in self.arenas.values():
+            first = members[0]
+            stacked = torch.stack([news[store.name] for store in members])
+            dims = (1 + first.row_dim, 1 + first.token_dim)
+            value = stacked.movedim(dims, (1, 2)).squeeze(1)
+            if keep is not None:
+                value = value[:, keep]
+            arena.movedim(dims, (1, 2))[:, pages, places] = value.to(arena.dtype)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Row n becomes what row rows[n] is: by tables where pages can be shared, else by copying."""
+        old = self.rows
+        self.rows = [list(old[r]) for r in rows]
+        counts = collections.Counter(p for pages in self.rows for p in pages)
+        self.users = [counts.get(page, 0) for page in range(len(self.users))]
+        self.free = [page for page in range(len(self.users) - 1, -1, -1) if not self.users[page]]
+        self._table = None
+        if self.paged:
+            return
+        for pages in self.rows:
+            for place in range(len(pages)):
+                if self.users[pages[place]] > 1:
+                    self._own(pages, place)
+
+
+class KVCache:
+    """What a decoder knows of the rows of a batch. Made by `Decoder.prefill`.
+
+    Attributes:
+        lengths: tokens of each row so far.
+    """
+
+    def __init__(
+        self, plan: CachePlan, rows: int, config: CacheConfig, device: torch.device, limit: int | None = None
+    ) -> None:
+        self.plan, self.config, self.device = plan, config, device
+        self.limit = min((n for n in (limit, config.max_length) if n is not None), default=None)
+        self.step: Any = None
+        """What computes the next tokens; set by the decoder."""
+        self.lengths = [0] * rows
+        self.lost = [0] * rows
+        """Positions of each row before this one were overwritten in rings."""
+        self.fixed: dict[str, Tensor] = {}
+        self.groups: dict[int | None, _Pages] = {}
+        windows = dict.fromkeys(store.window for store in plan.stores)
+        for window in windows:
+            members = [s for s in plan.stores if s.window == window]
+            self.groups[window] = _Pages(window, members, config, device)
+            self.groups[window].rows = [[] for _ in range(rows)]
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated for what is kept."""
+        arenas = [arena for group in self.groups.values() for _, arena in group.arenas.values()]
+        return sum(t.nbytes for t in (*arenas, *self.fixed.values()))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of one row takes, where no window ends it."""
+        found = 0
+        for store in self.plan.stores:
+            size = store.bytes_per_token
+            if self.config.dtype is not None and store.dtype.is_floating_point:
+                size = size // store.dtype.itemsize * self.config.dtype.itemsize
+            found += size
+        return found
+
+    def stores(self) -> dict[str, Tensor]:
+        """The pages of every kept value, by name."""
+        return {
+            store.name: arena[place]
+            for group in self.groups.values()
+            for members, arena in group.arenas.values()
+            for place, store in enumerate(members)
+        }
+
+    # --- a step ---
+
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Make room for so many more tokens of each row.
+
+        Raises:
+            CacheError: there is none; nothing is changed.
+        """
+        if len(counts) != self.rows:
+            raise CacheError(f"new tokens for {len(counts)} row(s), but the state has {self.rows}.")
+        after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
+        longest = max(after, default=0)
+        if self.limit is not None and longest > self.limit:
+            row = after.index(longest)
+            raise CacheError(
+                f"row {row} has {self.lengths[row]} token(s) and gets {counts[row]} more, but at most "
+                f"{self.limit} fit (max_length, or the model's own limit). Nothing was written."
+            )
+        for group in self.groups.values():
+            if longest > group.page and not group.paged:
+                wanted = max(longest, 2 * group.page, 64) if self.limit is None else max(
+                    longest, min(2 * group.page, self.limit))  # fmt: skip
+                if self.config.max_length is not None:
+                    wanted = self.config.max_length
+                group.stretch(wanted)
+            for row, count in enumerate(counts):
+                group.reserve(row, self.lengths[row], count)
+
+    def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
+        """What a step is told about rows, by name."""
+        first = torch.tensor(self.lengths, dtype=torch.int64)
+        count = torch.tensor(list(counts), dtype=torch.int64)
+        row = torch.repeat_interleave(count)
+        starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
+        torch.cumsum(count, 0, out=starts[1:])
+        positions = torch.arange(row.shape[0]) + (first - starts[:-1])[row]
+        found = {"starts": starts, "first": first, "row": row, "positions": positions}
+        found = {name: t.to(self.device) for name, t in found.items()}
+        for window, group in self.groups.items():
+            found[f"table.{window or 'all'}"] = group.table()
+        return found
+
+    def write(self, news: Mapping[str, Tensor], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
+        """Keep what a step computed for its new tokens. Room was made by `reserve`."""
+        after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
+        ends = torch.tensor(after, dtype=torch.int64, device=self.device)
+        for group in self.groups.values():
+            group.write(news, given["row"], given["positions"], ends)
+            if group.ring:
+                self.lost = [max(a, b - group.capacity) for a, b in zip(self.lost, after, strict=True)]
+        self.lengths = after
+
+    # --- between steps ---
+
+    def crop(self, length: int | Sequence[int]) -> None:
+        """Forget all tokens of each row from `length` on (of a sequence: one number for each row).
+
+        Raises:
+            CacheError: a window has overwritten what would be needed again; `CacheConfig.rollback` says how
+                many tokens can be taken back.
+        """
+        lengths = [length] * self.rows if isinstance(length, int) else list(length)
+        if len(lengths) != self.rows:
+            raise CacheError(f"{len(lengths)} length(s) for {self.rows} row(s).")
+        after = [min(a, b) for a, b in zip(self.lengths, lengths, strict=True)]
+        if min(after, default=0) < 0:
+            raise CacheError(f"a row cannot have {min(after)} tokens.")
+        for row, (old, new) in enumerate(zip(self.lengths, after, strict=True)):
+            for group in self.groups.values():
+                needed = max(0, new - (group.window or 0) + 1)
+                if group.ring and 0 < new < old and needed < self.lost[row]:
+                    raise CacheError(
+                        f"row {row} cannot go back from {old} to {new} tokens: a window of {group.window} has "
+                        f"overwritten what it needs. CacheConfig(rollback=...) keeps more."
+                    )
+        for row, new in enumerate(after):
+            if new == 0:
+                self.lost[row] = 0
+            for group in self.groups.values():
+                group.release(row, new)
+        self.lengths = after
+
+    def reset(self, row: int | None = None) -> None:
+        """Forget everything, or one row."""
+        self.crop([0 if row in (None, n) else length for n, length in enumerate(self.lengths)])
+
+    def reorder(self, rows: Sequence[int] | Tensor) -> None:
+        """Row n becomes what row rows[n] is; there may be more rows or fewer afterwards."""
+        picked = [int(r) for r in rows]
+        if any(not 0 <= r < self.rows for r in picked):
+            raise CacheError(f"rows {picked} of a state of {self.rows} row(s).")
+        for group in self.groups.values():
+            group.reorder(picked)
+        for about in self.plan.fixed:
+            if about.row_dim is not None and about.name in self.fixed:
+                self.fixed[about.name] = select_rows(self.fixed[about.name], about, picked)
+        self.lengths = [self.lengths[r] for r in picked]
+        self.lost = [self.lost[r] for r in picked]
+
+    def copy(self) -> KVCache:
+        """A state of its own with the same contents."""
+        other = copy.deepcopy(self)
+        other.step = self.step
+        return other
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a file that `load` reads."""
+        torch.save({"format": SAVED, "state": self.__getstate__()}, path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        groups = {
+            window: {**vars(group), "_table": None, "arenas": [a for _, a in group.arenas.values()]}
+            for window, group in self.groups.items()
+        }
+        for group in groups.values():
+            group.pop("config")
+        return {
+            "plan": dataclasses.asdict(self.plan), "config": dataclasses.asdict(self.config),
+            "limit": self.limit, "lengths": list(self.lengths), "lost": list(self.lost), "fixed": self.fixed,
+            "groups": groups, "device": str(self.device),
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stores = tuple(Store(**{**s, "shape": tuple(s["shape"])}) for s in state["plan"]["stores"])
+        fixed = tuple(Fixed(**f) for f in state["plan"]["fixed"])
+        plan = CachePlan(**{**state["plan"], "stores": stores, "fixed": fixed})
+        config = CacheConfig(**state["config"])
+        self.__init__(plan, len(state["lengths"]), config, torch.device(state["device"]), state["limit"])  # type: ignore[misc]
+        self.lengths, self.lost, self.fixed = state["lengths"], state["lost"], dict(state["fixed"])
+        for window, kept in state["groups"].items():
+            group = self.groups[window]
+            for (kind, (members, _)), arena in zip(group.arenas.items(), kept["arenas"], strict=True):
+                group.arenas[kind] = members, arena
+            group.page, group.rows = kept["page"], kept["rows"]
+            group.users, group.free = kept["users"], kept["free"]
+
+    @classmethod
+    def load(cls, path: str | Path) -> KVCache:
+        """A state that was saved.
+
+        Raises:
+            CacheError: the file holds something else.
+        """
+        try:
+            found = torch.load(path, weights_only=True)
+        except Exception as problem:
+            raise CacheError(f"{path} holds no saved cache: {problem}") from problem
+        if not isinstance(found, dict) or found.get("format") != SAVED:
+            raise CacheError(f"{path} holds no saved cache, or one of another version of attngraph.")
+        state = cls.__new__(cls)
+        state.__setstate__(found["state"])
+        return state
+
+
+def select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:
+    """A fixed value for other rows."""
+    assert about.row_dim is not None
+    count = value.shape[about.row_dim] // about.own
+    if list(rows) == list(range(count)):
+        return value
+    shape = (count, about.own) if about.together else (about.own, count)
+    place = about.row_dim + (0 if about.together else 1)
+    index = torch.tensor(list(rows), device=value.device)
+    return value.unflatten(about.row_dim, shape).index_select(place, index).flatten(about.row_dim, about.row_dim + 1)

@@ -1,0 +1,48 @@
+"""The next token of every row at once: greedy, temperature, the k most likely, the fewest that reach p.
+
+Each row may have its own numbers, so rows of different requests are sampled together. The softmax is cut
+as the reference implementations do: temperature first, then k, then p among what k left.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None,
+    uniform: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One token for each row.
+
+    Args:
+        logits: `[R, V]`.
+        temperature: `[R]`; 0 takes the most likely token.
+        top_k: int64 `[R]`, 0 for no limit; None: none for any row. top_p: `[R]`, 1 for no limit; or None.
+        uniform: `[R]` numbers in [0, 1), by which the token is drawn; None where all rows are greedy.
+
+    Returns:
+        int64 `[R]`.
+    """
+    greedy = logits.argmax(-1)
+    if uniform is None or not bool((temperature > 0).any()):
+        return greedy
+    scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0).double().unsqueeze(1)
+    values, order = scaled.sort(-1, descending=True, stable=True)
+    rank = torch.arange(values.shape[1], device=values.device)
+    if top_k is not None:
+        limit = torch.where(top_k > 0, top_k, values.shape[1]).unsqueeze(1)
+        values = values.masked_fill(rank >= limit, -math.inf)
+    weights = values.softmax(-1)
+    if top_p is not None:
+        before = weights.cumsum(-1) - weights
+        weights = weights.masked_fill((before >= top_p.double().unsqueeze(1)) & (rank > 0), 0.0)
+    total = weights.cumsum(-1)
+    drawn = (uniform.double() * total[:, -1]).unsqueeze(1)
+    place = torch.searchsorted(total, drawn, right=True).clamp_max(values.shape[1] - 1)
+    last = (weights > 0).long().mul(rank).amax(-1, keepdim=True)  # rounding never leaves what was allowed
+    sampled = order.gather(1, torch.minimum(place, last)).squeeze(1)
+    return torch.where(temperature > 0, sampled, greedy)
