@@ -177,7 +177,7 @@ def derive_decoder(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records), (),
         time.perf_counter() - start,
     )  # fmt: skip
-    step = Step(graph, _owner(target), names, report, _runner(options))
+    step = Step(graph, _owner(target), name, names, report, _runner(options))
     error = None
     if whole is not None:
         if options.progress is not None:

@@ -29,7 +29,7 @@ from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_n
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning.element import evaluate_size, size_expression
 from attngraph.meaning.keep import bytes_per_token, choose_kept
-from attngraph.meaning.tokens import ATTENTION, Fact, Kind, Tokens
+from attngraph.meaning.tokens import Fact, Kind, Tokens
 from attngraph.passes import shift_positions
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
@@ -138,6 +138,7 @@ class _Step:
         self.needed = self._needed()
 
     def run(self) -> None:
+        most_tokens = self.tokens.most_tokens()
         attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
         self._choose_stores(attentions)
         for node in list(self.graph.graph.nodes):
@@ -154,8 +155,12 @@ class _Step:
         output.args = ((*values, *kept),)
         self.graph.outputs = (*self.graph.outputs, *(Output("pages", self.stores[n].name) for n in kept))
         self.graph.cache = CachePlan(
-            tuple(self.stores.values()), tuple(self.fixed.values()), self.expanded, len(attentions),
+            tuple(self.stores.values()),
+            tuple(self.fixed.values()),
+            self.expanded,
+            len(attentions),
             str(self.space.tokens.value),
+            most_tokens,
         )
         self.graph.clean()
         self._drop_unused_inputs()
@@ -248,7 +253,9 @@ class _Step:
         extents = self.ids.meta["val"].shape
         place = self.space.place(self.tokens[self.ids].axes, self.space.token)
         with self.fake:
-            made.meta["val"] = torch.empty([extents[place]], dtype=torch.int64, device=made.meta["val"].device)
+            made.meta["val"] = torch.empty(
+                [extents[place]], dtype=torch.int64, device=made.meta["val"].device
+            )
         return made
 
     def _table(self, window: int | None) -> fx.Node:
@@ -300,7 +307,18 @@ class _Step:
         starts, first = self._rows("starts"), self._rows("first")
         target = torch.ops.attngraph.cached_attention.default
         made = builder.call(
-            target, q, *new, *pages, read, list(sizes), program, table, starts, first, held, *kernel  # type: ignore[arg-type]
+            target,
+            q,
+            *new,
+            *pages,
+            read,
+            list(sizes),
+            program,
+            table,
+            starts,
+            first,
+            held,
+            *kernel,  # type: ignore[arg-type]
         )
         made.meta["attention"] = node.meta["attention"]
         for user in list(node.users):
@@ -338,9 +356,14 @@ class _Step:
 
         return replay(operand)
 
-    def _page_sizes(self, builder: Builder, done: dict[fx.Node, fx.Node], node: fx.Node) -> dict[Expr, fx.Node]:
+    def _page_sizes(
+        self, builder: Builder, done: dict[fx.Node, fx.Node], node: fx.Node
+    ) -> dict[Expr, fx.Node]:
         fact = self.tokens[node]
-        row, token = self.space.place(fact.axes, self.space.row), self.space.place(fact.axes, self.space.token)
+        row, token = (
+            self.space.place(fact.axes, self.space.row),
+            self.space.place(fact.axes, self.space.token),
+        )
         assert token is not None
         shift = 1 if self.space.row is None else 0
         found = {self.space.tokens: builder.call(aten.sym_size.int, done[node], token + shift)}
@@ -358,7 +381,9 @@ class _Step:
                 raise NoDecoderError(f"what scores read at {source_of(node)} is a view of something kept.")
             store = self.stores[value]
             if self.space.row is None:
-                raise NoDecoderError(f"scores read a value of each token ({source_of(node)}) without a batch.")
+                raise NoDecoderError(
+                    f"scores read a value of each token ({source_of(node)}) without a batch."
+                )
             return builder.call(
                 torch.ops.attngraph.history.default, self._pages(value), node, self._table(store.window),
                 self._rows("starts"), self._rows("first"), store.token_dim,
@@ -498,16 +523,25 @@ class _Step:
             place = self.space.place(self.tokens[node].axes, self.space.token)
             digits = self.tokens[node].axes[place] if place is not None else ()
             others = {n for t in tail for n in t.all_input_nodes if n in self.tokens.facts} - tail - {node}
-            if place is None or not set(digits) <= self.space.both or any(any(self.tokens[n].axes) for n in others):
+            if (
+                place is None
+                or not set(digits) <= self.space.both
+                or any(any(self.tokens[n].axes) for n in others)
+            ):
                 continue
             first = next(n for n in self.graph.graph.nodes if n in tail) if tail else None
             builder = Builder(self.graph, first or self.graph.graph.output_node())
             picked = builder.call(aten.index_select.default, node, place, self._rows("picked"))
             self.tokens.facts[picked] = self.tokens[node]
-            node.replace_all_uses_with(picked, delete_user_cb=lambda user: user in tail or user.op == "output")
+            node.replace_all_uses_with(
+                picked, delete_user_cb=lambda user: user in tail or user.op == "output"
+            )
             sizes = {self.space.tokens: (picked, place)}
             if self.space.row is not None:
-                sizes[self.space.rows] = (self.ids, self.space.place(self.tokens[self.ids].axes, self.space.row))
+                sizes[self.space.rows] = (
+                    self.ids,
+                    self.space.place(self.tokens[self.ids].axes, self.space.row),
+                )
             for user in [n for n in self.graph.graph.nodes if n in tail]:
                 for size in [n for n in user.all_input_nodes if is_size(n)]:
                     value = self.meaning.renamed(size_expression(size.meta["val"]))
@@ -518,6 +552,7 @@ class _Step:
     def _bottlenecks(self, result: fx.Node, kept: Sequence[fx.Node]) -> list[tuple[fx.Node, set[fx.Node]]]:
         """The values that all which leads to the result goes through, after the last attention, the
         earliest first, each with the nodes after it."""
+
         def follows_tokens(node: fx.Node) -> bool:
             fact = self.tokens.facts.get(node)
             return fact is not None and fact.kind not in (Kind.FIXED, Kind.POSITION)
@@ -595,5 +630,3 @@ def _built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:
         both = any(isinstance(x, fx.Node) for x in (whole, part))
         whole = builder.call(functions[value.op], whole, part) if both else functions[value.op](whole, part)
     return whole
-
-

@@ -25,7 +25,9 @@ class NoFormula(Exception):
     """A formula with an operation that is not written out here."""
 
 
-def emit(builder: Builder, meaning: Meaning, space: Space, node: fx.Node, fact: Fact, positions: fx.Node) -> fx.Node:
+def emit(
+    builder: Builder, meaning: Meaning, space: Space, node: fx.Node, fact: Fact, positions: fx.Node
+) -> fx.Node:
     """A node with `node`'s values at `positions` (int64, `[N]`) instead of at 0 .. T - 1.
 
     Raises:

@@ -93,13 +93,14 @@ class Fixed:
 class CachePlan:
     """What a graph that decodes keeps. `expanded` is what keys and values of every query head would take
     per token; `attentions` how many look at the stores; `length` the symbol that counts a sequence's
-    tokens in the graph's conditions."""
+    tokens in the graph's conditions; `most_tokens` for how many the tables that it reads have entries."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
     expanded: int = 0
     attentions: int = 0
     length: str = ""
+    most_tokens: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -176,7 +177,11 @@ def row_by_row(
 
 
 def _attend(
-    program: ScoreProgram, operands: Sequence[Tensor], reads: Sequence[Tensor], sizes: Sequence[int], name: str
+    program: ScoreProgram,
+    operands: Sequence[Tensor],
+    reads: Sequence[Tensor],
+    sizes: Sequence[int],
+    name: str,
 ) -> Tensor:
     q, k, v = operands
     if q.shape[2] == 0:
@@ -235,9 +240,7 @@ def shift(program: ScoreProgram) -> tuple[ScoreProgram, int]:
 
 
 @torch.library.impl("attngraph::history", "CompositeExplicitAutograd")
-def _history(
-    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int
-) -> Tensor:
+def _history(pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int) -> Tensor:
     begins, lengths = starts.tolist(), held.tolist()
     page = pages.shape[dim]
     news = new.squeeze(0).movedim(dim - 1, 0)
@@ -255,7 +258,9 @@ def _history(
 
 
 @torch.library.register_fake("attngraph::history")  # type: ignore[untyped-decorator]
-def _history_fake(pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int) -> Tensor:
+def _history_fake(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int
+) -> Tensor:
     shape = list(new.shape)
     shape[0] = table.shape[0]
     shape[dim] = pages.shape[dim] * table.shape[1]

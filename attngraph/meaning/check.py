@@ -206,6 +206,8 @@ class Evaluation:
             if self.trial % 2 and drawn.ndim and shape[0] > 1:
                 drawn[0], drawn[-1] = True, False
             return drawn
+        if value.is_complex():
+            return torch.randn(shape, generator=self.generator, dtype=torch.complex128)
         if not value.is_floating_point():
             return torch.randint(0, 2, shape, generator=self.generator, dtype=value.dtype)
         drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
 from attngraph.ir import ops
+from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, is_size
 from attngraph.ir.parser import parse
 from attngraph.meaning import simplify as M
 from attngraph.meaning.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.causal import Causality, canonical, examine
-from attngraph.meaning.element import Meaning, evaluate_size, is_part, size_expression
+from attngraph.meaning.element import Meaning, is_part, size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.trial import Trial
 
@@ -71,7 +71,6 @@ class Fact:
         return f"{shown}: {self.reason}" if self.reason else shown
 
 
-
 class Tokens:
     """The token-axis analysis of one graph.
 
@@ -85,7 +84,7 @@ class Tokens:
         self.meaning = Meaning(graph.known_values(), graph.conditions)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
         self.space = Space(E.var("t", self.meaning.named(E.size(token))), rows)
-        self.trial = Trial(graph, self.space)
+        self.trial = Trial(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
@@ -97,6 +96,38 @@ class Tokens:
 
     def depends_on_tokens(self, node: fx.Node) -> bool:
         return self.facts[node].kind is not Kind.FIXED
+
+    def most_tokens(self) -> int | None:
+        """The longest sequence for which every table that is read at a token's place has an entry."""
+        found: list[int] = []
+        for node, fact in self.facts.items():
+            place = self.space.place(fact.axes, self.space.token)
+            if (
+                fact.kind is not Kind.POSITION
+                or place is None
+                or not isinstance(node.meta.get("val"), Tensor)
+            ):
+                continue
+            at = self.space.indices(fact.axes, self.meaning.shape(node))
+            try:
+                element = fact.formula or self.meaning.element(node, at)
+            except Unliftable:
+                continue
+            found += [n for read in E.walk(element) if read.op == "read" for n in self._entries(read)]
+        return min(found, default=None)
+
+    def _entries(self, read: Expr) -> list[int]:
+        """For how many tokens a read of a fixed table has entries, where its index is the place plus something."""
+        table = self.facts.get(read.value)
+        if table is None or table.kind is not Kind.FIXED:
+            return []
+        found: list[int] = []
+        for extent, index in zip(self.meaning.shape(read.value), read.args, strict=True):
+            place = self.meaning.lift(index, lambda r: self.facts[r.value].kind is Kind.POSITION)
+            more = M.sub(place, self.space.token)
+            if extent.op == "const" and more.op == "const" and self.space.token in place.free:
+                found.append(int(extent.value) - int(more.value))
+        return found
 
     def cause(self, node: fx.Node) -> fx.Node:
         """The first mixing node that this one is mixing because of."""
@@ -158,11 +189,10 @@ class Tokens:
         for axes in self.space.candidates(shape):
             at = self.space.indices(axes, shape)
             try:
-                element = self.meaning.element(node, at)
-            except Unliftable:
-                if not _is_pointwise(node):
-                    break
-                element = self._pointwise(node, at)
+                element = self._element(node, at)
+            except Unliftable as why_not:
+                problem = str(why_not) or problem
+                break
             kind, why = self._judge(element, axes)
             if kind is not None and not self._counts_unseen(shape, axes):
                 return Fact(kind, axes)
@@ -176,6 +206,14 @@ class Tokens:
             self.space.counts(extent) and not set(digits) & self.space.both
             for extent, digits in zip(shape, axes, strict=True)
         )
+
+    def _element(self, node: fx.Node, at: Indices) -> Expr:
+        try:
+            return self.meaning.element(node, at)
+        except Unliftable:
+            if not _is_pointwise(node):
+                raise
+            return self._pointwise(node, at)
 
     def _pointwise(self, node: fx.Node, at: Indices) -> Expr:
         """Some function of the operands' elements at the same place."""
@@ -201,7 +239,9 @@ class Tokens:
                 found = Kind.TOKEN
         for node in outside_reads(element):
             if node in self.space.both:
-                what = "the token's place" if node is self.space.token else "the sequence's place in the batch"
+                what = (
+                    "the token's place" if node is self.space.token else "the sequence's place in the batch"
+                )
                 return None, f"computed from {what}"
             if node.op == "size" and self.space.counts(node):
                 return None, "depends on how many tokens or sequences there are"
@@ -225,11 +265,13 @@ class Tokens:
             if self.space.place(axes, self.space.token) is None:
                 continue
             at = self.space.indices(axes, shape)
-            through = (Kind.POSITION,)
-            lifted = self.meaning.lift(
-                self.meaning.read(node, at),
-                lambda r: r.value is node or self.facts[r.value].kind in through,
-            )
+            try:
+                lifted = self.meaning.lift(
+                    self.meaning.read(node, at),
+                    lambda r: r.value is node or self.facts[r.value].kind is Kind.POSITION,
+                )
+            except Unliftable:
+                return None
             if self._is_formula(lifted):
                 return Fact(Kind.POSITION, axes, "a formula of the token's place", lifted)
         return None
@@ -249,13 +291,17 @@ class Tokens:
         return not rows and not counted
 
     def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """Token-wise after all, as running it on some of the tokens shows."""
+        """Token-wise after all, as running it on some of the tokens (or sequences) shows."""
+        resolved = {n: f.axes for n, f in self._resolved()}
         for axes in self.space.candidates(shape):
-            if self.space.place(axes, self.space.token) is None:
+            if not any(axes) or self._counts_unseen(shape, axes):
                 continue
-            shown = self.trial.is_token_wise(node, axes, {n: f.axes for n, f in self._resolved()})
-            if shown:
-                return Fact(Kind.TOKEN, axes, f"shown by trial with {shown} operation(s) before it")
+            steps = self.trial.is_token_wise(node, axes, resolved)
+            if steps:
+                kinds = {self.facts[n].kind for n in self.trial.region(node, resolved)[1] if n in self.facts}
+                order = (Kind.TOKEN, Kind.POSITION, Kind.FIXED)
+                kind = next((k for k in order if k in kinds), Kind.POSITION)
+                return Fact(kind, axes, f"shown by trial with {steps} operation(s) before it")
         return None
 
     def _resolved(self) -> list[tuple[fx.Node, Fact]]:
@@ -349,6 +395,3 @@ def _without_extents(node: Expr) -> list[Expr]:
         if current.op != "var":
             stack += current.args
     return found
-
-
-

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, is_size
 from attngraph.meaning.axes import Axes, Space
 from attngraph.meaning.check import Evaluation
-from attngraph.meaning.element import size_expression
+from attngraph.meaning.element import Meaning, size_expression
 
 ROWS, TOKENS = 2, 5
 MOST_NODES, MOST_TRIALS = 80, 400
@@ -31,15 +32,15 @@ Pick = tuple[int, int]
 class Trial:
     """Trials on one graph. At most MOST_TRIALS are made: a graph that needs more mixes tokens."""
 
-    def __init__(self, graph: ProgramGraph, space: Space) -> None:
-        self.graph, self.space = graph, space
+    def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
+        self.graph, self.space, self.meaning = graph, space, meaning
         self.left = MOST_TRIALS
         self.known: dict[Any, int] = {}
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
-        """How many operations were run to see that the node treats each token by itself; 0 if it does not,
-        or if that cannot be tried."""
-        order, leaves = self._region(node, resolved)
+        """How many operations were run to see that the node treats each token (and each sequence) by
+        itself; 0 if it does not, or if that cannot be tried."""
+        order, leaves = self.region(node, resolved)
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if not steps or len(steps) > MOST_NODES or self.left <= 0:
             return 0
@@ -49,7 +50,7 @@ class Trial:
             self.known[key] = len(steps) if self._try(node, axes, order, leaves, resolved) else 0
         return self.known[key]
 
-    def _region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
+    def region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The nodes that compute this one from values of known axes, in order, and those values."""
         order: dict[fx.Node, None] = {}
         leaves: dict[fx.Node, None] = {}
@@ -71,11 +72,15 @@ class Trial:
         self, node: fx.Node, axes: Axes, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
         resolved: Mapping[fx.Node, Axes],
     ) -> bool:  # fmt: skip
-        for seed, picks in enumerate(_SELECTIONS):
+        known = [axes, *(resolved.get(n, ()) for n in leaves)]
+        of_rows = any(self.space.row in d for a in known for d in a) and any(
+            any(a) and self.space.place(a, self.space.token) is None for a in known
+        )  # a value for each sequence can only be beside tokens of one
+        for seed, picks in enumerate(_OF_ONE_ROW if of_rows else _SELECTIONS):
             try:
                 run, given = self._inputs(leaves, ROWS, TOKENS, seed)
                 whole = run.evaluate(order, given)[node]
-                some = {n: self._select(t, resolved[n], picks) for n, t in given.items()}
+                some = {n: self._select(t, resolved.get(n, ((),) * t.ndim), picks) for n, t in given.items()}
                 part, _ = self._inputs((), 1, len(picks), seed)
                 found = part.evaluate(order, some)[node]
                 wanted = self._select(whole, axes, picks)
@@ -88,9 +93,13 @@ class Trial:
     def _inputs(
         self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
     ) -> tuple[Evaluation, dict[fx.Node, Tensor]]:
-        sizes = {**self.graph.hints, str(self.space.tokens.value): tokens}
-        if self.space.row is not None:
-            sizes[str(self.space.rows.value)] = rows
+        sizes = dict(self.graph.hints)
+        for name in sizes:
+            size = self.meaning.named(E.size(name))
+            if size is self.space.tokens:
+                sizes[name] = tokens
+            elif size is self.space.rows:
+                sizes[name] = rows
         run = Evaluation(self.graph.known_values(), sizes, torch.Generator().manual_seed(seed), seed)
         with torch.no_grad():
             return run, {leaf: run.leaf(leaf, False) for leaf in leaves}
@@ -104,8 +113,10 @@ class Trial:
     def witness(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[int, int] | None:
         """A token of the node's value that changes when a later token of an operand does; where the value
         has no token axis, token 0 stands for all of it."""
-        order, leaves = self._region(node, {n: a for n, a in resolved.items() if n is not node})
-        with_tokens = [n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None]
+        order, leaves = self.region(node, {n: a for n, a in resolved.items() if n is not node})
+        with_tokens = [
+            n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None
+        ]
         own = self._token_dimension(node)
         try:
             run, given = self._inputs(leaves, ROWS, TOKENS, 0)
@@ -142,6 +153,8 @@ _SELECTIONS: tuple[tuple[Pick, ...], ...] = (
     ((1, 2),),
     ((1, 4), (0, 4), (0, 0), (1, 1), (1, 3), (0, 2), (0, 1)),
 )
+
+_OF_ONE_ROW: tuple[tuple[Pick, ...], ...] = (((1, 3), (1, 0), (1, 4)), ((0, 2),))
 
 
 def digits_of(

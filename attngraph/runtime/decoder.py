@@ -22,7 +22,7 @@ from attngraph.runtime.state import fingerprint
 from attngraph.runtime.step import Step
 
 Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
-MASK = "attention_mask"
+MASK, DECODER_IDS = "attention_mask", "decoder_input_ids"
 EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
 
 
@@ -72,14 +72,17 @@ class Decoder(nn.Module):
 
     # --- the three calls ---
 
-    def prefill(self, ids: Ids, attention_mask: Tensor | None = None, **inputs: Any) -> tuple[Tensor, KVCache]:
+    def prefill(
+        self, ids: Ids, attention_mask: Tensor | None = None, **inputs: Any
+    ) -> tuple[Tensor, KVCache]:
         """Compute prompts, and keep what later tokens need.
 
         Args:
             ids: `[B, T]` (`[T]` for one prompt, or embeddings `[B, T, C]`), or a list of prompts of any
                 lengths.
             attention_mask: `[B, T]`, where real tokens stand; padding may be on either side. Every prompt
-                answers as it would alone.
+                answers as it would alone. (Of a model with an encoder it is the encoder's, and
+                `decoder_attention_mask` is the one of the tokens.)
             inputs: the model's other arguments.
 
         Returns:
@@ -88,14 +91,16 @@ class Decoder(nn.Module):
         Raises:
             NoDecoderError: none can be derived; says why and where. CacheError: the prompts do not fit.
         """
-        packed = self.pack(ids, attention_mask)
+        packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._step(packed, inputs)
         state = self._begin(step, packed, inputs)
         with torch.no_grad():
             logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return _unpacked(logits, packed), state
 
-    def decode(self, next_ids: Ids, state: KVCache, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+    def decode(
+        self, next_ids: Ids, state: KVCache, attention_mask: Tensor | None = None, **inputs: Any
+    ) -> Tensor:
         """Compute one or several new tokens of every row.
 
         Args:
@@ -148,12 +153,12 @@ class Decoder(nn.Module):
             max_new_tokens, temperature, top_k, top_p, num_beams,
             generating.as_tokens(eos_token_id), seed, pad_token_id, length_penalty,
         )  # fmt: skip
-        packed = self.pack(ids, attention_mask)
+        packed = self.pack(ids, self._mask(attention_mask, inputs))
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
         step = self._step(packed, inputs)
         state = self._begin(step, packed, inputs)
-        extra = step.arguments - {self._name(inputs)}
+        extra = step.arguments - {step.name}
         unknown = extra - {MASK}
         if unknown:
             raise ValueError(
@@ -161,7 +166,9 @@ class Decoder(nn.Module):
                 "new tokens; call prefill and decode."
             )
         with torch.no_grad():
-            first = step.advance(state, packed.counts, self._arguments(step, packed, inputs), packed.last())[0]
+            first = step.advance(state, packed.counts, self._arguments(step, packed, inputs), packed.last())[
+                0
+            ]
 
             def advance(tokens: Tensor, counts: list[int]) -> Tensor:
                 one = Packed(tokens.unsqueeze(0), counts, torch.ones(1))
@@ -178,6 +185,16 @@ class Decoder(nn.Module):
         return torch.stack([nn.functional.pad(r, (longest - len(r), 0), value=options.pad) for r in rows])
 
     # --- parts ---
+
+    def _mask(self, mask: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
+        """The mask of the tokens. That of an encoder's tokens is an input of the model like any other; its
+        decoder's is then called `decoder_attention_mask`."""
+        if self._name(inputs) != DECODER_IDS:
+            return mask
+        if mask is not None:
+            inputs[MASK] = mask
+        found: Tensor | None = inputs.pop(f"decoder_{MASK}", None)
+        return found
 
     def pack(self, ids: Ids, mask: Tensor | None) -> Packed:
         """All real tokens side by side.
@@ -221,11 +238,13 @@ class Decoder(nn.Module):
             if asked not in names:
                 raise ValueError(f"the model has no argument {asked!r}; it has {', '.join(names)}.")
             return asked
-        if "decoder_input_ids" in names:
-            return "decoder_input_ids"
+        if DECODER_IDS in names:
+            return DECODER_IDS
         found = next((n for n in names if n not in inputs and n not in ("args", "kwargs")), None)
         if found is None:
-            raise ValueError("the model has no argument left for the tokens; CacheConfig(tokens=...) names it.")
+            raise ValueError(
+                "the model has no argument left for the tokens; CacheConfig(tokens=...) names it."
+            )
         return found
 
     def _step(self, packed: Packed, inputs: Mapping[str, Any]) -> Step:
@@ -297,12 +316,14 @@ class Decoder(nn.Module):
         """What the step needs for every token, packed as the tokens are."""
         found: dict[str, Tensor] = {}
         for name in step.arguments:
-            if name == self._name(inputs):
+            if name == step.name:
                 found[name] = packed.ids
             elif name in inputs:
                 value = inputs[name]
                 if value.shape[:2] != packed.mask.shape:
-                    raise ValueError(f"{name} is {tuple(value.shape)}, the tokens {tuple(packed.mask.shape)}.")
+                    raise ValueError(
+                        f"{name} is {tuple(value.shape)}, the tokens {tuple(packed.mask.shape)}."
+                    )
                 found[name] = value[packed.mask].unsqueeze(0)
             elif name == MASK:
                 found[name] = torch.ones(packed.ids.shape[:2], dtype=torch.int64, device=packed.ids.device)

@@ -46,7 +46,7 @@ class Options:
         if self.num_beams < 1:
             raise ValueError(f"num_beams must be at least 1, found {self.num_beams}.")
         if self.num_beams > 1 and self.temperature > 0:
-            raise ValueError("beam search takes the most likely tokens; it goes with temperature=0 only.")
+            raise ValueError("num_beams above 1 goes with temperature=0 only: beams are not sampled.")
 
     @property
     def pad(self) -> int:

@@ -58,7 +58,9 @@ class CacheConfig:
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1, found {self.max_length}.")
         if self.page < 1 or self.rollback < 0:
-            raise ValueError(f"page must be positive and rollback not negative: {self.page}, {self.rollback}.")
+            raise ValueError(
+                f"page must be positive and rollback not negative: {self.page}, {self.rollback}."
+            )
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating one, found {self.dtype}.")
 
@@ -66,7 +68,9 @@ class CacheConfig:
 class _Pages:
     """The pages of all stores that are kept for equally long: who has which."""
 
-    def __init__(self, window: int | None, stores: Sequence[Store], config: CacheConfig, device: torch.device):
+    def __init__(
+        self, window: int | None, stores: Sequence[Store], config: CacheConfig, device: torch.device
+    ):
         self.window, self.config, self.device = window, config, device
         self.ring = 0 if window is None else max(window - 1, 1) + config.rollback
         self.paged = config.layout == "paged"
@@ -431,4 +435,8 @@ def select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:
     shape = (count, about.own) if about.together else (about.own, count)
     place = about.row_dim + (0 if about.together else 1)
     index = torch.tensor(list(rows), device=value.device)
-    return value.unflatten(about.row_dim, shape).index_select(place, index).flatten(about.row_dim, about.row_dim + 1)
+    return (
+        value.unflatten(about.row_dim, shape)
+        .index_select(place, index)
+        .flatten(about.row_dim, about.row_dim + 1)
+    )

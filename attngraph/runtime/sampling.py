@@ -31,7 +31,7 @@ def sample(
     if uniform is None or not bool((temperature > 0).any()):
         return greedy
     scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0).double().unsqueeze(1)
-    values, order = scaled.sort(-1, descending=True, stable=True)
+    values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(values.shape[1], device=values.device)
     if top_k is not None:
         limit = torch.where(top_k > 0, top_k, values.shape[1]).unsqueeze(1)

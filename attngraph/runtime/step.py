@@ -24,20 +24,22 @@ class Step:
     Args:
         graph: lowered, with a cache plan.
         owner: the module whose parameters and buffers the graph's inputs name.
-        names: the model's argument of each number.
+        name: the model's argument that takes the tokens. names: its argument of each number.
         run: what computes a graph's results (the graph itself, or compiled further), for step and prelude.
     """
 
     def __init__(
-        self, graph: ProgramGraph, owner: nn.Module, names: Sequence[str], report: CompileReport,
+        self, graph: ProgramGraph, owner: nn.Module, name: str, names: Sequence[str], report: CompileReport,
         run: Callable[[ProgramGraph], Run],
     ) -> None:  # fmt: skip
         assert graph.cache is not None
         self.graph, self.plan, self.report = graph, graph.cache, report
-        self.names, self.owner = list(names), owner
+        self.name, self.names, self.owner = name, list(names), owner
         self._step = _Call(graph, owner, names, run(graph))
-        self._prelude = None if graph.prelude is None else _Call(graph.prelude, owner, names, run(graph.prelude))
-        self.limit = self._most_tokens()
+        self._prelude = (
+            None if graph.prelude is None else _Call(graph.prelude, owner, names, run(graph.prelude))
+        )
+        self.limit = self._limit()
 
     @property
     def arguments(self) -> frozenset[str]:
@@ -87,8 +89,15 @@ class Step:
         state.write({s.name: n for s, n in zip(self.plan.stores, news, strict=True)}, rows, counts)
         return result
 
+    def _limit(self) -> int | None:
+        """The most tokens of a sequence: as the trace and the tables allow."""
+        traced, tables = self._most_tokens(), self.plan.most_tokens
+        if traced is not None and traced + 1 == tables:
+            return tables  # a slice that is all of a table is traced apart, and is no other computation
+        return min((n for n in (traced, tables) if n is not None), default=None)
+
     def _most_tokens(self) -> int | None:
-        """The longest sequence for which the trace is valid, and for which tables have entries."""
+        """The longest sequence for which the trace is valid."""
         name = self.plan.length
         limits = [c for c in self.graph.conditions if {str(s) for s in c.free_symbols} == {name}]
         low, high = 8, 1 << 24

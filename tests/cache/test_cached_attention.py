@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attngraph import codegen
 from attngraph.ir import cache
 from attngraph.ir.cache import Rows
-from attngraph.ir.parser import parse
 from attngraph.ir.kernels import KERNELS
-from attngraph import codegen
+from attngraph.ir.parser import parse
 
 PROGRAMS = (
     "keep k <= q",
@@ -29,13 +29,17 @@ assert codegen
 class Case:
     """Whole sequences, cut into what is held and what is new, the held part in shuffled pages."""
 
-    def __init__(self, lengths: list[tuple[int, int]], page: int, ring: int, heads: int, kv: int, dtype: torch.dtype):
+    def __init__(
+        self, lengths: list[tuple[int, int]], page: int, ring: int, heads: int, kv: int, dtype: torch.dtype
+    ):
         g = torch.Generator().manual_seed(len(lengths) * 100 + page)
         self.lengths, self.page = lengths, page
         total = max(h + n for h, n in lengths)
         rows = len(lengths)
         self.q = torch.randn(rows, heads, total, 8, generator=g, dtype=torch.float64).to(dtype)
-        self.k, self.v = (torch.randn(rows, kv, total, 8, generator=g, dtype=torch.float64).to(dtype) for _ in "kv")
+        self.k, self.v = (
+            torch.randn(rows, kv, total, 8, generator=g, dtype=torch.float64).to(dtype) for _ in "kv"
+        )
         self.reads = [torch.randn(heads, generator=g), torch.randint(0, 2, (rows, total), generator=g)]
         columns = -(-(ring or total) // page)
         count = rows * columns
@@ -55,7 +59,9 @@ class Case:
 
     def wanted(self, program: str) -> Tensor:
         operands = tuple(t.double() for t in (self.q, self.k, self.v))
-        out, _ = KERNELS["reference"].forward(parse(program), operands, [r if not r.is_floating_point() else r.double() for r in self.reads], ())
+        out, _ = KERNELS["reference"].forward(
+            parse(program), operands, [r if not r.is_floating_point() else r.double() for r in self.reads], ()
+        )
         return self.packed(out)
 
     def found(self, program: str, kernel: str) -> Tensor:
@@ -75,17 +81,23 @@ def test_new_tokens_see_what_they_see_in_the_whole_sequence(
     ring = 8 if "q - k < 4" in program else 0
     case = Case([(5, 1), (0, 3), (17, 2), (9, 1)], 3, ring, *heads, dtype)
     tolerance = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(case.found(program, kernel).double(), case.wanted(program), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        case.found(program, kernel).double(), case.wanted(program), rtol=tolerance, atol=tolerance
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 20)), min_size=1, max_size=4).filter(lambda x: any(n for _, n in x)),
+    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 20)), min_size=1, max_size=4).filter(
+        lambda x: any(n for _, n in x)
+    ),
     st.sampled_from([1, 3, 16, 64]),
     st.sampled_from(PROGRAMS),
     st.sampled_from([(2, 2), (4, 2), (6, 1)]),
 )
-def test_any_rows_and_pages(lengths: list[tuple[int, int]], page: int, program: str, heads: tuple[int, int]) -> None:
+def test_any_rows_and_pages(
+    lengths: list[tuple[int, int]], page: int, program: str, heads: tuple[int, int]
+) -> None:
     case = Case(lengths, page, 4 if "q - k < 4" in program else 0, *heads, torch.float32)
     torch.testing.assert_close(case.found(program, "").double(), case.wanted(program), rtol=2e-5, atol=2e-5)
 
@@ -98,10 +110,15 @@ def test_fixed_keys_are_seen_by_every_token() -> None:
     rows = Rows(torch.tensor([[0], [1]]), torch.tensor([0, 2, 5]), torch.tensor([9, 3]), torch.tensor([7, 7]))
     none = q.new_empty(1, 2, 0, 8)
     for kernel in ("", "reference"):
-        found = torch.ops.attngraph.cached_attention(q, none, none, k, v, [mask], (), "keep r0[b, k]", *rows, kernel)
+        found = torch.ops.attngraph.cached_attention(
+            q, none, none, k, v, [mask], (), "keep r0[b, k]", *rows, kernel
+        )
         for row, place in enumerate((slice(0, 2), slice(2, 5))):
             wanted, _ = KERNELS["reference"].forward(
-                parse("keep r0[b, k]"), (q[:, :, place], k[row : row + 1], v[row : row + 1]), [mask[row : row + 1]], ()
+                parse("keep r0[b, k]"),
+                (q[:, :, place], k[row : row + 1], v[row : row + 1]),
+                [mask[row : row + 1]],
+                (),
             )
             torch.testing.assert_close(found[:, :, place], wanted)
     assert cache.CACHED

@@ -221,9 +221,10 @@ def split(context: Meaning, node: fx.Node, part: int, at: Indices) -> Expr:
 def repeat(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     source = context.shape(node.args[0])
     new = len(at) - len(source)
+    times: Any = [1] * (len(at) - len(node.args[1])) + list(node.args[1])  # type: ignore[arg-type]
     places = [
-        E.ZERO if E.is_const(extent, 1) else M.mod(place, extent)
-        for extent, place in zip(source, at[new:], strict=True)
+        E.ZERO if E.is_const(extent, 1) else place if count == 1 else M.mod(place, extent)
+        for extent, place, count in zip(source, at[new:], times[new:], strict=True)
     ]
     return context.read(node.args[0], tuple(places))
 

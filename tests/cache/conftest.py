@@ -1,0 +1,37 @@
+"""What the tests of decoders share: one thread, and pages in which nothing is zero by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngraph.runtime import kv_cache
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors on many threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever no token has been written to holds NaN."""
+    empty = kv_cache._Pages._empty
+
+    def filled(self: Any, members: Any, pages: int) -> Tensor:
+        made = empty(self, members, pages)
+        return (
+            made.fill_(torch.nan)
+            if made.is_floating_point()
+            else made.fill_(-7 if made.dtype != torch.bool else True)
+        )
+
+    monkeypatch.setattr(kv_cache._Pages, "_empty", filled)
