@@ -35,6 +35,7 @@ from attngraph.pieces import Piece, Pieces
 from attngraph.pipeline import Pass
 from attngraph.report import AttentionEntry, CacheEntry, CompileReport
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.gate import GATE
 from attngraph.runtime.guards import call_key
@@ -159,12 +160,12 @@ def derive_decoder(
     """
     start = time.perf_counter()
     passes = decoder_pipeline(options.backend)
-    captured, result, whole = _rewritten(target, (), arguments, options, passes[:-2], config.proof)
+    captured, result, whole = _rewritten(target, (), arguments, options, passes[:3], config.proof)
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
-    insert, select = InsertKVCache(names.index(name), logits), passes[-1]
+    rest = (InsertKVCache(names.index(name), logits), *passes[4:])
     try:
-        last = pipeline.run(graph, (insert, select), options.dump, options.progress)
+        last = pipeline.run(graph, rest, options.dump, options.progress)
     except NoDecoderError as problem:
         if not result.missed:
             raise
@@ -177,7 +178,8 @@ def derive_decoder(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records), (),
         time.perf_counter() - start,
     )  # fmt: skip
-    step = Step(graph, _owner(target), name, names, report, _runner(options))
+    run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
+    step = Step(graph, _owner(target), name, names, report, run)
     error = None
     if whole is not None:
         if options.progress is not None:

@@ -7,6 +7,7 @@ from attngraph.passes.insert_kv_cache import InsertKVCache
 from attngraph.passes.merge_heads import MergeHeads
 from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels
+from attngraph.passes.tidy import Tidy
 from attngraph.pipeline import Pass
 
 DEFAULT_PIPELINE: tuple[Pass, ...] = (
@@ -26,5 +27,6 @@ def decoder_pipeline(backend: str = "auto", argument: int = 0, result: int = 0) 
         FuseAttention(),
         MergeHeads(),
         InsertKVCache(argument, result),
+        Tidy(),
         SelectKernels("" if backend == "auto" else backend, requires=Level.CACHED),
     )

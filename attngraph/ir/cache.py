@@ -1,6 +1,6 @@
 """Attention over a cache: the ops of a graph that decodes.
 
-    attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., kernel) -> out
+    attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., by) -> out
 
 A step computes new tokens of several sequences at once. They lie side by side, `[1, heads, N, width]`:
 tokens starts[r] .. starts[r + 1] - 1 are row r's, the first of them stands at position first[r] of its
@@ -36,7 +36,7 @@ from attngraph.ir.score import Keep, Score, ScoreProgram, Sink, Statement, Weigh
 torch.library.define(
     "attngraph::cached_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor[] reads, SymInt[] sizes, "
-    "str program, Tensor table, Tensor starts, Tensor first, Tensor held, str kernel='') -> Tensor",
+    "str program, Tensor table, Tensor starts, Tensor first, Tensor held, str by='') -> Tensor",
 )
 torch.library.define(
     "attngraph::history",
@@ -125,23 +125,23 @@ CACHED: list[CachedKernel] = []
 @torch.library.impl("attngraph::cached_attention", "CompositeExplicitAutograd")
 def _cached_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
-    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, kernel: str = "",
+    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
 ) -> Tensor:  # fmt: skip
     parsed = parse(program)
     rows = Rows(table, starts, first, held)
     with torch.no_grad():
         for candidate in CACHED:
-            if kernel in ("", candidate.name):
+            if by in ("", candidate.name):
                 out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
                 if out is not None:
                     return out
-        return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, kernel)
+        return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by)
 
 
 @torch.library.register_fake("attngraph::cached_attention")  # type: ignore[untyped-decorator]
 def _cached_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[Any],
-    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, kernel: str = "",
+    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
 ) -> Tensor:  # fmt: skip
     rows, heads, tokens, _ = q.shape  # one row when it runs; a symbol in a graph that was traced with several
     return v.new_empty((rows, tokens, heads, v.shape[3])).transpose(1, 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from attngraph.errors import CacheError
 from attngraph.ir.cache import CachePlan, Fixed, Store
 
 LAYOUTS = ("contiguous", "paged")
+FEW = 16
+"""New tokens up to which each is copied by itself."""
 SAVED = "attngraph cache 1"
 
 
@@ -63,6 +66,12 @@ class CacheConfig:
             )
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating one, found {self.dtype}.")
+
+
+@functools.lru_cache(maxsize=64)
+def _one_each(rows: int) -> tuple[Tensor, Tensor]:
+    """The row of each token, and where each row's tokens begin, for one new token each."""
+    return torch.arange(rows), torch.arange(rows + 1)
 
 
 class _Pages:
@@ -189,17 +198,27 @@ class _Pages:
         keep: Tensor | None = positions >= after[row] - self.capacity if self.ring else None
         if keep is not None:
             row, positions = row[keep], positions[keep]
-        slots = positions % self.capacity
-        pages = self.table()[row, slots // self.page]
-        places = slots % self.page
+        places: Any
+        if len(row) <= FEW:  # one copy for each costs less than an index that is a tensor
+            at = zip(row.tolist(), positions.tolist(), strict=True)
+            slots = [(r, p % self.capacity) for r, p in at]
+            places = [(self.rows[r][slot // self.page], slot % self.page) for r, slot in slots]
+        else:
+            slot = positions % self.capacity
+            places = self.table()[row, slot // self.page], slot % self.page
         for members, arena in self.arenas.values():
             first = members[0]
             stacked = torch.stack([news[store.name] for store in members])
             dims = (1 + first.row_dim, 1 + first.token_dim)
-            value = stacked.movedim(dims, (1, 2)).squeeze(1)
+            value = stacked.movedim(dims, (1, 2)).select(1, 0)
             if keep is not None:
                 value = value[:, keep]
-            arena.movedim(dims, (1, 2))[:, pages, places] = value.to(arena.dtype)
+            held = arena.movedim(dims, (1, 2))
+            if isinstance(places, list):
+                for n, (page, place) in enumerate(places):
+                    held[:, page, place].copy_(value[:, n])
+            else:
+                held[:, places[0], places[1]] = value.to(arena.dtype)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row n becomes what row rows[n] is: by tables where pages can be shared, else by copying."""
@@ -303,13 +322,21 @@ class KVCache:
     def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
         """What a step is told about rows, by name."""
         first = torch.tensor(self.lengths, dtype=torch.int64)
+        if min(counts, default=0) == 1 == max(counts):
+            row, starts = _one_each(len(counts))
+            found = {"starts": starts, "first": first, "row": row, "positions": first}
+            return self._with_tables(found)
         count = torch.tensor(list(counts), dtype=torch.int64)
         row = torch.repeat_interleave(count)
         starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
         torch.cumsum(count, 0, out=starts[1:])
         positions = torch.arange(row.shape[0]) + (first - starts[:-1])[row]
         found = {"starts": starts, "first": first, "row": row, "positions": positions}
-        found = {name: t.to(self.device) for name, t in found.items()}
+        return self._with_tables(found)
+
+    def _with_tables(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.device.type != "cpu":
+            found = {name: t.to(self.device) for name, t in found.items()}
         for window, group in self.groups.items():
             found[f"table.{window or 'all'}"] = group.table()
         return found

@@ -28,7 +28,6 @@ from attngraph.ir import evaluate
 from attngraph.ir.kernels import Kernel, Operands
 from attngraph.ir.score import ScoreProgram
 from attngraph.meaning import tiles
-from attngraph.meaning.causal import examine
 from attngraph.meaning.tiles import Cut, Grid
 
 BLOCK_Q, BLOCK_K = 48, 64
@@ -45,7 +44,7 @@ class _Read(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 6), ("size", ctypes.c_int64 * 6))
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """`Call` of c/base.h, field by field."""
 
     _fields_ = (
@@ -63,7 +62,8 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("table", "starts", "first", "held")),
         *((name, ctypes.c_int64) for name in ("columns", "page", "window")),
         ("k_new", ctypes.c_void_p), ("v_new", ctypes.c_void_p),
-        ("k_new_stride", ctypes.c_int64 * 2), ("v_new_stride", ctypes.c_int64 * 2), ("step", ctypes.c_int64),
+        ("k_new_stride", ctypes.c_int64 * 2), ("v_new_stride", ctypes.c_int64 * 2),
+        ("step", ctypes.c_int64), ("member", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ class Run:
         self.scale = 1.0 if program.scale is None else program.scale
         self.program = program.without_scale
         self.q, self.k, self.v = (t if t.stride(-1) == 1 else t.contiguous() for t in operands)
-        self.call = _Call()
+        self.call = Call()
         self.held: list[Tensor] = []
 
     def forward(self) -> tuple[Tensor, Tensor] | None:
@@ -196,10 +196,6 @@ class Run:
         call.scratch = self.floats(members * call.scratch_size)
         team.run(self.made.code.attngraph_attend, call, members)
         return None if call.bad else (out, lse)
-
-    def window(self) -> int:
-        """How many keys a query sees at most, itself included; 0: no such number is known."""
-        return examine(self.program, True, frozenset()).window or 0
 
     def floats(self, count: int) -> int:
         self.held.append(torch.empty(count, dtype=torch.float32))

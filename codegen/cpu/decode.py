@@ -1,26 +1,30 @@
 """`cpu.decode`: a few new tokens of each row over a cache in pages, by the C of the score program.
 
 Serves what `cpu.compiled` serves, as long as rows bring few tokens; long prompts are computed row by row
-by the kernels for whole sequences. Nothing is gathered: the C walks through the pages.
+by the kernels for whole sequences. Nothing is gathered: the C walks through the pages. A step calls this
+once for each layer, so what does not change from call to call is worked out once (`_Prepared`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import source, team
-from attngraph.codegen.cpu.compiled import BLOCK_Q, Library, Run, library
+from attngraph.codegen.cpu.compiled import BLOCK_Q, Call, Library, Run, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.ir.cache import Rows
 from attngraph.ir.score import ScoreProgram
+from attngraph.meaning.causal import examine
 
 FEW = 16
 """Queries of a row, on average, up to which their keys are walked through one by one."""
 WIDEST = 1024
+_Three, _Two = ctypes.c_int64 * 3, ctypes.c_int64 * 2
 
 
 class Decode:
@@ -32,51 +36,89 @@ class Decode:
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None:  # fmt: skip
-        count = rows.table.shape[0]
-        few = 0 < q.shape[2] <= FEW * count
-        if not few or q.device.type != "cpu" or q.dtype not in source.ELEMENTS or program.changes_weights:
+        tokens = q.shape[2]
+        if not 0 < tokens <= FEW * rows.table.shape[0] or not q.is_cpu:
             return None
-        if max(q.shape[3], pages[1].shape[3]) > WIDEST or not pages[0].dtype == pages[1].dtype == q.dtype:
+        if not pages[0].dtype == pages[1].dtype == q.dtype:
             return None
-        found = library(Plan(program.without_scale, q.dtype, tuple(r.dtype for r in reads)))
-        if not isinstance(found, Library):
-            return None
-        return _Step(found, program, (q, *pages), reads, tuple(sizes)).attend(new, rows)
+        made = _prepare(program.text, program, q.dtype, tuple(r.dtype for r in reads), q.shape[3], pages[1].shape[3])
+        return None if made is None else made.attend(q, new, pages, reads, tuple(sizes), rows)
 
 
-class _Step(Run):
-    """One call."""
+class _Prepared:
+    """What calls of one program with operands of one kind have in common."""
 
-    def attend(self, new: tuple[Tensor, Tensor], rows: Rows) -> Tensor | None:
-        if not (self.set_numbers() and self.set_reads()):
-            return None
-        (q, k, v), call = (self.q, self.k, self.v), self.call
+    def __init__(self, made: Library, program: ScoreProgram) -> None:
+        self.made, self.program = made, program
+        self.scale = 1.0 if program.scale is None else program.scale
+        self.window = examine(program, True, frozenset()).window or 0
+        self.function = made.code.attngraph_decode
+
+    def attend(
+        self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
+        sizes: tuple[int, ...], rows: Rows,
+    ) -> Tensor | None:  # fmt: skip
+        k, v = pages
+        call, held = Call(), [*rows, *new]
+        if sizes or reads or max(*q.shape, *k.shape) >= source.SMALL:
+            run = Run(self.made, self.program, (q, k, v), reads, sizes)
+            if not (run.set_numbers() and run.set_reads()):
+                return None
+            call, held = run.call, [*held, *run.held]
+        if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         _, h, tokens, d = q.shape
-        dv = v.shape[3]
+        kv, dv, page, count = k.shape[1], v.shape[3], k.shape[2], rows.table.shape[0]
         out = v.new_empty_strided((1, h, tokens, dv), (tokens * h * dv, dv, h * dv, 1))
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-            setattr(call, name, tensor.data_ptr())
-            setattr(call, f"{name}_stride", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
+        wide = -(-dv // self.made.lanes) * self.made.lanes
+        members = min(_threads(), count * kv)
+        area = BLOCK_Q * (d + wide) + 64
+        scratch = torch.empty(members * area + 8, dtype=torch.float32)
+        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.q_stride = _Three(*q.stride()[:3])
+        call.k_stride = _Three(*k.stride()[:3])
+        call.v_stride = _Three(*v.stride()[:3])
+        call.out_stride = _Three(*out.stride()[:3])
+        call.B, call.H, call.Hkv, call.D, call.Dv, call.wide, call.scale = count, h, kv, d, dv, wide, self.scale
         if new[0].shape[2] > 0:
-            k_new, v_new = (t if t.stride(-1) == 1 else t.contiguous() for t in new)
-            self.held += [k_new, v_new]
+            k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)
+            held += [k_new, v_new]
             call.k_new, call.v_new = k_new.data_ptr(), v_new.data_ptr()
-            call.k_new_stride[:] = k_new.stride()[1:3]
-            call.v_new_stride[:] = v_new.stride()[1:3]
-        for name, index in zip(Rows._fields, rows, strict=True):
-            index = index.contiguous()
-            self.held.append(index)
-            setattr(call, name, index.data_ptr())
-        call.columns, call.page, call.window = rows.table.shape[1], k.shape[2], self.window()
-        call.B, call.H, call.Hkv, call.D, call.Dv = rows.table.shape[0], h, k.shape[1], d, dv
-        call.wide = -(-dv // self.made.lanes) * self.made.lanes
-        call.scale = self.scale
-        group = h // k.shape[1]
-        call.step = max(1, BLOCK_Q // min(group, BLOCK_Q))
-        members = max(1, min(torch.get_num_threads(), call.B * call.Hkv))
-        call.scratch_size = BLOCK_Q * (d + call.wide) + 64
-        call.scratch = self.floats(members * call.scratch_size)
-        self.held.append(torch.zeros(4, dtype=torch.int64))
-        call.rounds = self.held[-1].data_ptr()
-        team.run(self.made.code.attngraph_decode, call, members)
+            call.k_new_stride = _Two(*k_new.stride()[1:3])
+            call.v_new_stride = _Two(*v_new.stride()[1:3])
+        table, starts, first, lengths = (t if t.is_contiguous() else t.contiguous() for t in rows)
+        held += [table, starts, first, lengths]
+        call.table, call.starts = table.data_ptr(), starts.data_ptr()
+        call.first, call.held = first.data_ptr(), lengths.data_ptr()
+        call.columns, call.page, call.window = table.shape[1], page, self.window
+        call.step = max(1, BLOCK_Q // min(h // kv, BLOCK_Q))
+        call.scratch_size, call.scratch = area, scratch.data_ptr()
+        team.run(self.function, call, members)
         return None if call.bad else out
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], width: int
+) -> _Prepared | None:
+    if dtype not in source.ELEMENTS or program.changes_weights or width > WIDEST:
+        return None
+    found = library(Plan(program.without_scale, dtype, reads))
+    return _Prepared(found, program) if isinstance(found, Library) else None
+
+
+_known: dict[tuple[object, ...], _Prepared | None] = {}
+
+
+def _prepare(
+    text: str, program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], d: int, dv: int
+) -> _Prepared | None:
+    """`_prepared`, found by the program's text: comparing programs costs more than the rest of a call."""
+    key = (text, dtype, reads, d, dv)
+    if key not in _known:
+        _known[key] = _prepared(program, dtype, reads, max(d, dv))
+    return _known[key]
+
+
+def _threads() -> int:
+    return torch.get_num_threads()

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from attngraph.codegen.cpu.expression import GROUP, INNER, ROW, TILE, Writer
-from attngraph.codegen.cpu.terms import UnsupportedError, cast, truth
+from attngraph.codegen.cpu.terms import SMALL, UnsupportedError, cast, truth
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import parse
 from attngraph.ir.score import WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
 
+__all__ = ["ELEMENTS", "MOST_NUMBERS", "MOST_READS", "SMALL", "Plan", "Source", "write"]
 ELEMENTS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 MOST_READS = MOST_NUMBERS = 16
 _FOLDER = Path(__file__).parent / "c"

@@ -43,7 +43,7 @@ typedef struct {
     int64_t columns, page, window;      /* window: keys that a query sees at most; 0: all */
     const void *k_new, *v_new;
     int64_t k_new_stride[2], v_new_stride[2];
-    int64_t step;                       /* queries of an item */
+    int64_t step, member;               /* queries of an item; a shared counter */
 } Call;
 
 /* ---- elements ---- */

@@ -3,6 +3,16 @@
    beyond a row's tokens is never read. */
 
 #ifndef HAS_WEIGHTS
+/* The sum of a vector's elements, as a tree. */
+INLINE float sum_of(Vector x) {
+    union { Vector v; float f[LANES]; } u = {.v = x};
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int l = 0; l < half; ++l) u.f[l] += u.f[l + half];
+    return u.f[0];
+}
+
 /* S[row][j] = Q[row] . k[j], for keys that lie `stride` elements apart. */
 static void dots_few(const Call *c, const float *Q, int rows, const Element *k, int64_t stride, int keys, float *S) {
     float wide[1024];
@@ -21,8 +31,7 @@ static void dots_few(const Call *c, const float *Q, int rows, const Element *k, 
             Vector sums = {0};
             int64_t d = 0;
             for (; d + LANES <= D; d += LANES) sums += *(const Vector *)(query + d) * *(const Vector *)(key + d);
-            float sum = 0;
-            for (int l = 0; l < LANES; ++l) sum += sums[l];
+            float sum = sum_of(sums);
             for (; d < D; ++d) sum += query[d] * key[d];
             S[i * BLOCK_K + j] = sum;
         }
@@ -85,7 +94,7 @@ static void attend_few(Call *c, const Few *at, Block *t, int64_t first_query) {
         }
     for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
     memset(t->sums, 0, sizeof t->sums);
-    memset(t->O, 0, sizeof(float) * BLOCK_Q * c->wide);
+    memset(t->O, 0, sizeof(float) * rows * c->wide);
     int64_t held = c->held[at->row], capacity = c->columns * c->page;
     int64_t oldest = larger(0, held - capacity);
     if (c->window) oldest = larger(oldest, at->position - c->window + 1);
@@ -107,8 +116,7 @@ static void attend_few(Call *c, const Few *at, Block *t, int64_t first_query) {
     }
     for (int i = 0; i < rows; ++i) {
         int64_t head = at->head + i / at->queries, token = first_query + i % at->queries;
-        float total = 0, by = 1;
-        for (int l = 0; l < LANES; ++l) total += t->sums[i * LANES + l];
+        float total = sum_of(*(Vector *)(t->sums + i * LANES)), by = 1;
 #ifdef HAS_SINK
         float other = sink(c, (int)at->row, (int)head, (int)at->position + i % at->queries), top = t->top[i];
         float joint = maximum(top, other);
@@ -126,7 +134,7 @@ static void attend_few(Call *c, const Few *at, Block *t, int64_t first_query) {
 void attngraph_decode(Call *c) {
     int64_t group = c->H / c->Hkv, together = smaller(group, BLOCK_Q), shares = blocks(group, together);
     Block t;
-    t.Q = c->scratch + take(&c->rounds->next_pack) * c->scratch_size;
+    t.Q = c->scratch + take(&c->member) * c->scratch_size;
     t.O = t.Q + BLOCK_Q * c->D;
     int64_t seen = 0, row = 0;
     for (int64_t item; (item = take(&c->slot)) >= 0;) {

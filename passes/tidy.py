@@ -1,0 +1,171 @@
+"""Tidy: the same values by fewer operations.
+
+For graphs whose values are small, where every operation costs its call: a decoder's step. Views of views
+become one view, what changes nothing goes, what is computed twice is computed once, and activations that
+a model writes out become the operation of that name. Right because views only rename elements, and an
+activation is recognised by its element's formula, not by how it is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.graph import Level, ProgramGraph, is_size
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning, size_expression
+from attngraph.meaning.rules import RULES, Category, Unliftable
+from attngraph.passes.build import Builder, NoSize
+from attngraph.pipeline import Outcome
+
+aten = torch.ops.aten
+_SAME_ORDER = frozenset(
+    f"aten.{n}"
+    for n in ("reshape.default", "view.default", "_unsafe_view.default", "unflatten.int", "flatten.using_ints",
+              "unsqueeze.default", "squeeze.dim", "squeeze.dims", "contiguous.default")
+)  # fmt: skip
+"""Operations that keep all elements in their order."""
+_IMPURE = (torch.Tag.nondeterministic_seeded,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tidy:
+    name: str = "tidy"
+    requires: Level = Level.CACHED
+    yields: Level = Level.CACHED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        before = graph.op_count()
+        activations = _name_activations(graph)
+        _shorten_views(graph)
+        graph.clean()
+        _share(graph)
+        graph.clean()
+        if graph.op_count() != before:
+            outcome.notes.append(f"{before - graph.op_count()} operation(s) fewer, {activations} activation(s) named")
+        return outcome
+
+
+def _extents(node: Any) -> tuple[Expr, ...]:
+    return tuple(size_expression(s) for s in node.meta["val"].shape)
+
+
+def _shorten_views(graph: ProgramGraph) -> None:
+    """A chain of operations that keep the order of elements is one reshape, or none."""
+    for node in list(graph.graph.nodes):
+        if str(node.target) not in _SAME_ORDER or not node.users:
+            continue
+        source: Any = node.args[0]
+        chain = 1
+        while source.op == "call_function" and str(source.target) in _SAME_ORDER:
+            source, chain = source.args[0], chain + 1
+        needs_memory = str(node.target) == "aten.contiguous.default"
+        if _extents(source) == _extents(node) and not needs_memory:
+            node.replace_all_uses_with(source)
+        elif chain > 1 and not needs_memory:
+            builder = Builder(graph, node)
+            try:
+                shape = [builder.size(extent) for extent in _extents(node)]
+            except (NoSize, KeyError):
+                builder.discard()
+                continue
+            node.replace_all_uses_with(builder.call(aten.reshape.default, source, shape))
+
+
+def _share(graph: ProgramGraph) -> None:
+    """Equal operations on equal operands are done once."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or any(tag in getattr(node.target, "tags", ()) for tag in _IMPURE):
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        found = seen.setdefault(key, node)
+        if found is not node:
+            node.replace_all_uses_with(found)
+            graph.graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
+    return value if isinstance(value, fx.Node) else (type(value).__name__, str(value))
+
+
+_X = E.var("x")
+_INNER = M.add(_X, M.mul(E.const(0.044715), M.power(_X, E.const(3.0))))
+_TANH = M.function("tanh", M.mul(E.const(math.sqrt(2 / math.pi)), _INNER))
+_ACTIVATIONS: dict[Expr, tuple[Any, dict[str, Any]]] = {
+    M.mul(E.const(0.5), _X, M.add(E.const(1.0), _TANH)): (aten.gelu.default, {"approximate": "tanh"}),
+    M.mul(_X, M.function("sigmoid", _X)): (aten.silu.default, {}),
+}
+"""Formulas of one element, and the operation that computes them (Hendrycks & Gimpel 2016; Elfwing 2018)."""
+_LAST = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor"})
+
+
+def _name_activations(graph: ProgramGraph) -> int:
+    meaning = Meaning({}, graph.conditions)
+    found = 0
+    for node in list(graph.graph.nodes):
+        if str(node.target) not in _LAST or not node.users:
+            continue
+        match = _activation(meaning, node)
+        if match is None:
+            continue
+        source, target, kwargs = match
+        builder = Builder(graph, node)
+        node.replace_all_uses_with(builder.call(target, source, **kwargs))
+        found += 1
+    return found
+
+
+def _activation(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, Any, dict[str, Any]] | None:
+    """The tensor that a node is an activation of, and the operation."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    try:
+        at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(meaning.shape(node)))
+        source = _common_source(node)
+        if source is None or source.meta["val"].dtype != value.dtype or meaning.shape(source) != meaning.shape(node):
+            return None
+        whole = meaning.lift(meaning.read(node, at), lambda r: r.value is not source and _is_pointwise(r.value))
+        formula = M.substitute(whole, {meaning.read(source, at): _X})
+    except (Unliftable, TypeError):
+        return None
+    known = _ACTIVATIONS.get(_with_floats(formula))
+    return None if known is None else (source, *known)
+
+
+def _with_floats(formula: Expr) -> Expr:
+    """The formula with every number written as a float, as 1 and 1.0 are the same here."""
+    numbers = {n: E.const(float(n.value)) for n in E.walk(formula) if n.op == "const" and n.kind == "int"}
+    return M.substitute(formula, numbers)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    name = str(node.target)
+    return name in RULES and RULES[name].category is Category.POINTWISE
+
+
+def _common_source(node: fx.Node) -> fx.Node | None:
+    """The tensor that a small tree of pointwise operations begins with: the last one, seen from its end,
+    through which all of it goes."""
+    inside: dict[fx.Node, None] = {node: None}
+    while len(inside) <= 16:
+        before = {n for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
+        if len(before) == 1 and len(inside) > 1:
+            return before.pop()
+        grown = [n for n in before if _is_pointwise(n) and all(u in inside for u in n.users)]
+        if not grown:
+            return None
+        inside.update(dict.fromkeys(grown))
+    return None
