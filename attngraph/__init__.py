@@ -19,6 +19,7 @@ from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError, ScoreProgram
 from attngraph.report import AttentionEntry, CompileReport
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.engine import Engine, Request
 from attngraph.runtime.kv_cache import CacheConfig, KVCache
 
 __version__ = "0.1.0"
@@ -31,10 +32,12 @@ __all__ = [
     "CompileReport",
     "CompiledModule",
     "Decoder",
+    "Engine",
     "KVCache",
     "NoDecoderError",
     "NotFusedError",
     "ProgramError",
+    "Request",
     "ScoreProgram",
     "VerificationError",
     "attention",

@@ -290,6 +290,15 @@ class Decoder(nn.Module):
             example["use_cache"] = False
         return example
 
+    def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
+        """An empty state for such tokens."""
+        step, config = self._step(packed, {}), self.config_of_cache
+        if layout is not None:
+            config = dataclasses.replace(config, layout=layout)
+        state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
+        state.step = step
+        return state
+
     def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
         state = KVCache(step.plan, len(packed.counts), self.config_of_cache, packed.ids.device, step.limit)
         state.step = step

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ from attngraph.ir.score import ScoreProgram
 from attngraph.meaning.causal import examine
 
 FEW = 16
-"""Queries of a row, on average, up to which their keys are walked through one by one."""
+"""New tokens of the row with fewest up to which keys are walked through one by one."""
 WIDEST = 1024
 _Three, _Two = ctypes.c_int64 * 3, ctypes.c_int64 * 2
 
@@ -36,8 +37,7 @@ class Decode:
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None:  # fmt: skip
-        tokens = q.shape[2]
-        if not 0 < tokens <= FEW * rows.table.shape[0] or not q.is_cpu:
+        if not q.is_cpu or q.shape[2] == 0 or _least(rows) > FEW:
             return None
         if not pages[0].dtype == pages[1].dtype == q.dtype:
             return None
@@ -118,6 +118,12 @@ def _prepare(
     if key not in _known:
         _known[key] = _prepared(program, dtype, reads, max(d, dv))
     return _known[key]
+
+
+def _least(rows: Rows) -> int:
+    """New tokens of the row that has fewest, of those that have any."""
+    starts = rows.starts.tolist()
+    return min(b - a for a, b in itertools.pairwise(starts) if b > a)
 
 
 def _threads() -> int:
