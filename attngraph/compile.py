@@ -171,7 +171,8 @@ def derive_decoder(
             raise
         first = result.missed[0]
         raise NoDecoderError(
-            f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: {first.reason}.)"
+            f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
+            f"{first.reason}.)"
         ) from problem
     assert graph.cache is not None
     report = CompileReport(

@@ -105,3 +105,21 @@ class Builder:
                 case "reshape":
                     node = self.call(aten.reshape.default, node, sizes)
         return node
+
+
+def built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:
+    """A size from others that nodes (or dimensions of nodes) give."""
+    if value in known:
+        found = known[value]
+        return builder.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found
+    if value.op == "const":
+        return int(value.value)
+    functions = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod}
+    if value.op not in functions:
+        return builder.size(value)
+    parts = [built(builder, a, known) for a in value.args]
+    whole = parts[0]
+    for part in parts[1:]:
+        both = any(isinstance(x, fx.Node) for x in (whole, part))
+        whole = builder.call(functions[value.op], whole, part) if both else functions[value.op](whole, part)
+    return whole

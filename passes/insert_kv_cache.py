@@ -18,20 +18,23 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
+from attngraph.ir import expr as E
 from attngraph.ir.cache import CachePlan, Fixed, Store
 from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name
+from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, part_of
+from attngraph.ir.parser import parse
+from attngraph.ir.score import ScoreProgram
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning.element import evaluate_size, size_expression
 from attngraph.meaning.keep import bytes_per_token, choose_kept
 from attngraph.meaning.tokens import Fact, Kind, Tokens
 from attngraph.passes import shift_positions
-from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.build import Builder, NoSize, built
+from attngraph.passes.pick_results import pick_results
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -133,6 +136,7 @@ class _Step:
         self.last_input = graph.placeholders()[-1]
         self.inputs: dict[str, fx.Node] = {}
         self.stores: dict[fx.Node, Store] = {}
+        self.row_dims: dict[fx.Node, int] = {}
         self.fixed: dict[fx.Node, Fixed] = {}
         self.expanded = 0
         self.needed = self._needed()
@@ -149,7 +153,7 @@ class _Step:
         for node in attentions:
             self._look_at_pages(node)
         self._take_fixed()
-        self._pick_results(kept)
+        pick_results(self.graph, self.tokens, self.ids, kept, self._rows("picked"))
         output = self.graph.graph.output_node()
         values: Any = output.args[0]
         output.args = ((*values, *kept),)
@@ -194,8 +198,8 @@ class _Step:
             row, token = space.place(fact.axes, space.row), space.place(fact.axes, space.token)
             if token is None or bytes_per_token(self.tokens, value) is None:
                 raise NoDecoderError(
-                    f"{op_name(value)} at {source_of(value)}: what attention looks at does not have the tokens "
-                    "as a dimension of their own."
+                    f"{op_name(value)} at {source_of(value)}: what attention looks at does not have the "
+                    "tokens as a dimension of their own."
                 )
             counted = [isinstance(n, int) and not digits for n, digits in
                        zip(value.meta["val"].shape, fact.axes, strict=True)]  # fmt: skip
@@ -210,10 +214,10 @@ class _Step:
 
     def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
         """What later tokens need of a token: keys, values, and what the scores read at positions."""
-        _, k, v, reads, *_ = node.args
-        reads = [r for r in reads if any(self.space.token in d for d in self.tokens[r].axes)]  # type: ignore[union-attr, arg-type]
-        keys = [] if self.tokens[k].kind is Kind.FIXED else [k, v]  # type: ignore[index]
-        return [*keys, *reads]  # type: ignore[list-item]
+        arguments: Any = node.args
+        _, k, v, reads, *_ = arguments
+        reads = [r for r in reads if any(self.space.token in d for d in self.tokens[r].axes)]
+        return [*([] if self.tokens[k].kind is Kind.FIXED else [k, v]), *reads]
 
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """The kept values that an operand is a view of."""
@@ -284,8 +288,8 @@ class _Step:
     # --- attention ---
 
     def _look_at_pages(self, node: fx.Node) -> None:
-        q, k, v, reads, sizes, program, *kernel = node.args
-        assert isinstance(k, fx.Node) and isinstance(v, fx.Node) and isinstance(q, fx.Node)
+        arguments: Any = node.args
+        q, k, v, reads, sizes, program, *kernel = arguments
         builder = Builder(self.graph, node)
         heads = [int(n.meta["val"].shape[1]) for n in (q, k, v)]
         width = int(k.meta["val"].shape[3]) + int(v.meta["val"].shape[3])
@@ -303,7 +307,8 @@ class _Step:
                 self._widen(stores)
             pages = [self._replay(builder, n) for n in (k, v)]
             new, table, held = [k, v], self._table(window), self._rows("first")
-        read = [self._read(builder, r) for r in reads]  # type: ignore[union-attr]
+        read = [self._read(builder, r) for r in reads]
+        self._note_rows(parse(str(program)), reads)
         starts, first = self._rows("starts"), self._rows("first")
         target = torch.ops.attngraph.cached_attention.default
         made = builder.call(
@@ -328,6 +333,14 @@ class _Step:
         self.tokens.facts[made] = self.tokens[node]
         self.graph.graph.erase_node(node)
 
+    def _note_rows(self, program: ScoreProgram, reads: Sequence[fx.Node]) -> None:
+        """Scores that read a fixed value at `b` say which of its dimensions is the batch, also where the
+        trace does not say that it is as long."""
+        for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
+            for dim, index in enumerate(node.args):
+                if index.op == "var" and index.value == "b":
+                    self.row_dims[reads[node.value]] = dim
+
     def _widen(self, stores: Sequence[Store]) -> None:
         """Operands of one attention are kept for equally long."""
         for value, store in self.stores.items():
@@ -349,7 +362,7 @@ class _Step:
             first = next(iter(copies))
             sizes = self._page_sizes(builder, done, first)
             for size in (n for n in node.all_input_nodes if is_size(n)):
-                copies[size] = _built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
+                copies[size] = built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
             done[node] = builder.call(node.target, *args, **kwargs)
             return done[node]
@@ -398,7 +411,9 @@ class _Step:
             fact = self.tokens[node]
             place = self.space.place(fact.axes, self.space.row) if self.space.row is not None else None
             own, together = 1, True
-            if place is not None and len(fact.axes[place]) > 1:
+            if place is None:
+                place = self.row_dims.get(node)
+            elif len(fact.axes[place]) > 1:
                 digits = fact.axes[place]
                 rest = next(d for d in digits if d is not self.space.row)
                 own = int(evaluate_size(rest.args[0], self.graph.hints))
@@ -444,7 +459,7 @@ class _Step:
                     continue
                 node.replace_input_with(operand, self._taken(node, operand))
         if self.fixed:
-            self.graph.prelude = self._prelude(list(self.fixed))
+            self.graph.prelude = part_of(self.graph, list(self.fixed))
 
     def _is_fixed(self, node: fx.Node) -> bool:
         fact = self.tokens.facts.get(node)
@@ -454,7 +469,8 @@ class _Step:
         """What stands for a fixed operand in the graph of a step."""
         if is_size(operand):
             size = self.meaning.renamed(size_expression(operand.meta["val"]))
-            return _built(Builder(self.graph, node), size, self._known_sizes())
+            found: fx.Node = built(Builder(self.graph, node), size, self._known_sizes())
+            return found
         fact = self.tokens[operand]
         made = self._fixed(operand)
         place = self.fixed[operand].row_dim
@@ -486,102 +502,6 @@ class _Step:
                     found.setdefault(self.meaning.renamed(size_expression(extent)), (made, dim))
         return found
 
-    def _prelude(self, values: Sequence[fx.Node]) -> ProgramGraph:
-        """The graph that computes these values from the model's other arguments."""
-        needed: set[fx.Node] = set()
-        stack = list(values)
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += node.all_input_nodes
-        made = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        inputs: list[Input] = []
-        known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=False))
-        for node in self.graph.graph.nodes:
-            if node in needed:
-                copies[node] = made.node_copy(node, copies.__getitem__)
-                copies[node].meta = dict(node.meta)
-                if node.op == "placeholder":
-                    inputs.append(known[node])
-        made.output(tuple(copies[v] for v in values))
-        old = self.graph
-        return ProgramGraph(
-            fx.GraphModule({}, made), Level.FUSED, tuple(inputs), tuple(Output("value") for _ in values),
-            old.constants, old.values, old.gradients, old.conditions, old.hints, old.assumed,
-        )  # fmt: skip
-
-    # --- which results are wanted ---
-
-    def _pick_results(self, kept: Sequence[fx.Node]) -> None:
-        """After the last attention nothing but the wanted tokens has to be computed: they are picked at
-        the first value through which all that follows goes."""
-        (result,) = self.graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
-        assert isinstance(result, fx.Node)
-        for node, tail in self._bottlenecks(result, kept):
-            place = self.space.place(self.tokens[node].axes, self.space.token)
-            digits = self.tokens[node].axes[place] if place is not None else ()
-            others = {n for t in tail for n in t.all_input_nodes if n in self.tokens.facts} - tail - {node}
-            if (
-                place is None
-                or not set(digits) <= self.space.both
-                or any(any(self.tokens[n].axes) for n in others)
-            ):
-                continue
-            first = next(n for n in self.graph.graph.nodes if n in tail) if tail else None
-            builder = Builder(self.graph, first or self.graph.graph.output_node())
-            picked = builder.call(aten.index_select.default, node, place, self._rows("picked"))
-            self.tokens.facts[picked] = self.tokens[node]
-            node.replace_all_uses_with(
-                picked, delete_user_cb=lambda user: user in tail or user.op == "output"
-            )
-            sizes = {self.space.tokens: (picked, place)}
-            if self.space.row is not None:
-                sizes[self.space.rows] = (
-                    self.ids,
-                    self.space.place(self.tokens[self.ids].axes, self.space.row),
-                )
-            for user in [n for n in self.graph.graph.nodes if n in tail]:
-                for size in [n for n in user.all_input_nodes if is_size(n)]:
-                    value = self.meaning.renamed(size_expression(size.meta["val"]))
-                    if self.space.counts(value):
-                        user.replace_input_with(size, _built(Builder(self.graph, user), value, sizes))
-            return
-
-    def _bottlenecks(self, result: fx.Node, kept: Sequence[fx.Node]) -> list[tuple[fx.Node, set[fx.Node]]]:
-        """The values that all which leads to the result goes through, after the last attention, the
-        earliest first, each with the nodes after it."""
-
-        def follows_tokens(node: fx.Node) -> bool:
-            fact = self.tokens.facts.get(node)
-            return fact is not None and fact.kind not in (Kind.FIXED, Kind.POSITION)
-
-        view = nx.DiGraph()
-        stack, seen = [result], set()
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            before = [n for n in node.all_input_nodes if follows_tokens(n)]
-            for operand in before:
-                view.add_edge(operand, node)
-            if not before:
-                view.add_edge("tokens", node)
-            stack += before
-        above = nx.immediate_dominators(view, "tokens")
-        chain: list[tuple[fx.Node, set[fx.Node]]] = []
-        node = result
-        while isinstance(node, fx.Node):
-            tail = nx.descendants(view, node)
-            target = torch.ops.attngraph.cached_attention.default
-            if any(n.target is target or n in kept for n in tail) or node in kept:
-                break
-            chain.append((node, tail))
-            node = above[node]
-        return chain[::-1]
-
     # --- at the end ---
 
     def _drop_unused_inputs(self) -> None:
@@ -612,21 +532,3 @@ class _Step:
         )
         if plan.fixed:
             self.outcome.notes.append(f"{len(plan.fixed)} value(s) are computed once for a prompt")
-
-
-def _built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:
-    """A size from others that nodes (or dimensions of nodes) give."""
-    if value in known:
-        found = known[value]
-        return builder.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found
-    if value.op == "const":
-        return int(value.value)
-    functions = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod}
-    if value.op not in functions:
-        return builder.size(value)
-    parts = [_built(builder, a, known) for a in value.args]
-    whole = parts[0]
-    for part in parts[1:]:
-        both = any(isinstance(x, fx.Node) for x in (whole, part))
-        whole = builder.call(functions[value.op], whole, part) if both else functions[value.op](whole, part)
-    return whole

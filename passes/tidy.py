@@ -27,8 +27,8 @@ from attngraph.pipeline import Outcome
 aten = torch.ops.aten
 _SAME_ORDER = frozenset(
     f"aten.{n}"
-    for n in ("reshape.default", "view.default", "_unsafe_view.default", "unflatten.int", "flatten.using_ints",
-              "unsqueeze.default", "squeeze.dim", "squeeze.dims", "contiguous.default")
+    for n in ("reshape.default", "view.default", "_unsafe_view.default", "unflatten.int",
+              "flatten.using_ints", "unsqueeze.default", "squeeze.dim", "squeeze.dims", "contiguous.default")
 )  # fmt: skip
 """Operations that keep all elements in their order."""
 _IMPURE = (torch.Tag.nondeterministic_seeded,)
@@ -49,7 +49,9 @@ class Tidy:
         _share(graph)
         graph.clean()
         if graph.op_count() != before:
-            outcome.notes.append(f"{before - graph.op_count()} operation(s) fewer, {activations} activation(s) named")
+            outcome.notes.append(
+                f"{before - graph.op_count()} operation(s) fewer, {activations} activation(s) named"
+            )
         return outcome
 
 
@@ -135,9 +137,15 @@ def _activation(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, Any, dict[str
     try:
         at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(meaning.shape(node)))
         source = _common_source(node)
-        if source is None or source.meta["val"].dtype != value.dtype or meaning.shape(source) != meaning.shape(node):
+        if (
+            source is None
+            or source.meta["val"].dtype != value.dtype
+            or meaning.shape(source) != meaning.shape(node)
+        ):
             return None
-        whole = meaning.lift(meaning.read(node, at), lambda r: r.value is not source and _is_pointwise(r.value))
+        whole = meaning.lift(
+            meaning.read(node, at), lambda r: r.value is not source and _is_pointwise(r.value)
+        )
         formula = M.substitute(whole, {meaning.read(source, at): _X})
     except (Unliftable, TypeError):
         return None

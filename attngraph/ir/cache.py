@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -122,20 +123,25 @@ CACHED: list[CachedKernel] = []
 """Kernels in order of preference; what none of them serves is computed row by row by those of `KERNELS`."""
 
 
-@torch.library.impl("attngraph::cached_attention", "CompositeExplicitAutograd")
-def _cached_attention(
+def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
     program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
 ) -> Tensor:  # fmt: skip
+    """What the op computes; without gradients."""
     parsed = parse(program)
     rows = Rows(table, starts, first, held)
+    for candidate in CACHED:
+        if by in ("", candidate.name):
+            out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
+            if out is not None:
+                return out
+    return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by)
+
+
+@torch.library.impl("attngraph::cached_attention", "CompositeExplicitAutograd")
+def _cached_attention(*args: Any) -> Tensor:
     with torch.no_grad():
-        for candidate in CACHED:
-            if by in ("", candidate.name):
-                out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
-                if out is not None:
-                    return out
-        return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by)
+        return cached_attention(*args)
 
 
 @torch.library.register_fake("attngraph::cached_attention")  # type: ignore[untyped-decorator]
@@ -156,9 +162,9 @@ def row_by_row(
     starts, first, held = (t.tolist() for t in rows[1:])
     name = "reference" if kernel == "reference" else ""
     fixed = new[0].shape[2] == 0 and q.shape[2] > 0
-    lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
     if not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0] > 0:
-        batch = [t.unflatten(2, (len(lengths), lengths[0]))[0].transpose(0, 1) for t in (q, *new)]
+        batch = [t[0].reshape(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1) for t in (q, *new)]
         out = _attend(program, batch, reads, sizes, name)
         return _packed([out[row : row + 1] for row in range(len(lengths))], q, pages[1])
     outs: list[Tensor] = []
@@ -245,7 +251,7 @@ def _history(pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Te
     page = pages.shape[dim]
     news = new.squeeze(0).movedim(dim - 1, 0)
     store = pages.movedim(dim, 1)
-    counts = [b - a for a, b in zip(begins, begins[1:], strict=False)]
+    counts = [b - a for a, b in itertools.pairwise(begins)]
     longest = max((h + n for h, n in zip(lengths, counts, strict=True)), default=0)
     found = news.new_zeros((len(counts), longest, *news.shape[1:]))
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -131,6 +131,37 @@ class ProgramGraph:
         """Drop what nothing uses, and make the module match the graph."""
         self.graph.eliminate_dead_code(is_impure_node=_is_kept)
         self.module.recompile()
+
+
+def part_of(graph: ProgramGraph, values: Sequence[fx.Node]) -> ProgramGraph:
+    """A graph of its own that computes these values of a graph, from the inputs that they need."""
+    needed: set[fx.Node] = set()
+    stack = list(values)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    known = dict(zip(graph.placeholders(), graph.inputs, strict=False))
+    for node in graph.graph.nodes:
+        if node in needed:
+            copies[node] = made.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+    made.output(tuple(copies[value] for value in values))
+    inputs = tuple(known[node] for node in graph.placeholders() if node in needed)
+    outputs = tuple(Output("value") for _ in values)
+    module = fx.GraphModule({}, made)
+    return dataclasses.replace(
+        graph,
+        module=module,
+        inputs=inputs,
+        outputs=outputs,
+        assumed=set(graph.assumed),
+        cache=None,
+        prelude=None,
+    )
 
 
 def holds(condition: Any, sizes: Mapping[str, int]) -> bool:

@@ -79,6 +79,8 @@ class _Printer:
             return []
         if node.target is torch.ops.attngraph.attention.default:
             return self._attention(node)
+        if node.target is torch.ops.attngraph.cached_attention.default:
+            return self._cached_attention(node)
         if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
             whole = self.names[node.args[0]]
             self.names[node] = (
@@ -103,12 +105,23 @@ class _Printer:
         lines = [self._line(node, f"attention({', '.join(args)})", node.meta["val"][0])]
         return lines + [f"          {line}" for line in str(program).splitlines()]
 
+    def _cached_attention(self, node: fx.Node) -> list[str]:
+        q, k, v, k_pages, v_pages, reads, sizes, program, table, _, _, held, *by = node.args
+        args = [self._argument(a) for a in (q, k, v, k_pages, v_pages)]
+        args += [f"r{i}={self._argument(r)}" for i, r in enumerate(reads)]  # type: ignore[arg-type, union-attr]
+        args += [f"n{i}={self._argument(s)}" for i, s in enumerate(sizes)]  # type: ignore[arg-type, union-attr]
+        args += [f"table={self._argument(table)}", f"held={self._argument(held)}"]
+        if by and by[0]:
+            args.append(f"by={by[0]}")
+        lines = [self._line(node, f"cached_attention({', '.join(args)})", node.meta["val"])]
+        return lines + [f"          {line}" for line in str(program).splitlines()]
+
     def _line(self, node: fx.Node, call: str, value: Any) -> str:
         self.names[node] = f"%{self.count}"
         self.count += 1
         text = f"  {self.names[node]} = {call} : {format_type(value)}"
-        source = source_of(node)
-        return f"{text.ljust(_COLUMN)}  # {source}" if source else text
+        notes = [n for n in (source_of(node), node.meta.get("tokens", "")) if n]
+        return f"{text.ljust(_COLUMN)}  # {'; '.join(notes)}" if notes else text
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, fx.Node):

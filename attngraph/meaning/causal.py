@@ -77,11 +77,11 @@ def _hiding(program: ScoreProgram) -> list[Keep]:
 
 def _lowers_enough(fill: Expr) -> bool:
     if fill.op == "const":
-        return fill.value != "nan" and fill.value <= -HIDING
+        return bool(fill.value != "nan" and fill.value <= -HIDING)
     if fill.op not in ("add", "sub") or fill.args[0] is not SCORE or fill.args[1].op != "const":
         return False
     by = fill.args[1].value
-    return by != "nan" and (by >= HIDING if fill.op == "sub" else by <= -HIDING)
+    return bool(by != "nan" and (by >= HIDING if fill.op == "sub" else by <= -HIDING))
 
 
 def _hides_later(predicate: Expr) -> bool:

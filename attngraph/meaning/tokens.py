@@ -117,7 +117,7 @@ class Tokens:
         return min(found, default=None)
 
     def _entries(self, read: Expr) -> list[int]:
-        """For how many tokens a read of a fixed table has entries, where its index is the place plus something."""
+        """For how many tokens a fixed table has entries, where it is read at the place plus a number."""
         table = self.facts.get(read.value)
         if table is None or table.kind is not Kind.FIXED:
             return []
@@ -326,7 +326,7 @@ class Tokens:
             return Fact(Kind.MIXING, reason=problem)
         counted = [
             n for n, s in enumerate(sizes)
-            if isinstance(s, fx.Node) and self.space.counts(self.meaning.renamed(size_expression(s.meta["val"])))
+            if isinstance(s, fx.Node) and self.space.counts(self._size(s))
         ]  # fmt: skip
         causality = examine(program, keys_are_tokens, frozenset(f"n{n}" for n in counted))
         if causality.problem:
@@ -334,9 +334,12 @@ class Tokens:
         reason = causality.describe() if keys_are_tokens else "tokens look at fixed keys"
         return Fact(Kind.ATTENTION, q.axes, reason, causality=causality)
 
+    def _size(self, node: fx.Node) -> Expr:
+        return self.meaning.renamed(size_expression(node.meta["val"]))
+
     def _layout_problem(self, q: Fact, k: Fact, v: Fact) -> str:
         row: tuple[Expr, ...] = () if self.space.row is None else (self.space.row,)
-        wanted = (row, (), (self.space.token,), ())
+        wanted: Axes = (row, (), (self.space.token,), ())
         if q.kind is Kind.FIXED:
             return "its keys are tokens and its queries are not"
         if q.axes != wanted:
@@ -357,6 +360,10 @@ class Tokens:
         for node in (n for e in expressions for n in E.walk(e) if n.op == "read"):
             for digits, index in zip(facts[node.value].axes, node.args, strict=True):
                 if not digits:
+                    if index.op != "var" and E.var("b") in index.free:
+                        return (
+                            f"its scores read r{node.value} at {index!r}, which is no sequence of the batch"
+                        )
                     continue
                 own = self.space.token not in digits and self.space.follows_rows(digits, canonical(index))
                 names = {"q", "k"} if keys else {"q"}

@@ -67,8 +67,7 @@ class Decoder(nn.Module):
         """What was done to derive the decoder used last."""
         if self._steps:
             return next(reversed(self._steps.values())).report
-        found: CompileReport = self.whole.report
-        return found
+        return self.whole.report  # type: ignore[return-value]
 
     # --- the three calls ---
 
@@ -162,13 +161,12 @@ class Decoder(nn.Module):
         unknown = extra - {MASK}
         if unknown:
             raise ValueError(
-                f"generate cannot make up what the model's argument(s) {', '.join(sorted(unknown))} bring for "
-                "new tokens; call prefill and decode."
+                f"generate cannot make up what the model's argument(s) {', '.join(sorted(unknown))} bring "
+                "for new tokens; call prefill and decode."
             )
         with torch.no_grad():
-            first = step.advance(state, packed.counts, self._arguments(step, packed, inputs), packed.last())[
-                0
-            ]
+            arguments = self._arguments(step, packed, inputs)
+            first = step.advance(state, packed.counts, arguments, packed.last())[0]
 
             def advance(tokens: Tensor, counts: list[int]) -> Tensor:
                 one = Packed(tokens.unsqueeze(0), counts, torch.ones(1))
@@ -180,7 +178,7 @@ class Decoder(nn.Module):
     def _given(self, ids: Ids, packed: Packed, options: Any) -> Tensor:
         if isinstance(ids, Tensor):
             return ids.unsqueeze(0) if ids.ndim == 1 else ids
-        rows = packed.ids[0].split(packed.counts)
+        rows = torch.split(packed.ids[0], packed.counts)
         longest = max(packed.counts)
         return torch.stack([nn.functional.pad(r, (longest - len(r), 0), value=options.pad) for r in rows])
 
@@ -278,7 +276,9 @@ class Decoder(nn.Module):
         places = torch.arange(EXAMPLE_ROWS * EXAMPLE_TOKENS, device=packed.ids.device) % max(count, 1)
         if count == 0:
             raise ValueError("there are no tokens.")
-        example: dict[str, Any] = {name: packed.ids[0, places].unflatten(0, (EXAMPLE_ROWS, -1))}
+        example: dict[str, Any] = {
+            name: packed.ids[0, places].reshape(EXAMPLE_ROWS, EXAMPLE_TOKENS, *packed.ids.shape[2:])
+        }
         rows, width = packed.mask.shape
         for other, value in inputs.items():
             if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == rows:
@@ -302,9 +302,6 @@ class Decoder(nn.Module):
     def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
         state = KVCache(step.plan, len(packed.counts), self.config_of_cache, packed.ids.device, step.limit)
         state.step = step
-        missing = step.prompt_arguments - set(inputs)
-        if missing:
-            raise ValueError(f"the model also needs {', '.join(sorted(missing))}.")
         with torch.no_grad():
             step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
         return state
@@ -351,7 +348,7 @@ def _unpacked(logits: Tensor, packed: Packed) -> Tensor:
     """`[1, N, V]` as the caller gave the tokens, zeros at padding."""
     rows, width = packed.mask.shape
     if len(set(packed.counts)) == 1 and packed.counts[0] == width:
-        return logits[0].unflatten(0, (rows, width))
+        return logits[0].reshape(rows, width, *logits.shape[2:])
     found = logits.new_zeros((rows, width, *logits.shape[2:]))
     found[packed.mask] = logits[0]
     return found

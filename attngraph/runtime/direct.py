@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.cache import cached_attention
+
 aten = torch.ops.aten
 
 
@@ -52,6 +54,7 @@ SHORTER: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: torch.matmul,
     aten.layer_norm.default: torch.layer_norm,
     aten.mean.dim: torch.mean,
+    torch.ops.attngraph.cached_attention.default: cached_attention,
 }
 
 

@@ -283,4 +283,3 @@ class Engine:
                     self.places[place] = None
                     if self.state is not None:
                         self.state.reset(place)
-

@@ -371,8 +371,8 @@ class KVCache:
                 needed = max(0, new - (group.window or 0) + 1)
                 if group.ring and 0 < new < old and needed < self.lost[row]:
                     raise CacheError(
-                        f"row {row} cannot go back from {old} to {new} tokens: a window of {group.window} has "
-                        f"overwritten what it needs. CacheConfig(rollback=...) keeps more."
+                        f"row {row} cannot go back from {old} to {new} tokens: a window of {group.window} "
+                        f"has overwritten what it needs. CacheConfig(rollback=...) keeps more."
                     )
         for row, new in enumerate(after):
             if new == 0:
@@ -462,8 +462,6 @@ def select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:
     shape = (count, about.own) if about.together else (about.own, count)
     place = about.row_dim + (0 if about.together else 1)
     index = torch.tensor(list(rows), device=value.device)
-    return (
-        value.unflatten(about.row_dim, shape)
-        .index_select(place, index)
-        .flatten(about.row_dim, about.row_dim + 1)
-    )
+    split = value.reshape(*value.shape[: about.row_dim], *shape, *value.shape[about.row_dim + 1 :])
+    picked: Tensor = torch.flatten(split.index_select(place, index), about.row_dim, about.row_dim + 1)
+    return picked

@@ -89,7 +89,7 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
 
 def _differs(row: int, what: str) -> NoDecoderError:
     return NoDecoderError(
-        f"prefill and decode do not give what the whole sequence gives (row {row}: {what}). Please report this."
+        f"prefill and decode do not give what the whole sequence gives (row {row}: {what}). Please report it."
     )
 
 
@@ -108,7 +108,7 @@ def _by_steps(step: Step, full: Mapping[str, Any], name: str, lengths: Sequence[
             for n in step.arguments
         }  # fmt: skip
         logits = step.advance(state, counts, parts, run=Widened)[0]
-        for row, part in enumerate(logits.split(list(counts))):
+        for row, part in enumerate(torch.split(logits, list(counts))):
             found[row].append(part)
     return found
 

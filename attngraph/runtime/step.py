@@ -85,6 +85,7 @@ class Step:
         if picked is None:
             picked = torch.arange(rows["row"].shape[0], device=state.device)
         given = {**rows, "picked": picked, **state.stores(), **state.fixed}
+        result: Tensor
         result, *news = self._step(arguments, given, run)
         state.write({s.name: n for s, n in zip(self.plan.stores, news, strict=True)}, rows, counts)
         return result

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -37,12 +38,17 @@ class Decode:
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None:  # fmt: skip
-        if not q.is_cpu or q.shape[2] == 0 or _least(rows) > FEW:
+        if not q.is_cpu or q.shape[2] == 0:
+            return None
+        about = _about(rows)
+        if about.least > FEW:
             return None
         if not pages[0].dtype == pages[1].dtype == q.dtype:
             return None
-        made = _prepare(program.text, program, q.dtype, tuple(r.dtype for r in reads), q.shape[3], pages[1].shape[3])
-        return None if made is None else made.attend(q, new, pages, reads, tuple(sizes), rows)
+        made = _prepare(
+            program.text, program, q.dtype, tuple(r.dtype for r in reads), q.shape[3], pages[1].shape[3]
+        )
+        return None if made is None else made.attend(q, new, pages, reads, tuple(sizes), about)
 
 
 class _Prepared:
@@ -56,10 +62,10 @@ class _Prepared:
 
     def attend(
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        sizes: tuple[int, ...], rows: Rows,
+        sizes: tuple[int, ...], rows: _Rows,
     ) -> Tensor | None:  # fmt: skip
         k, v = pages
-        call, held = Call(), [*rows, *new]
+        call, held = Call(), [*new]
         if sizes or reads or max(*q.shape, *k.shape) >= source.SMALL:
             run = Run(self.made, self.program, (q, k, v), reads, sizes)
             if not (run.set_numbers() and run.set_reads()):
@@ -68,7 +74,7 @@ class _Prepared:
         if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         _, h, tokens, d = q.shape
-        kv, dv, page, count = k.shape[1], v.shape[3], k.shape[2], rows.table.shape[0]
+        kv, dv, page, count = k.shape[1], v.shape[3], k.shape[2], rows.count
         out = v.new_empty_strided((1, h, tokens, dv), (tokens * h * dv, dv, h * dv, 1))
         wide = -(-dv // self.made.lanes) * self.made.lanes
         members = min(_threads(), count * kv)
@@ -79,18 +85,23 @@ class _Prepared:
         call.k_stride = _Three(*k.stride()[:3])
         call.v_stride = _Three(*v.stride()[:3])
         call.out_stride = _Three(*out.stride()[:3])
-        call.B, call.H, call.Hkv, call.D, call.Dv, call.wide, call.scale = count, h, kv, d, dv, wide, self.scale
+        call.B, call.H, call.Hkv, call.D, call.Dv, call.wide, call.scale = (
+            count,
+            h,
+            kv,
+            d,
+            dv,
+            wide,
+            self.scale,
+        )
         if new[0].shape[2] > 0:
             k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)
             held += [k_new, v_new]
             call.k_new, call.v_new = k_new.data_ptr(), v_new.data_ptr()
             call.k_new_stride = _Two(*k_new.stride()[1:3])
             call.v_new_stride = _Two(*v_new.stride()[1:3])
-        table, starts, first, lengths = (t if t.is_contiguous() else t.contiguous() for t in rows)
-        held += [table, starts, first, lengths]
-        call.table, call.starts = table.data_ptr(), starts.data_ptr()
-        call.first, call.held = first.data_ptr(), lengths.data_ptr()
-        call.columns, call.page, call.window = table.shape[1], page, self.window
+        call.table, call.starts, call.first, call.held = rows.places
+        call.columns, call.page, call.window = rows.columns, page, self.window
         call.step = max(1, BLOCK_Q // min(h // kv, BLOCK_Q))
         call.scratch_size, call.scratch = area, scratch.data_ptr()
         team.run(self.function, call, members)
@@ -120,10 +131,26 @@ def _prepare(
     return _known[key]
 
 
-def _least(rows: Rows) -> int:
-    """New tokens of the row that has fewest, of those that have any."""
-    starts = rows.starts.tolist()
-    return min(b - a for a, b in itertools.pairwise(starts) if b > a)
+class _Rows:
+    """What the C is told of rows. All layers of a step are given the same, so the last one is kept."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.held = [t if t.is_contiguous() else t.contiguous() for t in rows]
+        self.places = [t.data_ptr() for t in self.held]
+        self.count, self.columns = rows.table.shape
+        starts = rows.starts.tolist()
+        self.least = min((b - a for a, b in itertools.pairwise(starts) if b > a), default=0)
+
+
+_last = threading.local()
+
+
+def _about(rows: Rows) -> _Rows:
+    found: _Rows | None = getattr(_last, "rows", None)
+    if found is None or any(a is not b for a, b in zip(found.rows, rows, strict=True)):
+        found = _last.rows = _Rows(rows)
+    return found
 
 
 def _threads() -> int:

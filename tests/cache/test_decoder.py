@@ -376,7 +376,8 @@ def test_sampling_follows_the_distribution_and_the_seed() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0, "temperature": 1.0},
+    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")},
+     {"top_k": 0, "temperature": 1.0},
      {"top_p": 1.5, "temperature": 1.0}, {"num_beams": 0}, {"num_beams": 2, "temperature": 1.0}],
 )  # fmt: skip
 def test_numbers_that_make_no_sense_are_named(wrong: dict[str, Any]) -> None:
@@ -420,18 +421,21 @@ def _causal(q: Tensor, k: Tensor) -> Tensor:
 
 
 WITHOUT = {
-    "an encoder": (lambda: Plain(lambda q, k: (k < 0) & (q < 0)), "attention.*later tokens.*Token 0 sees token 1"),
+    "an encoder": (lambda: Plain(lambda q, k: (k < 0) & (q < 0)), "attention.*later.*Token 0 sees token 1"),
     "a prefix": (lambda: Plain(lambda q, k: (k > q) & (k >= 3)), r"later tokens.*Token 0 sees token 1"),
     "one ahead": (lambda: Plain(lambda q, k: k > q + 1), "later tokens.*Token 0 sees token 1"),
     "chunks": (lambda: Plain(lambda q, k: k // 4 > q // 4), "later tokens.*Token 0 sees token 1"),
-    "a mean over tokens": (lambda: Plain(_causal, lambda x: x - x.mean(1, keepdim=True)), "mean.*Token 0 sees token 1"),
+    "a mean over tokens": (
+        lambda: Plain(_causal, lambda x: x - x.mean(1, keepdim=True)), "mean.*Token 0 sees token 1",
+    ),
     "flip": (lambda: Plain(_causal, lambda x: x + x.flip(1)), "flip|add.*Token 0 sees token"),
     "a shift ahead": (lambda: Plain(_causal, lambda x: x + torch.roll(x, -1, 1)), "Token 0 sees token 1"),
     "a convolution that looks ahead": (
         lambda: Plain(_causal, layer=nn.Conv1d(8, 8, 3, padding=1)), "conv1d.*Token 0 sees token 1",
     ),
     "a norm over tokens": (
-        lambda: Plain(_causal, layer=nn.BatchNorm1d(8, track_running_stats=False)), "norm.*Token 0 sees token 1",
+        lambda: Plain(_causal, layer=nn.BatchNorm1d(8, track_running_stats=False)),
+        "norm.*Token 0 sees token 1",
     ),
     "a running sum": (lambda: Plain(_causal, lambda x: x.cumsum(1)), "cumsum.*test_decoder.py"),
     "scores that know the length": (

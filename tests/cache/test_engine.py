@@ -33,7 +33,9 @@ def alone(decoder: Decoder, prompt: list[int], **options: object) -> list[int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_gets_what_it_gets_alone(decoder: Decoder, seed: int) -> None:
     draw = random.Random(seed)
-    engine = Engine(decoder, max_batch=3, chunk=draw.choice([4, 16, 128]), max_tokens=draw.choice([None, 150]))
+    engine = Engine(
+        decoder, max_batch=3, chunk=draw.choice([4, 16, 128]), max_tokens=draw.choice([None, 150])
+    )
     requests = []
     for _ in range(9):
         prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 40))]

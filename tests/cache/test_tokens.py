@@ -1,0 +1,234 @@
+"""The token-axis analysis, what a mask lets a token see, and the proof that catches what they miss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+import attngraph
+from attngraph import CacheConfig, NoDecoderError, parse
+from attngraph.capture import capture
+from attngraph.ir import expr as E
+from attngraph.meaning.axes import Space
+from attngraph.meaning.causal import canonical, examine
+from attngraph.meaning.tokens import Kind, Tokens
+from attngraph.meaning.trial import select
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.passes import shift_positions
+from attngraph.passes.canonicalize import Canonicalize
+from attngraph.passes.fuse_attention import FuseAttention
+from attngraph.pipeline import run
+
+
+def facts(function: Any, *shapes: tuple[int, ...]) -> tuple[Tokens, Any]:
+    """What is known of the result of a function of ids `[2, 5]`, and of tensors that follow no tokens."""
+    ids = torch.randint(0, 9, (2, 5))
+    others = tuple(torch.randn(shape) for shape in shapes)
+    with torch.no_grad():
+        graph = capture(function, (ids, *others), {}).graph
+        run(graph, (Canonicalize(), FuseAttention()))
+    (place,) = (
+        n
+        for n, i in zip(graph.placeholders(), graph.inputs, strict=True)
+        if i.kind == "argument" and i.name == "0"
+    )
+    rows, tokens = (str(s.node.expr) for s in place.meta["val"].shape)
+    found = Tokens(graph, tokens, rows)
+    (result,) = graph.graph.output_node().args[0]  # type: ignore[misc, union-attr]
+    return found, found[result]
+
+
+def embed(ids: Tensor) -> Tensor:
+    return torch.sin(ids[..., None] * torch.arange(1, 9))
+
+
+TOKEN_WISE = {
+    "flattened": lambda ids: (embed(ids).reshape(-1, 8) @ torch.ones(8, 3)).reshape(*ids.shape, 3),
+    "transposed": lambda ids: embed(ids).transpose(0, 1).relu(),
+    "heads beside tokens": lambda ids: (
+        embed(ids).view(*ids.shape, 2, 4).transpose(1, 2).reshape(-1, ids.shape[1], 4)
+    ),
+    "normalised": lambda ids: torch.nn.functional.layer_norm(embed(ids), (8,)),
+    "with places": lambda ids: embed(ids) * torch.arange(ids.shape[1])[:, None],
+    "sorted within a token": lambda ids: embed(ids).sort(-1).values,
+    "sorted by token and put back": lambda ids: _by_experts(embed(ids)),
+}
+POSITIONS = {
+    "a range": lambda ids: torch.arange(ids.shape[1]) * 2 + 1,
+    "a running count": lambda ids: torch.ones_like(ids).cumsum(1) - 1,
+    "the front of a table": lambda ids: torch.linspace(0, 1, 40)[3 : 3 + ids.shape[1]],
+}
+MIXING = {
+    "a mean": (lambda ids: embed(ids) - embed(ids).mean(1, keepdim=True), (0, 1)),
+    "flipped": (lambda ids: embed(ids).flip(1), (0, 4)),
+    "from the end": (lambda ids: embed(ids) * (ids.shape[1] - torch.arange(ids.shape[1]))[:, None], None),
+    "shifted ahead": (lambda ids: torch.nn.functional.pad(embed(ids)[:, 1:], (0, 0, 0, 1)), (0, 1)),
+    "another sequence": (lambda ids: embed(ids) + embed(ids).flip(0), None),
+    "sorted tokens": (lambda ids: embed(ids).sort(1).values, (0, 1)),
+}
+
+
+def _by_experts(x: Tensor) -> Tensor:
+    flat = x.reshape(-1, 8)
+    order = flat[:, 0].argsort()
+    worked = flat[order].exp()
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return worked[back].view_as(x)
+
+
+@pytest.mark.parametrize("name", TOKEN_WISE)
+def test_token_wise(name: str) -> None:
+    _, fact = facts(TOKEN_WISE[name])
+    assert fact.kind is Kind.TOKEN, fact.reason
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions(name: str) -> None:
+    found, fact = facts(POSITIONS[name])
+    assert fact.kind is Kind.POSITION, fact.reason
+    assert found.space.place(fact.axes, found.space.token) is not None
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_mixing_is_seen_and_shown(name: str) -> None:
+    function, pair = MIXING[name]
+    found, fact = facts(function)
+    assert fact.kind is Kind.MIXING
+    (result,) = found.graph.graph.output_node().args[0]  # type: ignore[misc, union-attr]
+    if pair is not None:
+        assert found.witness(found.cause(result)) is not None
+
+
+def test_what_does_not_follow_the_tokens_is_fixed() -> None:
+    _, fact = facts(lambda ids, other: other.softmax(0) * ids.shape[0] ** 0, (3, 4))
+    assert fact.kind is Kind.FIXED
+
+
+def test_dumps_say_what_every_value_is(tmp_path: Path) -> None:
+    model = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
+    compiled = attngraph.compile(model, cache=True, dump=tmp_path)
+    compiled.prefill(torch.tensor([[1, 2, 3]]))
+    (file,) = tmp_path.glob("graph-*/*insert-kv-cache.txt")
+    text = file.read_text()
+    assert "attention(2): a token looks at itself and at earlier ones" in text
+    assert "position(0)" in text and "token-wise(1)" in text
+    assert "cached_attention(" in text and "keep k <= q" in text
+
+
+# --- masks ---
+
+CAUSAL = [
+    "keep k <= q", "keep not (k > q)", "keep q >= k and q - k < 4", "keep k <= q else -1e9",
+    "keep k <= q else s - 3.4e38", "keep r0[b, q] == r0[b, k] and k <= q", "keep k < q or k == q",
+    "keep k <= q and (q - k < 4 or k < 2)", "keep k <= q - 1 or q == k", "keep k <= q\np = 0.5 * p",
+]  # fmt: skip
+NOT_CAUSAL = [
+    "s = dot", "keep k <= q + 1", "keep k < 5 or k <= q", "keep k // 4 <= q // 4", "keep k <= q else -5.0",
+    "keep k <= q\ns = tanh(s)", "keep q <= k", "keep r0[b, k] != 0", "keep k <= q\np = p + 1.0",
+    "s = dot + r0[b, k]\np = where(k <= q, p, 0.0)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CAUSAL)
+def test_masks_that_hide_all_later_tokens(text: str) -> None:
+    assert not examine(parse(text), True, frozenset()).problem
+
+
+@pytest.mark.parametrize("text", NOT_CAUSAL)
+def test_masks_that_do_not(text: str) -> None:
+    found = examine(parse(text), True, frozenset())
+    assert found.problem
+    if found.witness is not None:
+        q, k = found.witness
+        assert k > q
+
+
+def test_windows_are_read_off() -> None:
+    for text, window in (
+        ("keep k <= q and q - k < 7", 7), ("keep k <= q and k > q - 3", 3), ("keep k <= q", None),
+        ("keep k <= q and (q - k < 4 or q - k < 9)", 9), ("keep k <= q and (q - k < 4 or k == 0)", None),
+    ):  # fmt: skip
+        assert examine(parse(text), True, frozenset()).window == window
+
+
+@st.composite
+def predicates(draw: st.DrawFn, depth: int = 2) -> str:
+    if depth == 0 or draw(st.booleans()):
+        left = draw(st.sampled_from(["k", "k + 1", "k - 2", "2 * k", "k // 3", "k % 3", "q - k"]))
+        right = draw(st.sampled_from(["q", "q + 1", "q - 1", "2 * q", "q // 3", "q % 3", "3", "0"]))
+        return f"({left} {draw(st.sampled_from(['<=', '<', '>=', '>', '==', '!=']))} {right})"
+    parts = [draw(predicates(depth - 1)) for _ in range(2)]
+    return f"({parts[0]} {draw(st.sampled_from(['and', 'or']))} {parts[1]})"
+
+
+@settings(max_examples=200, deadline=None)
+@given(predicates())
+def test_what_is_said_to_be_hidden_is_hidden(text: str) -> None:
+    """Brute force over small positions: "causal" and the window are never said wrongly."""
+    found = examine(parse(f"keep {text}"), True, frozenset())
+    kept = [(q, k) for q in range(20) for k in range(20) if eval(text.replace("//", "//"), {"q": q, "k": k})]
+    if not found.problem:
+        assert all(k <= q for q, k in kept)
+        if found.window is not None:
+            assert all(q - k < found.window for q, k in kept)
+    elif found.witness is not None:
+        assert found.witness in kept or max(found.witness) >= 20
+    assert canonical(E.const(1)) is E.ONE
+
+
+# --- packing ---
+
+
+def test_selecting_tokens_of_a_tensor() -> None:
+    space = Space(E.var("t", E.size("T")), E.var("b", E.size("B")))
+    b, t = space.row, space.token
+    assert b is not None
+    x = torch.arange(2 * 5 * 3).view(2, 5, 3)
+    picks = [(1, 4), (0, 2)]
+    wanted = torch.stack([x[1, 4], x[0, 2]])
+    assert torch.equal(select(x, ((b,), (t,), ()), space, picks, (2, 5)), wanted[None])
+    assert torch.equal(select(x.view(10, 3), ((b, t), ()), space, picks, (2, 5)), wanted)
+    assert torch.equal(select(x.transpose(0, 1), ((t,), (b,), ()), space, picks, (2, 5)), wanted[:, None])
+    with pytest.raises(ValueError, match="each sequence"):
+        select(x[:, 0], ((b,), ()), space, picks, (2, 5))
+
+
+# --- the proof ---
+
+
+def test_the_proof_catches_positions_that_are_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    emit = shift_positions.emit
+
+    def wrong(builder: Any, *args: Any) -> fx.Node:
+        made = emit(builder, *args)
+        return builder.call(torch.ops.aten.add.Scalar, made, 1)  # type: ignore[no-any-return]
+
+    model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
+    monkeypatch.setattr(shift_positions, "emit", wrong)
+    with pytest.raises(NoDecoderError, match="do not give what the whole sequence gives"):
+        attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))
+    unproved = attngraph.compile(model, cache=CacheConfig(proof=False))
+    unproved.prefill(torch.tensor([[1, 2, 3]]))
+    assert unproved.report.cache is not None
+    assert unproved.report.cache.error is None
+
+
+def test_the_proof_catches_what_is_kept_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngraph.runtime import kv_cache
+
+    write = kv_cache._Pages.write
+
+    def wrong(self: Any, news: Any, row: Tensor, positions: Tensor, after: Tensor) -> None:
+        write(self, news, row, (positions - 1).clamp_min(0), after)
+
+    monkeypatch.setattr(kv_cache._Pages, "write", wrong)
+    model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
+    with pytest.raises(NoDecoderError, match="do not give"):
+        attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))

@@ -1,0 +1,184 @@
+"""Stock transformers models, unmodified, as decoders: the tokens of transformers' own `generate`, padded
+batches on either side, beams, encoder-decoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+
+transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
+
+NEW = 64
+TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**WIDTHS, "num_key_value_heads": 2}
+HEADED = {**GROUPED, "head_dim": 8}
+WINDOWED = {**HEADED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+STACK = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    **WIDTHS, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2,
+}  # fmt: skip
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": ("GPT2Config", STACK),
+    "LlamaForCausalLM": ("LlamaConfig", GROUPED),
+    "MistralForCausalLM": ("MistralConfig", {**GROUPED, "sliding_window": 4}),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", WINDOWED),
+    "BloomForCausalLM": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "GptOssForCausalLM": ("GptOssConfig", {**WINDOWED, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "MixtralForCausalLM": ("MixtralConfig", {**GROUPED, "num_local_experts": 2}),
+    "Qwen2ForCausalLM": ("Qwen2Config", GROUPED),
+    "Qwen3ForCausalLM": ("Qwen3Config", HEADED),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**HEADED, **MOE}),
+    "GemmaForCausalLM": ("GemmaConfig", HEADED),
+    "Gemma2ForCausalLM": ("Gemma2Config", WINDOWED),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", WIDTHS),
+    "GPTJForCausalLM": ("GPTJConfig", {**STACK, "rotary_dim": 4}),
+    "OPTForCausalLM": (
+        "OPTConfig",
+        {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "word_embed_proj_dim": 32},
+    ),
+    "MptForCausalLM": ("MptConfig", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+    "FalconForCausalLM": (
+        "FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+    "PhiForCausalLM": ("PhiConfig", WIDTHS),
+    "Phi3ForCausalLM": ("Phi3Config", GROUPED),
+    "Olmo2ForCausalLM": ("Olmo2Config", GROUPED),
+    "CohereForCausalLM": ("CohereConfig", GROUPED),
+    "StableLmForCausalLM": ("StableLmConfig", GROUPED),
+    "Starcoder2ForCausalLM": ("Starcoder2Config", GROUPED),
+    "GPTBigCodeForCausalLM": ("GPTBigCodeConfig", STACK),
+    "GPTNeoForCausalLM": (
+        "GPTNeoConfig",
+        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+         "window_size": 4},
+    ),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", LATENT),
+    "BertLMHeadModel": ("BertConfig", {**WIDTHS, "is_decoder": True}),
+    "CTRLLMHeadModel": ("CTRLConfig", {**STACK, "dff": 64}),
+}  # fmt: skip
+QUICK = (
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "Gemma3ForCausalLM",
+    "MixtralForCausalLM",
+    "GptOssForCausalLM",
+)
+BOTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5ForConditionalGeneration": ("T5Config", T5),
+    "BartForConditionalGeneration": ("BartConfig", BART),
+    "MBartForConditionalGeneration": ("MBartConfig", BART),
+    "PegasusForConditionalGeneration": ("PegasusConfig", BART),
+}
+
+
+def build(name: str, config: str, settings: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**TOKENS, **settings}, attn_implementation="eager")
+    model: Any = getattr(transformers, name)(made).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.2 if parameter.ndim > 1 else 0.1)
+    own = model.generation_config
+    own.eos_token_id = own.forced_bos_token_id = own.forced_eos_token_id = None
+    own.pad_token_id, own.decoder_start_token_id = 0, 1
+    return model
+
+
+def theirs(model: Any, new: int = NEW, **inputs: Any) -> Tensor:
+    found: Tensor = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS]
+)
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    model = build(name, *DECODERS[name])
+    decoder = attngraph.compile(model, cache=True)
+    ids = torch.randint(3, 60, (2, 7))
+    assert torch.equal(decoder.generate(ids, NEW), theirs(model, input_ids=ids))
+    mask = torch.ones_like(ids)
+    mask[0, :3], ids[0, :3] = 0, 0
+    padded = decoder.generate(ids, NEW, attention_mask=mask)
+    assert torch.equal(padded, theirs(model, input_ids=ids, attention_mask=mask))
+    right = torch.cat([ids[:, 3:], ids[:, :3]], 1)
+    right[1] = ids[1]
+    flipped = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1] * 7])
+    again = decoder.generate(right, NEW, attention_mask=flipped)
+    assert torch.equal(again[:, 7:], padded[:, 7:])
+    assert decoder.report.cache is not None
+    assert (decoder.report.cache.error or 1.0) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "name", [n if n[:2] == "T5" else pytest.param(n, marks=pytest.mark.slow) for n in BOTH]
+)
+def test_encoder_decoders_generate(name: str) -> None:
+    model = build(name, *BOTH[name])
+    decoder = attngraph.compile(model, cache=True)
+    source, start = torch.randint(3, 60, (2, 9)), torch.ones(2, 1, dtype=torch.int64)
+    mask = torch.ones_like(source)
+    mask[0, 6:] = 0
+    found = decoder.generate(start, NEW, input_ids=source, attention_mask=mask)
+    assert torch.equal(found, theirs(model, input_ids=source, attention_mask=mask))
+    beams = decoder.generate(start, 20, num_beams=3, input_ids=source, attention_mask=mask)
+    wanted = theirs(model, 20, input_ids=source, attention_mask=mask, num_beams=3)
+    assert torch.equal(beams, wanted)
+    cache = decoder.report.cache
+    assert cache is not None
+    assert cache.fixed >= 4, "keys and values of the source are computed once"
+    with pytest.raises(attngraph.CaptureError, match="input_ids"):
+        decoder.prefill(start)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_beams_are_those_of_transformers(layout: str, penalty: float) -> None:
+    model = build("GPT2LMHeadModel", *DECODERS["GPT2LMHeadModel"])
+    decoder = attngraph.compile(model, cache=attngraph.CacheConfig(layout=layout, page=4))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids = torch.randint(3, 60, (2, 5))
+        for end in (None, 11):
+            found = decoder.generate(
+                ids, 16, num_beams=4, eos_token_id=end, length_penalty=penalty, pad_token_id=63
+            )
+            wanted = theirs(
+                model,
+                16,
+                input_ids=ids,
+                num_beams=4,
+                eos_token_id=end,
+                length_penalty=penalty,
+                pad_token_id=63,
+            )
+            assert torch.equal(found, wanted), (seed, end)
+
+
+def test_a_running_sum_of_the_tokens_is_refused_with_its_line() -> None:
+    model = build("M2M100ForConditionalGeneration", "M2M100Config", BART)
+    source, start = torch.randint(3, 60, (2, 9)), torch.ones(2, 1, dtype=torch.int64)
+    with pytest.raises(attngraph.NoDecoderError, match=r"cumsum at transformers/models/m2m_100"):
+        attngraph.compile(model, cache=True).prefill(start, input_ids=source)
+
+
+def test_a_static_encoder_has_no_decoder() -> None:
+    made = transformers.BertConfig(**{**TOKENS, **WIDTHS}, attn_implementation="eager")
+    model = transformers.BertForMaskedLM(made).eval()
+    with pytest.raises(attngraph.NoDecoderError, match=r"sees later tokens.*Token 0 sees token 1"):
+        attngraph.compile(model, cache=True).prefill(torch.randint(3, 60, (1, 5)))
