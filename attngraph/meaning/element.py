@@ -50,6 +50,7 @@ class Meaning:
             then listed in `assumed`: the caller must see to it that those values stay.
         conditions: sympy relations between sizes that hold; of sizes that they say are equal, one name
             is used for all.
+        complex_too: follow complex values as well, as long as they are only moved.
 
     `obstacles` collects the names of sizes for which a shape could not be followed.
     `required` collects pairs of sizes that a rule took to be equal because the op demands it, where
@@ -57,9 +58,11 @@ class Meaning:
     """
 
     def __init__(
-        self, values: Mapping[fx.Node, Tensor] | None = None, conditions: Iterable[Any] = ()
-    ) -> None:
+        self, values: Mapping[fx.Node, Tensor] | None = None, conditions: Iterable[Any] = (),
+        complex_too: bool = False,
+    ) -> None:  # fmt: skip
         rules.load()
+        self.complex_too = complex_too
         self._same: dict[Expr, Expr] = {}
         for condition in conditions:
             if isinstance(condition, sympy.Eq):
@@ -87,6 +90,8 @@ class Meaning:
             return "bool"
         if dtype in _INTEGERS:
             return "int"
+        if dtype.is_complex and self.complex_too:
+            return "any"
         if not dtype.is_floating_point:
             raise Unliftable(f"values of dtype {dtype}")
         return "float"

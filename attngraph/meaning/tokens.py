@@ -81,7 +81,7 @@ class Tokens:
 
     def __init__(self, graph: ProgramGraph, token: str, row: str | None) -> None:
         self.graph = graph
-        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
         self.space = Space(E.var("t", self.meaning.named(E.size(token))), rows)
         self.trial = Trial(graph, self.space, self.meaning)

@@ -6,6 +6,7 @@ prompts of unequal length, padded on either side, answer as each would alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.errors import CacheError, NoDecoderError
+from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
 from attngraph.report import CompileReport
 from attngraph.runtime import generate as generating
 from attngraph.runtime.kv_cache import CacheConfig, KVCache
@@ -55,7 +56,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.whole = whole
         self.config_of_cache = config
-        self._model, self._derive = model, derive
+        object.__setattr__(self, "_model", model)  # its weights are those of `whole`
+        self._derive = derive
         self._steps: dict[Any, Step] = {}
         self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
 
@@ -68,6 +70,22 @@ class Decoder(nn.Module):
         if self._steps:
             return next(reversed(self._steps.values())).report
         return self.whole.report  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "whole" in self.__dict__.get("_modules", {}):
+                return getattr(self.whole, name)
+            raise
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.whole.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Into the model."""
+        return self.whole.load_state_dict(*args, **kwargs)
 
     # --- the three calls ---
 
@@ -120,6 +138,8 @@ class Decoder(nn.Module):
         step = self._of(state)
         if len(packed.counts) != state.rows:
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
+        if packed.ids.shape[1] == 0:
+            return step.nothing(state, packed.mask.shape)
         with torch.no_grad():
             logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return _unpacked(logits, packed)
@@ -262,29 +282,43 @@ class Decoder(nn.Module):
         )  # fmt: skip
         found = self._steps.get(key)
         if found is None or not found.is_valid():
-            with torch.no_grad():
-                found = self._derive(name, self._example(name, packed, inputs))
+            found = self._derived(name, packed, inputs)
             self._steps.pop(key, None)
             self._steps[key] = found
             while len(self._steps) > 8:
                 self._steps.pop(next(iter(self._steps)))
         return found
 
-    def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
+        """A new step. An input that is as long as the prompt may be so by chance: if it cannot be cut to the
+        length of an example, examples are as long as the prompt."""
+        width = packed.mask.shape[1]
+        as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
+        with torch.no_grad():
+            try:
+                return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
+            except AttnGraphError:
+                if not as_long or width in (1, EXAMPLE_TOKENS):
+                    raise
+                with contextlib.suppress(AttnGraphError):
+                    return self._derive(name, self._example(name, packed, inputs, width))
+                raise
+
+    def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """Arguments to trace with: at least two rows of a few tokens, so that no size is taken for one."""
         count = packed.ids.shape[1]
-        places = torch.arange(EXAMPLE_ROWS * EXAMPLE_TOKENS, device=packed.ids.device) % max(count, 1)
+        places = torch.arange(EXAMPLE_ROWS * tokens, device=packed.ids.device) % max(count, 1)
         if count == 0:
             raise ValueError("there are no tokens.")
         example: dict[str, Any] = {
-            name: packed.ids[0, places].reshape(EXAMPLE_ROWS, EXAMPLE_TOKENS, *packed.ids.shape[2:])
+            name: packed.ids[0, places].reshape(EXAMPLE_ROWS, tokens, *packed.ids.shape[2:])
         }
         rows, width = packed.mask.shape
         for other, value in inputs.items():
             if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == rows:
                 value = value[torch.arange(EXAMPLE_ROWS, device=value.device) % rows]
                 if value.ndim >= 2 and value.shape[1] == width:
-                    value = value[:, torch.arange(EXAMPLE_TOKENS, device=value.device) % width]
+                    value = value[:, torch.arange(tokens, device=value.device) % width]
             example[other] = value
         if "use_cache" in self._signature.parameters and "use_cache" not in inputs:
             example["use_cache"] = False

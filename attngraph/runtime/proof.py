@@ -68,7 +68,7 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         places = torch.arange(max(lengths)) % given
         generator = torch.Generator().manual_seed(0)
         order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
-        full = {n: _stretched(v, tokens, order) for n, v in arguments.items()}
+        full = {n: _stretched(v, order) if n in step.arguments else v for n, v in arguments.items()}
         inputs = _inputs(whole, step, full)
         wanted = Widened(whole.module).run(*inputs)[result]
         found = _by_steps(step, full, name, lengths)
@@ -119,11 +119,9 @@ def _poison(store: Tensor, state: KVCache) -> None:
         store.fill_(math.nan)
 
 
-def _stretched(value: Any, tokens: Tensor, order: Tensor) -> Any:
-    """An argument for as many tokens as the trial has."""
-    if isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]:
-        return torch.stack([row[places] for row, places in zip(value, order, strict=True)])
-    return value
+def _stretched(value: Tensor, order: Tensor) -> Tensor:
+    """What an argument brings for every token, for as many tokens as the trial has."""
+    return torch.stack([row[places] for row, places in zip(value, order, strict=True)])
 
 
 def _inputs(whole: ProgramGraph, step: Step, full: Mapping[str, Any]) -> list[Any]:

@@ -90,6 +90,12 @@ class Step:
         state.write({s.name: n for s, n in zip(self.plan.stores, news, strict=True)}, rows, counts)
         return result
 
+    def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:
+        """The logits of no tokens, for a mask of this shape."""
+        results: Any = self.graph.graph.output_node().args[0]
+        value: Tensor = results[0].meta["val"]
+        return torch.zeros((*shape, int(value.shape[-1])), dtype=value.dtype, device=state.device)
+
     def _limit(self) -> int | None:
         """The most tokens of a sequence: as the trace and the tables allow."""
         traced, tables = self._most_tokens(), self.plan.most_tokens

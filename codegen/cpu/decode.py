@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import source, team
-from attngraph.codegen.cpu.compiled import BLOCK_Q, Call, Library, Run, library
+from attngraph.codegen.cpu.compiled import BLOCK_K, BLOCK_Q, Call, Library, Run, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.ir.cache import Rows
 from attngraph.ir.score import ScoreProgram
@@ -78,7 +78,7 @@ class _Prepared:
         out = v.new_empty_strided((1, h, tokens, dv), (tokens * h * dv, dv, h * dv, 1))
         wide = -(-dv // self.made.lanes) * self.made.lanes
         members = min(_threads(), count * kv)
-        area = BLOCK_Q * (d + wide) + 64
+        area = (BLOCK_Q + BLOCK_K) * (d + wide) + 64
         scratch = torch.empty(members * area + 8, dtype=torch.float32)
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.q_stride = _Three(*q.stride()[:3])

@@ -324,6 +324,62 @@ def test_random_programs_of_calls(model: str, config: str, poisoned: None) -> No
     check()
 
 
+def test_no_new_tokens_give_no_logits() -> None:
+    _, compiled = decoder("rotary")
+    _, state = compiled.prefill(ids(2, 4))
+    assert compiled.decode(ids(2, 4)[:, :0], state).shape == (2, 0, VOCABULARY)
+    assert state.lengths == [4, 4]
+    with pytest.raises(CacheError, match="tokens for 3 row"):
+        compiled.decode(ids(3, 1), state)
+
+
+def test_rows_share_pages_until_they_write() -> None:
+    plain, compiled = decoder("learned", "paged")
+    tokens = ids(1, 10)
+    _, state = compiled.prefill(tokens)
+    before = state.nbytes
+    state.reorder([0, 0, 0])
+    (group,) = state.groups.values()
+    assert group.rows[0] == group.rows[1] == group.rows[2]
+    assert state.nbytes == before, "tables were moved, no tensors"
+    more = ids(3, 2, 5)
+    found = compiled.decode(more, state)
+    wanted = whole_logits(plain, torch.cat([tokens.expand(3, -1), more], 1))[:, 10:]
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    assert group.rows[0][:2] == group.rows[1][:2], "full pages stay shared"
+    assert len({row[2] for row in group.rows}) == 3, "the last one does not"
+
+
+def test_a_decoder_is_the_model_too() -> None:
+    plain, compiled = decoder("rotary")
+    tokens = ids(2, 6)
+    torch.testing.assert_close(whole_logits(compiled, tokens), whole_logits(plain, tokens), **CLOSE)
+    assert set(compiled.state_dict()) == set(plain.state_dict())
+    assert compiled.config is plain.config
+    assert sum(p.numel() for p in compiled.parameters()) == sum(p.numel() for p in plain.parameters())
+
+
+def test_weights_may_change_between_calls() -> None:
+    model = MODELS["learned"]()
+    compiled = attngraph.compile(model, cache=True)
+    compiled.prefill(ids(1, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    torch.testing.assert_close(compiled.prefill(ids(1, 4))[0], whole_logits(model, ids(1, 4)), **CLOSE)
+
+
+def test_what_is_kept_may_be_of_fewer_digits() -> None:
+    plain, _ = decoder("learned")
+    compiled = attngraph.compile(plain, cache=CacheConfig(dtype=torch.bfloat16))
+    tokens = ids(2, 12)
+    logits, state = compiled.prefill(tokens[:, :8])
+    torch.testing.assert_close(logits, whole_logits(plain, tokens[:, :8]), **CLOSE)
+    assert all(t.dtype == torch.bfloat16 for t in state.stores().values())
+    found, wanted = compiled.decode(tokens[:, 8:], state), whole_logits(plain, tokens)[:, 8:]
+    assert 0 < (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
 # --- beams and sampling ---
 
 

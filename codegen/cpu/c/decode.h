@@ -65,21 +65,49 @@ static void weigh_few(const Call *c, Block *t, int rows, const Element *v, int64
 }
 
 /* Queries of one row: those of `group` heads from `head` on, which share key head `kv`. */
+enum { MANY = 12 };                     /* queries from which on laying a block of keys out pays */
+
+/* The same two products for many queries, by register blocks: keys with the width outermost, values as rows
+   of whole vectors, both in `pack`. */
+static void dots_many(const Call *c, Block *t, int padded, const Element *k, int64_t stride, int keys, float *pack) {
+    for (int j = 0; j < keys; ++j)
+        for (int64_t d = 0; d < c->D; ++d) pack[d * BLOCK_K + j] = widen(k[j * stride + d]);
+    for (int64_t d = 0; d < c->D; ++d)
+        for (int j = keys; j < BLOCK_K; ++j) pack[d * BLOCK_K + j] = 0;
+    multiply(t->S, BLOCK_K, t->Q, c->D, pack, BLOCK_K, c->D, padded, BLOCK_K, 0);
+}
+
+static void weigh_many(const Call *c, Block *t, int padded, const Element *v, int64_t stride, int keys, float *pack) {
+    for (int j = 0; j < keys; ++j) {
+        int64_t d = 0;
+        for (; d < c->Dv; ++d) pack[j * c->wide + d] = widen(v[j * stride + d]);
+        for (; d < c->wide; ++d) pack[j * c->wide + d] = 0;
+    }
+    multiply(t->O, c->wide, t->S, BLOCK_K, pack, c->wide, keys, padded, c->wide, t->decay);
+}
+
 typedef struct { int64_t row, kv, head, group, position; int queries; } Few;
 
 /* One run of keys at neighbouring places, the first of them at position k0. */
 static void attend_run(Call *c, const Few *at, Block *t, const Element *k, int64_t k_step, const Element *v,
                        int64_t v_step, int64_t k0, int64_t count) {
-    int rows = (int)(at->group * at->queries);
-    Place place = {0, 0, 0, rows, rows, 0, 0};
+    int rows = (int)(at->group * at->queries), padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
+    float *pack = t->O + BLOCK_Q * c->wide;
+    Place place = {0, 0, 0, rows, padded, 0, 0};
     for (int64_t done = 0; done < count; done += BLOCK_K) {
         int keys = (int)smaller(BLOCK_K, count - done);
-        dots_few(c, t->Q, rows, k + done * k_step, k_step, keys, t->S);
+        if (rows >= MANY)
+            dots_many(c, t, padded, k + done * k_step, k_step, keys, pack);
+        else
+            dots_few(c, t->Q, rows, k + done * k_step, k_step, keys, t->S);
         for (int g = 0; g < at->group; ++g)
             scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)(k0 + done),
                    keys, t->S + g * at->queries * BLOCK_K, t->next + g * at->queries);
         exponentials(&place, t);
-        weigh_few(c, t, rows, v + done * v_step, v_step, keys);
+        if (rows >= MANY)
+            weigh_many(c, t, padded, v + done * v_step, v_step, keys, pack);
+        else
+            weigh_few(c, t, rows, v + done * v_step, v_step, keys);
     }
 }
 
@@ -92,9 +120,11 @@ static void attend_few(Call *c, const Few *at, Block *t, int64_t first_query) {
             float *to = t->Q + (g * at->queries + i) * c->D;
             for (int64_t d = 0; d < c->D; ++d) to[d] = widen(q[d]) * c->scale;
         }
+    int padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
+    memset(t->Q + rows * c->D, 0, sizeof(float) * (padded - rows) * c->D);
     for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
     memset(t->sums, 0, sizeof t->sums);
-    memset(t->O, 0, sizeof(float) * rows * c->wide);
+    memset(t->O, 0, sizeof(float) * padded * c->wide);
     int64_t held = c->held[at->row], capacity = c->columns * c->page;
     int64_t oldest = larger(0, held - capacity);
     if (c->window) oldest = larger(oldest, at->position - c->window + 1);
