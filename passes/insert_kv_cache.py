@@ -77,29 +77,21 @@ def _only_result(graph: ProgramGraph, result: int) -> None:
 
 
 def _analyse(graph: ProgramGraph, ids: fx.Node) -> Tokens:
-    """The analysis by the dimension of the input that is the token axis: the second or the first of ids,
-    the one before the last of embeddings; whichever gives a decoder."""
+    """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
+
+    Raises:
+        NoDecoderError: the input has another shape, or a token sees a later one.
+    """
     shape = ids.meta["val"].shape
     rank = len(shape) - (1 if ids.meta["val"].is_floating_point() else 0)
-    choices: list[tuple[int, int | None]] = [(0, None)] if rank == 1 else [(1, 0), (0, 1)]
-    problem: NoDecoderError | None = None
-    for token, row in choices:
-        named = [d for d in (token, row) if d is not None]
-        fixed = [d for d in named if isinstance(shape[d], int)]
-        if rank not in (1, 2) or fixed:
-            what = f"the model fixes dimension {fixed[0]} of its tokens to {shape[fixed[0]]}" if fixed else (
-                f"the tokens have shape {tuple(shape)}, not [batch, tokens]")  # fmt: skip
-            problem = problem or NoDecoderError(f"{what}.")
-            continue
-        found = Tokens(graph, str(shape[token].node.expr), None if row is None else str(shape[row].node.expr))
-        try:
-            _require_token_wise(graph, found)
-        except NoDecoderError as error:
-            problem = problem or error
-            continue
-        return found
-    assert problem is not None
-    raise problem
+    if rank != 2:
+        raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
+    for dim, what in enumerate(("sequences", "tokens")):
+        if isinstance(shape[dim], int):
+            raise NoDecoderError(f"it fixes how many {what} there are to {shape[dim]}.")
+    found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
+    _require_token_wise(graph, found)
+    return found
 
 
 def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:

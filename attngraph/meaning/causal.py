@@ -55,7 +55,15 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
         return Causality(None, "it drops weights at random; call model.eval() first")
     if not keys_are_tokens:
         return Causality()
-    predicates = [canonical(keep.predicate) for keep in _hiding(program)]
+    hiding = _hiding(program)
+    predicates = [canonical(keep.predicate) for keep in hiding]
+    for keep, predicate in zip(hiding, predicates, strict=True):
+        if not keep.is_hard and not keep.lowers and _is_false(predicate, {K: Q}):
+            return Causality(
+                None,
+                "the first token sees nothing, and a finite fill then makes it see all tokens alike",
+                (0, 1),
+            )
     if not any(_hides_later(p) for p in predicates):
         return _not_hidden(program, predicates)
     windows = [w for w in map(_window, predicates) if w is not None]

@@ -278,11 +278,8 @@ class Tokens:
 
     def _is_formula(self, element: Expr) -> bool:
         """Whether an element depends on nothing but its token's place and fixed tensors of no batch."""
-        reads = [n.value for n in E.walk(element) if n.op == "read"]
-        if any(
-            not isinstance(v, fx.Node) or self.facts[v].kind is not Kind.FIXED or any(self.facts[v].axes)
-            for v in reads
-        ):
+        reads = [self.facts.get(n.value) for n in E.walk(element) if n.op == "read"]
+        if any(f is None or f.kind is not Kind.FIXED or any(f.axes) for f in reads):
             return False
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
             return False

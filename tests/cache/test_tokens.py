@@ -127,12 +127,15 @@ def test_dumps_say_what_every_value_is(tmp_path: Path) -> None:
 CAUSAL = [
     "keep k <= q", "keep not (k > q)", "keep q >= k and q - k < 4", "keep k <= q else -1e9",
     "keep k <= q else s - 3.4e38", "keep r0[b, q] == r0[b, k] and k <= q", "keep k < q or k == q",
-    "keep k <= q and (q - k < 4 or k < 2)", "keep k <= q - 1 or q == k", "keep k <= q\np = 0.5 * p",
+    "keep k <= q and (q - k < 4 or k < 2)", "keep k < q",
+    "keep k <= q - 1 or q == k", "keep k <= q\np = 0.5 * p",
 ]  # fmt: skip
 NOT_CAUSAL = [
     "s = dot", "keep k <= q + 1", "keep k < 5 or k <= q", "keep k // 4 <= q // 4", "keep k <= q else -5.0",
     "keep k <= q\ns = tanh(s)", "keep q <= k", "keep r0[b, k] != 0", "keep k <= q\np = p + 1.0",
     "s = dot + r0[b, k]\np = where(k <= q, p, 0.0)",
+    "keep k < q else -1e9",
+    "keep k < q else s - 1e9",
 ]  # fmt: skip
 
 
