@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph import Engine
 
 PROMPT, NEW, SKIPPED = 128, 128, 5
 
@@ -153,7 +152,7 @@ def engine(decoder: attngraph.Decoder, requests: int = 32, places: int = 8) -> d
     total = sum(count for _, count in work)
     decoder.generate([torch.tensor(prompt) for prompt, _ in work[:2]], 2)  # derived before the clock starts
     start = time.perf_counter()
-    running = Engine(decoder, max_batch=places)
+    running = attngraph.Engine(decoder, max_batch=places)
     handles = [running.submit(prompt, count) for prompt, count in work]
     running.run()
     in_flight = time.perf_counter() - start
