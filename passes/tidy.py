@@ -1,9 +1,9 @@
 """Tidy: the same values by fewer operations.
 
 For graphs whose values are small, where every operation costs its call: a decoder's step. Views of views
-become one view, what changes nothing goes, what is computed twice is computed once, and activations that
-a model writes out become the operation of that name. Right because views only rename elements, and an
-activation is recognised by its element's formula, not by how it is written.
+become one view, what changes nothing goes, what is computed twice is computed once, and activations and
+root-mean-square norms that a model writes out become the operation of that name. Right because views only
+rename elements, and what gets a name is recognised by its element's formula, not by how it is written.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class Tidy:
         outcome = Outcome()
         before = graph.op_count()
         activations = _name_activations(graph)
+        norms = _name_norms(graph)
         _shorten_views(graph)
         graph.clean()
         _share(graph)
         graph.clean()
         if graph.op_count() != before:
-            outcome.notes.append(
-                f"{before - graph.op_count()} operation(s) fewer, {activations} activation(s) named"
-            )
+            fewer = before - graph.op_count()
+            named = f"{activations} activation(s) and {norms} norm(s) named"
+            outcome.notes.append(f"{fewer} operation(s) fewer, {named}")
         return outcome
 
 
@@ -110,6 +111,7 @@ _ACTIVATIONS: dict[Expr, tuple[Any, dict[str, Any]]] = {
     M.mul(_X, M.function("sigmoid", _X)): (aten.silu.default, {}),
 }
 """Formulas of one element, and the operation that computes them (Hendrycks & Gimpel 2016; Elfwing 2018)."""
+_MEAN = "aten.mean.dim"
 _LAST = frozenset({"aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor"})
 
 
@@ -177,3 +179,80 @@ def _common_source(node: fx.Node) -> fx.Node | None:
             return None
         inside.update(dict.fromkeys(grown))
     return None
+
+
+def _name_norms(graph: ProgramGraph) -> int:
+    """Root-mean-square norms (Zhang & Sennrich 2019), w x / sqrt(mean(x^2) + epsilon), by their name."""
+    meaning = Meaning({}, graph.conditions)
+    found = 0
+    for node in list(graph.graph.nodes):
+        if str(node.target) not in _LAST or not node.users:
+            continue
+        match = _norm(meaning, node)
+        if match is not None:
+            source, weight, epsilon = match
+            width = weight.meta["val"].shape[0]
+            builder = Builder(graph, node)
+            made = builder.call(aten.rms_norm.default, source, [width], weight, epsilon)
+            node.replace_all_uses_with(made)
+            found += 1
+    return found
+
+
+def _norm(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """What a node normalises, by which weight, and the epsilon."""
+    operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    weights = [n for n in operands if n.op == "placeholder" and n.meta["val"].ndim == 1]
+    inside = _normaliser(node)
+    if len(weights) != 1 or inside is None:
+        return None
+    mean = next(n for n in inside if str(n.target) == _MEAN)
+    square: Any = mean.args[0]
+    if square not in inside or not isinstance(square.args[0], fx.Node):
+        return None
+    (weight,), source, value = weights, square.args[0], node.meta["val"]
+    if source.meta["val"].dtype != value.dtype or weight.meta["val"].dtype != value.dtype:
+        return None
+    try:
+        shape = meaning.shape(node)
+        if meaning.shape(source) != shape or meaning.shape(weight) != shape[-1:]:
+            return None
+        at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(shape))
+        whole = meaning.lift(meaning.read(node, at), lambda r: r.value in inside and r.value is not source)
+        for epsilon in {n.value for n in E.walk(whole) if n.op == "const" and n.kind == "float"}:
+            wanted = _normalised(meaning, source, weight, at, epsilon)
+            if _plain(whole) is _plain(wanted):
+                return source, weight, epsilon
+    except (Unliftable, TypeError):
+        return None
+    return None
+
+
+def _normalised(
+    meaning: Meaning, source: fx.Node, weight: fx.Node, at: tuple[Expr, ...], epsilon: float
+) -> Expr:
+    place = E.var("c", at[-1].args[0])
+    square = M.power(meaning.read(source, (*at[:-1], place)), E.const(2))
+    mean = M.mul(M.total(place, square), M.recip(at[-1].args[0]))
+    by = M.recip(M.function("sqrt", M.add(mean, E.const(epsilon))))
+    return M.mul(meaning.read(weight, at[-1:]), meaning.read(source, at), by)
+
+
+def _plain(formula: Expr) -> Expr:
+    return M.canonical_binders(_with_floats(formula))
+
+
+def _normaliser(node: fx.Node) -> set[fx.Node] | None:
+    """The operations of a norm that ends at a node: pointwise ones and one mean, used for nothing else."""
+    inside: set[fx.Node] = {node}
+    grown = True
+    while grown and len(inside) <= 10:
+        before = {n for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
+        new = {
+            n for n in before
+            if (_is_pointwise(n) or str(n.target) == _MEAN) and all(u in inside for u in n.users)
+        }  # fmt: skip
+        inside |= new
+        grown = bool(new)
+    means = [n for n in inside if str(n.target) == _MEAN]
+    return inside if len(means) == 1 else None
