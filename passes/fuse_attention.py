@@ -167,20 +167,11 @@ class _Fusion:
         return self.checked[key]
 
     def _fingerprint(self, claim: Attention, new: fx.Node, leaves: list[fx.Node]) -> Any:
-        """The region as text in which nodes are numbered: equal for equal layers."""
+        """Equal for equal layers: the region, and the contents of the buffers in it."""
         order = check.region((claim.node, new), leaves)
-        number = {node: place for place, node in enumerate(order)}
-        lines: list[Any] = []
-        for node in order:
-            value = node.meta.get("val")
-            about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
-            if node in leaves or node.op == "placeholder":
-                known = self.values.get(node)
-                lines.append((about, None if known is None else self._content(known)))
-            else:
-                shown = fx.map_arg((node.args, node.kwargs), lambda n: _Number(number.get(n, -1)))
-                lines.append((str(node.target), repr(shown), about))
-        return tuple(lines)
+        begins = [n for n in order if n in leaves or n.op == "placeholder"]
+        known = {n: self._content(self.values[n]) if n in self.values else None for n in begins}
+        return check.fingerprint(order, known)
 
     def _content(self, tensor: Tensor) -> int:
         """A number that is equal for tensors of equal contents."""
@@ -240,10 +231,6 @@ class _Fusion:
             self.outcome.missed.append(Missed(why.reason, source, module_of(node)))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {why.reason}")
-
-
-class _Number(int):
-    """A node's place in a region; prints as itself."""
 
 
 def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:

@@ -86,9 +86,10 @@ class Space:
     def follows(self, axes: Axes, at: Indices) -> bool:
         """Whether elements `at` of a tensor with these axes belong to the very row and token of the
         result that is computed from them."""
-        return all(self._follows(digits, index) for digits, index in zip(axes, at, strict=True))
+        return all(self.follows_digits(digits, index) for digits, index in zip(axes, at, strict=True))
 
-    def _follows(self, digits: Digits, index: Expr) -> bool:
+    def follows_digits(self, digits: Digits, index: Expr) -> bool:
+        """The same for one dimension."""
         if len(digits) <= 1:
             return index is digits[0] if digits and digits[0] in self.both else not self.moves(index)
         below: Expr = E.ONE
@@ -105,7 +106,7 @@ class Space:
         """The same for one dimension, of an index of a score program, where `b` is the row."""
         if self.row is None:
             return not digits
-        return self._follows(digits, M.substitute(index, {E.var("b"): self.row}))
+        return self.follows_digits(digits, M.substitute(index, {E.var("b"): self.row}))
 
     def moves(self, index: Expr) -> bool:
         """Whether an index changes with the row or the token, other than through data that it reads."""

@@ -163,6 +163,29 @@ def region(targets: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> list[fx.Nod
     return list(order)
 
 
+class _Place(int):
+    """A node's place in a region; prints as a number."""
+
+
+def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
+    """A region as text in which nodes are numbered: equal for equal layers.
+
+    Args:
+        given: what is known of the values that the region begins with, besides dtype and shape.
+    """
+    number = {node: _Place(place) for place, node in enumerate(order)}
+    lines: list[Any] = []
+    for node in order:
+        value = node.meta.get("val")
+        about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
+        if node in given:
+            lines.append((about, given[node]))
+        else:
+            shown = fx.map_arg((node.args, node.kwargs), lambda n: number.get(n, _Place(-1)))
+            lines.append((str(node.target), repr(shown), about))
+    return tuple(lines)
+
+
 def _bytes(order: Sequence[fx.Node], assignment: Mapping[str, int]) -> int:
     total = 0
     for node in order:
@@ -384,4 +407,4 @@ def choose_sizes(
     return found
 
 
-__all__ = ["Evaluation", "Unliftable", "Verdict", "choose_sizes", "region", "same_value"]
+__all__ = ["Evaluation", "Unliftable", "Verdict", "choose_sizes", "fingerprint", "region", "same_value"]

@@ -249,7 +249,7 @@ class Tokens:
 
     def _reads_others(self, fact: Fact, at: Indices) -> str:
         place = self.space.place(fact.axes, self.space.token)
-        if place is None or self.space._follows(fact.axes[place], at[place]):
+        if place is None or self.space.follows_digits(fact.axes[place], at[place]):
             return "a sequence reads another one of the batch"
         index = at[place]
         if self.space.moves(index):

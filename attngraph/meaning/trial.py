@@ -19,7 +19,7 @@ from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, is_size
 from attngraph.meaning.axes import Axes, Space
-from attngraph.meaning.check import Evaluation
+from attngraph.meaning.check import Evaluation, fingerprint
 from attngraph.meaning.element import Meaning, size_expression
 
 ROWS, TOKENS = 2, 5
@@ -34,6 +34,7 @@ class Trial:
 
     def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
         self.graph, self.space, self.meaning = graph, space, meaning
+        self.values = graph.known_values()
         self.left = MOST_TRIALS
         self.known: dict[Any, int] = {}
 
@@ -44,7 +45,8 @@ class Trial:
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if not steps or len(steps) > MOST_NODES or self.left <= 0:
             return 0
-        key = (_fingerprint(order, leaves), axes)
+        begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
+        key = (fingerprint(order, begins), axes)
         if key not in self.known:
             self.left -= 1
             self.known[key] = len(steps) if self._try(node, axes, order, leaves, resolved) else 0
@@ -100,7 +102,7 @@ class Trial:
                 sizes[name] = tokens
             elif size is self.space.rows:
                 sizes[name] = rows
-        run = Evaluation(self.graph.known_values(), sizes, torch.Generator().manual_seed(seed), seed)
+        run = Evaluation(self.values, sizes, torch.Generator().manual_seed(seed), seed)
         with torch.no_grad():
             return run, {leaf: run.leaf(leaf, False) for leaf in leaves}
 
@@ -217,22 +219,3 @@ def _same(a: Any, b: Any) -> bool:
     if not a.is_floating_point():
         return bool(torch.equal(a, b))
     return bool(torch.allclose(a, b, TOLERANCE, TOLERANCE, equal_nan=True))
-
-
-class _Place(int):
-    """A node's place in a region; prints as a number."""
-
-
-def _fingerprint(order: Sequence[fx.Node], leaves: Sequence[fx.Node]) -> Any:
-    """A region as text in which nodes are numbered: equal for equal layers."""
-    number = {node: _Place(place) for place, node in enumerate(order)}
-    lines: list[Any] = []
-    for node in order:
-        value = node.meta.get("val")
-        about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
-        if node in leaves:
-            lines.append(about)
-        else:
-            shown = fx.map_arg((node.args, node.kwargs), lambda n: number.get(n, _Place(-1)))
-            lines.append((str(node.target), repr(shown), about))
-    return tuple(lines)
