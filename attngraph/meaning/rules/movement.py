@@ -49,6 +49,18 @@ def cast(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return M.number(value)
 
 
+@rule(MOVEMENT, "copy.default")
+def copy(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """The second operand, broadcast, in the first one's shape and dtype."""
+    read = context.read_broadcast(node.args[1], at)
+    if read.op != "read":
+        raise Unliftable("a number copied into a tensor")
+    converts = read.value.meta["val"].dtype != node.meta["val"].dtype
+    if converts and context.kind(node) != read.kind:
+        raise Unliftable("a copy that converts to another kind of number")
+    return context.narrowed(read, node.meta["val"].dtype) if converts else read
+
+
 @rule(
     MOVEMENT, "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints",
     "unflatten.int", "view_as.default", "reshape_as.default", "squeeze.default", "squeeze.dim",
@@ -171,8 +183,37 @@ def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
 
 
-def _start(context: Meaning, node: fx.Node, extent: Expr) -> Expr:
-    start = argument(node, 2, "start")
+@rule(MOVEMENT, "slice_scatter.default")
+def slice_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """The second operand where the slice is, the first elsewhere."""
+    whole, part = node.args[:2]
+    dim = axis(argument(node, 2, "dim", 0), len(at))
+    extent, count = context.shape(whole)[dim], context.shape(part)[dim]
+    end, step = argument(node, 4, "end"), context.integer(argument(node, 5, "step", 1))
+    to_the_end = step is E.ONE and (end is None or end == _END)
+    first = M.sub(extent, count) if to_the_end else _start(context, node, extent, 3)
+    place = M.sub(at[dim], first)
+    inside = M.and_(M.le(E.ZERO, place), M.lt(place, M.mul(count, step)))
+    if step is not E.ONE:
+        inside = M.and_(inside, M.eq(M.mod(place, step), E.ZERO))
+    inner = context.read(part, (*at[:dim], M.floordiv(place, step), *at[dim + 1 :]))
+    return M.where(inside, inner, context.read(whole, at))
+
+
+@rule(MOVEMENT, "select_scatter.default")
+def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """The second operand at one place of a dimension, the first elsewhere."""
+    whole, part = node.args[:2]
+    dim = axis(argument(node, 2, "dim"), len(at))
+    place = context.integer(argument(node, 3, "index"))
+    if place.op == "const" and place.value < 0:
+        place = M.add(place, context.shape(whole)[dim])
+    inner = context.read(part, (*at[:dim], *at[dim + 1 :]))
+    return M.where(M.eq(at[dim], place), inner, context.read(whole, at))
+
+
+def _start(context: Meaning, node: fx.Node, extent: Expr, argument_place: int = 2) -> Expr:
+    start = argument(node, argument_place, "start")
     first = context.integer(0 if start is None else start)
     if first.op == "const" and first.value < 0:
         first = M.add(first, extent)
