@@ -13,6 +13,7 @@ from torch import fx
 
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, infer
+from attngraph.meaning.attention import Operand
 from attngraph.meaning.layout import Step
 
 aten = torch.ops.aten
@@ -105,6 +106,18 @@ class Builder:
                 case "reshape":
                     node = self.call(aten.reshape.default, node, sizes)
         return node
+
+    def operand(self, operand: Operand, dtype: torch.dtype | None = None) -> fx.Node:
+        """An operand of an attention, as `[B, H, S, D]`."""
+        parts = []
+        for view in operand.views:
+            node = self.view(view.base, view.steps)
+            if dtype is not None and node.meta["val"].dtype != dtype:
+                node = self.call(aten._to_copy.default, node, dtype=dtype)
+            if view.factor != 1:
+                node = self.call(aten.mul.Tensor, node, view.factor)
+            parts.append(node)
+        return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, -1)
 
 
 def built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:

@@ -10,6 +10,7 @@ elsewhere, because then nothing would be saved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 from collections.abc import Iterable
@@ -143,8 +144,7 @@ class _Fusion:
         view = dependence(self.graph.graph)
         view.remove_node(claim.node)
         starts = [("weights", n) for n in self._exponentials(claim.node) if n is not claim.node]
-        if claim.scores is not None:
-            starts.append(("scores", claim.scores))
+        starts += [("scores", node) for node in claim.scores]
         for what, start in starts:
             for node in nx.descendants(view, start):
                 if node.op == "output":
@@ -235,18 +235,10 @@ class _Fusion:
 
 def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:
     """The nodes of a claim, and the tensors of the model that they are computed from."""
-    dtypes = [o.base.meta["val"].dtype for o in (claim.q, claim.k, claim.v)]
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    operands = []
-    for operand, dtype in zip((claim.q, claim.k, claim.v), dtypes, strict=True):
-        node = builder.view(operand.base, operand.steps)
-        if dtype != widest:
-            node = builder.call(torch.ops.aten._to_copy.default, node, dtype=widest)
-        operands.append(node)
+    leaves = [base for operand in (claim.q, claim.k, claim.v) for base in operand.bases]
+    widest = functools.reduce(torch.promote_types, (n.meta["val"].dtype for n in leaves))
+    operands = [builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v)]
     reads: list[fx.Node] = []
-    leaves = [claim.q.base, claim.k.base, claim.v.base]
     for read in claim.reads:
         if isinstance(read, Seed):
             reads.append(builder.call(torch.ops.attngraph.seed.default))

@@ -101,9 +101,9 @@ class _Reassociation:
             return False
         if any("k" in _indices(s.value) for s in claim.program.statements if isinstance(s, Weight)):
             return False
-        if claim.scores is None or any(self._is_weight(o.base) for o in (claim.k, claim.v)):
+        if not claim.scores or any(self._is_weight(b) for o in (claim.k, claim.v) for b in o.bases):
             return False
-        rows, columns = self.meaning.shape(claim.scores)[-2:]
+        rows, columns = self.meaning.shape(claim.scores[0])[-2:]
         if rows.op != "const" and columns.op != "const":
             return True
         q, k, d, e = (
@@ -127,11 +127,7 @@ class _Reassociation:
         kept = claims
         while True:
             rest = nx.restricted_view(view, [c.node for c in kept], [])
-            alone = [
-                c
-                for c in kept
-                if c.scores is not None and (c.scores in rest and not nx.has_path(rest, c.scores, output))
-            ]
+            alone = [c for c in kept if all(s in rest and not nx.has_path(rest, s, output) for s in c.scores)]
             if len(alone) == len(kept):
                 return kept
             kept = alone
@@ -140,14 +136,14 @@ class _Reassociation:
         """Carry a claim out; why not, if it is not."""
         builder = Builder(self.graph, claim.node)
         try:
-            q, k, v = (builder.view(o.base, o.steps) for o in (claim.q, claim.k, claim.v))
+            q, k, v = (builder.operand(o) for o in (claim.q, claim.k, claim.v))
             sizes = [builder.size(s) for s in claim.sizes]
         except NoSize as problem:
             builder.discard()
             return str(problem)
         new = builder.call(linear_attention, q, k, v, list(claim.reads), sizes, str(claim.program))
         new = builder.view(new, claim.output)
-        sources = (claim.q.base, claim.k.base, claim.v.base, *claim.reads)
+        sources = (*claim.q.bases, *claim.k.bases, *claim.v.bases, *claim.reads)
         leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
         # A normaliser may have been rewritten already: compare as functions of what both are made of.
         chosen = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)

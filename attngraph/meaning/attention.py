@@ -10,7 +10,7 @@ checks the claim in float64 before anything is replaced (`meaning/check.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -20,7 +20,8 @@ from attngraph.ir.score import DOT, WEIGHT, ScoreProgram
 from attngraph.meaning import dot as dots
 from attngraph.meaning import layout, normalised, program, roles
 from attngraph.meaning import simplify as M
-from attngraph.meaning.digits import Digits, extent, joined, split_digits
+from attngraph.meaning.digits import Digits, extent, split_digits
+from attngraph.meaning.digits import joined as digits_joined
 from attngraph.meaning.element import Meaning, has_data, is_part
 from attngraph.meaning.layout import Step
 from attngraph.meaning.normalised import Refusal, Unnormalised
@@ -37,23 +38,35 @@ _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
-    """A tensor of the graph and the views that present it as `[B, H, S, D]`."""
+class View:
+    """A tensor of the graph, the views that present it as `[B, H, S, D]`, and a number to multiply it by."""
 
     base: fx.Node
     steps: tuple[Step, ...]
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Views of tensors of the graph, one beside the other along the last dimension."""
+
+    views: tuple[View, ...]
+
+    @property
+    def bases(self) -> tuple[fx.Node, ...]:
+        return tuple(view.base for view in self.views)
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """A claim: `node` equals attention(q, k, v, reads, sizes, program), seen through `output`.
 
-    `scores` is the node that computes the dot, if the model has one. `heads`, `kv_heads`, `head_dim`
-    and `value_dim` are size expressions.
+    `scores` are the nodes that compute the dot, if the model has some: several, if it adds up products that
+    are the dot of joined vectors. `heads`, `kv_heads`, `head_dim` and `value_dim` are size expressions.
     """
 
     node: fx.Node
-    scores: fx.Node | None
+    scores: tuple[fx.Node, ...]
     q: Operand
     k: Operand
     v: Operand
@@ -156,7 +169,24 @@ class Recogniser:
         dot, score = found
         # What a contraction adds by itself (baddbmm's bias) has not been looked into yet.
         score = dots.look_into(meaning, score, parts.keys, parts.value.free, node.meta["val"].dtype)
-        return self.claim(node, output, parts, dot, score)
+        claim = self.claim(node, output, parts, dot, score)
+        joined: tuple[tuple[dots.Dot, float], ...] = ()
+        while True:
+            for other, factor, rest in dots.other_dots(meaning, score, parts.keys):
+                if not self._may_join(other, dot, parts):
+                    continue
+                wider = self.claim(node, output, parts, dot, rest, (*joined, (other, factor)))
+                if isinstance(wider, Attention):
+                    claim, score, joined = wider, rest, (*joined, (other, factor))
+                    break
+            else:
+                return claim
+
+    def _may_join(self, other: dots.Dot, dot: dots.Dot, parts: normalised.WeightedSum) -> bool:
+        """Whether a second product can be a part of the dot: its key side is one of keys, no table of
+        distances."""
+        of_keys = dot.k[0][0].free | parts.value.free | set(parts.keys)
+        return other.k[0][0].free <= of_keys | set(other.inner)
 
     def _sources(self, node: Expr) -> frozenset[fx.Node]:
         """The floating inputs of the graph that an expression is computed from."""
@@ -177,7 +207,10 @@ class Recogniser:
         parts: normalised.WeightedSum,
         dot: dots.Dot,
         score: Expr,
+        joined: tuple[tuple[dots.Dot, float], ...] = (),
     ) -> Attention | Refusal:
+        """The claim that is left to write down once the dot is known. `joined`: products that are added to
+        it, each with the factor that makes it a part of the dot."""
         meaning = self.meaning
         of_value = parts.value.free
         dtype = node.meta["val"].dtype
@@ -186,12 +219,13 @@ class Recogniser:
         values = dots.chain(meaning, parts.value)
         parts = dataclasses.replace(parts, keys=_in_order(parts.keys, dot.k[0][0]))
         # Where an operand is deepest a view of something, variables may appear divided: cut them.
-        q, k, v = dot.q[-1][0], dot.k[-1][0], values[-1][0]
-        variables = [*output, *parts.keys, *dot.inner]
-        digits = split_digits(variables, [*q.args, *k.args, *v.args])
+        products = (dot, *(other for other, _ in joined))
+        qs, ks, v = [d.q[-1][0] for d in products], [d.k[-1][0] for d in products], values[-1][0]
+        variables = [*output, *parts.keys, *(i for d in products for i in d.inner)]
+        digits = split_digits(variables, [a for read in (*qs, *ks, v) for a in read.args])
         if digits is None:
             digits = {}
-        cut = {variable: joined(found) for variable, found in digits.items()}
+        cut = {variable: digits_joined(found) for variable, found in digits.items()}
 
         def digits_of(variable: Expr) -> Digits:
             if E.is_const(variable.args[0], 1):
@@ -201,9 +235,9 @@ class Recogniser:
         assigned = roles.assign(
             tuple(digits_of(o) for o in output),
             tuple(d for key in parts.keys for d in digits_of(key)),
-            tuple(d for i in dot.inner for d in digits_of(i)),
-            q=M.substitute(q, cut).free,
-            k=M.substitute(k, cut).free,
+            tuple(d for product in products for i in product.inner for d in digits_of(i)),
+            q=frozenset().union(*(M.substitute(q, cut).free for q in qs)),
+            k=frozenset().union(*(M.substitute(k, cut).free for k in ks)),
             v=M.substitute(v, cut).free,
             scores=M.substitute(M.mul(M.number(score), weight), cut).free,
             beside_keys=_beside_keys(M.substitute(score, cut), parts.keys, digits),
@@ -211,29 +245,49 @@ class Recogniser:
         if isinstance(assigned, Refusal):
             return assigned
         views = _Views(meaning, assigned, cut)
+        inners = [tuple(d for i in product.inner for d in digits_of(i)) for product in products]
         try:
-            operand_q, factor_q = views.operand(dot.q, assigned.heads, assigned.queries, assigned.inner)
-            operand_k, factor_k = views.operand(dot.k, assigned.kv_heads, assigned.keys, assigned.inner)
-            operand_v, factor_v = views.operand(values, assigned.kv_heads, assigned.keys, assigned.values)
+            sides_q = [
+                views.operand(p.q, assigned.heads, assigned.queries, i)
+                for p, i in zip(products, inners, strict=True)
+            ]
+            sides_k = [
+                views.operand(p.k, assigned.kv_heads, assigned.keys, i)
+                for p, i in zip(products, inners, strict=True)
+            ]
+            side_v = views.operand(values, assigned.kv_heads, assigned.keys, assigned.values)
         except layout.NoView:
-            return Refusal("an operand is no view of a tensor of the model", _divisors((q, k, v)))
+            return Refusal("an operand is no view of a tensor of the model", _divisors((*qs, *ks, v)))
         rename = _program_indices(assigned, cut)
-        scaled = M.mul(E.const(factor_q * factor_k), DOT) if factor_q * factor_k != 1 else DOT
+        operand_q, operand_k, factor = _side_by_side(sides_q, sides_k, [1.0, *(f for _, f in joined)])
+        scaled = M.mul(E.const(factor), DOT) if factor != 1 else DOT
         score = M.substitute(score, {DOT: scaled, **rename})
         weight = M.substitute(weight, rename)
-        if factor_v != 1:
-            weight = M.mul(E.const(factor_v), weight)
+        if side_v.factor != 1:
+            weight = M.mul(E.const(side_v.factor), weight)
         sink = None if sink is None else M.substitute(sink, rename)
         stray = [x for x in (score, weight, sink) if x is not None and not _is_closed(x)]
         if stray:
             return Refusal("the scores depend on something that is no batch, head, query or key")
         built = program.build(score, weight, sink)
         return Attention(
-            node, dot.node, operand_q, operand_k, operand_v, built.program, built.reads, built.sizes,
+            node, tuple(d.node for d in products if d.node is not None), operand_q, operand_k,
+            Operand((dataclasses.replace(side_v, factor=1.0),)), built.program, built.reads, built.sizes,
             tuple(views.output(tuple(digits_of(o) for o in output), output)),
             heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
-            head_dim=extent(assigned.inner), value_dim=extent(assigned.values),
+            head_dim=M.add(*map(extent, inners)), value_dim=extent(assigned.values),
         )  # fmt: skip
+
+
+def _side_by_side(
+    q: Sequence[View], k: Sequence[View], factors: Sequence[float]
+) -> tuple[Operand, Operand, float]:
+    """One dot of joined vectors for a sum of products: what differs in their factors is put on the queries,
+    and the first one's factor is returned for all."""
+    whole = [a.factor * b.factor * c for a, b, c in zip(q, k, factors, strict=True)]
+    scaled = (dataclasses.replace(v, factor=f / whole[0]) for v, f in zip(q, whole, strict=True))
+    plain = (dataclasses.replace(v, factor=1.0) for v in k)
+    return Operand(tuple(scaled)), Operand(tuple(plain)), whole[0]
 
 
 def _divisors(reads: Iterable[Expr]) -> frozenset[str]:
@@ -291,7 +345,7 @@ class _Views:
 
     def operand(
         self, chain: tuple[tuple[Expr, float], ...], heads: Digits, rows: Digits, columns: Digits
-    ) -> tuple[Operand, float]:
+    ) -> View:
         """The operand as `[batch, heads, rows, columns]`, from the deepest tensor that allows it."""
         wanted = (self.assigned.batch, heads, rows, columns)
         for read, factor in reversed(chain):
@@ -301,7 +355,7 @@ class _Views:
                 steps = layout.solve(self.meaning.shape(read.value), index, whole, whole)
             except layout.NoView:
                 continue
-            return Operand(read.value, tuple(steps)), factor
+            return View(read.value, tuple(steps), factor)
         raise layout.NoView
 
     def output(self, dimensions: tuple[Digits, ...], output: tuple[Expr, ...]) -> list[Step]:

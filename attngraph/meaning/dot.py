@@ -122,6 +122,28 @@ def find_dot(
     return next(iter(varied or found), None)
 
 
+def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, float, Expr]]:
+    """Contractions that are added to the dot in the score, each with its factor relative to the dot's and
+    with the score without it: a.b + c.d is one dot of joined vectors."""
+    found: list[tuple[Dot, float, Expr]] = []
+    for total in (n for n in E.walk(score) if n.op == "add"):
+        terms = [M.coefficient(t) for t in total.args]
+        own = [times for times, rest in terms if rest is DOT]
+        for term, (times, rest) in zip(total.args, terms, strict=True):
+            if len(own) != 1 or rest is DOT or rest.op not in ("sum", "read") or rest.free.isdisjoint(keys):
+                continue
+            opened = _open(meaning, rest) if rest.op == "read" and isinstance(rest.value, fx.Node) else rest
+            more, inside = M.coefficient(opened) if opened is not None else (1.0, rest)
+            dot = _as_dot(meaning, inside, keys) if inside.op == "sum" else None
+            if dot is None:
+                continue
+            node = rest.value if rest.op == "read" else None
+            without = M.add(*(t for t in total.args if t is not term))
+            left = M.substitute(score, {total: without})
+            found.append((dataclasses.replace(dot, node=node), times * more / own[0], left))
+    return found
+
+
 def _outermost_first(node: Expr) -> list[Expr]:
     """Every distinct node, breadth first from the top."""
     order: dict[Expr, None] = {node: None}
