@@ -63,7 +63,8 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("columns", "page", "window")),
         ("k_new", ctypes.c_void_p), ("v_new", ctypes.c_void_p),
         ("k_new_stride", ctypes.c_int64 * 2), ("v_new_stride", ctypes.c_int64 * 2),
-        ("step", ctypes.c_int64), ("member", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("step", "member", "parts")),
+        ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p),
     )  # fmt: skip
 
 

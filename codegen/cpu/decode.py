@@ -26,6 +26,8 @@ from attngraph.meaning.causal import examine
 FEW = 16
 """New tokens of the row with fewest up to which keys are walked through one by one."""
 WIDEST = 1024
+LEAST_KEYS = 256
+"""Keys that a thread should see at least: with fewer, joining costs more than it saves."""
 _Three, _Two = ctypes.c_int64 * 3, ctypes.c_int64 * 2
 
 
@@ -77,7 +79,16 @@ class _Prepared:
         kv, dv, page, count = k.shape[1], v.shape[3], k.shape[2], rows.count
         out = v.new_empty_strided((1, h, tokens, dv), (tokens * h * dv, dv, h * dv, 1))
         wide = -(-dv // self.made.lanes) * self.made.lanes
-        members = min(_threads(), count * kv)
+        threads = _threads()
+        call.step = max(1, BLOCK_Q // min(h // kv, BLOCK_Q))
+        items = rows.blocks(call.step) * kv * -(-h // kv // BLOCK_Q)
+        call.parts = min(-(-threads // items), max(1, rows.longest // LEAST_KEYS))
+        members = min(threads, items * call.parts)
+        if call.parts > 1:
+            partial = torch.empty(items * call.parts * BLOCK_Q * (wide + 2), dtype=torch.float32)
+            arrived = torch.zeros(items, dtype=torch.int64)
+            held += [partial, arrived]
+            call.partial, call.arrived = partial.data_ptr(), arrived.data_ptr()
         area = (BLOCK_Q + BLOCK_K) * (d + wide) + 64
         scratch = torch.empty(members * area + 8, dtype=torch.float32)
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -102,7 +113,6 @@ class _Prepared:
             call.v_new_stride = _Two(*v_new.stride()[1:3])
         call.table, call.starts, call.first, call.held = rows.places
         call.columns, call.page, call.window = rows.columns, page, self.window
-        call.step = max(1, BLOCK_Q // min(h // kv, BLOCK_Q))
         call.scratch_size, call.scratch = area, scratch.data_ptr()
         team.run(self.function, call, members)
         return None if call.bad else out
@@ -140,7 +150,13 @@ class _Rows:
         self.places = [t.data_ptr() for t in self.held]
         self.count, self.columns = rows.table.shape
         starts = rows.starts.tolist()
-        self.least = min((b - a for a, b in itertools.pairwise(starts) if b > a), default=0)
+        self.counts = [b - a for a, b in itertools.pairwise(starts)]
+        self.least = min((n for n in self.counts if n), default=0)
+        self.longest = max(rows.held.tolist(), default=0)
+
+    def blocks(self, step: int) -> int:
+        """Items of `step` queries that all rows have together."""
+        return len(self.counts) if max(self.counts) <= step else sum(-(-n // step) for n in self.counts)
 
 
 _last = threading.local()

@@ -44,6 +44,9 @@ typedef struct {
     const void *k_new, *v_new;
     int64_t k_new_stride[2], v_new_stride[2];
     int64_t step, member;               /* queries of an item; a shared counter */
+    int64_t parts;                      /* of the keys, each seen by an item of its own */
+    float *partial;                     /* [item][part][BLOCK_Q * (wide + 2)] */
+    int64_t *arrived;                   /* [item], zeros */
 } Call;
 
 /* ---- elements ---- */

@@ -1,6 +1,7 @@
 /* A few new tokens of each row against all that the row has seen: pages of keys and values, then the new
-   ones. The heads of a group are one block, so that keys and values are read once. What lies in pages
-   beyond a row's tokens is never read. */
+   ones. The heads of a group are one block, so that keys and values are read once. Where there are fewer such
+   blocks than threads, each thread sees a part of the keys, and who comes last joins what they found. What
+   lies in pages beyond a row's tokens is never read. */
 
 #ifndef HAS_WEIGHTS
 /* The sum of a vector's elements, as a tree. */
@@ -111,7 +112,12 @@ static void attend_run(Call *c, const Few *at, Block *t, const Element *k, int64
     }
 }
 
-static void attend_few(Call *c, const Few *at, Block *t, int64_t first_query) {
+static int64_t part_of(int64_t count, int64_t part, int64_t parts) {
+    return part == parts ? count : count * part / parts / BLOCK_K * BLOCK_K;
+}
+
+/* The queries against part `part` of all keys that the row has seen. */
+static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
     int rows = (int)(at->group * at->queries);
     for (int g = 0; g < at->group; ++g)
         for (int i = 0; i < at->queries; ++i) {
@@ -129,21 +135,57 @@ static void attend_few(Call *c, const Few *at, Block *t, int64_t first_query) {
     int64_t oldest = larger(0, held - capacity);
     if (c->window) oldest = larger(oldest, at->position - c->window + 1);
     const int64_t *pages = c->table + at->row * c->columns;
-    for (int64_t p = oldest; p < held;) {
+    int64_t start = c->starts[at->row], news = c->k_new ? first_query + at->queries - start : 0;
+    int64_t from = oldest + part_of(held - oldest + news, part, c->parts);
+    int64_t until = oldest + part_of(held - oldest + news, part + 1, c->parts), end = smaller(held, until);
+    for (int64_t p = from; p < end;) {
         int64_t slot = p % capacity, inside = slot % c->page;
-        int64_t count = smaller(held - p, smaller(c->page - inside, capacity - slot)), page = pages[slot / c->page];
+        int64_t count = smaller(end - p, smaller(c->page - inside, capacity - slot)), page = pages[slot / c->page];
         const Element *k = (const Element *)c->k + page * c->k_stride[0] + at->kv * c->k_stride[1];
         const Element *v = (const Element *)c->v + page * c->v_stride[0] + at->kv * c->v_stride[1];
         attend_run(c, at, t, k + inside * c->k_stride[2], c->k_stride[2], v + inside * c->v_stride[2],
                    c->v_stride[2], p, count);
         p += count;
     }
-    if (c->k_new) {
-        int64_t start = c->starts[at->row], count = first_query + at->queries - start;
-        const Element *k = (const Element *)c->k_new + at->kv * c->k_new_stride[0] + start * c->k_new_stride[1];
-        const Element *v = (const Element *)c->v_new + at->kv * c->v_new_stride[0] + start * c->v_new_stride[1];
-        attend_run(c, at, t, k, c->k_new_stride[1], v, c->v_new_stride[1], held, count);
+    from = larger(from, held);
+    if (until > from) {
+        int64_t place = start + from - held;
+        const Element *k = (const Element *)c->k_new + at->kv * c->k_new_stride[0] + place * c->k_new_stride[1];
+        const Element *v = (const Element *)c->v_new + at->kv * c->v_new_stride[0] + place * c->v_new_stride[1];
+        attend_run(c, at, t, k, c->k_new_stride[1], v, c->v_new_stride[1], from, until - from);
     }
+}
+
+/* Leave what one part found, [rows][wide] and the top and the total of each row; true for who comes last and
+   has joined all parts. */
+static int join_parts(Call *c, const Few *at, Block *t, int64_t group, int64_t part) {
+    int64_t rows = at->group * at->queries, size = BLOCK_Q * (c->wide + 2);
+    float *all = c->partial + group * c->parts * size, *own = all + part * size;
+    for (int i = 0; i < rows; ++i) {
+        own[rows * c->wide + i] = t->top[i];
+        own[rows * (c->wide + 1) + i] = sum_of(*(Vector *)(t->sums + i * LANES));
+    }
+    memcpy(own, t->O, sizeof(float) * rows * c->wide);
+    if (take(c->arrived + group) != c->parts - 1) return 0;
+    memset(t->sums, 0, sizeof t->sums);
+    for (int i = 0; i < rows; ++i) {
+        float top = -INFINITY, *out = t->O + i * c->wide;
+        for (int p = 0; p < c->parts; ++p) top = maximum(top, all[p * size + rows * c->wide + i]);
+        float base = top == -INFINITY ? 0.0f : top;
+        memset(out, 0, sizeof(float) * c->wide);
+        for (int p = 0; p < c->parts; ++p) {
+            const float *found = all + p * size;
+            float by = exp_of_negative(found[rows * c->wide + i] - base);
+            t->sums[i * LANES] += by * found[rows * (c->wide + 1) + i];
+            for (int64_t d = 0; d < c->wide; ++d) out[d] += by * found[i * c->wide + d];
+        }
+        t->top[i] = top;
+    }
+    return 1;
+}
+
+static void write_few(Call *c, const Few *at, Block *t, int64_t first_query) {
+    int rows = (int)(at->group * at->queries);
     for (int i = 0; i < rows; ++i) {
         int64_t head = at->head + i / at->queries, token = first_query + i % at->queries;
         float total = sum_of(*(Vector *)(t->sums + i * LANES)), by = 1;
@@ -160,7 +202,7 @@ static void attend_few(Call *c, const Few *at, Block *t, int64_t first_query) {
     }
 }
 
-/* One member of the team. Items are (row, key head, heads that share it, `step` queries). */
+/* One member of the team. Items are (row, `step` queries, key head, heads that share it, part of the keys). */
 void attngraph_decode(Call *c) {
     int64_t group = c->H / c->Hkv, together = smaller(group, BLOCK_Q), shares = blocks(group, together);
     Block t;
@@ -169,17 +211,19 @@ void attngraph_decode(Call *c) {
     int64_t seen = 0, row = 0;
     for (int64_t item; (item = take(&c->slot)) >= 0;) {
         for (; row < c->B; ++row) {
-            int64_t items = blocks(c->starts[row + 1] - c->starts[row], c->step) * c->Hkv * shares;
+            int64_t items = blocks(c->starts[row + 1] - c->starts[row], c->step) * c->Hkv * shares * c->parts;
             if (item < seen + items) break;
             seen += items;
         }
         if (row == c->B) return;
-        int64_t place = item - seen, share = place % shares, kv = place / shares % c->Hkv;
-        int64_t part = place / shares / c->Hkv, first = c->starts[row] + part * c->step;
-        Few at = {row, kv, kv * group + share * together, 0, c->first[row] + part * c->step, 0};
+        int64_t part = item % c->parts, place = (item - seen) / c->parts, share = place % shares;
+        int64_t kv = place / shares % c->Hkv, step = place / shares / c->Hkv * c->step;
+        int64_t first = c->starts[row] + step;
+        Few at = {row, kv, kv * group + share * together, 0, c->first[row] + step, 0};
         at.group = smaller(together, group - share * together);
         at.queries = (int)smaller(c->step, c->starts[row + 1] - first);
-        attend_few(c, &at, &t, first);
+        see_part(c, &at, &t, first, part);
+        if (c->parts == 1 || join_parts(c, &at, &t, item / c->parts, part)) write_few(c, &at, &t, first);
     }
 }
 #endif
