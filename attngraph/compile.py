@@ -29,8 +29,9 @@ from attngraph.capture import Captured, Structure
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph import ProgramGraph
 from attngraph.passes import DEFAULT_PIPELINE, decoder_pipeline
+from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.insert_kv_cache import InsertKVCache
-from attngraph.passes.select_kernels import SelectKernels
+from attngraph.passes.select_kernels import CHOSEN_LATER, SelectKernels
 from attngraph.pieces import Piece, Pieces
 from attngraph.pipeline import Pass
 from attngraph.report import AttentionEntry, CacheEntry, CompileReport
@@ -61,8 +62,10 @@ class Options:
     dump: Path | None = None
     passes: tuple[Pass, ...] | None = None
     progress: Callable[[str], None] | None = None
+    absorb: str = "auto"
 
     def __post_init__(self) -> None:
+        AbsorbMLA(self.absorb)  # says what is wrong with it, if anything is
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
 
@@ -72,7 +75,11 @@ class Options:
         family = "" if self.backend == "auto" else self.backend
         steps: list[Pass] = []
         for step in DEFAULT_PIPELINE:
-            steps.append(SelectKernels(family) if isinstance(step, SelectKernels) else step)
+            if isinstance(step, SelectKernels):
+                step = SelectKernels(family)
+            elif isinstance(step, AbsorbMLA):
+                step = AbsorbMLA(self.absorb)
+            steps.append(step)
         return tuple(steps)
 
 
@@ -109,9 +116,7 @@ def compile_graph(
     start = time.perf_counter()
     captured, result, _ = _rewritten(target, args, kwargs, options, options.pipeline())
     graph = captured.graph
-    entries = tuple(
-        dataclasses.replace(node.meta["attention"], kernel=str(node.args[6])) for node in graph.attentions()
-    )
+    entries = tuple(_entries(graph))
     if options.strict and result.missed:
         first = result.missed[0]
         raise NotFusedError(
@@ -159,11 +164,12 @@ def derive_decoder(
         CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
     """
     start = time.perf_counter()
-    passes = decoder_pipeline(options.backend)
-    captured, result, whole = _rewritten(target, (), arguments, options, passes[:3], config.proof)
+    passes = decoder_pipeline(options.backend, absorb=options.absorb)
+    place = next(n for n, step in enumerate(passes) if isinstance(step, InsertKVCache))
+    captured, result, whole = _rewritten(target, (), arguments, options, passes[:place], config.proof)
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
-    rest = (InsertKVCache(names.index(name), logits), *passes[4:])
+    rest = (InsertKVCache(names.index(name), logits), *passes[place + 1 :])
     try:
         last = pipeline.run(graph, rest, options.dump, options.progress)
     except NoDecoderError as problem:
@@ -196,12 +202,12 @@ def derive_decoder(
 
 
 def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
-    """What the report says of each attention of a decoder."""
-    graphs = [g for g in (graph.prelude, graph) if g is not None]
-    for node in (n for g in graphs for n in g.graph.nodes if "attention" in n.meta):
-        is_cached = node.target is torch.ops.attngraph.cached_attention.default
-        kernel = "chosen by the number of new tokens" if is_cached else str(node.args[6])
-        yield dataclasses.replace(node.meta["attention"], kernel=kernel)
+    """What the report says of each attention."""
+    for part in (g for g in (graph.prelude, graph) if g is not None):
+        for node in (n for n in part.graph.nodes if "attention" in n.meta):
+            chosen_later = node.target in CHOSEN_LATER
+            kernel = "chosen by the number of new tokens" if chosen_later else str(node.args[6])
+            yield dataclasses.replace(node.meta["attention"], kernel=kernel)
 
 
 def _place_of_logits(structure: Structure) -> int:
@@ -388,16 +394,19 @@ def dynamo_backend(
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
-    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., cache: Literal[False] = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
+    cache: Literal[False] = ...,
 ) -> CompiledModule: ...  # fmt: skip
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
-    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., cache: Literal[True] | CacheConfig,
+    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
+    cache: Literal[True] | CacheConfig,
 ) -> Decoder: ...  # fmt: skip
 def compile(
     model: Callable[..., Any], *, backend: str = "auto", inductor: bool = False, strict: bool = False,
-    dump: str | Path | None = None, passes: Sequence[Pass] | None = None, cache: bool | CacheConfig = False,
+    dump: str | Path | None = None, passes: Sequence[Pass] | None = None, absorb: str = "auto",
+    cache: bool | CacheConfig = False,
 ) -> CompiledModule | Decoder:  # fmt: skip
     """A module with the same answers as `model`, in which every attention runs as one fused op.
 
@@ -411,6 +420,9 @@ def compile(
             attention is left alone.
         dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
         passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`.
+        absorb: for attention whose keys and values are made from one narrow value per token (MLA): "auto"
+            writes keys and values out or multiplies queries and results instead, whichever is cheaper at each
+            call; "always" and "never" do one of the two.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and keeps what
             later tokens need.
 
@@ -419,11 +431,11 @@ def compile(
         `Decoder`: prefill, decode and generate.
 
     Raises:
-        TypeError: `model` is not callable. ValueError: an unknown backend.
+        TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
     """
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
-    options = make_options(backend, inductor, strict, dump, passes)
+    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb)
     compiled = CompiledModule(model, options)
     if cache is False:
         return compiled
@@ -438,10 +450,11 @@ def compile(
 def make_options(
     backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
     passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
+    absorb: str = "auto",
 ) -> Options:  # fmt: skip
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
     chosen = None if passes is None else tuple(passes)
-    return Options(backend, inductor, strict, Path(folder) if folder else None, chosen, progress)
+    return Options(backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:

@@ -11,6 +11,52 @@ from attngraph.pipeline import PassRecord
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentEntry:
+    """How an attention whose keys and values are made from a latent is computed.
+
+    A token's latent has `width` values, its keys and values `expanded`. `absorb` is "auto", "always" or
+    "fold", empty where the attention is left as the model has it, for `reason`. With "auto" a call absorbs
+    as long as each row brings fewer than `few` new tokens (None: always), seen over many kept ones; counting
+    operations alone, fewer than `few_by_flops`. `pair_absorbed` and `pair_expanded` are floating-point
+    operations of one query and one key, `up` those of projecting one key and one value. Folded:
+    `parameters` before and after, `operations` of one token with them before and after, and why matrices
+    stay `apart`, if they do.
+    """
+
+    width: int = 0
+    expanded: int = 0
+    absorb: str = ""
+    few: int | None = None
+    few_by_flops: float = 0.0
+    pair_absorbed: int = 0
+    pair_expanded: int = 0
+    up: int = 0
+    reason: str = ""
+    parameters: tuple[int, int] | None = None
+    operations: tuple[int, int] | None = None
+    apart: str = ""
+
+    def describe(self) -> str:
+        if self.reason:
+            return f"left expanded: {self.reason}"
+        kept = f"{self.width:,} values per token for {self.expanded:,}"
+        if not self.absorb:
+            return f"{kept}, values are a part of the keys"
+        how = f"absorbed ({self.absorb})"
+        if self.absorb == "auto":
+            how = "always absorbed" if self.few is None else (
+                f"absorbed below {self.few:,} new tokens of a row, expanded from there on "
+                f"(by operations alone {self.few_by_flops:,.0f})"
+            )  # fmt: skip
+        if self.parameters is not None and self.operations is not None:
+            (p, q), (a, b) = self.parameters, self.operations
+            how = f"folded: {p:,} -> {q:,} parameters, {a:,} -> {b:,} operations a token"
+            how += f" (apart: {self.apart})" if self.apart else ""
+        pair = f"{self.pair_absorbed:,} or {self.pair_expanded:,} operations a pair"
+        return f"{kept}, {how}, {pair}, {self.up:,} to expand a token"
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionEntry:
     """One attention of the model.
 
@@ -18,7 +64,8 @@ class AttentionEntry:
     `source` the user's line. `heads`, `kv_heads`, `head_dim`, `value_dim` are those of the traced call.
     `kernel` is who computes it, `numerics` how the result relates to the
     eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
-    attentions of the model (one per head, say) it stands for.
+    attentions of the model (one per head, say) it stands for. `latent` is there where keys and values are
+    made from a narrower value, or nearly so.
     """
 
     name: str
@@ -33,12 +80,13 @@ class AttentionEntry:
     error: float
     numerics: str = "reassociated"
     merged: int = 1
+    latent: LatentEntry | None = None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What makes two attentions equal for a reader: everything but where they stand."""
         skipped = ("name", "error")
-        return tuple(v for k, v in dataclasses.asdict(self).items() if k not in skipped)
+        return tuple(v for k, v in vars(self).items() if k not in skipped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +214,7 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         f"  attention{times}   {first.source}   {names}",
         f"      {heads} of width {width}, mask: {first.mask}",
         *(f"      | {line}" for line in first.program.splitlines()),
+        *([f"      latent: {first.latent.describe()}"] if first.latent is not None else []),
         f"      kernel {first.kernel or '-'}, {first.numerics}, checked in float64 (error {error:.0e})",
     ]
 

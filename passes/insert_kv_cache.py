@@ -26,6 +26,7 @@ from attngraph.ir import expr as E
 from attngraph.ir.cache import CachePlan, Fixed, Store
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, part_of
+from attngraph.ir.nodes import ATTENTION, CACHED, expanded_width, parts
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
 from attngraph.ir.source import module_of, source_of
@@ -206,10 +207,9 @@ class _Step:
 
     def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
         """What later tokens need of a token: keys, values, and what the scores read at positions."""
-        arguments: Any = node.args
-        _, k, v, reads, *_ = arguments
-        reads = [r for r in reads if any(self.space.token in d for d in self.tokens[r].axes)]
-        return [*([] if self.tokens[k].kind is Kind.FIXED else [k, v]), *reads]
+        _, keys, _, reads, *_ = parts(node)
+        reads_tokens = [r for r in reads if any(self.space.token in d for d in self.tokens[r].axes)]
+        return [*([] if self.tokens[keys[0]].kind is Kind.FIXED else keys), *reads_tokens]
 
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """The kept values that an operand is a view of."""
@@ -280,48 +280,35 @@ class _Step:
     # --- attention ---
 
     def _look_at_pages(self, node: fx.Node) -> None:
-        arguments: Any = node.args
-        q, k, v, reads, sizes, program, *kernel = arguments
+        whole = parts(node)
         builder = Builder(self.graph, node)
-        heads = [int(n.meta["val"].shape[1]) for n in (q, k, v)]
-        width = int(k.meta["val"].shape[3]) + int(v.meta["val"].shape[3])
-        if self.tokens[k].kind is Kind.FIXED:
+        if self.tokens[whole.keys[0]].kind is Kind.FIXED:
             window: int | None = None
-            pages = [self._fixed(n) for n in (k, v)]
+            pages = [self._fixed(n) for n in whole.keys]
             none = [builder.call(aten.narrow.default, n, 2, 0, 0) for n in pages]
             new = [self._one_row(builder, n) for n in none]
             table, held = self._rows_of_fixed(builder, pages[0])
         else:
-            self.expanded += heads[0] * width * k.meta["val"].dtype.itemsize
-            stores = [self.stores[n] for o in (k, v) for n in self._path(o, self.stores)]
+            self.expanded += expanded_width(node) * whole.q.meta["val"].dtype.itemsize
+            stores = [self.stores[n] for o in whole.keys for n in self._path(o, self.stores)]
             window = stores[0].window if len({s.window for s in stores}) == 1 else None
             if window is None:
                 self._widen(stores)
-            pages = [self._replay(builder, n) for n in (k, v)]
-            new, table, held = [k, v], self._table(window), self._rows("first")
-        read = [self._read(builder, r) for r in reads]
-        self._note_rows(parse(str(program)), reads)
-        starts, first = self._rows("starts"), self._rows("first")
-        target = torch.ops.attngraph.cached_attention.default
+            pages = [self._replay(builder, n) for n in whole.keys]
+            new, table, held = list(whole.keys), self._table(window), self._rows("first")
+        self._note_rows(parse(whole.program), whole.reads)
         made = builder.call(
-            target,
-            q,
-            *new,
-            *pages,
-            read,
-            list(sizes),
-            program,
-            table,
-            starts,
-            first,
-            held,
-            *kernel,  # type: ignore[arg-type]
-        )
+            CACHED[node.target], whole.q,  # type: ignore[index]
+            *new, *pages, *whole.weights,
+            [self._read(builder, r) for r in whole.reads], list(whole.sizes), whole.program,
+            table, self._rows("starts"), self._rows("first"), held, *whole.chosen,
+        )  # fmt: skip
         made.meta["attention"] = node.meta["attention"]
-        for user in list(node.users):
-            assert user.target is operator.getitem and user.args[1] == 0
+        for user in list(node.users) if node.target is ATTENTION else [node]:
             user.replace_all_uses_with(made)
-            self.graph.graph.erase_node(user)
+            if user is not node:
+                assert user.target is operator.getitem and user.args[1] == 0
+                self.graph.graph.erase_node(user)
         self.tokens.facts[made] = self.tokens[node]
         self.graph.graph.erase_node(node)
 
@@ -466,7 +453,7 @@ class _Step:
         fact = self.tokens[operand]
         made = self._fixed(operand)
         place = self.fixed[operand].row_dim
-        if place is None or node.target is torch.ops.attngraph.cached_attention.default:
+        if place is None or node.target in CACHED.values():
             return made
         # A value of each sequence beside values of tokens: each token takes its own sequence's.
         own, wanted = self.tokens.facts.get(node), self.space.token

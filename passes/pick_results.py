@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import ProgramGraph, is_size
+from attngraph.ir.nodes import CACHED
 from attngraph.meaning.element import size_expression
 from attngraph.meaning.tokens import Kind, Tokens
 from attngraph.passes.build import Builder, built
 
 aten = torch.ops.aten
-CACHED = torch.ops.attngraph.cached_attention.default
 
 
 def pick_results(
@@ -85,7 +85,7 @@ def _bottlenecks(
     chain: list[tuple[fx.Node, set[fx.Node]]] = []
     while isinstance(result, fx.Node):
         tail = nx.descendants(view, result)
-        if any(n.target is CACHED or n in kept for n in tail) or result in kept:
+        if any(n.target in CACHED.values() or n in kept for n in tail) or result in kept:
             break
         chain.append((result, tail))
         result = above[result]

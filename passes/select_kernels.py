@@ -1,19 +1,26 @@
 """SelectKernels: write into every attention node who computes it.
 
 Asks the kernels of the chosen backend in their order of preference and takes the first that serves the
-program on these dtypes and widths. The name stands in the graph, so a dump and the report show it.
+program on these dtypes and widths. The name stands in the graph, so a dump and the report show it. Nodes
+over a cache, and latent ones, are told the backend alone: what serves them depends on the call.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from attngraph.ir import kernels
 from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.ir.nodes import ATTENTION, CACHED, LATENT
 from attngraph.ir.parser import parse
 from attngraph.pipeline import Outcome
+
+CHOSEN_LATER: dict[Any, int] = {LATENT: 9, CACHED[ATTENTION]: 12, CACHED[LATENT]: 14}
+"""Nodes that choose among the kernels of a backend at each call, by its sizes, and at which place they are
+told the backend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +39,8 @@ class SelectKernels:
             graph.prelude.level = self.yields
             graph.prelude.clean()
         for node in graph.graph.nodes:
+            if node.target in CHOSEN_LATER:
+                node.args = (*node.args[: CHOSEN_LATER[node.target]], self.backend)
             if node.target is not torch.ops.attngraph.attention.default:
                 continue
             if node.args[6]:

@@ -127,15 +127,16 @@ def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
     program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
 ) -> Tensor:  # fmt: skip
-    """What the op computes; without gradients."""
+    """What the op computes, by the kernel `by` or one of that family ("cpu", "reference", ...; empty: any);
+    without gradients."""
     parsed = parse(program)
     rows = Rows(table, starts, first, held)
     for candidate in CACHED:
-        if by in ("", candidate.name):
+        if by in ("", candidate.name, candidate.name.partition(".")[0]):
             out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
             if out is not None:
                 return out
-    return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by)
+    return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by.partition(".")[0])
 
 
 @torch.library.impl("attngraph::cached_attention", "CompositeExplicitAutograd")
@@ -155,18 +156,17 @@ def _cached_attention_fake(
 
 def row_by_row(
     program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, kernel: str = "",
+    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, family: str = "",
 ) -> Tensor:  # fmt: skip
     """Each row by itself: its keys put together, its positions counted from where they begin. New rows of
     equal length are done at once."""
     starts, first, held = (t.tolist() for t in rows[1:])
-    name = "reference" if kernel == "reference" else ""
     fixed = new[0].shape[2] == 0 and q.shape[2] > 0
     lengths = [b - a for a, b in itertools.pairwise(starts)]
     if not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0] > 0:
         batch = [t[0].reshape(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1) for t in (q, *new)]
-        out = _attend(program, batch, reads, sizes, name)
-        return _packed([out[row : row + 1] for row in range(len(lengths))], q, pages[1])
+        out = _attend(program, batch, reads, sizes, family)
+        return packed([out[row : row + 1] for row in range(len(lengths))], q, pages[1].shape[3])
     outs: list[Tensor] = []
     for row, length in enumerate(lengths):
         place = slice(starts[row], starts[row] + length)
@@ -178,8 +178,8 @@ def row_by_row(
         )
         shifted, count = shift(program)
         moved = [*sizes, *([0] * (count - len(sizes))), row, first[row], oldest]
-        outs.append(_attend(shifted, [q[:, :, place], keys, values], reads, moved, name))
-    return _packed(outs, q, pages[1])
+        outs.append(_attend(shifted, [q[:, :, place], keys, values], reads, moved, family))
+    return packed(outs, q, pages[1].shape[3])
 
 
 def _attend(
@@ -187,19 +187,19 @@ def _attend(
     operands: Sequence[Tensor],
     reads: Sequence[Tensor],
     sizes: Sequence[int],
-    name: str,
+    family: str,
 ) -> Tensor:
     q, k, v = operands
     if q.shape[2] == 0:
         return v.new_empty((*q.shape[:3], v.shape[3]))
-    chosen = kernels.KERNELS[name] if name else kernels.choose(program, (q, k, v))
+    chosen = kernels.choose(program, (q, k, v), family)
     return chosen.forward(program, (q, k, v), reads, sizes)[0]
 
 
-def _packed(outs: Sequence[Tensor], q: Tensor, v: Tensor) -> Tensor:
+def packed(outs: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
     """Rows side by side, `[1, heads, N, width]`, with the heads of a token side by side in memory."""
     if not outs:
-        return v.new_empty((1, 0, q.shape[1], v.shape[3])).transpose(1, 2)
+        return q.new_empty((1, 0, q.shape[1], width)).transpose(1, 2)
     return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
 
 

@@ -34,11 +34,15 @@ class Level(enum.IntEnum):
     LOWERED = 4
 
 
+_ATTENTION = ("attngraph.attention.default", "attngraph.latent_attention.default")
+
+
 @dataclasses.dataclass(frozen=True)
 class Input:
     """What a placeholder stands for: `kind` is "parameter", "buffer", "constant" or "argument"; `name`
-    is the qualified name in the user's model, or the number of the argument leaf. A graph that decodes also
-    has "pages" of a store, "fixed" values of its prelude, and "rows": which tokens are whose."""
+    is the qualified name in the user's model, or the number of the argument leaf. "ahead" is a value that
+    weights alone give. A graph that decodes also has "pages" of a store, "fixed" values of its prelude, and
+    "rows": which tokens are whose."""
 
     kind: str
     name: str
@@ -77,6 +81,7 @@ class ProgramGraph:
         hints: the sizes of the example inputs, by symbol.
         cache: what a graph that decodes keeps between calls.
         prelude: computes what such a graph takes as "fixed", once for each prompt.
+        ahead: computes what a graph takes as "ahead", from weights alone.
     """
 
     module: fx.GraphModule
@@ -91,6 +96,7 @@ class ProgramGraph:
     assumed: set[str] = dataclasses.field(default_factory=set)
     cache: CachePlan | None = None
     prelude: ProgramGraph | None = None
+    ahead: ProgramGraph | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -109,7 +115,7 @@ class ProgramGraph:
 
     def attentions(self) -> list[fx.Node]:
         """The attention nodes, in order. Each carries its report entry as `meta["attention"]`."""
-        return list(self.graph.find_nodes(op="call_function", target=torch.ops.attngraph.attention.default))
+        return [n for n in self.graph.nodes if n.op == "call_function" and str(n.target) in _ATTENTION]
 
     def copy(self) -> ProgramGraph:
         """The same computation in nodes of its own; tensors and facts are shared."""

@@ -25,8 +25,10 @@ _COLUMN = 78
 
 
 def format_graph(graph: ProgramGraph) -> str:
-    """The whole graph as text."""
-    return "\n".join(_with_plain_sizes(_Printer(graph).lines()))
+    """The whole graph as text; before it, what is computed from weights alone and what once for a prompt."""
+    parts = (("ahead", graph.ahead), ("prelude", graph.prelude), ("graph", graph))
+    lines = [line for name, part in parts if part is not None for line in _Printer(part, name).lines()]
+    return "\n".join(_with_plain_sizes(lines))
 
 
 def _with_plain_sizes(lines: list[str]) -> list[str]:
@@ -54,13 +56,13 @@ def format_type(value: Any) -> str:
 
 
 class _Printer:
-    def __init__(self, graph: ProgramGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: ProgramGraph, title: str) -> None:
+        self.graph, self.title = graph, title
         self.names: dict[fx.Node, str] = {}
         self.count = 0
 
     def lines(self) -> list[str]:
-        head = ["graph("]
+        head = [f"{self.title}("]
         for node, given in zip(self.graph.placeholders(), self.graph.inputs, strict=True):
             self.names[node] = f"%arg{given.name}" if given.kind == "argument" else f"${given.label}"
             if node.users or given.kind == "argument":
@@ -81,6 +83,13 @@ class _Printer:
             return self._attention(node)
         if node.target is torch.ops.attngraph.cached_attention.default:
             return self._cached_attention(node)
+        if node.target is torch.ops.attngraph.latent_attention.default:
+            q, latent, key_up, value_up, values, *rest = node.args
+            return self._latent(node, "latent_attention", (q, latent), (key_up, value_up, values), rest)
+        if node.target is torch.ops.attngraph.cached_latent_attention.default:
+            q, latent, pages, key_up, value_up, values, *rest = node.args
+            ups = (key_up, value_up, values)
+            return self._latent(node, "cached_latent_attention", (q, latent, pages), ups, rest)
         if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
             whole = self.names[node.args[0]]
             self.names[node] = (
@@ -114,6 +123,27 @@ class _Printer:
         if by and by[0]:
             args.append(f"by={by[0]}")
         lines = [self._line(node, f"cached_attention({', '.join(args)})", node.meta["val"])]
+        return lines + [f"          {line}" for line in str(program).splitlines()]
+
+    def _latent(self, node: fx.Node, name: str, operands: Any, ups: Any, rest: Any) -> list[str]:
+        reads, sizes, program, *more = rest
+        *rows, absorb, family = more
+        key_up, value_up, (first, count) = ups
+        args = [self._argument(a) for a in operands]
+        args += [
+            f"{n}={self._argument(w)}"
+            for n, w in (("key_up", key_up), ("value_up", value_up))
+            if w is not None
+        ]
+        args.append(f"values={first}:{first + count}")
+        args += [f"r{i}={self._argument(r)}" for i, r in enumerate(reads)]
+        args += [f"n{i}={self._argument(s)}" for i, s in enumerate(sizes)]
+        if rows:
+            args += [f"table={self._argument(rows[0])}", f"held={self._argument(rows[3])}"]
+        args.append(f"absorb={absorb}")
+        if family:
+            args.append(f"family={family}")
+        lines = [self._line(node, f"{name}({', '.join(args)})", node.meta["val"])]
         return lines + [f"          {line}" for line in str(program).splitlines()]
 
     def _line(self, node: fx.Node, call: str, value: Any) -> str:

@@ -78,12 +78,13 @@ def _hiding(program: ScoreProgram) -> list[Keep]:
     for statement in program.statements:
         if isinstance(statement, Score):
             found.clear()  # a score computed from a masked one may be anything
-        elif isinstance(statement, Keep) and _lowers_enough(statement.fill):
+        elif isinstance(statement, Keep) and lowers_enough(statement.fill):
             found.append(statement)
     return found
 
 
-def _lowers_enough(fill: Expr) -> bool:
+def lowers_enough(fill: Expr) -> bool:
+    """Whether what is filled with this is hidden beside scores of usual size."""
     if fill.op == "const":
         return bool(fill.value != "nan" and fill.value <= -HIDING)
     if fill.op not in ("add", "sub") or fill.args[0] is not SCORE or fill.args[1].op != "const":

@@ -67,8 +67,10 @@ def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles, full: 
                 have.insert(place_of, v)
     if any(v not in present for v in wanted):
         steps.append(Step("expand", (), tuple(v.args[0] for v in wanted)))
-    if any(len(role) != 1 for role in full):
+    if any(len(role) > 1 for role in full):
         steps.append(Step("reshape", (), tuple(M.mul(*(v.args[0] for v in role)) for role in full)))
+    else:
+        steps += [Step("unsqueeze", (place,)) for place, role in enumerate(full) if not role]
     return steps
 
 

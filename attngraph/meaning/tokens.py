@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import expr as E
-from attngraph.ir import ops
+from attngraph.ir import nodes
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, is_size
+from attngraph.ir.nodes import WHOLE
 from attngraph.ir.parser import parse
 from attngraph.meaning import simplify as M
 from attngraph.meaning.axes import Axes, Indices, Space, outside_reads
@@ -34,9 +35,6 @@ from attngraph.meaning.causal import Causality, canonical, examine
 from attngraph.meaning.element import Meaning, is_part, size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.trial import Trial
-
-assert ops  # imported for the op that it registers
-ATTENTION = torch.ops.attngraph.attention.default
 
 
 class Kind(enum.Enum):
@@ -142,11 +140,11 @@ class Tokens:
     def _fact(self, node: fx.Node) -> Fact:
         if node.op == "placeholder":
             return self._input(node)
-        if node.target is ATTENTION:
+        if node.target in WHOLE:
             return self._attention(node)
         if is_part(node):
             whole: fx.Node = node.args[0]  # type: ignore[assignment]
-            if self.facts[whole].kind is Kind.ATTENTION or whole.target is ATTENTION:
+            if self.facts[whole].kind is Kind.ATTENTION or whole.target in WHOLE:
                 return self._part_of_attention(node, self.facts[whole])
         if not isinstance(node.meta.get("val"), Tensor):
             return self._several(node)
@@ -235,7 +233,7 @@ class Tokens:
                 continue
             if not self.space.follows(fact.axes, node.args):
                 return None, self._reads_others(fact, node.args)
-            if fact.kind is Kind.TOKEN:
+            if fact.kind in (Kind.TOKEN, Kind.ATTENTION):
                 found = Kind.TOKEN
         for node in outside_reads(element):
             if node in self.space.both:
@@ -296,8 +294,9 @@ class Tokens:
             steps = self.trial.is_token_wise(node, axes, resolved)
             if steps:
                 kinds = {self.facts[n].kind for n in self.trial.region(node, resolved)[1] if n in self.facts}
-                order = (Kind.TOKEN, Kind.POSITION, Kind.FIXED)
+                order = (Kind.TOKEN, Kind.ATTENTION, Kind.POSITION, Kind.FIXED)
                 kind = next((k for k in order if k in kinds), Kind.POSITION)
+                kind = Kind.TOKEN if kind is Kind.ATTENTION else kind
                 return Fact(kind, axes, f"shown by trial with {steps} operation(s) before it")
         return None
 
@@ -307,13 +306,17 @@ class Tokens:
     # --- attention ---
 
     def _attention(self, node: fx.Node) -> Fact:
-        q, k, v = (self.facts[n] for n in node.args[:3])  # type: ignore[index]
-        reads: list[fx.Node] = list(node.args[3])  # type: ignore[arg-type]
-        sizes: list[object] = list(node.args[4])  # type: ignore[arg-type]
-        facts = [self.facts[r] for r in reads]
-        if any(f.kind is Kind.MIXING for f in (q, k, v, *facts)):
+        parts = nodes.parts(node)
+        q, facts, weights = (
+            self.facts[parts.q],
+            *([self.facts[n] for n in g] for g in (parts.reads, parts.operands)),
+        )
+        k, v = self.facts[parts.keys[0]], self.facts[parts.keys[-1]]
+        if any(f.kind is Kind.MIXING for f in (q, k, v, *facts, *weights)):
             return Fact(Kind.MIXING, reason="computed from a value that mixes tokens")
-        program = parse(str(node.args[5]))
+        if any(f.kind is not Kind.FIXED or any(f.axes) for f in weights):
+            return Fact(Kind.MIXING, reason="its keys are projected by weights that follow the tokens")
+        program = parse(parts.program)
         keys_are_tokens = Kind.FIXED not in (k.kind, v.kind)
         if q.kind is Kind.FIXED and k.kind is v.kind is Kind.FIXED:
             return Fact(Kind.FIXED, q.axes, "attention among fixed values")
@@ -322,7 +325,7 @@ class Tokens:
         if problem:
             return Fact(Kind.MIXING, reason=problem)
         counted = [
-            n for n, s in enumerate(sizes)
+            n for n, s in enumerate(parts.sizes)
             if isinstance(s, fx.Node) and self.space.counts(self._size(s))
         ]  # fmt: skip
         causality = examine(program, keys_are_tokens, frozenset(f"n{n}" for n in counted))

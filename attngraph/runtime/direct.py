@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.cache import cached_attention
+from attngraph.ir.latent import cached_latent_attention
 
 aten = torch.ops.aten
 
@@ -55,6 +56,7 @@ SHORTER: dict[Any, Callable[..., Any]] = {
     aten.layer_norm.default: torch.layer_norm,
     aten.mean.dim: torch.mean,
     torch.ops.attngraph.cached_attention.default: cached_attention,
+    torch.ops.attngraph.cached_latent_attention.default: cached_latent_attention,
 }
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture import Captured
+from attngraph.ir.graph import ProgramGraph
 from attngraph.report import CompileReport
+from attngraph.runtime.ahead import Ahead, Fetch
 from attngraph.runtime.guards import ShapeGuard, ValueGuard, size_value
 from attngraph.structure import unflatten
 
@@ -32,7 +34,11 @@ class Executable:
         self.captured, self.report, self._run = captured, report, run
         self.graph = captured.graph
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
-        self._fetch = [fetcher(given, owner, self.graph.constants) for given in self.graph.inputs]
+        self.ahead = ahead_of(self.graph, owner)
+        self._fetch = [
+            _ahead(self.ahead, given.name) if self.ahead is not None and given.kind == "ahead"
+            else fetcher(given, owner, self.graph.constants) for given in self.graph.inputs
+        ]  # fmt: skip
         known = dict(zip((p.name for p in self.graph.placeholders()), self._fetch, strict=True))
         self._assumed = [known[n] for n in sorted(self.graph.assumed)]
         self._values = ValueGuard([fetch([]) for fetch in self._assumed])
@@ -47,6 +53,8 @@ class Executable:
         return self._values.holds([fetch([]) for fetch in self._assumed])
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        if self.ahead is not None:
+            self.ahead.values()
         inputs = [fetch(tensors) for fetch in self._fetch]
         if self._overwritten and torch.is_grad_enabled():
             # The backward pass needs them as they were.
@@ -89,7 +97,15 @@ def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     return dense.contiguous().permute(inverse)
 
 
-Fetch = Callable[[Sequence[Tensor]], Tensor]
+def ahead_of(graph: ProgramGraph, owner: nn.Module) -> Ahead | None:
+    """The values of weights alone that a graph takes, if it takes some."""
+    if graph.ahead is None:
+        return None
+    return Ahead(graph.ahead, [fetcher(given, owner, graph.constants) for given in graph.ahead.inputs])
+
+
+def _ahead(ahead: Ahead, name: str) -> Fetch:
+    return lambda _: ahead.current[name]
 
 
 def fetcher(given: Any, owner: nn.Module, constants: dict[str, Tensor]) -> Fetch:

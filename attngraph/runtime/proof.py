@@ -39,6 +39,12 @@ class Widened(fx.Interpreter):
             args, kwargs = (*args[:6], "reference"), {}
         if name.startswith("attngraph.cached_attention."):
             args, kwargs = (*args[:12], "reference"), {}
+        if name.startswith("attngraph.latent_attention."):
+            args, kwargs = (*args[:8], "always", "reference"), {}
+        if name.startswith("attngraph.cached_latent_attention."):
+            # In the two orders of multiplication by turns: either may be chosen later.
+            self.turn = not getattr(self, "turn", False)
+            args, kwargs = (*args[:13], ("always", "never")[self.turn], "reference"), {}
         return pytree.tree_map(_widened, super().call_function(target, args, kwargs))
 
 

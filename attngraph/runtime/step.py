@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from attngraph.ir.graph import Input, ProgramGraph, holds
 from attngraph.report import CompileReport
-from attngraph.runtime.executable import fetcher
+from attngraph.runtime.executable import ahead_of, fetcher
 from attngraph.runtime.guards import ValueGuard
 from attngraph.runtime.kv_cache import KVCache
 
@@ -127,6 +127,7 @@ class _Call:
     def __init__(self, graph: ProgramGraph, owner: nn.Module, names: Sequence[str], run: Run) -> None:
         self.run, self.module = run, graph.module
         self.fetch: list[tuple[str, Any]] = []
+        self.ahead = ahead_of(graph, owner)
         for given in graph.inputs:
             if given.kind == "argument":
                 self.fetch.append(("argument", names[int(given.name)]))
@@ -145,6 +146,8 @@ class _Call:
     def __call__(
         self, arguments: Mapping[str, Tensor], given: Mapping[str, Tensor], run: Interpret | None = None
     ) -> Sequence[Any]:
+        if self.ahead is not None:
+            given = {**given, **self.ahead.values(run)}
         inputs = [
             what(()) if kind == "own" else arguments[what] if kind == "argument" else given[what]
             for kind, what in self.fetch

@@ -1,0 +1,463 @@
+"""absorb-mla: latents are found by meaning, both orders of multiplication give what eager gives, and what
+must not be absorbed is left alone with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.models.mla import LatentAttention, MLAConfig, MLADecoder, RotaryLatentAttention
+
+H, P, R, V, L, C = 4, 6, 4, 5, 16, 24
+SMALL = MLAConfig(layers=2, width=C, heads=H, latent=L, nope=P, rope=R, value=V, query_rank=8, hidden=32)
+
+
+def causal(scores: Tensor) -> Tensor:
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -math.inf)
+
+
+class Attention(nn.Module):
+    """Latent attention in parts that a case may spell in its own way."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.query = nn.Linear(C, H * P)
+        self.down = nn.Linear(C, L)
+        self.key_up = nn.Linear(L, H * P, bias=bias)
+        self.value_up = nn.Linear(L, H * V, bias=bias)
+        self.norm = nn.LayerNorm(L)
+        self.project = nn.Linear(H * V, C)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (H, -1)).transpose(1, 2)
+
+    def latent(self, x: Tensor) -> Tensor:
+        return self.down(x)
+
+    def keys(self, latent: Tensor) -> Tensor:
+        return self.heads(self.key_up(latent))
+
+    def values(self, latent: Tensor) -> Tensor:
+        return self.heads(self.value_up(latent))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return causal(q @ k.mT / math.sqrt(P))
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.latent(x)
+        q, k, v = self.heads(self.query(x)), self.keys(latent), self.values(latent)
+        mixed = torch.softmax(self.scores(q, k), -1) @ v
+        return self.project(mixed.transpose(1, 2).flatten(2))
+
+
+class Normed(Attention):
+    def latent(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(x))
+
+
+class Activated(Attention):
+    """Whatever stands before the latent does not matter."""
+
+    def latent(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.down(x))) * torch.sigmoid(x[..., :1])
+
+
+class Einsum(Attention):
+    def keys(self, latent: Tensor) -> Tensor:
+        return torch.einsum("btl,hpl->bhtp", latent, self.key_up.weight.view(H, P, L))
+
+    def values(self, latent: Tensor) -> Tensor:
+        return torch.einsum("blt,hvl->bhtv", latent.mT, self.value_up.weight.view(H, V, L))
+
+
+class HeadsInTheMinorPlace(Attention):
+    """Places of a head lie H apart."""
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, H)).permute(0, 3, 1, 2)
+
+
+class ByMatmul(Attention):
+    def keys(self, latent: Tensor) -> Tensor:
+        return latent.unsqueeze(1) @ self.key_up.weight.view(H, P, L).mT
+
+    def values(self, latent: Tensor) -> Tensor:
+        return torch.matmul(latent[:, None], self.value_up.weight.view(H, V, L).transpose(1, 2))
+
+
+class TwoLatents(Attention):
+    """Keys from one half, values from the other."""
+
+    def keys(self, latent: Tensor) -> Tensor:
+        return self.heads(F.linear(latent[..., : L // 2], self.key_up.weight[:, : L // 2]))
+
+    def values(self, latent: Tensor) -> Tensor:
+        return self.heads(F.linear(latent[..., L // 2 :], self.value_up.weight[:, L // 2 :]))
+
+
+class TiedProjections(Attention):
+    """One matrix makes keys and values."""
+
+    def values(self, latent: Tensor) -> Tensor:
+        return self.heads(self.key_up(latent))[..., :V]
+
+
+class ScaledProjection(Attention):
+    def keys(self, latent: Tensor) -> Tensor:
+        return 0.5 * super().keys(latent)
+
+
+class MergedAdapter(Attention):
+    """A weight and what was learned beside it, added before they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(2, L)), nn.Parameter(torch.randn(H * P, 2))
+
+    def keys(self, latent: Tensor) -> Tensor:
+        return self.heads(F.linear(latent, self.key_up.weight + self.b @ self.a))
+
+
+class KeysReturned(Attention):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.keys(self.latent(x))
+
+
+class Sharpened(Attention):
+    """Without a bias any score program goes: a cap on the scores, here."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return causal(5 * torch.tanh(q @ k.mT / math.sqrt(P) / 5))
+
+
+ABSORBED: dict[str, Callable[[], nn.Module]] = {
+    "plain": Attention,
+    "biases": lambda: Attention(bias=True),
+    "norm": Normed,
+    "anything before": Activated,
+    "einsum": Einsum,
+    "minor heads": HeadsInTheMinorPlace,
+    "matmul": ByMatmul,
+    "two latents": TwoLatents,
+    "tied": TiedProjections,
+    "scaled": ScaledProjection,
+    "merged adapter": MergedAdapter,
+    "keys returned": KeysReturned,
+    "capped": Sharpened,
+}
+
+
+@pytest.mark.parametrize("name", ABSORBED)
+@pytest.mark.parametrize("absorb", ["always", "never"])
+def test_a_latent_is_found_by_its_meaning(name: str, absorb: str) -> None:
+    model, x = ABSORBED[name]().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = attngraph.compile(model, absorb=absorb)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+        other = torch.randn(3, 17, C, dtype=torch.float64)
+        torch.testing.assert_close(compiled(other), model(other), rtol=1e-10, atol=1e-12)
+    (entry,) = compiled.report.attention
+    if absorb == "never":
+        assert entry.latent is None
+        return
+    assert entry.latent is not None
+    assert (entry.latent.absorb, entry.latent.reason) == ("always", "")
+    assert entry.latent.width == L
+
+
+# --- what must be left alone ---
+
+
+class RotaryAfterwards(Attention):
+    def keys(self, latent: Tensor) -> Tensor:
+        k = super().keys(latent)
+        angle = torch.arange(k.shape[2], device=k.device, dtype=k.dtype)[:, None] * 0.1
+        a, b = k[..., : P // 2], k[..., P // 2 :]
+        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+class NormAfterwards(Attention):
+    def keys(self, latent: Tensor) -> Tensor:
+        return F.normalize(super().keys(latent), dim=-1)
+
+
+class ActivationAfterwards(Attention):
+    def values(self, latent: Tensor) -> Tensor:
+        return F.relu(super().values(latent))
+
+
+class Adapter(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(2, L)), nn.Parameter(torch.randn(H * P, 2))
+
+    def keys(self, latent: Tensor) -> Tensor:
+        return self.heads(self.key_up(latent) + F.linear(F.linear(latent, self.a), self.b))
+
+
+class CappedWithABias(Attention):
+    def __init__(self) -> None:
+        super().__init__(bias=True)
+        self.value_up.bias = None
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return causal(2 * torch.tanh(q @ k.mT / 2))
+
+
+class SmallFillWithABias(CappedWithABias):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.mT).masked_fill(later, -3.0)
+
+
+class WeighedWithABias(Attention):
+    """The weights do not add up to one, so a bias of the values is not simply added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.latent(x)
+        q, k, v = self.heads(self.query(x)), self.keys(latent), self.values(latent)
+        weights = torch.softmax(self.scores(q, k), -1) * 0.5
+        return self.project((weights @ v).transpose(1, 2).flatten(2))
+
+
+class ScaleOfThePlace(Attention):
+    """A factor of the token's place between the projection and the dot."""
+
+    def keys(self, latent: Tensor) -> Tensor:
+        k = super().keys(latent)
+        return k * (1 + torch.arange(k.shape[2], device=k.device, dtype=k.dtype))[:, None]
+
+
+class LatentOfEachHead(Attention):
+    """Every head has a latent of its own: nothing is shared."""
+
+    def keys(self, latent: Tensor) -> Tensor:
+        own = latent.unflatten(-1, (H, L // H)).transpose(1, 2)
+        return own @ self.key_up.weight.view(H, P, L)[..., : L // H].mT
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "rotary": (RotaryAfterwards, "follows the token's place"),
+    "norm": (NormAfterwards, "changed after they are projected up"),
+    "activation": (ActivationAfterwards, "values are changed after they are projected up, by relu"),
+    "adapter": (Adapter, "a sum of several products"),
+    "cap and bias": (CappedWithABias, "bias of its keys does not cancel"),
+    "leaking fill and bias": (SmallFillWithABias, "bias of its keys does not cancel"),
+    "weights and bias": (lambda: WeighedWithABias(bias=True), "do not add up to one"),
+    "scale of the place": (ScaleOfThePlace, "changed after they are projected up"),
+    "latent of each head": (LatentOfEachHead, ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_in_the_way_is_named(name: str) -> None:
+    make, reason = REFUSED[name]
+    model, x = make().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = attngraph.compile(model, absorb="always")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+    (entry,) = compiled.report.attention
+    if not reason:
+        assert entry.latent is None or entry.latent.reason
+        return
+    assert entry.latent is not None
+    assert not entry.latent.absorb
+    assert reason in entry.latent.reason
+    assert reason in str(compiled.report)
+
+
+def test_where_gradients_may_flow_nothing_is_absorbed() -> None:
+    model, x = Attention(), torch.randn(2, 9, C)
+    compiled = attngraph.compile(model, absorb="always")
+    compiled(x).square().sum().backward()
+    assert model.key_up.weight.grad is not None
+    assert compiled.report.attention[0].latent is None
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.report.attention[0].latent is not None
+
+
+def test_as_many_queries_as_keys_are_left_expanded_by_cost() -> None:
+    model, x = Attention().eval(), torch.randn(2, 9, C)
+    with torch.no_grad():
+        compiled = attngraph.compile(model)
+        torch.testing.assert_close(compiled(x), model(x))
+    latent = compiled.report.attention[0].latent
+    assert latent is not None
+    assert "as many queries as keys" in latent.reason
+
+
+class StepOfAnother(nn.Module):
+    """A decoding step as somebody wrote it: the latents of earlier tokens are an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor, latents: Tensor) -> Tensor:
+        own = self.inner
+        q, k, v = own.heads(own.query(x)), own.keys(latents), own.values(latents)
+        mixed = torch.softmax(q @ k.mT / math.sqrt(P), -1) @ v
+        return own.project(mixed.transpose(1, 2).flatten(2))
+
+
+def test_few_queries_over_many_latents_are_absorbed_by_cost() -> None:
+    model = StepOfAnother().double().eval()
+    with torch.no_grad():
+        compiled = attngraph.compile(model)
+        for queries in (2, 40):
+            x, latents = (torch.randn(2, n, w, dtype=torch.float64) for n, w in ((queries, C), (300, L)))
+            torch.testing.assert_close(compiled(x, latents), model(x, latents), rtol=1e-10, atol=1e-12)
+    latent = compiled.report.attention[0].latent
+    assert latent is not None
+    assert (latent.absorb, latent.width) == ("auto", L)
+    assert latent.few is not None
+    assert f"{latent.few}" in str(compiled.report)
+
+
+def test_a_word_that_absorb_does_not_know() -> None:
+    with pytest.raises(ValueError, match="auto, always, never"):
+        attngraph.compile(Attention(), absorb="sometimes")
+
+
+# --- sizes that nobody tuned for ---
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    heads=st.integers(2, 5), nope=st.integers(2, 7), half=st.integers(0, 3), value=st.integers(2, 7),
+    latent=st.integers(2, 14), rank=st.sampled_from([None, 2, 5]), norm=st.booleans(), bias=st.booleans(),
+    tokens=st.integers(2, 13), scores=st.sampled_from(["concatenated", "summed"]),
+    rotary=st.sampled_from(["half", "interleaved"]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_absorbed_and_expanded_agree_for_any_sizes(
+    heads: int, nope: int, half: int, value: int, latent: int, rank: int | None, norm: bool, bias: bool,
+    tokens: int, scores: str, rotary: str, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    config = MLAConfig(
+        layers=1, width=10, heads=heads, latent=latent, nope=nope, rope=2 * half, value=value,
+        query_rank=rank, norm=norm, bias=bias, hidden=8, scores=scores, rotary=rotary,  # type: ignore[arg-type]
+    )  # fmt: skip
+    layer = (RotaryLatentAttention if half else LatentAttention)(config).double().eval()
+    x = torch.randn(2, tokens, 10, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = attngraph.compile(layer, absorb="always")
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-9, atol=1e-11)
+    (entry,) = compiled.report.attention
+    saves = latent + 2 * half < heads * (nope + 2 * half + value)
+    assert (entry.latent is not None and entry.latent.absorb == "always") == saves
+    assert entry.head_dim == nope + 2 * half
+
+
+# --- decoders ---
+
+
+@pytest.mark.parametrize("scores", ["concatenated", "summed", "absorbed"])
+@pytest.mark.parametrize("absorb", ["auto", "always"])
+def test_a_decoder_keeps_the_latent_and_the_rotary_key(scores: str, absorb: str) -> None:
+    import dataclasses
+
+    model = MLADecoder(dataclasses.replace(SMALL, scores=scores)).eval()  # type: ignore[arg-type]
+    ids = torch.randint(0, 256, (2, 9))
+    decoder = attngraph.compile(model, cache=True, absorb=absorb)
+    found, whole = decoder.generate(ids, 6), ids
+    with torch.no_grad():
+        for _ in range(6):
+            whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, whole)
+    cache = decoder.report.cache
+    assert cache is not None
+    assert cache.bytes_per_token == 2 * (L + R) * 4
+    assert len(cache.stores) == 2
+
+
+def test_keys_of_plain_heads_are_kept_as_they_are() -> None:
+    transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, attn_implementation="eager"
+    )  # fmt: skip
+    decoder = attngraph.compile(transformers.GPT2LMHeadModel(config).eval(), cache=True)
+    decoder.generate(torch.randint(0, 64, (2, 9)), 2)
+    assert decoder.report.cache is not None
+    assert decoder.report.cache.bytes_per_token == 2 * 2 * 32 * 4
+
+
+# --- fold ---
+
+
+def test_folded_weights_are_multiplied_once_and_follow_the_weights() -> None:
+    model = RotaryLatentAttention(SMALL).double().eval()
+    x = torch.randn(2, 9, C, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = attngraph.compile(model, absorb="fold")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+        model.project.weight.mul_(2.0)
+        model.query.up.weight.add_(0.1)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+    (entry,) = compiled.report.attention
+    assert entry.latent is not None
+    assert entry.latent.absorb == "fold"
+    queries = (H * P * 8 + H * P * L, H * L * 8)
+    results = (H * V * C + H * V * L, H * L * C)
+    before, after = queries[0] + results[0], queries[1] + results[1]
+    assert entry.latent.parameters == (before, after)
+    assert entry.latent.operations == (2 * before, 2 * after + 2 * H * P * 8)  # the rotary part's projection
+    assert f"{after:,} parameters" in str(compiled.report)
+
+
+@pytest.mark.parametrize("name", ABSORBED)
+def test_folding_gives_what_eager_gives_and_says_what_stays_apart(name: str) -> None:
+    model, x = ABSORBED[name]().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = attngraph.compile(model, absorb="fold")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+    latent = compiled.report.attention[0].latent
+    assert latent is not None
+    assert latent.absorb == "fold"
+    if name == "biases":
+        assert "bias of its values" in latent.apart
+    elif name in ("plain", "norm", "einsum", "matmul"):
+        assert latent.apart == ""
+
+
+class NormedQueries(Attention):
+    """Queries that are more than a projection stay apart from the keys' matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.latent(x)
+        q = F.normalize(self.heads(self.query(x)), dim=-1)
+        mixed = torch.softmax(self.scores(q, self.keys(latent)), -1) @ self.values(latent)
+        return F.gelu(mixed).transpose(1, 2).flatten(2)
+
+
+def test_what_is_no_product_of_two_matrices_is_not_folded() -> None:
+    model, x = NormedQueries().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = attngraph.compile(model, absorb="fold")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+    latent = compiled.report.attention[0].latent
+    assert latent is not None
+    assert "queries" in latent.apart
+    assert "not projected at once" in latent.apart
+
+
+def test_a_folded_decoder_answers_as_the_model() -> None:
+    model, ids = MLADecoder(SMALL).eval(), torch.randint(0, 256, (2, 9))
+    decoder = attngraph.compile(model, cache=True, absorb="fold")
+    found, whole = decoder.generate(ids, 6), ids
+    with torch.no_grad():
+        for _ in range(6):
+            whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, whole)
+    assert decoder.report.cache is not None
+    assert decoder.report.cache.bytes_per_token == 2 * (L + R) * 4
