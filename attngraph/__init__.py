@@ -6,10 +6,12 @@ print(compiled.report)                   # what was fused, what was not, and why
 """
 
 from attngraph.compile import CompiledModule, compile, explain
+from attngraph.convert import ConvertedModel, HeadsReport, convert_heads
 from attngraph.errors import (
     AttnGraphError,
     CacheError,
     CaptureError,
+    ConversionError,
     NoDecoderError,
     NotFusedError,
     VerificationError,
@@ -31,8 +33,11 @@ __all__ = [
     "CaptureError",
     "CompileReport",
     "CompiledModule",
+    "ConversionError",
+    "ConvertedModel",
     "Decoder",
     "Engine",
+    "HeadsReport",
     "KVCache",
     "NoDecoderError",
     "NotFusedError",
@@ -42,6 +47,7 @@ __all__ = [
     "VerificationError",
     "attention",
     "compile",
+    "convert_heads",
     "explain",
     "parse",
 ]

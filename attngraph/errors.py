@@ -32,5 +32,9 @@ class NoDecoderError(AttnGraphError):
         self.reason = reason
 
 
+class ConversionError(AttnGraphError):
+    """A model's heads cannot be converted: says what is in the way, and where."""
+
+
 class CacheError(AttnGraphError):
     """A call of a decoder that its state cannot serve: too many tokens, rows that do not match."""

@@ -67,6 +67,27 @@ class Output:
     order: tuple[int, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """A parameter with fewer entries along `dim` than the model's: entry n is the mean of the entries
+    `groups[n]`."""
+
+    dim: int
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def saved(self) -> int:
+        return sum(len(group) - 1 for group in self.groups)
+
+    def apply(self, parameter: Tensor) -> Tensor:
+        means = [parameter.index_select(self.dim, _index(g, parameter)).mean(self.dim) for g in self.groups]
+        return torch.stack(means, self.dim)
+
+
+def _index(places: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.tensor(places, device=like.device)
+
+
 @dataclasses.dataclass
 class ProgramGraph:
     """One captured computation.
@@ -82,6 +103,7 @@ class ProgramGraph:
         cache: what a graph that decodes keeps between calls.
         prelude: computes what such a graph takes as "fixed", once for each prompt.
         ahead: computes what a graph takes as "ahead", from weights alone.
+        pooled: parameters, by name, of which the graph takes means of entries instead of the entries.
     """
 
     module: fx.GraphModule
@@ -97,6 +119,7 @@ class ProgramGraph:
     cache: CachePlan | None = None
     prelude: ProgramGraph | None = None
     ahead: ProgramGraph | None = None
+    pooled: dict[str, Pooling] = dataclasses.field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -1,0 +1,270 @@
+"""ConvertHeads: multi-head attention on fewer key/value heads, by mean pooling.
+
+Each group of neighbouring key/value heads becomes one, whose projection weights (and biases) are the mean of
+theirs (Ainslie et al. 2023, GQA, section 2.1). Which rows of which parameter make a head is found by
+meaning: the elements of the attention's keys and values are followed, through whatever is done to each head
+on the way (rotary positions, norms), to the product with a parameter that they come from. That product then
+has the pooled rows alone, and one head of each group is taken where attention looks. This changes what the
+model computes, so it is no part of compiling: `attngraph.convert_heads` runs it. Refuses a model of which
+an attention was not recognised, parameters that are used elsewhere as well, and heads that are treated
+unlike each other between the projection and the attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.errors import ConversionError
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.graph import Input, Level, Pooling, ProgramGraph, infer, op_name
+from attngraph.ir.source import source_of
+from attngraph.meaning import check
+from attngraph.meaning import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Unliftable
+from attngraph.passes.build import Builder
+from attngraph.pipeline import Outcome
+
+aten = torch.ops.aten
+_END = 2**63 - 1
+_TOLERANCE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertHeads:
+    """`kv_heads`: how many key/value heads each attention is to have."""
+
+    kv_heads: int
+    name: str = "convert-heads"
+    requires: Level = Level.FUSED
+    yields: Level = Level.FUSED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        conversion = _Conversion(graph, self.kv_heads)
+        outcome = Outcome()
+        attentions = graph.attentions()
+        if not attentions:
+            raise ConversionError("there is no attention in this model that attngraph recognises.")
+        for node in attentions:
+            conversion.collect(node)
+        conversion.pool()
+        for node in attentions:
+            conversion.share(node)
+        conversion.check()
+        graph.clean()
+        rows = sum(p.saved for p in graph.pooled.values())
+        outcome.notes.append(
+            f"{len(attentions)} attention(s) on {self.kv_heads} key/value heads, "
+            f"{len(graph.pooled)} parameter(s) have {rows} rows fewer"
+        )
+        return outcome
+
+
+@dataclasses.dataclass
+class _Product:
+    """A contraction with a parameter. `feature` is the dimension of its result that the parameter's dimension
+    `dim` becomes; `groups` lists features that become one."""
+
+    node: fx.Node
+    feature: int
+    weight: fx.Node
+    dim: int
+    bias: fx.Node | None
+    groups: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+class _Conversion:
+    def __init__(self, graph: ProgramGraph, kv_heads: int) -> None:
+        self.graph, self.kv_heads = graph, kv_heads
+        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+        self.products: dict[fx.Node, _Product] = {}
+        self.shared: list[tuple[fx.Node, int]] = []
+
+    def collect(self, node: fx.Node) -> None:
+        """Find the rows of parameters that make the keys and values of one attention."""
+        args: Any = node.args
+        heads = int(args[1].meta["val"].shape[1])
+        if heads % self.kv_heads != 0:
+            raise ConversionError(
+                f"the attention at {source_of(node)} has {heads} key/value heads, which are no multiple of "
+                f"{self.kv_heads}."
+            )
+        if heads == self.kv_heads:
+            return
+        for operand, what in ((args[1], "keys"), (args[2], "values")):
+            self._collect(operand, what, heads)
+
+    def _collect(self, operand: fx.Node, what: str, heads: int) -> None:
+        node = self._source(operand, what)
+        product = self.products.setdefault(node, self._product(node))
+        shape = self.meaning.shape(operand)
+        names = ("b", "h", "t", "d")
+        variables = [E.var(name, extent) for name, extent in zip(names, shape, strict=True)]
+        lifted = self.meaning.lift(
+            self.meaning.read(operand, tuple(variables)),
+            lambda r: r.value is not node and self.meaning.category(r.value) in _THROUGH,
+        )
+        per_head: list[list[int]] = []
+        for head in range(heads):
+            rows: dict[int, None] = {}
+            at_head = M.substitute(lifted, {variables[1]: E.const(head)})
+            for place in range(int(shape[3].value)):
+                exact = M.substitute(at_head, {variables[3]: E.const(place)})
+                for read in (n for n in E.walk(exact) if n.op == "read" and n.value is node):
+                    rows[self._row(read, product, what, node)] = None
+            per_head.append(list(rows))
+        size, every = len(per_head[0]), {row for rows in per_head for row in rows}
+        if any(len(rows) != size for rows in per_head) or len(every) != size * heads:
+            raise ConversionError(f"heads of the {what} at {source_of(node)} share rows of a parameter.")
+        group = heads // self.kv_heads
+        for first in range(0, heads, group):
+            for rows_of_one in zip(*per_head[first : first + group], strict=True):
+                for row in rows_of_one:
+                    if product.groups.get(row, rows_of_one) != rows_of_one:
+                        raise ConversionError(f"two attentions share the projection at {source_of(node)}.")
+                    product.groups[row] = rows_of_one
+
+    def _row(self, read: Expr, product: _Product, what: str, node: fx.Node) -> int:
+        index = read.args[product.feature]
+        if index.op != "const":
+            raise ConversionError(
+                f"which rows make a head of the {what} at {source_of(node)} is not known: {index!r}."
+            )
+        return int(index.value)
+
+    def _source(self, operand: fx.Node, what: str) -> fx.Node:
+        """The one product with a parameter that an operand comes from."""
+        found: dict[fx.Node, None] = {}
+        stack, seen = [operand], set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            if self.meaning.category(node) is Category.CONTRACTION and self._parameters(node):
+                found[node] = None
+            else:
+                stack += node.all_input_nodes
+        if len(found) != 1:
+            places = ", ".join(source_of(n) for n in found) or "none"
+            raise ConversionError(
+                f"the {what} at {source_of(operand)} should come from one product with a parameter, "
+                f"found: {places}."
+            )
+        return next(iter(found))
+
+    def _parameters(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n in self.given and self.given[n].kind == "parameter"]
+
+    def _product(self, node: fx.Node) -> _Product:
+        """Which dimensions of a product's result and of its parameter are the same."""
+        shape = self.meaning.shape(node)
+        at = tuple(E.var(f"o{n}", extent) for n, extent in enumerate(shape))
+        try:
+            element = self.meaning.element(node, at)
+        except Unliftable as problem:
+            raise ConversionError(f"{op_name(node)} at {source_of(node)}: {problem}") from problem
+        parameters = self._parameters(node)
+        reads = [n for n in E.walk(element) if n.op == "read" and n.value in parameters]
+        weights = [r for r in reads if len(r.args) == 2]
+        biases = [r.value for r in reads if len(r.args) == 1]
+        places = [(d, at.index(i)) for r in weights for d, i in enumerate(r.args) if i in at]
+        if len(weights) != 1 or len(places) != 1 or len(biases) > 1:
+            raise ConversionError(f"{op_name(node)} at {source_of(node)} is no product with a matrix.")
+        ((dim, feature),) = places
+        weight = weights[0].value
+        bias = biases[0] if biases else None
+        for parameter in (weight, bias):
+            if parameter is not None and list(parameter.users) != [node]:
+                raise ConversionError(
+                    f"{self.given[parameter].label} is used in several places of the model."
+                )
+        return _Product(node, feature, weight, dim, bias)
+
+    def pool(self) -> None:
+        """Give every product its pooled rows, and put its result into the old order again."""
+        for number, product in enumerate(self.products.values()):
+            if not product.groups:
+                continue
+            count = int(product.weight.meta["val"].shape[product.dim])
+            groups = list(dict.fromkeys(product.groups.get(row, (row,)) for row in range(count)))
+            place = {row: new for new, group in enumerate(groups) for row in group}
+            for parameter, dim in ((product.weight, product.dim), (product.bias, 0)):
+                if parameter is not None:
+                    self._shorten(parameter, dim, tuple(groups))
+            node = product.node
+            with self.graph.fake_mode():
+                node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
+            order = self._constant(f"heads_{number}", torch.tensor([place[row] for row in range(count)]))
+            users = list(node.users)
+            with self.graph.graph.inserting_after(node):
+                args = (node, product.feature, order)
+                made = self.graph.graph.call_function(aten.index_select.default, args)
+            made.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+            made.meta["val"] = infer(made.target, made.args, {}, self.graph.fake_mode())
+            for user in users:
+                user.replace_input_with(node, made)
+
+    def _shorten(self, parameter: fx.Node, dim: int, groups: tuple[tuple[int, ...], ...]) -> None:
+        pooling = Pooling(dim, groups)
+        fake = parameter.meta["val"]
+        shape = list(fake.shape)
+        shape[dim] = len(groups)
+        with self.graph.fake_mode():
+            parameter.meta["val"] = torch.empty(shape, dtype=fake.dtype, device=fake.device)
+        self.graph.pooled[self.given[parameter].name] = pooling
+
+    def _constant(self, name: str, value: Tensor) -> fx.Node:
+        last = self.graph.placeholders()[-1]
+        device = last.meta["val"].device
+        with self.graph.graph.inserting_after(last):
+            node = self.graph.graph.placeholder(name)
+        with self.graph.fake_mode():
+            node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=device)
+        self.graph.constants[name] = value.to(device)
+        self.graph.inputs = (*self.graph.inputs, Input("constant", name))
+        return node
+
+    def share(self, node: fx.Node) -> None:
+        """Let an attention look at one head of each group."""
+        args: Any = node.args
+        heads = int(args[1].meta["val"].shape[1])
+        group = heads // self.kv_heads
+        if group == 1:
+            return
+        builder = Builder(self.graph, node)
+        one = [builder.call(aten.slice.Tensor, x, 1, 0, _END, group) for x in args[1:3]]
+        self.shared += [(x, group) for x in args[1:3]]
+        node.args = (args[0], *one, *args[3:])
+        node.meta["attention"] = dataclasses.replace(node.meta["attention"], kv_heads=self.kv_heads)
+
+    def check(self) -> None:
+        """Heads of a group are one and the same: whatever is done to them on the way is done alike."""
+        for operand, group in self.shared:
+            order = check.region([operand], [])
+            run = check.Evaluation(
+                {**self.graph.known_values(), **self._orders()}, self.graph.hints,
+                torch.Generator().manual_seed(0), 0,
+            )  # fmt: skip
+            with torch.no_grad():
+                found = run.evaluate(order, {})[operand]
+            heads = found.unflatten(1, (-1, group))
+            difference = float((heads - heads[:, :, :1]).abs().max()) if heads.numel() else 0.0
+            if not difference <= _TOLERANCE * (1 + float(heads.abs().max())):
+                raise ConversionError(
+                    f"heads are treated unlike each other before attention at {source_of(operand)}, so "
+                    "the mean of their projections stands for none of them."
+                )
+
+    def _orders(self) -> dict[fx.Node, Tensor]:
+        placeholders = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
+        return {n: self.graph.constants[i.name] for n, i in placeholders if i.kind == "constant"}
+
+
+_THROUGH = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
