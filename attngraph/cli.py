@@ -27,6 +27,7 @@ from attngraph.codegen.benchmark.measure import Measurement, measure
 from attngraph.compile import BACKENDS, CompiledModule, make_options
 from attngraph.errors import AttnGraphError
 from attngraph.fuzz import run as fuzzing
+from attngraph.passes.absorb_mla import WAYS
 from attngraph.runtime.verify import compare
 
 DEMO = (
@@ -78,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (one, demo):
         command.add_argument("--json", action="store_true", help="print one JSON object for each target")
         command.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
+        command.add_argument(
+            "--absorb", default="auto", choices=WAYS, help="latent attention: the order of multiplication"
+        )
         command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
         command.add_argument(
             "--no-torch-compile",
@@ -142,7 +146,9 @@ def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> in
     tell = _Progress()
     tell(f"building {target}")
     model, inputs = load_target(target, batch=options.batch, tokens=tokens)
-    made = make_options(options.backend, options.inductor, options.strict, options.dump, None, tell)
+    made = make_options(
+        options.backend, options.inductor, options.strict, options.dump, None, tell, options.absorb
+    )
     compiled = CompiledModule(model, made)
     with torch.no_grad():
         compiled(*inputs)

@@ -17,6 +17,7 @@ cache, no fused op and no `position_ids` argument. Nothing here imports the comp
 | `decoder_lm` | decoder-only language model: pre-norm, learned positions, GELU |
 | `post_norm_decoder` | decoder-only language model: post-norm, sinusoidal positions, ReLU |
 | `modern_decoder` | RMSNorm, rotary positions, grouped queries, SwiGLU |
+| `mla` | latent attention, with and without decoupled RoPE, and a decoder of it |
 | `sparse_transformer` | `decoder_lm` with sparse attention |
 | `linear_transformer` | `decoder_lm` with linear attention |
 | `encoder` | BERT encoder: post-norm, segments, masked-token head |

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 
 from torch import fx
@@ -262,10 +263,20 @@ class _Operand:
         contractions = [n for n in E.walk(lifted) if n.op == "read" and self._is_projection(n.value)]
         if len(contractions) > 1 and not turned and "add" in str(node.target):
             by = " (a sum of several products, as of a weight and its adapter)"
-        return _Stop(f"its {self.what} are changed after they are projected up, by {where}{by}", is_near=True)
+        near = any(self._rank(n) < self._whole_width() for n in contractions)
+        return _Stop(f"its {self.what} are changed after they are projected up, by {where}{by}", near)
 
     def _is_projection(self, node: fx.Node) -> bool:
         return self.meaning.category(node) is Category.CONTRACTION
+
+    def _rank(self, read: Expr) -> float:
+        """How wide the tensor is that is projected; infinite where that is not known."""
+        sums = [n for n in E.walk(self.meaning.element(read.value, read.args)) if n.op == "sum"]
+        extents = [n.args[0].args[0] for n in sums]
+        return min((float(e.value) for e in extents if e.op == "const"), default=math.inf)
+
+    def _whole_width(self) -> float:
+        return self.width * float(self.heads.value) if self.heads.op == "const" else 0.0
 
     def _no_image(self, node: fx.Node) -> _Stop:
         return _Stop(

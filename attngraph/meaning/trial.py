@@ -40,7 +40,15 @@ class Trial:
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         """How many operations were run to see that the node treats each token (and each sequence) by
-        itself; 0 if it does not, or if that cannot be tried."""
+        itself; 0 if it does not, or if that cannot be tried. Where integers begin the region they are made as
+        the model makes them in a second attempt: drawn ones may be no places of what they index."""
+        found = self._is_token_wise(node, axes, resolved)
+        made = [n for n in self.region(node, resolved)[1] if n.op == "call_function" and _is_integer(n)]
+        if found or not made:
+            return found
+        return self._is_token_wise(node, axes, {n: a for n, a in resolved.items() if n not in made})
+
+    def _is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         order, leaves = self.region(node, resolved)
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if not steps or len(steps) > MOST_NODES or self.left <= 0:
@@ -181,6 +189,11 @@ def digits_of(
         if not digits:
             shape.append(extent)
     return tensor.reshape(shape), place
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
 def select(

@@ -29,7 +29,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
     **WIDTHS, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2,
     "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
 }  # fmt: skip
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("GPT2Config", STACK),
@@ -67,7 +67,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
          "window_size": 4},
     ),
+    "DeepseekV2ForCausalLM": ("DeepseekV2Config", LATENT),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", LATENT),
+    "MiniCPM3ForCausalLM": ("MiniCPM3Config", LATENT),
+    "YoutuForCausalLM": ("YoutuConfig", LATENT),
+    "Glm4MoeLiteForCausalLM": ("Glm4MoeLiteConfig", LATENT),
     "BertLMHeadModel": ("BertConfig", {**WIDTHS, "is_decoder": True}),
     "CTRLLMHeadModel": ("CTRLConfig", {**STACK, "dff": 64}),
 }  # fmt: skip
@@ -123,6 +127,50 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     assert torch.equal(again[:, 7:], padded[:, 7:])
     assert decoder.report.cache is not None
     assert (decoder.report.cache.error or 1.0) < 1e-10
+
+
+LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV2": ("DeepseekV2ForCausalLM", {}),
+    "DeepseekV3": ("DeepseekV3ForCausalLM", {}),
+    "DeepseekV2, queries at once": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
+    "DeepseekV3, pairs half a head apart": ("DeepseekV3ForCausalLM", {"rope_interleave": False}),
+    "DeepseekV3, one group of experts": ("DeepseekV3ForCausalLM", {"n_group": 1}),
+    "MiniCPM3": ("MiniCPM3ForCausalLM", {}),
+    "Youtu": ("YoutuForCausalLM", {}),
+    "Glm4MoeLite": ("Glm4MoeLiteForCausalLM", {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "absorb"),
+    [
+        pytest.param(
+            n, a, marks=[] if n in ("DeepseekV2", "DeepseekV3") and a == "auto" else pytest.mark.slow
+        )
+        for n in LATENT_MODELS
+        for a in ("auto", "always", "never", "fold")
+    ],
+)
+def test_latent_attention_keeps_the_latent_and_gives_the_tokens_of_transformers(
+    name: str, absorb: str
+) -> None:
+    which, settings = LATENT_MODELS[name]
+    config, base = DECODERS[which]
+    model = build(which, config, {**base, **settings})
+    decoder = attngraph.compile(model, cache=True, absorb=absorb)
+    ids = torch.randint(3, 60, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :3], ids[0, :3] = 0, 0
+    found = decoder.generate(ids, NEW, attention_mask=mask)
+    assert torch.equal(found, theirs(model, input_ids=ids, attention_mask=mask))
+    report = decoder.report
+    assert report.cache is not None
+    if absorb == "never":
+        assert all(entry.latent is None for entry in report.attention)
+        return
+    assert [entry.latent.width for entry in report.attention if entry.latent] == [16 + 8] * 2
+    assert report.cache.bytes_per_token == 2 * (16 + 8) * 4
+    assert report.cache.expanded == 2 * 4 * (8 + 8 + 8) * 4
 
 
 @pytest.mark.parametrize(

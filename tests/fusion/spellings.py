@@ -657,6 +657,31 @@ def relative_keys(q, k, v, table):
     return (q @ k.mT + torch.einsum("bhqd,qkd->bhqk", q, relative)).softmax(-1) @ v
 
 
+@spelling(lambda: (*qkv(), normal(B, H, T, 4), normal(B, 1, T, 4)))
+def products_added_up(q, k, v, q_rotary, k_rotary):
+    return ((q_rotary @ k_rotary.mT + q @ k.mT) / math.sqrt(D + 4)).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(B, H, T, 4), normal(B, 1, T, 4)))
+def products_added_up_at_scales_of_their_own(q, k, v, q_more, k_more):
+    scores = torch.einsum("bhqd,bhkd->bhqk", q * 0.3, k) - 0.7 * torch.einsum(
+        "bhqd,bkd->bhqk", q_more, k_more[:, 0]
+    )
+    return (5 * torch.tanh(scores / 5)).softmax(-1) @ v
+
+
+@spelling(lambda: (*qkv(), normal(T, D), normal(T, D), normal(B, H, T, 3), normal(B, H, T, 3)))
+def products_of_contents_and_of_places(q, k, v, place_q, place_k, q_more, k_more):
+    at = torch.einsum("qd,kd->qk", place_q, place_k)
+    return ((q @ k.mT + at + q_more @ k_more.mT) / math.sqrt(2 * D)).softmax(-1) @ v
+
+
+@spelling(lambda: (normal(B, H, T, D), normal(B, T, D), normal(B, H, T, 4), normal(B, T, 4)))
+def latents_that_all_heads_share(q, latent, q_rotary, k_rotary):
+    scores = torch.einsum("bhqc,bkc->bhqk", q, latent) + torch.einsum("bhqr,bkr->bhqk", q_rotary, k_rotary)
+    return torch.einsum("bhqk,bkc->bhqc", (scores / 3).softmax(-1), latent)
+
+
 @spelling(lambda: (*qkv(), normal(9, D), normal(9, D)))
 def disentangled(q, k, v, key_table, query_table):
     i = torch.arange(q.shape[2])
@@ -1278,3 +1303,18 @@ def softmax_in_float32_of_the_smallest_double(q, k, v, keep):
 
 
 TOLERANCE["softmax_in_float32_of_the_smallest_double"] = 1e-5
+
+
+@mutant(lambda: (*qkv(), normal(B, H, T, 4), normal(B, H, T, 4)))
+def products_multiplied(q, k, v, q_more, k_more):
+    return ((q @ k.mT) * (q_more @ k_more.mT)).softmax(-1) @ v
+
+
+@mutant(lambda: (*qkv(), normal(B, H, T, 4), normal(B, H, T, 4)))
+def products_of_which_one_is_capped(q, k, v, q_more, k_more):
+    return (q @ k.mT + torch.tanh(q_more @ k_more.mT)).softmax(-1) @ v
+
+
+@mutant(lambda: (*qkv(), normal(B, H, T, 4), normal(B, H, T, 4), normal(H, 1, 1)))
+def products_of_which_one_is_gated_by_head(q, k, v, q_more, k_more, gate):
+    return (q @ k.mT + gate * (q_more @ k_more.mT)).softmax(-1) @ v

@@ -41,6 +41,7 @@ OUR_TARGETS = [
     targets.tiny_decoder_lm,
     targets.post_norm_decoder,
     targets.modern_decoder,
+    targets.mla_decoder,
     targets.sparse_transformer,
     targets.linear_transformer,
     targets.bert,
