@@ -36,24 +36,35 @@ class LatentEntry:
     operations: tuple[int, int] | None = None
     apart: str = ""
 
-    def describe(self) -> str:
+    def lines(self) -> list[str]:
+        """For people: what is kept, how it is computed, what it costs."""
         if self.reason:
-            return f"left expanded: {self.reason}"
+            return [f"left expanded: {self.reason}"]
         kept = f"{self.width:,} values per token for {self.expanded:,}"
         if not self.absorb:
-            return f"{kept}, values are a part of the keys"
-        how = f"absorbed ({self.absorb})"
-        if self.absorb == "auto":
-            how = "always absorbed" if self.few is None else (
-                f"absorbed below {self.few:,} new tokens of a row, expanded from there on "
-                f"(by operations alone {self.few_by_flops:,.0f})"
-            )  # fmt: skip
+            return [f"{kept}, values are a part of the keys"]
+        cost = (
+            f"operations: {self.pair_absorbed:,} absorbed, {self.pair_expanded:,} expanded for a pair, "
+            f"{self.up:,} to expand a token"
+        )
+        return [f"{kept}, {self._order()}", cost]
+
+    def _order(self) -> str:
         if self.parameters is not None and self.operations is not None:
             (p, q), (a, b) = self.parameters, self.operations
-            how = f"folded: {p:,} -> {q:,} parameters, {a:,} -> {b:,} operations a token"
-            how += f" (apart: {self.apart})" if self.apart else ""
-        pair = f"{self.pair_absorbed:,} or {self.pair_expanded:,} operations a pair"
-        return f"{kept}, {how}, {pair}, {self.up:,} to expand a token"
+            apart = f" (apart: {self.apart})" if self.apart else ""
+            return f"folded: {p:,} -> {q:,} parameters, {a:,} -> {b:,} operations a token{apart}"
+        if self.absorb != "auto":
+            return f"{self.absorb} absorbed"
+        if self.few is None:
+            return "always absorbed, by cost"
+        return (
+            f"expanded from {self.few:,} new tokens of a row on, over many kept ones "
+            f"(by operations alone {self.few_by_flops:,.0f})"
+        )
+
+    def describe(self) -> str:
+        return "; ".join(self.lines())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,9 +225,14 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         f"  attention{times}   {first.source}   {names}",
         f"      {heads} of width {width}, mask: {first.mask}",
         *(f"      | {line}" for line in first.program.splitlines()),
-        *([f"      latent: {first.latent.describe()}"] if first.latent is not None else []),
+        *_latent_lines(first.latent),
         f"      kernel {first.kernel or '-'}, {first.numerics}, checked in float64 (error {error:.0e})",
     ]
+
+
+def _latent_lines(latent: LatentEntry | None) -> list[str]:
+    lines = [] if latent is None else latent.lines()
+    return [f"      {'latent: ' if place == 0 else '        '}{line}" for place, line in enumerate(lines)]
 
 
 def merge(reports: Sequence[CompileReport]) -> CompileReport:

@@ -151,7 +151,8 @@ def _weight(
     digits = split_digits([inner], own.args) or {}
     cut = digits.get(inner, (inner,))
     index = tuple(M.substitute(i, {inner: joined(cut)}) for i in own.args)
-    if len(cut) != 2 or index != (b, cut[0], s, cut[1]):
+    places = zip(meaning.shape(result), (b, cut[0], s, cut[-1]), strict=True)
+    if len(cut) != 2 or index != tuple(E.ZERO if E.is_const(n, 1) else p for n, p in places):
         raise NotFolded("its heads are not side by side where it is projected")
     read = weights[0]
     place = tuple(M.substitute(i, {inner: joined(cut)}) for i in read.args)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
 except for what is only for the composition root."""
 ONLY_FROM_THE_ROOT = {"passes", "codegen"}
 ONLY_FROM_THE_COMMAND_LINE = {"fuzz"}
-ROOTS = {"compile", "cli"}
+ROOTS = {"compile", "convert", "cli"}
 CODEGEN_MAY_ALSO = {"attngraph.meaning.tiles", "attngraph.meaning.causal"}
 
 

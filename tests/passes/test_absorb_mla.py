@@ -430,6 +430,16 @@ def test_folding_gives_what_eager_gives_and_says_what_stays_apart(name: str) -> 
         assert latent.apart == ""
 
 
+def test_one_sequence_is_folded_as_several_are() -> None:
+    model, x = RotaryLatentAttention(SMALL).double().eval(), torch.randn(1, 9, C, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = attngraph.compile(model, absorb="fold")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-10, atol=1e-12)
+    latent = compiled.report.attention[0].latent
+    assert latent is not None
+    assert latent.apart == ""
+
+
 class NormedQueries(Attention):
     """Queries that are more than a projection stay apart from the keys' matrix."""
 
