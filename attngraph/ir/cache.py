@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -52,6 +53,30 @@ class Rows(NamedTuple):
     starts: Tensor
     first: Tensor
     held: Tensor
+
+
+class Counts(NamedTuple):
+    """What `Rows` say, as numbers: each row's new tokens, their first position, and kept tokens."""
+
+    new: list[int]
+    first: list[int]
+    held: list[int]
+
+
+_last = threading.local()
+
+
+def counts(rows: Rows) -> Counts:
+    """The numbers of rows. They are fetched (from a device, maybe) once for a step: all its layers are given
+    the same tensors."""
+    own = rows[1:]
+    versions = [t._version for t in own]
+    known: tuple[Any, list[int], Counts] | None = getattr(_last, "known", None)
+    if known is None or known[1] != versions or any(a is not b for a, b in zip(known[0], own, strict=True)):
+        starts, first, held = (t.tolist() for t in own)
+        found = Counts([b - a for a, b in itertools.pairwise(starts)], first, held)
+        known = _last.known = own, versions, found
+    return known[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +185,9 @@ def row_by_row(
 ) -> Tensor:  # fmt: skip
     """Each row by itself: its keys put together, its positions counted from where they begin. New rows of
     equal length are done at once."""
-    starts, first, held = (t.tolist() for t in rows[1:])
+    lengths, first, held = counts(rows)
+    starts = [0, *itertools.accumulate(lengths)]
     fixed = new[0].shape[2] == 0 and q.shape[2] > 0
-    lengths = [b - a for a, b in itertools.pairwise(starts)]
     if not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0] > 0:
         batch = [t[0].reshape(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1) for t in (q, *new)]
         out = _attend(program, batch, reads, sizes, family)

@@ -78,6 +78,8 @@ ROOFLINES = {"cpu": Roofline(8.6e10, 3.1e10), "cuda": Roofline(7.9e14, 4.3e12)}
 product and a copy on an H200 in bfloat16. Only the ratio of the two numbers decides anything."""
 GAIN = 1.5
 """How many times faster a decoder must be by the roofline to keep latents: ideal times are that far off."""
+SAVING, SLOWER = 4.0, 2.0
+"""Where a cache becomes that many times smaller, a decoder may be that many times slower."""
 
 
 def roofline(device: str) -> Roofline:
@@ -109,10 +111,14 @@ def absorbing_pays(sizes: LatentSizes, rows: Iterable[tuple[int, int]], device: 
 
 
 def keeping_pays(sizes: LatentSizes, device: str, itemsize: int) -> bool:
-    """Whether a decoder that keeps latents is faster than one that keeps keys and values."""
+    """Whether a decoder that keeps latents is better than one that keeps keys and values: faster, or not
+    much slower with a much smaller cache."""
     line = roofline(device)
     latent = line.seconds(sizes.pair_absorbed, sizes.width * itemsize)
-    return GAIN * latent < line.seconds(sizes.pair_expanded, sizes.expanded_width * itemsize)
+    whole = line.seconds(sizes.pair_expanded, sizes.expanded_width * itemsize)
+    return GAIN * latent < whole or (
+        sizes.width * SAVING <= sizes.expanded_width and latent < SLOWER * whole
+    )  # fmt: skip
 
 
 MANY = 1 << 16

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from attngraph.ir import kernels
-from attngraph.ir.cache import Rows, cached_attention, gather, packed, shift
+from attngraph.ir.cache import Rows, cached_attention, counts, gather, packed, shift
 from attngraph.ir.cost import LatentSizes, absorbing_pays
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
@@ -172,9 +172,9 @@ def cached_latent_attention(
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
     node = _Node(q, latent, key_up, value_up, values)
-    counts = [b - a for a, b in itertools.pairwise(starts.tolist())]
-    kept = held.tolist()
-    if node.absorbs(absorb, list(zip(counts, kept, strict=True)), q):
+    rows = Rows(table, starts, first, held)
+    news, _, kept = counts(rows)
+    if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):
         new, old = node.shared(latent), node.shared(pages)
         query = node.absorbed_query(q)
         out = cached_attention(query, *new, *old, reads, sizes, program, table, starts, first, held, family)
@@ -185,7 +185,6 @@ def cached_latent_attention(
         return cached_attention(
             q, k, v, k_none, v_none, reads, sizes, program, table, starts, first, held, family
         )
-    rows = Rows(table, starts, first, held)
     return _expanded_by_blocks(node, q, latent, pages, reads, sizes, parse(program), rows, family)
 
 
@@ -194,7 +193,8 @@ def _expanded_by_blocks(
     program: ScoreProgram, rows: Rows, family: str,
 ) -> Tensor:  # fmt: skip
     """Row by row, the kept tokens projected up a block at a time."""
-    starts, first, held = (t.tolist() for t in rows[1:])
+    news, first, held = counts(rows)
+    starts = [0, *itertools.accumulate(news)]
     moved, count = shift(program)
     outs: list[Tensor] = []
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):

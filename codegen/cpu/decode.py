@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import threading
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from attngraph.codegen.cpu import source, team
 from attngraph.codegen.cpu.compiled import BLOCK_K, BLOCK_Q, Call, Library, Run, library
 from attngraph.codegen.cpu.source import Plan
-from attngraph.ir.cache import Rows
+from attngraph.ir.cache import Rows, counts
 from attngraph.ir.score import ScoreProgram
 from attngraph.meaning.causal import examine
 
@@ -149,10 +148,9 @@ class _Rows:
         self.held = [t if t.is_contiguous() else t.contiguous() for t in rows]
         self.places = [t.data_ptr() for t in self.held]
         self.count, self.columns = rows.table.shape
-        starts = rows.starts.tolist()
-        self.counts = [b - a for a, b in itertools.pairwise(starts)]
+        self.counts, _, held = counts(rows)
         self.least = min((n for n in self.counts if n), default=0)
-        self.longest = max(rows.held.tolist(), default=0)
+        self.longest = max(held, default=0)
 
     def blocks(self, step: int) -> int:
         """Items of `step` queries that all rows have together."""

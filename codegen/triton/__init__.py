@@ -4,12 +4,15 @@
     weights.py     what may follow the softmax    helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
     launch.py      `triton.forward`, the kernel of the registry
+    emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
 
 Aimed at CUDA devices (AMD's among them). On a CPU it serves only when asked for by name, under
 TRITON_INTERPRET=1, which is how it is tested without a GPU.
 """
 
+from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
-from attngraph.ir import kernels
+from attngraph.ir import cache, kernels
 
 kernels.register(Forward(), devices=frozenset({"cuda"}))
+cache.CACHED.append(Decode())

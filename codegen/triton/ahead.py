@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from attngraph.codegen.triton.emit import arguments
-from attngraph.codegen.triton.launch import launch_options, load
+from attngraph.codegen.triton import decode, emit, emit_decode, launch
+from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import Plan
 
 _POINTERS = {
@@ -60,19 +60,22 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
     Raises:
         RuntimeError: Triton runs as an interpreter in this process, or its tools say nothing readable.
     """
-    kernel = load(plan)
+    kernel = decode.load(plan)[0] if isinstance(plan, DecodePlan) else launch.load(plan)
+    names = emit_decode.arguments(plan) if isinstance(plan, DecodePlan) else emit.arguments(plan)
     compiler = importlib.import_module("triton.compiler")
     gpu = importlib.import_module("triton.backends.compiler").GPUTarget(
         target.backend, target.architecture, target.warp
     )
     if not hasattr(kernel, "cache_key"):
         raise RuntimeError("compile_ahead: TRITON_INTERPRET is set; there is nothing to compile.")
-    signature = {name: _type(plan, name) for name in arguments(plan)}
+    signature = {name: _type(plan, name) for name in names}
     ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
     aligned = [place for place, name in enumerate(signature) if _is_aligned(name, signature[name])]
     attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
     source = compiler.ASTSource(kernel, signature, ones, attributes)
-    binary = importlib.import_module("triton").compile(source, target=gpu, options=launch_options(plan))
+    binary = importlib.import_module("triton").compile(
+        source, target=gpu, options=launch.launch_options(plan)
+    )
     if target.backend == "cuda":
         registers, spilled = _read_cubin(binary.asm["cubin"])
     else:
@@ -81,16 +84,26 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
 
 
 def _type(plan: Plan, name: str) -> str:
-    if name in ("query", "key", "value", "out"):
+    if name in ("query", "key", "value", "out", "new_key", "new_value"):
         return _POINTERS[plan.dtype]
+    if name in ("table", "starts", "first", "held"):
+        return "*i64"
     if name.endswith("_d"):
         return "constexpr"
     kinds = {f"r{read.number}": read.kind for read in plan.reads}
-    return "*fp32" if name == "lse" else _POINTERS[kinds[name]] if name in kinds else "i32"
+    return (
+        "*fp32"
+        if name in ("lse", "part_acc", "part_m", "part_l")
+        else _POINTERS[kinds[name]]
+        if name in kinds
+        else "i32"
+    )
 
 
 def _is_aligned(name: str, kind: str) -> bool:
-    return kind.startswith("*") or re.fullmatch(r"(query|key|value)_[bhs]", name) is not None
+    return (
+        kind.startswith("*") or re.fullmatch(r"(query|key|value|new_key|new_value)_[bphs]", name) is not None
+    )
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int]:

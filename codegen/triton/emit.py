@@ -20,7 +20,7 @@ from attngraph.ir import expr as E
 from attngraph.ir import score as S
 from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement
 
-_NEGATIVE_INFINITY = 'float("-inf")'
+NEGATIVE_INFINITY = 'float("-inf")'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def emit(plan: Plan) -> Kernel:
     Raises:
         UnsupportedError: the score program has something that is not written yet; says what.
     """
-    return _Emitter(plan).kernel()
+    return Emitter(plan).kernel()
 
 
 def arguments(plan: Plan) -> tuple[str, ...]:
@@ -64,7 +64,9 @@ def name_of(plan: Plan) -> str:
     return f"{kind}attention"
 
 
-class _Emitter:
+class Emitter:
+    """Writes one forward kernel; `emit_decode.py` changes where queries and keys come from."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.writer = Writer(plan)
@@ -77,15 +79,15 @@ class _Emitter:
         whole, edge = self.body(edge=False), self.body(edge=True)
         start, finish = self.start(), self.finish()
         lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds()]
-        lines += ["for start in tl.range(0, whole, BLOCK_K):", *_indented(whole)]
-        lines += ["for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *_indented(edge), *finish]
+        lines += ["for start in tl.range(0, whole, BLOCK_K):", *indented(whole)]
+        lines += ["for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *indented(edge), *finish]
         sizes = [a for a in arguments(self.plan) if a.startswith("n")]
         decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
         text = "\n\n\n".join([
             self.header(),
             *(h.rstrip() for h in helpers(self.writer.calls)),
             self.absorb(),
-            "\n".join([decorator, f"def {self.name}(", *self.signature(), "):", *_indented(lines)]),
+            "\n".join([decorator, f"def {self.name}(", *self.signature(), "):", *indented(lines)]),
         ])  # fmt: skip
         return Kernel(text + "\n", self.name, arguments(self.plan))
 
@@ -122,7 +124,7 @@ class _Emitter:
             f"def absorb(m, l, acc, s, {'multiple, ' if weighs else ''}value_tile):",
             '    """Join a tile of scores and values to the rows\' maximum m, sum l and weighted sum acc."""',
             f"    top = tl.maximum(m, tl.max(s, 1, keep_dims=True){scaled})",
-            f"    base = tl.where(top == {_NEGATIVE_INFINITY}, 0.0, top)  # a row may have no key yet",
+            f"    base = tl.where(top == {NEGATIVE_INFINITY}, 0.0, top)  # a row may have no key yet",
             f"    w = tl.exp2({w})",
             f"    shrink = tl.exp2({shrink})",
             "    l = l * shrink + tl.sum(w, 1, keep_dims=True)",
@@ -193,14 +195,14 @@ class _Emitter:
     def start(self) -> list[str]:
         """Rows before any key: nothing, or the sink."""
         zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
-        lines = [f"m = {zeros} + {_NEGATIVE_INFINITY}", f"l = {zeros}"]
+        lines = [f"m = {zeros} + {NEGATIVE_INFINITY}", f"l = {zeros}"]
         if self.plan.program.sink is not None:
             # Written here, after the loops' bodies, so it may add lines before the loop.
             sink = self.writer.expression(self.plan.program.sink)
             unit = self.as_float32(sink.code) if sink.is_integer else self.narrow(sink.at(PRODUCT))
             if self.plan.is_linear:
                 unit += f" * {math.log2(math.e)!r}"
-            lines = [f"m = {zeros} + {unit}", f"l = tl.where(m == {_NEGATIVE_INFINITY}, 0.0, 1.0)"]
+            lines = [f"m = {zeros} + {unit}", f"l = tl.where(m == {NEGATIVE_INFINITY}, 0.0, 1.0)"]
         return [*lines, f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"]
 
     def loop_bounds(self) -> list[str]:
@@ -235,7 +237,7 @@ class _Emitter:
             lines.append(f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}")
         lines += [self.load("key", "d", edge), *self.product(statements), *writer.inside]
         if edge:
-            lines.append(f"s = tl.where(k < Skv, s, {_NEGATIVE_INFINITY})")
+            lines.append(f"s = tl.where(k < Skv, s, {NEGATIVE_INFINITY})")
         lines.append(self.load("value", self.dv, edge))
         factor = "" if self.multiple.is_plain else f"{multiple}, "
         return [*lines, f"m, l, acc = absorb(m, l, acc, s, {factor}value_tile)"]
@@ -246,14 +248,17 @@ class _Emitter:
         return f"{name}_tile = tl.load({name}_head + tl.cast(start, tl.int64) * {name}_s{guard})"
 
     def product(self, statements: list[Statement]) -> list[str]:
-        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
-        code = f"tl.dot(query_tile, tl.trans(key_tile){exact})"
+        code = self.dot()
         named = [_mentions(s, DOT) for s in statements]
         if not any(named):
             return [f"s = {code}"]
         first = statements[0]
         replaced = isinstance(first, Score) and not _mentions(first, SCORE)
         return [f"dot = {code}"] if replaced else [f"dot = {code}", "s = dot"]
+
+    def dot(self) -> str:
+        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
+        return f"tl.dot(query_tile, tl.trans(key_tile){exact})"
 
     def score(self, statement: Statement) -> None:
         """Write what a statement makes of the tile of scores."""
@@ -300,5 +305,5 @@ def _formulas(statement: Statement) -> tuple[E.Expr, ...]:
     return (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
 
 
-def _indented(lines: list[str]) -> list[str]:
+def indented(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]

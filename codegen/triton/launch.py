@@ -47,7 +47,7 @@ class Forward:
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         q, _, v = operands
-        reason = _no_device(q)
+        reason = no_device(q)
         if reason is not None:
             return reason
         if q.dtype not in DTYPES:
@@ -111,13 +111,14 @@ def plan_call(
     widths = (q.shape[3], v.shape[3])
     return Plan(
         program, q.dtype, *widths, q.shape[1] // k.shape[1],
-        tuple(Read(n, rank, READS[reads[n].dtype], _is_wide(reads[n])) for n, rank in program.reads.items()),
-        blocks or choose_blocks(program, *widths, q.dtype, q.shape[2], _shared_memory(q.device)),
+        tuple(Read(n, rank, READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
+        blocks or choose_blocks(program, *widths, q.dtype, q.shape[2], shared_memory(q.device)),
         wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
     )  # fmt: skip
 
 
-def _is_wide(tensor: Tensor) -> bool:
+def is_wide(tensor: Tensor) -> bool:
+    """Whether its elements lie so far apart that offsets need 64 bits."""
     return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 1 << 31
 
 
@@ -162,7 +163,7 @@ def _no_triton() -> str | None:
     return None
 
 
-def _no_device(q: Tensor) -> str | None:
+def no_device(q: Tensor) -> str | None:
     """Why no kernel can run where the tensor is, or None."""
     kind = q.device.type
     if kind != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -180,7 +181,7 @@ def _no_device(q: Tensor) -> str | None:
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 65536

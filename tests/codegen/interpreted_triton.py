@@ -20,13 +20,17 @@ from hypothesis import assume, given, settings
 from torch import Tensor
 from triton.runtime import interpreter
 
+import attngraph
 import attngraph.codegen
 from attngraph.codegen.triton import store
+from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir import kernels, ops
+from attngraph.ir.cache import Rows
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
+from attngraph.models.mla import MLAConfig, MLADecoder
 
 SMALL = Forward(Blocks(32, 16))
 REFERENCE = kernels.KERNELS["reference"]
@@ -290,3 +294,130 @@ def test_a_tensor_too_short_for_a_read_is_an_error() -> None:
 def test_a_named_kernel_that_cannot_serve_says_why() -> None:
     with pytest.raises(ValueError, match=r"triton\.forward does not serve.*float64"):
         SMALL.forward(parse(""), operands(dtype=torch.float64), (), ())
+
+
+# --- attention over a cache ---
+
+DECODED = (
+    "keep k <= q",
+    "s = 0.25 * dot; keep k <= q else s - 3.4028234663852886e+38",
+    "s = 0.125 * dot + r0[h] * (k - q); keep k <= q",
+    "s = 5.0 * tanh(dot / 5.0); keep k <= q; sink r0[h]",
+    "keep k <= q and r1[b, q] == r1[b, k]",
+    "keep k <= q and q - k < 4",
+    "keep k <= q; p = 0.5 * p",
+)
+
+
+def over_pages(
+    text: str, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], widths: tuple[int, int],
+    splits: int | None, ring: int = 0, latent: bool = False, dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """Assert that new tokens over pages get what they get in whole sequences, in float64."""
+    g = torch.Generator().manual_seed(len(lengths) + sum(widths))
+    (hq, hkv), (d, dv), page = heads, widths, 3
+    total, rows = max(h + n for h, n in lengths), len(lengths)
+    q = torch.randn(rows, hq, total, d, generator=g).to(dtype)
+    k = torch.randn(rows, hkv, total, d, generator=g).to(dtype)
+    v = k[..., :dv] if latent else torch.randn(rows, hkv, total, dv, generator=g).to(dtype)
+    reads = [torch.randn(hq, generator=g).to(dtype), torch.randint(0, 2, (rows, total), generator=g)]
+    columns = -(-(ring or total) // page)
+    table = torch.randperm(rows * columns, generator=g).view(rows, columns)
+    pages = [torch.full((rows * columns, hkv, page, w), torch.nan, dtype=dtype) for w in widths]
+    if latent:
+        pages[1] = pages[0][..., :dv]
+    for row, (held, _) in enumerate(lengths):
+        for p in range(max(0, held - columns * page), held):
+            slot = p % (columns * page)
+            place = table[row, slot // page], slice(None), slot % page
+            pages[0][place] = k[row, :, p]
+            pages[1][place] = v[row, :, p]
+
+    def packed(whole: Tensor) -> Tensor:
+        return torch.cat([whole[r, :, h : h + n] for r, (h, n) in enumerate(lengths)], 1).unsqueeze(0)
+
+    starts = torch.tensor([0, *[n for _, n in lengths]]).cumsum(0)
+    held = torch.tensor([h for h, _ in lengths])
+    new_k = packed(k)
+    new = (new_k, new_k[..., :dv] if latent else packed(v))
+    program = parse(text)
+    kernel = Decode(Blocks(16, 16), splits)
+    found = kernel.attend(
+        program, packed(q), new, (pages[0], pages[1]), reads, (), Rows(table, starts, held, held)
+    )  # fmt: skip
+    assert found is not None
+    exact = [r.double() if r.is_floating_point() else r for r in reads]
+    wanted = packed(REFERENCE.forward(program, (q.double(), k.double(), v.double()), exact, ())[0])
+    tolerance = {torch.float32: 3e-5, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("text", DECODED)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_new_tokens_over_pages(text: str, splits: int) -> None:
+    ring = 8 if "q - k < 4" in text else 0
+    over_pages(text, [(5, 1), (0, 3), (37, 2), (9, 1)], (4, 2), (16, 16), splits, ring)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (40, 1)])
+@pytest.mark.parametrize("widths", [(16, 16), (24, 10), (10, 24), (80, 80)])
+def test_heads_of_a_group_and_widths_over_pages(heads: tuple[int, int], widths: tuple[int, int]) -> None:
+    over_pages("s = 0.3 * dot; keep k <= q", [(21, 1), (3, 4), (0, 1)], heads, widths, 2)
+
+
+@pytest.mark.parametrize("widths", [(24, 16), (20, 13), (16, 16), (72, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_latents_are_keys_and_values_at_once(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    for splits in (1, 2):
+        over_pages(
+            "s = 0.2 * dot; keep k <= q", [(21, 1), (0, 2), (9, 3)], (20, 1), widths, splits, 0, True, dtype
+        )  # fmt: skip
+
+
+def test_a_row_that_brings_nothing_and_one_that_sees_nothing() -> None:
+    over_pages("keep k <= q", [(7, 0), (33, 16), (2, 0)], (2, 2), (16, 16), 2)
+    over_pages("keep k <= q and k >= 9", [(3, 2), (20, 1)], (2, 2), (16, 16), 2)
+
+
+def test_fixed_keys_are_seen_by_every_token() -> None:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 5, 16, generator=g)
+    k, v = (torch.randn(2, 2, 7, 16, generator=g) for _ in "kv")
+    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    rows = Rows(torch.tensor([[0], [1]]), torch.tensor([0, 2, 5]), torch.tensor([9, 3]), torch.tensor([7, 7]))
+    none = q.new_empty(1, 2, 0, 16)
+    program = parse("keep r0[b, k]")
+    found = Decode(Blocks(16, 16), 2).attend(program, q, (none, none), (k, v), [mask], (), rows)
+    assert found is not None
+    for row, place in enumerate((slice(0, 2), slice(2, 5))):
+        one = slice(row, row + 1)
+        wanted, _ = REFERENCE.forward(program, (q[:, :, place], k[one], v[one]), [mask[one]], ())
+        torch.testing.assert_close(found[:, :, place], wanted, rtol=3e-5, atol=3e-5)
+
+
+def test_long_prompts_and_what_it_cannot_read_are_left_to_others() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = Rows(torch.tensor([[0]]), torch.tensor([0, 20]), torch.tensor([0]), torch.tensor([0]))
+    q = k = v = torch.randn(1, 2, 20, 16, generator=g)
+    pages = torch.empty(1, 2, 20, 16)
+    assert Decode().attend(parse("keep k <= q"), q, (k, v), (pages, pages), [], (), rows) is None
+    few = Rows(torch.tensor([[0]]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]))
+    odd = torch.zeros(20, dtype=torch.int8)
+    one = (q[:, :, :1], (k[:, :, :1], v[:, :, :1]), (pages, pages))
+    assert Decode().attend(parse("s = dot + r0[k]"), *one, [odd], (), few) is None
+    half = tuple(t.double() for t in (pages, pages))
+    assert Decode().attend(parse("keep k <= q"), one[0], one[1], half, [], (), few) is None  # type: ignore[arg-type]
+
+
+def test_a_decoder_of_latent_attention_by_these_kernels() -> None:
+    config = MLAConfig(
+        layers=1, width=24, heads=4, latent=16, nope=6, rope=4, value=5, query_rank=8, hidden=16
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = MLADecoder(config).eval(), torch.randint(0, 256, (2, 5))
+    decoder = attngraph.compile(model, cache=True, backend="triton", absorb="always")
+    found, whole = decoder.generate(ids, 3), ids
+    with torch.no_grad():
+        for _ in range(3):
+            whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, whole)

@@ -21,7 +21,9 @@ from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.triton import ahead, launch, store
+from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit import arguments, emit
+from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
 from attngraph.codegen.triton.plan import Blocks, Plan, Read, UnsupportedError, blocks_for
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
@@ -318,6 +320,44 @@ def test_kernels_compile_for_hopper(text: str, cache: Path) -> None:
 @pytest.mark.parametrize("text", ["s = 0.125 * dot", "s = 0.125 * dot; keep k <= q"])
 def test_kernels_compile_for_every_target(text: str, D: int, name: str, cache: Path) -> None:
     compile_and_check(text, D, ahead.TARGETS[name])
+
+
+DECODING = {
+    "64 wide": (64, 64, 1, False),
+    "128 wide, 8 heads on one": (128, 128, 8, False),
+    "80 wide, 4 heads on one": (80, 80, 4, False),
+    "192 wide, values 128": (192, 128, 1, False),
+    "latents, 16 heads": (576, 512, 16, True),
+    "latents, 128 heads": (576, 512, 128, True),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        pytest.param(n, t, marks=[] if (n, t) == ("latents, 16 heads", "sm_90") else pytest.mark.slow)
+        for n in DECODING
+        for t in ahead.TARGETS
+    ],
+)
+def test_decoding_compiles_for_every_target_without_spills(name: str, target: str, cache: Path) -> None:
+    D, Dv, group, shared = DECODING[name]
+    gpu = ahead.TARGETS[target]
+    blocks = decode_blocks(group, D, torch.bfloat16, gpu.shared)
+    program = parse("s = 0.125 * dot; keep k <= q")
+    usage = ahead.compile_ahead(
+        DecodePlan(program, torch.bfloat16, D, Dv, group, (), blocks, shared=shared), gpu
+    )  # fmt: skip
+    assert 0 < usage.shared <= gpu.shared
+    assert usage.spilled == 0 or (gpu.backend == "hip" and usage.spilled <= 96), usage
+
+
+def test_the_source_of_decoding_latents() -> None:
+    program = parse("s = 0.1352337788608801 * dot; keep k <= q")
+    made = DecodePlan(program, torch.bfloat16, 576, 512, 16, (), Blocks(16, 64, 8, 2), shared=True)
+    golden = GOLDEN / "decode_latents.py.txt"
+    assert emit_decode(made).source == golden.read_text()
 
 
 @needs_compiler

@@ -1,0 +1,155 @@
+"""`triton.decode`: from a call of attention over a cache to two launched kernels.
+
+Serves calls in which some row brings few tokens; long prompts are computed row by row by `triton.forward`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.triton import store
+from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
+from attngraph.codegen.triton.launch import (
+    is_wide,
+    launch_options,
+    no_device,
+    shared_memory,
+    unsupported,
+)
+from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Read, padded
+from attngraph.ir.cache import Counts, Rows, counts
+from attngraph.ir.score import ScoreProgram
+from attngraph.meaning.causal import examine
+
+FEW = 16
+"""New tokens of a row up to which its keys are split among programs."""
+TALLEST = 64
+"""Queries of a tile at most: heads that share a key head, times their new tokens."""
+PROGRAMS = 4
+"""Programs for each multiprocessor that a launch should have, if there are keys enough."""
+
+
+class Decode:
+    """`triton.decode`.
+
+    Args:
+        blocks, splits: tile sizes and parts of the keys; None: chosen for the call and the GPU.
+    """
+
+    name = "triton.decode"
+
+    def __init__(self, blocks: Blocks | None = None, splits: int | None = None) -> None:
+        self._blocks, self._splits = blocks, splits
+
+    def attend(
+        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
+    ) -> Tensor | None:  # fmt: skip
+        if no_device(q) is not None or not self._serves(program, q, pages, reads):
+            return None
+        brought = [n for n in counts(rows).new if n]
+        if not brought or min(brought) > FEW:
+            return None
+        plan, splits, shares = self._plan(program, q, new, pages, reads, sizes, counts(rows))
+        (k, v), (k_new, v_new) = pages, new
+        _, heads, tokens, _ = q.shape
+        items = rows.table.shape[0] * k.shape[1]
+        parts, dv = items * splits * shares * plan.blocks.q, v.shape[3]
+        acc = torch.empty((parts, dv), dtype=torch.float32, device=q.device)
+        m, l = torch.empty((2, parts), dtype=torch.float32, device=q.device)
+        out = torch.empty((1, tokens, heads, dv), dtype=q.dtype, device=q.device)
+        given = [q, k, k_new] if plan.shared else [q, k, v, k_new, v_new]
+        arguments: list[Any] = [*given, acc, m, l, rows.table, rows.starts, rows.first, rows.held]
+        arguments += [heads, k.shape[1], rows.table.shape[1], k.shape[2], splits, int(k_new.shape[2] > 0)]
+        arguments += q.stride()[1:]
+        for tensor in given[1:]:
+            arguments += tensor.stride()[1:] if tensor is k_new or tensor is v_new else tensor.stride()
+        for read in plan.reads:
+            tensor = reads[read.number]
+            arguments.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
+            arguments += tensor.stride()
+            arguments += [tensor.shape[axis] for axis in plan.guarded_axes(read.number)]
+        arguments += sizes[: program.sizes]
+        first, second = load(plan)
+        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+            first[(items * splits, shares)](*arguments, **launch_options(plan))
+            second[(items, shares)](acc, m, l, rows.starts, out, heads, k.shape[1], splits)
+        return out.transpose(1, 2)
+
+    def _serves(
+        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
+    ) -> bool:
+        k, v = pages
+        if q.dtype not in DTYPES or not k.dtype == v.dtype == q.dtype or q.shape[2] == 0:
+            return False
+        if q.dtype is torch.bfloat16 and q.device.type != "cuda":
+            return False  # the interpreter computes products of it wrongly
+        shared = _is_part(v, k)
+        if v.shape[3] > WIDEST or (k.shape[3] - v.shape[3] if shared else k.shape[3]) > WIDEST:
+            return False
+        if any(reads[number].dtype not in READS for number in program.reads):
+            return False
+        return unsupported(program) is None
+
+    def _plan(
+        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
+    ) -> tuple[DecodePlan, int, int]:  # fmt: skip
+        k, v = pages
+        group = q.shape[1] // k.shape[1]
+        shared = _is_part(v, k) and (new[0].shape[2] == 0 or _is_part(new[1], new[0]))
+        most, longest = max(about.new), max(about.held)
+        lanes = group * most
+        blocks = self._blocks or decode_blocks(
+            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device)
+        )
+        plan = DecodePlan(
+            program, q.dtype, k.shape[3], v.shape[3], group,
+            tuple(Read(n, r, READS[reads[n].dtype], is_wide(reads[n])) for n, r in program.reads.items()),
+            blocks, max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
+            shared, examine(program, True, frozenset()).window or 0,
+        )  # fmt: skip
+        shares = -(-lanes // blocks.q)
+        wanted = PROGRAMS * _multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
+        splits = self._splits or max(1, min(wanted, longest // (4 * blocks.k)))
+        return plan, splits, shares
+
+
+def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int) -> Blocks:
+    """Tall enough for all heads of a group, as far as registers go, and wide enough to stream keys into
+    `shared` bytes. Widths beyond 256 are latents. On sm_90 nothing is spilled (`ahead.py` tells)."""
+    single, wide = dtype is torch.float32, width > 256
+    q = min(16 if wide and single else 32 if wide else TALLEST, padded(lanes))
+    if wide:
+        fits = not single and shared > 100_000
+        return Blocks(q, (64 if q == 16 else 32) if fits else 16, 8, 2)
+    k = 32 if single or shared < 100_000 else 64
+    return Blocks(q, k, 8 if q > 32 else 4, 3 if shared > 80_000 else 2)
+
+
+def _is_part(v: Tensor, k: Tensor) -> bool:
+    """Whether values are the first places of the keys, in the same memory."""
+    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[3] <= k.shape[3]
+
+
+@functools.lru_cache(maxsize=256)
+def load(plan: DecodePlan) -> tuple[Any, Any]:
+    """The plan's two kernels, imported from their file."""
+    kernel = emit_decode(plan)
+    version = importlib.import_module("triton").__version__
+    module = store.import_source(kernel.source, kernel.name, version)
+    return getattr(module, kernel.name), getattr(module, JOIN)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,287 @@
+"""A plan as the Triton source of attention over a cache: few new queries of each row, split over its keys.
+
+Two kernels in one module. The first gives each program some queries of one row (those of all heads that
+share a key head lie in one tile, so keys are loaded once for them) and one part of the row's keys: pages
+through the row's table, and for the last part the new tokens. It leaves the weighted sum, the maximum and
+the normaliser of its part. The second joins the parts ("split-KV", Dao et al. 2023, Flash-Decoding). Where
+values are the first places of the keys, as latents are, each tile is loaded once and serves as both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter, Kernel, indented
+from attngraph.codegen.triton.helpers import helpers
+from attngraph.codegen.triton.plan import DTYPES, Plan, padded
+
+JOIN = "join_parts"
+"""The name of the second kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan(Plan):
+    """`shared`: values are the first Dv places of the keys. `window`: keys that a query sees at most (0:
+    all)."""
+
+    shared: bool = False
+    window: int = 0
+
+    @property
+    def rest(self) -> int:
+        """Places of a key beyond those that are also its value."""
+        return self.D - self.Dv if self.shared else 0
+
+
+def emit_decode(plan: DecodePlan) -> Kernel:
+    """The two kernels of a plan.
+
+    Raises:
+        UnsupportedError: the score program has something that is not written yet; says what.
+    """
+    return _DecodeEmitter(plan).kernel()
+
+
+def arguments(plan: DecodePlan) -> tuple[str, ...]:
+    """The first kernel's arguments in order: tensors, what they leave, where rows lie, lengths, strides
+    (pages have one of pages, heads, tokens; new keys of heads, tokens), then as in `emit.arguments`."""
+    tensors = (
+        ["query", "key", "new_key"] if plan.shared else ["query", "key", "value", "new_key", "new_value"]
+    )
+    found = [*tensors, "part_acc", "part_m", "part_l", "table", "starts", "first", "held"]
+    found += ["Hq", "Hkv", "columns", "page", "splits", "news"]
+    found += [f"query_{axis}" for axis in "hsd"]
+    for tensor in tensors[1:]:
+        found += [f"{tensor}_{axis}" for axis in ("hsd" if tensor.startswith("new") else "phsd")]
+    for read in plan.reads:
+        name = f"r{read.number}"
+        found += [name, *(f"{name}_stride{axis}" for axis in range(read.rank))]
+        found += [f"{name}_size{axis}" for axis in plan.guarded_axes(read.number)]
+    return (*found, *(f"n{i}" for i in range(plan.program.sizes)))
+
+
+class _DecodeEmitter(Emitter):
+    plan: DecodePlan
+
+    def __init__(self, plan: DecodePlan) -> None:
+        super().__init__(plan)
+        self.name = f"decode_{self.name}"
+        self.rest = padded(plan.rest) if plan.rest else 0
+        if plan.shared:
+            self.D = self.Dv
+
+    @property
+    def width(self) -> int:
+        """Places of a key that the first tile of it holds."""
+        return self.plan.Dv if self.plan.shared else self.plan.D
+
+    def kernel(self) -> Kernel:
+        held, news = self.body_of("held"), self.body_of("new")
+        start = self.start()
+        lines = [*self.begin(), *self.writer.before, *start]
+        lines += ["for start in tl.range(since, until, BLOCK_K):  # in pages", *indented(held)]
+        lines += ["for start in tl.range(kept, kept + fresh, BLOCK_K):  # new tokens", *indented(news)]
+        lines += self.leave()
+        sizes = [a for a in arguments(self.plan) if a.startswith("n") and a[1:].isdigit()]
+        decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
+        text = "\n\n\n".join([
+            self.header(),
+            *(h.rstrip() for h in helpers(self.writer.calls)),
+            self.absorb(),
+            "\n".join([decorator, f"def {self.name}(", *self.signature(), "):", *indented(lines)]),
+            self.join(),
+        ])  # fmt: skip
+        return Kernel(text + "\n", self.name, arguments(self.plan))
+
+    def header(self) -> str:
+        plan = self.plan
+        program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
+        values = f"value its first {plan.Dv}" if plan.shared else f"value [pages, Hkv, page, {plan.Dv}]"
+        rate = f"RATE = tl.constexpr({plan.rate!r})  # scale times log2(e)"
+        return "\n".join([
+            f"# {self.name}, written by attngraph. For each row b, head h, query at q and key at k:",
+            *program,
+            f"# query [Hq, tokens, {plan.D}], key [pages, Hkv, page, {plan.D}], {values};",
+            f"# {DTYPES[plan.dtype]}, Hkv = Hq // {plan.group}; out [tokens, Hq, {plan.Dv}] in memory.",
+            "",
+            "import triton",
+            "import triton.language as tl",
+            "",
+            f"BLOCK_Q = tl.constexpr({plan.blocks.q})",
+            f"BLOCK_K = tl.constexpr({plan.blocks.k})",
+            rate if plan.is_linear else f"LOG2E = tl.constexpr({math.log2(math.e)!r})",
+        ])  # fmt: skip
+
+    def signature(self) -> list[str]:
+        names = list(arguments(self.plan))
+        tensors = 2 if self.plan.shared else 4
+        counts = [tensors + 4, 4, 6, 3, *([4, 3] if self.plan.shared else [4, 4, 3, 3])]
+        counts += [1 + read.rank + len(self.plan.guarded_axes(read.number)) for read in self.plan.reads]
+        rows = []
+        for count in [*counts, self.plan.program.sizes]:
+            rows.append(names[:count])
+            names = names[count:]
+        return [f"    {', '.join(row)}," for row in rows if row]
+
+    def begin(self) -> list[str]:
+        """Which queries of which row, and which of its keys, this program takes."""
+        plan = self.plan
+        long = "tl.cast({}, tl.int64)".format if plan.wide else str
+        lines = [
+            "place = tl.program_id(0)",
+            "part, item = place % splits, place // splits",
+            "shares = tl.num_programs(1)",
+            "share = tl.program_id(1)",
+            "kv, b = item % Hkv, item // Hkv",
+            "begin = tl.load(starts + b)",
+            "count = tl.cast(tl.load(starts + b + 1) - begin, tl.int32)",
+            "kept = tl.cast(tl.load(held + b), tl.int32)",
+            "lane = share * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]  # [BLOCK_Q, 1]: heads, then queries",
+            "queries = tl.maximum(count, 1)",
+            f"inside = lane < {plan.group} * count",
+            f"h = tl.minimum(kv * {plan.group} + lane // queries, Hq - 1)",
+            f"q = {long('tl.cast(tl.load(first + b), tl.int32)')} + lane % queries",
+            "across = tl.arange(0, BLOCK_K)[None, :]",
+            "down = tl.arange(0, BLOCK_K)[:, None]",
+            f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]",
+        ]  # fmt: skip
+        if not plan.shared and plan.Dv != plan.D:
+            lines.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
+        if self.rest:
+            lines.append(f"rest = {plan.Dv} + tl.cast(tl.arange(0, {self.rest}), tl.int64)[None, :]")
+        lines += [
+            "query_row = query + tl.cast(h, tl.int64) * query_h + (begin + lane % queries) * query_s",
+            f"query_tile = tl.load(query_row + d * query_d, mask={self.masked('inside', 'd')}, other=0.0)",
+        ]
+        if self.rest:
+            mask = self.masked("inside", "rest")
+            lines.append(f"query_rest = tl.load(query_row + rest * query_d, mask={mask}, other=0.0)")
+        oldest = "tl.maximum(kept - columns * page, 0)"
+        if plan.window:
+            oldest = f"tl.maximum({oldest}, tl.cast(tl.load(first + b), tl.int32) - {plan.window - 1})"
+        return [
+            *lines,
+            f"oldest = {oldest}",
+            "length = tl.cdiv(tl.cdiv(kept - oldest, splits), BLOCK_K) * BLOCK_K",
+            "since = oldest + part * length",
+            "until = tl.minimum(since + length, kept)",
+            "fresh = tl.where((news != 0) & (part == splits - 1), count, 0)",
+        ]
+
+    def masked(self, rows: str, columns: str) -> str:
+        """The mask of a tile: rows in range, and columns where the width is padded."""
+        widths = {"d": (self.width, self.D), "dv": (self.plan.Dv, self.Dv), "rest": (self.plan.D, None)}
+        width, tile = widths[columns]
+        padded_width = self.plan.rest != self.rest if columns == "rest" else width != tile
+        return f"({rows}) & ({columns} < {width})" if padded_width else rows
+
+    def body_of(self, source: str) -> list[str]:
+        """One tile of keys: its scores, and the step of the online softmax."""
+        plan, writer = self.plan, self.writer
+        writer.begin_body()
+        statements = list(plan.statements)
+        for statement in statements:
+            self.score(statement)
+        multiple = writer.expression(self.multiple.factor).code
+        prefix, end = ("", "until") if source == "held" else ("new_", "kept + fresh")
+        k = "start + across"
+        lines = [f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}", f"there = start + down < {end}"]
+        if source == "held":
+            lines += [
+                "slot = (start + down) % (columns * page)",
+                "number = tl.load(table + b * columns + slot // page, mask=there, other=0)",
+                *self.rows("key", "number * key_p", "tl.cast(slot % page, tl.int64)"),
+            ]
+        else:
+            lines += self.rows("new_key", "", "(begin + start - kept + down)")
+        lines.append(self.load_tile("key", prefix, "d"))
+        if self.rest:
+            lines.append(self.load_tile("key", prefix, "rest"))
+        lines += [*self.product(statements), *writer.inside]
+        lines.append(f"s = tl.where(k < {end}, s, {NEGATIVE_INFINITY})")
+        value = "key_tile"
+        if not plan.shared:
+            place = ("number * value_p", "tl.cast(slot % page, tl.int64)")
+            lines += self.rows(
+                f"{prefix}value", *(place if source == "held" else ("", "(begin + start - kept + down)"))
+            )
+            lines.append(self.load_tile("value", prefix, "d" if plan.Dv == plan.D else "dv"))
+            value = "value_tile"
+        factor = "" if self.multiple.is_plain else f"{multiple}, "
+        return [*lines, f"m, l, acc = absorb(m, l, acc, s, {factor}{value})"]
+
+    def rows(self, name: str, page: str, token: str) -> list[str]:
+        """The addresses of a tile's keys."""
+        page = f" + {page}" if page else ""
+        code = f"{name}_rows = {name}{page} + tl.cast(kv, tl.int64) * {name}_h + {token} * {name}_s"
+        return [code]
+
+    def load_tile(self, name: str, prefix: str, columns: str) -> str:
+        tile = f"{name}_rest" if columns == "rest" else f"{name}_tile"
+        address = f"{prefix}{name}_rows + {columns} * {prefix}{name}_d"
+        return f"{tile} = tl.load({address}, mask={self.masked('there', columns)}, other=0.0)"
+
+    def dot(self) -> str:
+        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
+        code = f"tl.dot(query_tile, tl.trans(key_tile){exact})"
+        return f"tl.dot(query_rest, tl.trans(key_rest), {code}{exact})" if self.rest else code
+
+    def start(self) -> list[str]:
+        """A sink is counted once: in the first part."""
+        lines = super().start()
+        if self.plan.program.sink is None:
+            return lines
+        zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
+        return [lines[0], f"m = tl.where(part == 0, m, {zeros} + {NEGATIVE_INFINITY})", *lines[1:]]
+
+    def leave(self) -> list[str]:
+        """What this part found."""
+        row = "(tl.cast(place, tl.int64) * shares + share) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]"
+        columns = "d" if self.plan.Dv == self.width else "dv"
+        mask = f", mask={self.masked('inside', columns)}"
+        return [
+            f"row = {row}",
+            f"tl.store(part_acc + row * {self.plan.Dv} + {columns}, acc{mask})",
+            "tl.store(part_m + row, m)",
+            "tl.store(part_l + row, l)",
+        ]
+
+    def join(self) -> str:
+        """The second kernel: the parts of some queries become their result."""
+        plan = self.plan
+        unit = "" if plan.is_linear else " * LOG2E"
+        result = "acc / l" if self.multiple.keeps_nan else "tl.where(l > 0.0, acc / l, 0.0)"
+        mask = "inside" if plan.Dv == self.Dv else f"inside & (d < {plan.Dv})"
+        return "\n".join([
+            "@triton.jit",
+            f"def {JOIN}(part_acc, part_m, part_l, starts, out, Hq, Hkv, splits):",
+            '    """Parts weigh as much as their share of the normaliser; 0 / 0 (no key at all) is NaN."""',
+            *indented([
+                "item, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)",
+                "kv, b = item % Hkv, item // Hkv",
+                "begin = tl.load(starts + b)",
+                "count = tl.cast(tl.load(starts + b + 1) - begin, tl.int32)",
+                "lane = share * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]",
+                "queries = tl.maximum(count, 1)",
+                f"inside = lane < {plan.group} * count",
+                f"h = kv * {plan.group} + lane // queries",
+                f"d = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]",
+                f"m = tl.zeros([BLOCK_Q, 1], tl.float32) + {NEGATIVE_INFINITY}",
+                "l = tl.zeros([BLOCK_Q, 1], tl.float32)",
+                f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)",
+                "for part in range(splits):",
+                "    row = (tl.cast(item * splits + part, tl.int64) * shares + share) * BLOCK_Q",
+                "    row += tl.arange(0, BLOCK_Q)[:, None]",
+                "    own = tl.load(part_m + row)",
+                "    top = tl.maximum(m, own, propagate_nan=tl.PropagateNan.ALL)",
+                f"    base = tl.where(top == {NEGATIVE_INFINITY}, 0.0, top)",
+                f"    shrink, grow = tl.exp2((m - base){unit}), tl.exp2((own - base){unit})",
+                "    l = l * shrink + tl.load(part_l + row) * grow",
+                f"    tile = tl.load(part_acc + row * {plan.Dv} + d, mask={mask}, other=0.0)",
+                "    acc = acc * shrink + tile * grow",
+                "    m = top",
+                f"row = out + ((begin + lane % queries) * Hq + h) * {plan.Dv} + d",
+                f"tl.store(row, ({result}).to(out.dtype.element_ty), mask={mask})",
+            ]),
+        ])  # fmt: skip
