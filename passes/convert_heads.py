@@ -255,8 +255,8 @@ class _Conversion:
             with torch.no_grad():
                 found = run.evaluate(order, {})[operand]
             heads = found.unflatten(1, (-1, group))
-            difference = float((heads - heads[:, :, :1]).abs().max()) if heads.numel() else 0.0
-            if not difference <= _TOLERANCE * (1 + float(heads.abs().max())):
+            one = heads[:, :, :1].expand_as(heads)
+            if not torch.allclose(heads, one, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
                 raise ConversionError(
                     f"heads are treated unlike each other before attention at {source_of(operand)}, so "
                     "the mean of their projections stands for none of them."

@@ -268,3 +268,6 @@ def test_models_of_ours_with_positions_of_their_own_and_two_sequences() -> None:
     assert len(converted.report.heads) == 3
     with torch.no_grad():
         assert converted(source, target).shape == both(source, target).shape
+    padding = torch.arange(9) >= torch.tensor([[9], [6]])
+    masked = attngraph.convert_heads(both, source, target, padding, kv_heads=2)
+    assert len(masked.report.heads) == 3

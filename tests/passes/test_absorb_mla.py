@@ -127,6 +127,19 @@ class MergedAdapter(Attention):
         return self.heads(F.linear(latent, self.key_up.weight + self.b @ self.a))
 
 
+class StoredInEightBits(Attention):
+    """Weights that are written out again where they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.key_up.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+        self.register_buffer("bits", torch.round(weight / self.scale).to(torch.int8))
+
+    def keys(self, latent: Tensor) -> Tensor:
+        return self.heads(F.linear(latent, self.bits.to(latent.dtype) * self.scale))
+
+
 class KeysReturned(Attention):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(x), self.keys(self.latent(x))
@@ -151,6 +164,7 @@ ABSORBED: dict[str, Callable[[], nn.Module]] = {
     "tied": TiedProjections,
     "scaled": ScaledProjection,
     "merged adapter": MergedAdapter,
+    "eight bits": StoredInEightBits,
     "keys returned": KeysReturned,
     "capped": Sharpened,
 }
@@ -229,6 +243,13 @@ class WeighedWithABias(Attention):
         return self.project((weights @ v).transpose(1, 2).flatten(2))
 
 
+class KeysInEightBits(Attention):
+    """Keys are rounded after they are projected."""
+
+    def keys(self, latent: Tensor) -> Tensor:
+        return torch.round(super().keys(latent) * 16) / 16
+
+
 class ScaleOfThePlace(Attention):
     """A factor of the token's place between the projection and the dot."""
 
@@ -253,6 +274,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "cap and bias": (CappedWithABias, "bias of its keys does not cancel"),
     "leaking fill and bias": (SmallFillWithABias, "bias of its keys does not cancel"),
     "weights and bias": (lambda: WeighedWithABias(bias=True), "do not add up to one"),
+    "rounded keys": (KeysInEightBits, "changed after they are projected up"),
     "scale of the place": (ScaleOfThePlace, "changed after they are projected up"),
     "latent of each head": (LatentOfEachHead, ""),
 }
