@@ -332,6 +332,10 @@ class _Absorption:
         )  # fmt: skip
 
     def _require_gain(self, sizes: LatentSizes, device: str, itemsize: int, queries: Any, keys: Any) -> None:
+        if sizes.width >= sizes.kv_heads * (sizes.nope + sizes.shared):
+            raise _Refused(
+                f"a latent of {sizes.width} values is no narrower than the keys: plain heads", tell=False
+            )
         if self.options.keeps:
             if not cost.keeping_pays(sizes, device, itemsize):
                 raise _Refused(
