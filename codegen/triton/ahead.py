@@ -12,11 +12,13 @@ import importlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from attngraph.codegen.triton import decode, emit, emit_decode, launch
+from attngraph.codegen.triton import decode, emit, emit_backward, emit_decode, launch
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import Plan
 
@@ -24,6 +26,13 @@ _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
     "bool": "*u8", "int": "*i64", "half": "*fp16", "float": "*fp32", "double": "*fp64",
 }  # fmt: skip
+
+
+_OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
+    f"grad_{name}" for name in ("query", "key", "value")
+}
+_NUMBERS = {"lse", "delta", "unseen", "part_acc", "part_m", "part_l"}
+_PLACES = {"table", "starts", "first", "held"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +64,24 @@ class Usage:
 
 
 def compile_ahead(plan: Plan, target: Target) -> Usage:
-    """Compile for the target.
+    """Compile the forward kernel of a plan (of a `DecodePlan` the one that splits keys) for the target.
 
     Raises:
         RuntimeError: Triton runs as an interpreter in this process, or its tools say nothing readable.
     """
-    kernel = decode.load(plan)[0] if isinstance(plan, DecodePlan) else launch.load(plan)
-    names = emit_decode.arguments(plan) if isinstance(plan, DecodePlan) else emit.arguments(plan)
+    if isinstance(plan, DecodePlan):
+        return _compile(decode.load(plan)[0], emit_decode.arguments(plan), plan, target)
+    return _compile(launch.load(plan), emit.arguments(plan), plan, target)
+
+
+def compile_backward_ahead(plan: Plan, target: Target) -> tuple[Usage, Usage]:
+    """Compile the two backward kernels of a plan: of queries, of keys. Raises as `compile_ahead`."""
+    of_queries, of_keys = launch.load_backward(plan)
+    names = emit_backward.arguments(plan)
+    return _compile(of_queries, names, plan, target), _compile(of_keys, names, plan, target)
+
+
+def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Usage:
     compiler = importlib.import_module("triton.compiler")
     gpu = importlib.import_module("triton.backends.compiler").GPUTarget(
         target.backend, target.architecture, target.warp
@@ -73,9 +93,8 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
     aligned = [place for place, name in enumerate(signature) if _is_aligned(name, signature[name])]
     attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
     source = compiler.ASTSource(kernel, signature, ones, attributes)
-    binary = importlib.import_module("triton").compile(
-        source, target=gpu, options=launch.launch_options(plan)
-    )
+    options = launch.launch_options(plan)
+    binary = importlib.import_module("triton").compile(source, target=gpu, options=options)
     if target.backend == "cuda":
         registers, spilled = _read_cubin(binary.asm["cubin"])
     else:
@@ -84,26 +103,21 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
 
 
 def _type(plan: Plan, name: str) -> str:
-    if name in ("query", "key", "value", "out", "new_key", "new_value"):
-        return _POINTERS[plan.dtype]
-    if name in ("table", "starts", "first", "held"):
-        return "*i64"
-    if name.endswith("_d"):
-        return "constexpr"
     kinds = {f"r{read.number}": read.kind for read in plan.reads}
-    return (
-        "*fp32"
-        if name in ("lse", "part_acc", "part_m", "part_l")
-        else _POINTERS[kinds[name]]
-        if name in kinds
-        else "i32"
-    )
+    if name in _OPERANDS:
+        return _POINTERS[plan.dtype]
+    if name in _NUMBERS:
+        return "*fp32"
+    if name in _PLACES:
+        return "*i64"
+    if name in kinds:
+        return _POINTERS[kinds[name]]
+    return "constexpr" if name.endswith("_d") else "i32"
 
 
 def _is_aligned(name: str, kind: str) -> bool:
-    return (
-        kind.startswith("*") or re.fullmatch(r"(query|key|value|new_key|new_value)_[bphs]", name) is not None
-    )
+    strides = re.fullmatch(r"(query|key|value|grad|new_key|new_value)_[bphs]", name)
+    return kind.startswith("*") or strides is not None
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from attngraph.codegen.triton.launch import (
     is_wide,
     launch_options,
     no_device,
+    read_arguments,
     shared_memory,
     unsupported,
 )
@@ -71,12 +72,7 @@ class Decode:
         arguments += q.stride()[1:]
         for tensor in given[1:]:
             arguments += tensor.stride()[1:] if tensor is k_new or tensor is v_new else tensor.stride()
-        for read in plan.reads:
-            tensor = reads[read.number]
-            arguments.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
-            arguments += tensor.stride()
-            arguments += [tensor.shape[axis] for axis in plan.guarded_axes(read.number)]
-        arguments += sizes[: program.sizes]
+        arguments += [*read_arguments(plan, reads), *sizes[: program.sizes]]
         first, second = load(plan)
         with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
             first[(items * splits, shares)](*arguments, **launch_options(plan))

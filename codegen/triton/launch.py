@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,19 @@ from torch import Tensor
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.triton import store
 from attngraph.codegen.triton.emit import emit
-from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Plan, Read, UnsupportedError
+from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, emit_backward
+from attngraph.codegen.triton.plan import (
+    DTYPES,
+    READS,
+    SMALL,
+    WIDEST,
+    WIDEST_BACKWARD,
+    Blocks,
+    Plan,
+    Read,
+    UnsupportedError,
+    backward_blocks,
+)
 from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.ir import expr as E
 from attngraph.ir.kernels import Operands
@@ -29,8 +42,9 @@ from attngraph.ir.score import ScoreProgram
 
 
 class Forward:
-    """`triton.forward`. A program whose forward pass is one Triton kernel; the backward pass is, for
-    now, the blocks of plain PyTorch operations of `cpu.tiled`, on whatever device the tensors are.
+    """`triton.forward`. A program whose forward pass is one Triton kernel and whose backward pass is two.
+    Where scores read floating tensors, whose gradients are wanted too, where heads are very wide and where
+    a derivative is not written, the backward pass is the blocks of plain PyTorch operations of `cpu.tiled`.
 
     Calls with nothing to compute, and programs that read tensors of a dtype that kernels do not
     compute with (8- and 16-bit integers), are served by `cpu.tiled` too.
@@ -76,12 +90,7 @@ class Forward:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
         arguments += [stride for tensor in operands for stride in tensor.stride()]
-        for read in plan.reads:
-            tensor = reads[read.number]
-            # Triton has no pointers to single bits.
-            arguments.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
-            arguments += tensor.stride()
-            arguments += [tensor.shape[axis] for axis in plan.guarded_axes(read.number)]
+        arguments += read_arguments(plan, reads)
         arguments += sizes[: program.sizes]
         programs = -(-Sq // plan.blocks.q) * B * Hq
         with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
@@ -92,8 +101,51 @@ class Forward:
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        """Block by block in plain PyTorch (`codegen/cpu/tiled.py`), until there is a kernel for it."""
-        return self._otherwise.backward(program, operands, reads, sizes, results, grads)
+        """Two kernels (`emit_backward.py`); block by block in plain PyTorch what they do not serve."""
+        plan = self._plan_backward(program, operands, reads, sizes)
+        if plan is None:
+            return self._otherwise.backward(program, operands, reads, sizes, results, grads)
+        (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
+        delta = (grad.float() * out.float()).sum(-1) - grad_lse
+        sees = lse.isfinite().all(-1).view(k.shape[0], k.shape[1], -1).all(-1)
+        unseen = torch.where(sees, 0.0, math.nan).float()
+        found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
+        arguments: list[Any] = [q, k, v, grad, lse.contiguous(), delta.contiguous(), unseen, *found]
+        arguments += [q.shape[1], q.shape[2], k.shape[2]]
+        arguments += [stride for tensor in (q, k, v, grad) for stride in tensor.stride()]
+        arguments += [*read_arguments(plan, reads), *sizes[: program.sizes]]
+        of_queries, of_keys = load_backward(plan)
+        tall, wide = -(-q.shape[2] // plan.blocks.q), -(-k.shape[2] // plan.blocks.k)
+        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+            of_queries[(tall * q.shape[0] * q.shape[1],)](*arguments, **launch_options(plan))
+            of_keys[(wide * k.shape[0] * k.shape[1],)](*arguments, **launch_options(plan))
+        return [*found, *(None for _ in reads)]
+
+    def _plan_backward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Plan | None:
+        q, k, v = operands
+        if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
+            return None
+        if min(*q.shape, *k.shape, v.shape[3]) == 0 or any(r.is_floating_point() for r in reads):
+            return None
+        if any(reads[number].dtype not in READS for number in program.reads):
+            return None
+        blocks = self._blocks or backward_blocks(max(q.shape[3], v.shape[3]), q.dtype)
+        plan = plan_call(program, operands, reads, sizes, blocks)
+        return plan if has_backward(plan) else None
+
+
+def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
+    """What a kernel is told of the tensors that its program reads."""
+    found: list[Any] = []
+    for read in plan.reads:
+        tensor = reads[read.number]
+        # Triton has no pointers to single bits.
+        found.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
+        found += tensor.stride()
+        found += [tensor.shape[axis] for axis in plan.guarded_axes(read.number)]
+    return found
 
 
 def launch_options(plan: Plan) -> dict[str, Any]:
@@ -128,6 +180,25 @@ def load(plan: Plan) -> Any:
     kernel = emit(plan)
     version = importlib.import_module("triton").__version__
     return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
+
+
+@functools.lru_cache(maxsize=512)
+def load_backward(plan: Plan) -> tuple[Any, Any]:
+    """The plan's two backward kernels, imported from their file."""
+    kernel = emit_backward(plan)
+    version = importlib.import_module("triton").__version__
+    module = store.import_source(kernel.source, kernel.name, version)
+    return getattr(module, OF_QUERIES), getattr(module, OF_KEYS)
+
+
+@functools.lru_cache(maxsize=1024)
+def has_backward(plan: Plan) -> bool:
+    """Whether the backward kernels of a plan can be written."""
+    try:
+        emit_backward(plan)
+    except UnsupportedError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -221,6 +221,18 @@ def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: i
     return Blocks(q, k, warps, stages)
 
 
+WIDEST_BACKWARD = 256
+"""Wider heads do not leave room for the two sums of a block of keys."""
+_HALF_BACKWARD = {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
+_SINGLE_BACKWARD = {64: Blocks(32, 32, 4, 2), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+
+
+def backward_blocks(width: int, dtype: torch.dtype) -> Blocks:
+    """Block sizes of the backward kernels."""
+    table = _SINGLE_BACKWARD if dtype is torch.float32 else _HALF_BACKWARD
+    return table[max(64, padded(width))]
+
+
 def _tiles_read(program: ScoreProgram) -> int:
     """How many numbers the program reads for every single score."""
     both = {S.index("q"), S.index("k")}

@@ -421,3 +421,76 @@ def test_a_decoder_of_latent_attention_by_these_kernels() -> None:
         for _ in range(3):
             whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
     assert torch.equal(found, whole)
+
+
+# --- gradients ---
+
+DIFFERENTIATED = (
+    "s = 0.25 * dot",
+    "s = 0.25 * dot; keep k <= q",
+    "s = 5.0 * tanh(dot / 5.0); keep k <= q",
+    "s = 0.3 * dot - 0.1 * (q - k); keep k <= q + 2",
+    "keep q - k < 7 and k - q < 5",
+    "s = dot * 0.3; keep k <= q else -10000.0",
+    "s = 0.3 * dot; keep k <= q else s - 50.0",
+    "s = 0.2 * dot; p = 0.5 * p",
+    "keep r0[b, k]",
+    "s = 0.2 * dot; keep r1[b, q] == r1[b, k]; sink 0.5",
+    "s = 0.2 * dot; p = where(random(r2[], b, h, q, k) < 0.3, 0.0, p / 0.7)",
+    "s = dot ** 2 / 4 + exp(s / 9)",
+    "s = sigmoid(dot) * abs(dot); keep k <= q + n0",
+    "s = sin(dot) + log(1.5 + cos(s)) + erf(s / 2)",
+    "keep k <= q and k >= 20",
+    "keep k <= q and k >= 20; p = where(isnan(p), 0.0, p)",
+)
+
+
+@pytest.mark.parametrize("text", DIFFERENTIATED)
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 40, 40, 16, 16), (1, 4, 2, 33, 50, 24, 10)], ids=str)
+def test_gradients_are_those_of_the_reference(text: str, sizes: tuple[int, ...]) -> None:
+    b, hq, hkv, sq, skv, d, dv = sizes
+    program, tensors = parse(text), operands(b, hq, hkv, sq, skv, d, dv)
+    length = max(sq, skv)
+    documents = torch.arange(length).div(9, rounding_mode="floor").expand(b, length)
+    reads = [torch.rand(b, skv) < 0.8, documents, torch.tensor(123)]
+    results = REFERENCE.forward(program, tensors, reads, [2])
+    grads = (torch.randn_like(results[0]), 0.3 * torch.randn_like(results[1]))
+    plan = SMALL._plan_backward(program, tensors, reads, [2])
+    assert plan is not None, "this program has kernels of its own"
+    found = SMALL.backward(program, tensors, reads, [2], results, grads)
+    exact = (tuple(t.double() for t in tensors), reads, [2])
+    wanted = REFERENCE.backward(
+        program, *exact, tuple(t.double() for t in results), tuple(t.double() for t in grads)
+    )  # fmt: skip
+    for mine, theirs in zip(found[:3], wanted[:3], strict=True):
+        assert mine is not None
+        assert theirs is not None
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=2e-4, equal_nan=True)
+    again = SMALL.backward(program, tensors, reads, [2], results, grads)
+    for mine, twice in zip(found[:3], again[:3], strict=True):
+        torch.testing.assert_close(mine, twice, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_in_half_precision_and_through_the_op() -> None:
+    tensors = [t.requires_grad_() for t in operands(1, 4, 2, 40, 40, 16, 16, torch.float16)]
+    text = "s = 0.25 * dot\nkeep k <= q"
+    out = ops.attention(*tensors, text, kernel="triton.forward")
+    weight = torch.randn_like(out)
+    found = torch.autograd.grad((out * weight).sum(), tensors)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    other = ops.attention(*exact, text, kernel="reference")
+    wanted = torch.autograd.grad((other * weight.double()).sum(), exact)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=5e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("text", ["s = dot + r0[q, k]", "s = dot * 2; s = s + max(dot, 0.1)"])
+def test_gradients_that_no_kernel_gives_are_computed_in_blocks(text: str) -> None:
+    program, tensors, reads = parse(text), operands(), [torch.randn(40, 40)]
+    assert SMALL._plan_backward(program, tensors, reads, ()) is None
+    results = REFERENCE.forward(program, tensors, reads, ())
+    grads = (torch.randn_like(results[0]), torch.randn_like(results[1]))
+    found = SMALL.backward(program, tensors, reads, (), results, grads)
+    wanted = REFERENCE.backward(program, tensors, reads, (), results, grads)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

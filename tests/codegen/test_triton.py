@@ -23,8 +23,16 @@ import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.triton import ahead, launch, store
 from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit import arguments, emit
+from attngraph.codegen.triton.emit_backward import emit_backward
 from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
-from attngraph.codegen.triton.plan import Blocks, Plan, Read, UnsupportedError, blocks_for
+from attngraph.codegen.triton.plan import (
+    Blocks,
+    Plan,
+    Read,
+    UnsupportedError,
+    backward_blocks,
+    blocks_for,
+)
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
 from attngraph.ir import expr as E
@@ -351,6 +359,30 @@ def test_decoding_compiles_for_every_target_without_spills(name: str, target: st
     )  # fmt: skip
     assert 0 < usage.shared <= gpu.shared
     assert usage.spilled == 0 or (gpu.backend == "hip" and usage.spilled <= 96), usage
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("D", "target"),
+    [
+        pytest.param(d, t, marks=[] if (d, t) == (64, "sm_90") else pytest.mark.slow)
+        for d in (64, 128, 256)
+        for t in ahead.TARGETS
+    ],
+)
+def test_gradients_compile_for_every_target(D: int, target: str, cache: Path) -> None:
+    gpu = ahead.TARGETS[target]
+    blocks = backward_blocks(D, torch.bfloat16)
+    for text in ("s = 0.125 * dot; keep k <= q", "s = 30.0 * tanh(dot / 30.0); keep k <= q"):
+        made = plan(text, D, dtype=torch.bfloat16, blocks=blocks)
+        for usage in ahead.compile_backward_ahead(made, gpu):
+            assert 0 < usage.shared <= gpu.shared
+            assert usage.spilled <= (256 if gpu.backend == "hip" else 96), usage
+
+
+def test_the_source_of_causal_gradients() -> None:
+    made = plan("s = 0.125 * dot; keep k <= q", blocks=Blocks(64, 64))
+    assert emit_backward(made).source == (GOLDEN / "causal_backward.py.txt").read_text()
 
 
 def test_the_source_of_decoding_latents() -> None:

@@ -1,0 +1,100 @@
+"""Derivatives of score expressions: how a score follows the dot, or the score before it.
+
+What stands in a statement is an expression of `dot` and `s`; its derivative by one of them is another
+expression, which the backward kernel writes like any other (by the rules of calculus, pointwise).
+"""
+
+from __future__ import annotations
+
+import math
+
+from attngraph.codegen.triton.plan import UnsupportedError
+from attngraph.ir import expr as E
+from attngraph.ir.expr import Expr
+from attngraph.ir.parser import operation
+
+_ZERO, _ONE = E.const(0.0), E.const(1.0)
+_STEPS = frozenset({"floor", "ceil", "trunc", "round", "sign", "int", "isnan", "random"})
+"""Functions that are constant wherever they have a derivative."""
+
+
+def derivative(node: Expr, by: Expr) -> Expr:
+    """d node / d by.
+
+    Raises:
+        UnsupportedError: an operation whose derivative is not written yet.
+    """
+    if node is by:
+        return _ONE
+    if node.kind == "bool" or all(n is not by for n in E.walk(node)) or node.op in _STEPS:
+        return _ZERO
+    if node.op == "where":
+        condition, yes, no = node.args
+        a, b = derivative(yes, by), derivative(no, by)
+        return _ZERO if a is b is _ZERO else operation("where", condition, a, b)
+    parts = [derivative(arg, by) for arg in node.args]
+    match node.op, node.args, parts:
+        case "add", _, [a, b]:
+            return _sum(a, b)
+        case "sub", _, [a, b]:
+            return _sum(a, _product(E.const(-1.0), b))
+        case "neg", _, [a]:
+            return _product(E.const(-1.0), a)
+        case "mul", [x, y], [a, b]:
+            return _sum(_product(a, y), _product(x, b))
+        case "div", [x, y], [a, b]:
+            if b is _ZERO:
+                return _product(a, operation("div", _ONE, y))
+            return operation("div", _sum(_product(a, y), _product(E.const(-1.0), _product(x, b))), _square(y))
+        case "pow", [x, y], [a, b] if b is _ZERO:
+            lower = operation("pow", x, operation("sub", y, _ONE))
+            return _product(_product(y, lower), a)
+        case "float", _, [a]:
+            return a
+        case _, [x], [a]:
+            return _product(_outer(node, x), a)
+    raise UnsupportedError(f"the derivative of `{node.op}`")
+
+
+def _outer(node: Expr, x: Expr) -> Expr:
+    """The derivative of a function of one argument by that argument."""
+    minus = operation("sub", _ONE, _square(node))
+    match node.op:
+        case "tanh":
+            return minus
+        case "sigmoid":
+            return operation("mul", node, operation("sub", _ONE, node))
+        case "exp":
+            return node
+        case "exp2":
+            return operation("mul", E.const(math.log(2)), node)
+        case "log":
+            return operation("div", _ONE, x)
+        case "log2":
+            return operation("div", E.const(1 / math.log(2)), x)
+        case "sqrt":
+            return operation("div", E.const(0.5), node)
+        case "sin":
+            return operation("cos", x)
+        case "cos":
+            return operation("neg", operation("sin", x))
+        case "erf":
+            bell = operation("exp", operation("neg", _square(x)))
+            return operation("mul", E.const(2 / math.sqrt(math.pi)), bell)
+        case "abs":
+            return operation("float", operation("sign", x)) if x.kind == "int" else operation("sign", x)
+    raise UnsupportedError(f"the derivative of `{node.op}`")
+
+
+def _square(x: Expr) -> Expr:
+    return operation("mul", x, x)
+
+
+def _sum(a: Expr, b: Expr) -> Expr:
+    return b if a is _ZERO else a if b is _ZERO else operation("add", a, b)
+
+
+def _product(a: Expr, b: Expr) -> Expr:
+    if _ZERO in (a, b):
+        return _ZERO
+    return b if a is _ONE else a if b is _ONE else operation("mul", a, b)
