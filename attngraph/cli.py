@@ -1,4 +1,4 @@
-"""The command line: `attngraph compile TARGET ...`, `attngraph demo` and `attngraph fuzz`.
+"""The command line: `attngraph compile TARGET ...`, `attngraph demo`, `attngraph bench` and `attngraph fuzz`.
 
 TARGET is `package.module:callable`; the callable returns a model and its example inputs, and may take
 `batch` and `tokens`. Results go to standard output, progress to standard error. Exit codes: 0 all good,
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.codegen.benchmark import attention_cpu, decoding, gpu, latent
 from attngraph.codegen.benchmark.measure import Measurement, measure
 from attngraph.compile import BACKENDS, CompiledModule, make_options
 from attngraph.errors import AttnGraphError
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "fuzz":
             return _fuzz(options)
+        if options.command == "bench":
+            return _bench(options)
         if options.command == "demo":
             return max(_compile(target, options, tokens) for target, tokens in DEMO)
         return max(_compile(target, options, options.tokens) for target in options.target)
@@ -89,6 +92,22 @@ def _parser() -> argparse.ArgumentParser:
             help="do not measure torch.compile, nor inductor=True, beside it",
         )
         command.add_argument("--rounds", type=int, default=5, help="rounds of timing (default 5)")
+    bench = commands.add_parser(
+        "bench",
+        help="measure attention beside what else there is, in one run",
+        epilog="on a GPU: attention, decode and mla beside the card's limits; on the CPU each suite is a run "
+        "of python -m attngraph.codegen.benchmark.attention_cpu (decoding, latent); models: `attngraph demo`",
+    )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    bench.add_argument("--device", default=here, choices=("cpu", "cuda"))
+    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*gpu.SUITES, "models"))
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")
+    bench.set_defaults(
+        batch=None, dump=None, strict=False, backend="auto", inductor=False, absorb="auto", rounds=5,
+        no_torch_compile=False,
+    )  # fmt: skip
     fuzz = commands.add_parser(
         "fuzz",
         help="compile random attention-like graphs and compare each with eager",
@@ -170,6 +189,40 @@ def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> in
     else:
         print(f"== {target}, inputs {shapes}\n\n{report}\n\n  {agreement}\n\n{_table(found)}\n")
     return 0 if agreement.holds else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """Measure suites. What a GPU is asked and what a CPU is asked differ, so their benchmarks do."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise TargetError("--device cuda: PyTorch finds no GPU here; --device cpu measures this machine.")
+    models = "models" in options.suite
+    suites = [name for name in options.suite if name != "models"]
+    if models:
+        printed, options.json = options.json, False
+        code = max(_compile(target, options, tokens) for target, tokens in DEMO)
+        options.json = printed
+        if code or not suites:
+            return code
+    if options.device == "cpu" and not options.small:
+        modules = {"attention": attention_cpu, "decode": decoding, "mla": latent}
+        for name in suites:
+            file = options.json and options.json.with_name(f"{options.json.stem}-{name}{options.json.suffix}")
+            modules[name].main(["--json", str(file)] if file else [])
+        return 0
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    tell = _Progress()
+    about, rows = gpu.run(suites, options.device, dtype, options.small, tell)
+    tell.done()
+    print(gpu.table(about, rows))
+    if options.json:
+        found = {**about, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    if options.plot:
+        try:
+            gpu.plot(about, rows, options.plot)
+        except ModuleNotFoundError as problem:
+            raise TargetError('--plot needs matplotlib: pip install "attngraph[plot]"') from problem
+    return 0
 
 
 def _fuzz(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attngraph import cli
 
@@ -157,3 +158,27 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["agreement"]["holds"]
     assert "building" in done.stderr
+
+
+def test_the_gpu_benchmark_measures_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    assert (
+        cli.main(["bench", "--device", "cpu", "--small", "--suite", "decode", "mla", "--json", str(file)])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["limits"]["flops"] > 0
+    assert {row["cell"].split(",")[0] for row in found["rows"]} == {"decode", "mla"}
+    for row in found["rows"]:
+        assert row["problem"] or row["seconds"] > 0
+        assert row["cell"] in shown
+    assert "GB/s" in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_benchmark_of_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--device", "cuda"]) == 2
+    assert "no GPU here" in capsys.readouterr().err
