@@ -29,7 +29,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
-from attngraph.ir.cache import Rows
 
 ROUNDS = 9
 WINDOW, CAP = 1024, 30.0
@@ -284,11 +283,11 @@ def mla(
         yield from _measured(clock, cell, calls, operations, pages.nbytes, limit, compared=False)
 
 
-def _rows(rows: int, held: int, device: str) -> Rows:
-    """Contiguous pages, one for each row."""
+def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Contiguous pages, one for each row, and one new token of each: table, starts, first, held."""
     table = torch.arange(rows, device=device).unsqueeze(1)
     kept = torch.full((rows,), held, device=device)
-    return Rows(table, torch.arange(rows + 1, device=device), kept, kept)
+    return table, torch.arange(rows + 1, device=device), kept, kept
 
 
 def _measured(
