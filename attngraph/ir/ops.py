@@ -207,7 +207,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     rest = iter(found[3:])
     # torch flattens lists of tensors, and takes an empty list for one.
     of_reads = [next(rest) if r.is_floating_point() else None for r in reads]
-    return found[0], found[1], found[2], of_reads, [] if not ctx.sizes else None, None, None
+    return _as_given(ctx, (*found[:3], of_reads, [] if not ctx.sizes else None, None, None))
 
 
 def _differentiate_again(
@@ -223,7 +223,12 @@ def _differentiate_again(
     by_input = dict(zip(map(id, inputs), found, strict=True))
     of_operands = [by_input.get(id(t)) for t in operands]
     of_reads = [by_input.get(id(r)) for r in reads]
-    return (*of_operands, of_reads, [] if not ctx.sizes else None, None, None)
+    return _as_given(ctx, (*of_operands, of_reads, [] if not ctx.sizes else None, None, None))
+
+
+def _as_given(ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As many gradients as arguments: torch 2.11 leaves one out that is the default."""
+    return gradients[: len(ctx.needs_input_grad)]
 
 
 torch.library.register_autograd("attngraph::attention", _differentiate, setup_context=_setup_context)
