@@ -343,11 +343,14 @@ class _Absorption:
                     f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations: too slow here",
                     tell=sizes.width * 2 < sizes.expanded_width,
                 )
-        elif size_expression(queries) is size_expression(keys):
+        elif self._size(queries) is self._size(keys):
             raise _Refused(
                 f"there are as many queries as keys, so absorbing would take "
                 f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations for nothing"
             )
+
+    def _size(self, extent: Any) -> E.Expr:
+        return self.meaning.renamed(size_expression(extent))
 
     def _check(self, change: _Change, found: Latent, node: fx.Node) -> Verdict:
         """Compare with what there was, as functions of what both are made of."""

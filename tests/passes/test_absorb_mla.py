@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -354,14 +355,36 @@ def test_a_word_that_absorb_does_not_know() -> None:
 # --- sizes that nobody tuned for ---
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    heads=st.integers(2, 5), nope=st.integers(2, 7), half=st.integers(0, 3), value=st.integers(2, 7),
-    latent=st.integers(2, 14), rank=st.sampled_from([None, 2, 5]), norm=st.booleans(), bias=st.booleans(),
-    tokens=st.integers(2, 13), scores=st.sampled_from(["concatenated", "summed"]),
-    rotary=st.sampled_from(["half", "interleaved"]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_absorbed_and_expanded_agree_for_any_sizes(
+SIZES = {
+    "heads": st.integers(2, 5),
+    "nope": st.integers(2, 7),
+    "half": st.integers(0, 3),
+    "value": st.integers(2, 7),
+    "latent": st.integers(2, 14),
+    "rank": st.sampled_from([None, 2, 5]),
+    "norm": st.booleans(),
+    "bias": st.booleans(),
+    "tokens": st.integers(2, 13),
+    "scores": st.sampled_from(["concatenated", "summed"]),
+    "rotary": st.sampled_from(["half", "interleaved"]),
+    "seed": st.integers(0, 99),
+}
+
+
+@settings(max_examples=10, deadline=None)
+@given(**SIZES)
+def test_absorbed_and_expanded_agree_for_any_sizes(**sizes: Any) -> None:
+    agree(**sizes)
+
+
+@pytest.mark.slow
+@settings(max_examples=120, deadline=None)
+@given(**SIZES)
+def test_absorbed_and_expanded_agree_for_many_sizes(**sizes: Any) -> None:
+    agree(**sizes)
+
+
+def agree(
     heads: int, nope: int, half: int, value: int, latent: int, rank: int | None, norm: bool, bias: bool,
     tokens: int, scores: str, rotary: str, seed: int,
 ) -> None:  # fmt: skip
