@@ -26,7 +26,7 @@ from attngraph.ir import expr as E
 from attngraph.ir.cache import CachePlan, Fixed, Store
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, part_of
-from attngraph.ir.nodes import ATTENTION, CACHED, expanded_width, parts
+from attngraph.ir.nodes import ATTENTION, CACHED, parts
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
 from attngraph.ir.source import module_of, source_of
@@ -289,7 +289,9 @@ class _Step:
             new = [self._one_row(builder, n) for n in none]
             table, held = self._rows_of_fixed(builder, pages[0])
         else:
-            self.expanded += expanded_width(node) * whole.q.meta["val"].dtype.itemsize
+            about = node.meta["attention"]
+            width = about.heads * (about.head_dim + about.value_dim)
+            self.expanded += width * whole.q.meta["val"].dtype.itemsize
             stores = [self.stores[n] for o in whole.keys for n in self._path(o, self.stores)]
             window = stores[0].window if len({s.window for s in stores}) == 1 else None
             if window is None:

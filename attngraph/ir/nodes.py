@@ -48,15 +48,3 @@ def parts(node: fx.Node) -> Parts:
         return Parts(q, (shared,), tuple(weights), tuple(reads), tuple(sizes), program, (absorb, family))
     q, k, v, reads, sizes, program, *chosen = args
     return Parts(q, (k, v), (), tuple(reads), tuple(sizes), program, tuple(chosen))
-
-
-def expanded_width(node: fx.Node) -> int:
-    """Values that keys and values of every query head would take for one token."""
-    args: Any = node.args
-    if node.target is LATENT:
-        fakes: Any = [a if a is None else a.meta["val"] for a in args[:4]]
-        q, shared, key_up, value_up = fakes
-        sizes = latent.sizes_of(q, shared, key_up, value_up, args[4])
-        return sizes.heads * sizes.expanded_width // sizes.kv_heads
-    q, k, v = (a.meta["val"] for a in args[:3])
-    return int(q.shape[1]) * (int(k.shape[3]) + int(v.shape[3]))
