@@ -39,7 +39,7 @@ from attngraph.meaning.check import Verdict
 from attngraph.meaning.element import Meaning, size_expression
 from attngraph.meaning.latent import Latent, Latents, Obstacle, Stretch
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.fold_weights import NotFolded, fold_query, fold_result, hoist, projection_of
+from attngraph.passes.fold_weights import Folded, NotFolded, fold_query, fold_result, hoist, projection_of
 from attngraph.pipeline import Outcome
 from attngraph.report import LatentEntry
 
@@ -263,11 +263,13 @@ class _Absorption:
         args: Any = node.args
         (old,) = node.users
         sizes = given.sizes()
-        query, done, apart, sources = given.q, [], [], [args[0]]
+        query, done, apart, sources, wasted = given.q, [], [], [args[0]], 0
         if given.key_up is not None:
             try:
-                done.append(fold_query(builder, self.latents, given.q, given.key_up))
+                done.append(self._of_weights(fold_query(builder, self.latents, given.q, given.key_up)))
                 query, sources = done[-1].value, []
+                # The model's own projection of the query goes on, for the part that is not folded.
+                wasted = 2 * sizes.heads * sizes.nope * done[-1].width if sizes.shared else 0
             except NotFolded as problem:
                 apart.append(str(problem))
                 query = _each_head(builder, _part(builder, given.q, 0, sizes.nope), given.key_up)
@@ -283,13 +285,12 @@ class _Absorption:
                     raise NotFolded("a bias of its values is added before they are projected")
                 to = projection_of(self.meaning, old)
                 builder.anchor = to.node
-                done.append(fold_result(builder, mixed, given.value_up, to))
+                done.append(self._of_weights(fold_result(builder, mixed, given.value_up, to)))
                 old, result = to.node, done[-1].value
             except NotFolded as problem:
                 apart.append(str(problem))
                 turned = builder.call(aten.transpose.int, given.value_up, 1, 2)
                 result = self._with_bias(builder, _each_head(builder, mixed, turned), found.values)
-        wasted = 2 * sizes.heads * sizes.nope * done[0].width if sizes.shared and sizes.nope and done else 0
         before, after = (sum(f.before for f in done), sum(f.after for f in done))
         entry = LatentEntry(
             sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed, sizes.pair_expanded,
@@ -299,6 +300,18 @@ class _Absorption:
         whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
         products = tuple(p for f in done for p in f.products)
         return _Change(old, result, entry, products, (*sources, *(n for f in done for n in f.sources)))
+
+    def _of_weights(self, folded: Folded) -> Folded:
+        """The same, if its products depend on weights alone.
+
+        Raises:
+            NotFolded: they follow an input.
+        """
+        known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        for node in check.region(folded.products, []):
+            if node in known and known[node].kind == "argument":
+                raise NotFolded("its projections follow an input of the model")
+        return folded
 
     def _up(self, builder: Builder, stretch: Stretch | None) -> fx.Node | None:
         if stretch is None or stretch.up is None:

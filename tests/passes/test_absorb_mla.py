@@ -495,6 +495,28 @@ class NormedQueries(Attention):
         return F.gelu(mixed).transpose(1, 2).flatten(2)
 
 
+class ProjectionsFromAnInput(Attention):
+    """The matrix of the keys follows an argument."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        latent, weight = self.latent(x), self.key_up.weight * gate
+        q, k, v = self.heads(self.query(x)), self.heads(F.linear(latent, weight)), self.values(latent)
+        mixed = torch.softmax(self.scores(q, k), -1) @ v
+        return self.project(mixed.transpose(1, 2).flatten(2))
+
+
+def test_projections_that_are_an_input_are_not_multiplied_ahead() -> None:
+    model = ProjectionsFromAnInput().double().eval()
+    with torch.no_grad():
+        compiled = attngraph.compile(model, absorb="fold")
+        for _ in range(2):
+            given = torch.randn(2, 9, C, dtype=torch.float64), torch.randn((), dtype=torch.float64)
+            torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-10, atol=1e-12)
+    latent = compiled.report.attention[0].latent
+    assert latent is not None
+    assert "follow an input" in latent.apart
+
+
 def test_what_is_no_product_of_two_matrices_is_not_folded() -> None:
     model, x = NormedQueries().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
     with torch.no_grad():
