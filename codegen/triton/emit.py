@@ -46,6 +46,13 @@ def arguments(plan: Plan) -> tuple[str, ...]:
     strides and the extents that its indices are compared with, then the sizes."""
     found = ["query", "key", "value", "out", "lse", "Hq", "Sq", "Skv"]
     found += [f"{tensor}_{axis}" for tensor in ("query", "key", "value") for axis in "bhsd"]
+    return (*found, *names_of_reads(plan))
+
+
+def names_of_reads(plan: Plan) -> tuple[str, ...]:
+    """The last arguments of any kernel: for each read its tensor, strides and the extents that its indices
+    are compared with, then the sizes."""
+    found: list[str] = []
     for read in plan.reads:
         name = f"r{read.number}"
         found += [name, *(f"{name}_stride{axis}" for axis in range(read.rank))]

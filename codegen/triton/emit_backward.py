@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from attngraph.codegen.triton.derivative import derivative
-from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter, Kernel, indented
+from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.helpers import helpers
 from attngraph.codegen.triton.plan import DTYPES, Plan, UnsupportedError
 from attngraph.ir import expr as E
@@ -41,11 +41,7 @@ def arguments(plan: Plan) -> tuple[str, ...]:
     then reads and sizes as in `emit.arguments`."""
     found = [*_TENSORS, "lse", "delta", "unseen", "grad_query", "grad_key", "grad_value", "Hq", "Sq", "Skv"]
     found += [f"{tensor}_{axis}" for tensor in _TENSORS for axis in "bhsd"]
-    for read in plan.reads:
-        name = f"r{read.number}"
-        found += [name, *(f"{name}_stride{axis}" for axis in range(read.rank))]
-        found += [f"{name}_size{axis}" for axis in plan.guarded_axes(read.number)]
-    return (*found, *(f"n{i}" for i in range(plan.program.sizes)))
+    return (*found, *names_of_reads(plan))
 
 
 class _BackwardEmitter(Emitter):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter, Kernel, indented
+from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.helpers import helpers
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 
@@ -54,11 +54,7 @@ def arguments(plan: DecodePlan) -> tuple[str, ...]:
     found += [f"query_{axis}" for axis in "hsd"]
     for tensor in tensors[1:]:
         found += [f"{tensor}_{axis}" for axis in ("hsd" if tensor.startswith("new") else "phsd")]
-    for read in plan.reads:
-        name = f"r{read.number}"
-        found += [name, *(f"{name}_stride{axis}" for axis in range(read.rank))]
-        found += [f"{name}_size{axis}" for axis in plan.guarded_axes(read.number)]
-    return (*found, *(f"n{i}" for i in range(plan.program.sizes)))
+    return (*found, *names_of_reads(plan))
 
 
 class _DecodeEmitter(Emitter):
