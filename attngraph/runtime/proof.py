@@ -42,9 +42,13 @@ class Widened(fx.Interpreter):
         if name.startswith("attngraph.latent_attention."):
             args, kwargs = (*args[:8], "always", "reference"), {}
         if name.startswith("attngraph.cached_latent_attention."):
-            # In the two orders of multiplication by turns: either may be chosen later.
-            self.turn = not getattr(self, "turn", False)
-            args, kwargs = (*args[:13], ("always", "never")[self.turn], "reference"), {}
+            # Either order of multiplication may be chosen later: where they differ, nothing is right.
+            one, other = (
+                super(Widened, self).call_function(target, (*args[:13], way, "reference"), {})
+                for way in ("always", "never")
+            )
+            same = torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+            return one if same else torch.full_like(one, math.inf)
         return pytree.tree_map(_widened, super().call_function(target, args, kwargs))
 
 

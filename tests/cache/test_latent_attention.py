@@ -4,6 +4,7 @@ and values written out gives, for any rows, pages, rings, blocks and programs.""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import attngraph
 from attngraph import codegen
 from attngraph.ir import cost, latent
 from attngraph.ir.cost import LatentSizes, Roofline
 from attngraph.ir.kernels import KERNELS
 from attngraph.ir.parser import parse
+from attngraph.meaning import check
+from attngraph.models.mla import MLAConfig, MLADecoder
 
 PROGRAMS = (
     "keep k <= q",
@@ -204,3 +208,24 @@ def test_absorbing_pays_for_a_device_only_if_its_time_is_less() -> None:
                 V3, new, held, line, 4
             )
             assert cost.absorbing_pays(V3, [(new, held)], "cpu", 4) == faster
+
+
+def test_a_decoder_is_proved_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MLAConfig(
+        layers=1, width=24, heads=4, latent=16, nope=6, rope=4, value=5, query_rank=8, hidden=16
+    )  # fmt: skip
+    model, ids = MLADecoder(config).eval(), torch.randint(0, 256, (2, 9))
+    attngraph.compile(model, cache=True).generate(ids, 1)
+    for order in ("absorbed_query", "expanded"):
+        with monkeypatch.context() as patch:
+            right = getattr(latent._Node, order)
+
+            def wrong(self: latent._Node, x: Tensor, right: Any = right) -> Any:
+                found = right(self, x)
+                return found * 1.01 if isinstance(found, Tensor) else (found[0], found[1] * 1.01)
+
+            patch.setattr(latent._Node, order, wrong)
+            # The check of the pass would refuse it first.
+            patch.setattr(check, "same_value", lambda *_: check.Verdict(0.0, ()))
+            with pytest.raises(attngraph.NoDecoderError, match="do not give"):
+                attngraph.compile(model, cache=True).generate(ids, 1)
