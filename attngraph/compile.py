@@ -26,15 +26,20 @@ from attngraph import capture as capturing
 from attngraph import codegen, pipeline
 from attngraph import report as reporting
 from attngraph.capture import Captured, Structure
+from attngraph.dump import Dump
+from attngraph.entries import AttentionEntry, CacheEntry, KernelEntry
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph import ProgramGraph
+from attngraph.ir.kernels import KERNELS
+from attngraph.ir.nodes import parts
+from attngraph.ir.parser import parse
 from attngraph.passes import DEFAULT_PIPELINE, decoder_pipeline
 from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.insert_kv_cache import InsertKVCache
 from attngraph.passes.select_kernels import CHOSEN_LATER, SelectKernels
 from attngraph.pieces import Piece, Pieces
 from attngraph.pipeline import Pass
-from attngraph.report import AttentionEntry, CacheEntry, CompileReport
+from attngraph.report import CompileReport
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
@@ -83,25 +88,41 @@ class Options:
         return tuple(steps)
 
 
+@dataclasses.dataclass
+class _Rewritten:
+    """A captured call after the passes; `before` is the graph as it was captured, if it is kept."""
+
+    captured: Captured
+    result: pipeline.Result
+    dump: Dump | None
+    before: ProgramGraph | None
+
+
 def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False,
-) -> tuple[Captured, pipeline.Result, ProgramGraph | None]:  # fmt: skip
+) -> _Rewritten:  # fmt: skip
     """Capture one call and run the passes; where a symbolic size was in a pass's way, once more with that
-    size as a number. With `keep`, also the graph as it was captured."""
+    size as a number."""
     tell = options.progress or (lambda stage: None)
-    tell("capture")
-    captured = capturing.capture(target, args, kwargs)
-    before = captured.graph.copy() if keep else None
-    result = pipeline.run(captured.graph, passes, options.dump, options.progress)
-    if result.obstacles:
+
+    def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
-        numbered = capturing.capture(target, args, kwargs, captured.dimensions(result.obstacles))
-        copied = numbered.graph.copy() if keep else None
-        again = pipeline.run(numbered.graph, passes, options.dump, options.progress)
-        if len(again.missed) < len(result.missed):
-            return numbered, again, copied
-    return captured, result, before
+        captured = capturing.capture(target, args, kwargs, fixed)
+        before = captured.graph.copy() if keep else None
+        dump = None if options.dump is None else Dump(options.dump)
+        result = pipeline.run(captured.graph, passes, dump, options.progress)
+        return _Rewritten(captured, result, dump, before)
+
+    first = attempt()
+    if not first.result.obstacles:
+        return first
+    second = attempt(first.captured.dimensions(first.result.obstacles))
+    better = len(second.result.missed) < len(first.result.missed)
+    kept, other = (second, first) if better else (first, second)
+    if other.dump is not None:
+        other.dump.discard()
+    return kept
 
 
 def compile_graph(
@@ -111,12 +132,19 @@ def compile_graph(
 
     Raises:
         CaptureError: torch.export cannot follow it. NotFusedError: under `strict`, something that looks
-            like attention was left alone.
+            like attention was left alone. DumpError: the dump cannot be written.
     """
     start = time.perf_counter()
-    captured, result, _ = _rewritten(target, args, kwargs, options, options.pipeline())
-    graph = captured.graph
+    made = _rewritten(target, args, kwargs, options, options.pipeline())
+    result, graph = made.result, made.captured.graph
     entries = tuple(_entries(graph))
+    run = _runner(options)(graph)
+    seconds = time.perf_counter() - start
+    report = CompileReport(
+        entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured
+    )
+    if made.dump is not None:
+        made.dump.finish(report)
     if options.strict and result.missed:
         first = result.missed[0]
         raise NotFusedError(
@@ -124,10 +152,7 @@ def compile_graph(
             f"{first.source or 'an unknown line'}: {first.reason}.\n"
             "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
         )
-    run = _runner(options)(graph)
-    seconds = time.perf_counter() - start
-    report = CompileReport(entries, tuple(result.missed), tuple(result.records), (), seconds)
-    return Executable(captured, _owner(target), run, report)
+    return Executable(made.captured, _owner(target), run, report)
 
 
 def _owner(target: Callable[..., Any]) -> nn.Module:
@@ -166,12 +191,13 @@ def derive_decoder(
     start = time.perf_counter()
     passes = decoder_pipeline(options.backend, absorb=options.absorb)
     place = next(n for n, step in enumerate(passes) if isinstance(step, InsertKVCache))
-    captured, result, whole = _rewritten(target, (), arguments, options, passes[:place], config.proof)
+    made = _rewritten(target, (), arguments, options, passes[:place], config.proof)
+    captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
     rest = (InsertKVCache(names.index(name), logits), *passes[place + 1 :])
     try:
-        last = pipeline.run(graph, rest, options.dump, options.progress)
+        last = pipeline.run(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
         if not result.missed:
             raise
@@ -182,8 +208,8 @@ def derive_decoder(
         ) from problem
     assert graph.cache is not None
     report = CompileReport(
-        tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records), (),
-        time.perf_counter() - start,
+        tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
+        captured=result.captured,
     )  # fmt: skip
     run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
     step = Step(graph, _owner(target), name, names, report, run)
@@ -198,6 +224,8 @@ def derive_decoder(
         len(graph.cache.fixed), step.limit, error,
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
+    if made.dump is not None:
+        made.dump.finish(step.report)
     return step
 
 
@@ -206,8 +234,17 @@ def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
     for part in (g for g in (graph.prelude, graph) if g is not None):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
             chosen_later = node.target in CHOSEN_LATER
-            kernel = "chosen by the number of new tokens" if chosen_later else str(node.args[6])
+            kernel = KernelEntry("chosen by the number of new tokens") if chosen_later else _kernel(node)
             yield dataclasses.replace(node.meta["attention"], kernel=kernel)
+
+
+def _kernel(node: fx.Node) -> KernelEntry:
+    """The kernel of an attention, with what is emitted for it."""
+    found, name = parts(node), str(node.args[6])
+    q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
+    reads = [r.meta["val"] for r in found.reads]
+    source = getattr(KERNELS[name], "source", lambda *_: "")
+    return KernelEntry(name, source(parse(found.program), (q, k, v), reads))
 
 
 def _place_of_logits(structure: Structure) -> int:

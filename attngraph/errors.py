@@ -38,3 +38,7 @@ class ConversionError(AttnGraphError):
 
 class CacheError(AttnGraphError):
     """A call of a decoder that its state cannot serve: too many tokens, rows that do not match."""
+
+
+class DumpError(AttnGraphError):
+    """A dump that cannot be written, or read: says which file, and what is wrong with it."""

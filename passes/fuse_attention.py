@@ -21,8 +21,10 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from attngraph.entries import AttentionEntry, KernelEntry, Missed, TracedCall
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Level, ProgramGraph, dependence, memory_of
+from attngraph.ir.nodes import parts
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError
 from attngraph.ir.source import module_of, source_of
@@ -33,7 +35,6 @@ from attngraph.meaning.element import Meaning, evaluate_size, size_expression, t
 from attngraph.meaning.program import Seed
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
-from attngraph.report import AttentionEntry, Missed
 
 log = logging.getLogger(__name__)
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
@@ -136,7 +137,7 @@ class _Fusion:
         old.replace_all_uses_with(new)
         self.graph.graph.erase_node(old)
         whole = next(n for n in builder.made if n.target is torch.ops.attngraph.attention.default)
-        whole.meta["attention"] = self._entry(claim, verdict)
+        whole.meta["attention"] = self._entry(claim, verdict, whole)
         return None
 
     def _used_elsewhere(self, claim: Attention) -> str | None:
@@ -181,7 +182,7 @@ class _Fusion:
         self.contents.append(tensor)
         return len(self.contents) - 1
 
-    def _entry(self, claim: Attention, verdict: Verdict) -> AttentionEntry:
+    def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)
         self.fused += 1
         shown = " and ".join(
@@ -195,7 +196,7 @@ class _Fusion:
             name=module_of(claim.node), program=str(claim.program), heads=self._number(claim.heads),
             kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
             value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
-            kernel="", error=verdict.error,
+            kernel=KernelEntry(), error=verdict.error, call=self._call(whole),
         )  # fmt: skip
 
     def _adopt(self, node: fx.Node) -> None:
@@ -211,8 +212,23 @@ class _Fusion:
         program = parse(named["program"])
         node.meta["attention"] = AttentionEntry(
             name=module_of(node), program=str(program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            value_dim=value_dim, mask=masks.describe(program), source=source_of(node), kernel="",
-            error=0.0, numerics="exact",
+            value_dim=value_dim, mask=masks.describe(program), source=source_of(node),
+            kernel=KernelEntry(), error=0.0, numerics="exact", call=self._call(node),
+        )  # fmt: skip
+
+    def _call(self, whole: fx.Node) -> TracedCall:
+        """The sizes of an attention node in the traced call."""
+        found = parts(whole)
+        q, k = found.q.meta["val"], found.keys[0].meta["val"]
+        batch, queries, keys = (
+            self._number(size_expression(s)) for s in (q.shape[0], q.shape[2], k.shape[2])
+        )
+        numbers = (s if isinstance(s, int) else s.meta["val"] for s in found.sizes)
+        reads = (r.meta["val"] for r in found.reads)
+        return TracedCall(
+            batch, queries, keys, str(q.dtype).removeprefix("torch."),
+            tuple(self._number(size_expression(n)) for n in numbers),
+            sum(self._number(size_expression(r.numel())) * r.dtype.itemsize for r in reads),
         )  # fmt: skip
 
     def _number(self, extent: Expr) -> int:
