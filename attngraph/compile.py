@@ -243,8 +243,7 @@ def _kernel(node: fx.Node) -> KernelEntry:
     found, name = parts(node), str(node.args[6])
     q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
     reads = [r.meta["val"] for r in found.reads]
-    source = getattr(KERNELS[name], "source", lambda *_: "")
-    return KernelEntry(name, source(parse(found.program), (q, k, v), reads))
+    return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
 
 
 def _place_of_logits(structure: Structure) -> int:
