@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "structure": set(),
     "entries": set(),
     "report": {"entries"},
-    "dump": {"entries", "report", "errors"},
+    "dump": {"entries", "report", "errors", "ir"},
     "pipeline": {"ir", "errors", "entries", "dump"},
     "runtime": {"ir", "errors", "structure", "capture", "report", "runtime"},
     "exported": {"ir", "errors"},

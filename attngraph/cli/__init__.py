@@ -12,11 +12,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from attngraph.cli import bench, compile, fuzz
+from attngraph.cli import bench, bisect, compile, fuzz, opt
 from attngraph.cli.target import TargetError
-from attngraph.errors import AttnGraphError
+from attngraph.errors import AttnGraphError, DumpError, TextError
 
-COMMANDS = (compile, bench, fuzz)
+COMMANDS = (compile, opt, bisect, bench, fuzz)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         return code
-    except TargetError as problem:
+    except (TargetError, DumpError, TextError) as problem:
         print(f"attngraph: {problem}", file=sys.stderr)
         return 2
     except AttnGraphError as problem:
