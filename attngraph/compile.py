@@ -11,6 +11,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import difflib
 import functools
 import logging
 import os
@@ -29,7 +30,7 @@ from attngraph.capture import Captured, Structure
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph import ProgramGraph
 from attngraph.passes import DEFAULT_PIPELINE, decoder_pipeline
-from attngraph.passes.absorb_mla import AbsorbMLA
+from attngraph.passes.absorb_mla import WAYS, AbsorbMLA
 from attngraph.passes.insert_kv_cache import InsertKVCache
 from attngraph.passes.select_kernels import CHOSEN_LATER, SelectKernels
 from attngraph.pieces import Piece, Pieces
@@ -379,16 +380,56 @@ def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             state[f"{prefix}_orig_mod.{name}"] = state.pop(key)
 
 
+_OF_THE_BACKEND: dict[str, tuple[tuple[type, ...], str]] = {
+    "backend": ((str,), f"one of {', '.join(BACKENDS)}"),
+    "inductor": ((bool,), "True or False"),
+    "dump": ((str, Path, type(None)), "a directory"),
+    "passes": ((list, tuple, type(None)), "a list of passes"),
+    "absorb": ((str,), f"one of {', '.join(WAYS)}"),
+}
+"""What `torch.compile(model, backend="attngraph", options={...})` takes: types, and the same in words."""
+
+
 def dynamo_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Callable[..., Any]:
     """The backend behind `torch.compile(model, backend="attngraph")`.
 
     Args:
-        options: the keyword arguments of `attngraph.compile`, except `strict`.
+        options: the keyword arguments of `attngraph.compile`, except `strict` and `cache`.
+
+    Raises:
+        TypeError, ValueError: an option that there is not, or a value that it does not take.
     """
-    chosen = Options(**{**(options or {}), **kwargs})
+    chosen = make_options(**_checked({**(options or {}), **kwargs}))
     return Piece(module, functools.partial(CompiledModule, options=chosen, pieces=False))
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the torch.compile backend, or an error that says which is wrong and what there is."""
+    accepted = "; ".join(f"{name}: {words}" for name, (_, words) in _OF_THE_BACKEND.items())
+    for name, value in options.items():
+        if name not in _OF_THE_BACKEND:
+            advice = _ELSEWHERE.get(name, "")
+            close = difflib.get_close_matches(name, _OF_THE_BACKEND, 1)
+            if close:
+                advice = f" Did you mean {close[0]!r}?"
+            raise TypeError(
+                f'torch.compile(backend="attngraph") has no option {name!r}.{advice} Accepted are {accepted}.'
+            )
+        types, words = _OF_THE_BACKEND[name]
+        if not isinstance(value, types):
+            raise TypeError(
+                f'torch.compile(backend="attngraph"): option {name!r} must be {words}, found {value!r}.'
+            )
+    return options
+
+
+_ELSEWHERE = {
+    "strict": " Give fullgraph=True to torch.compile, or compile with attngraph.compile(model, strict=True).",
+    "cache": " A decoder is derived by attngraph.compile(model, cache=True).",
+    "mode": " A mode is Inductor's; options={'inductor': True} compiles the rest with Inductor.",
+}
 
 
 @overload
