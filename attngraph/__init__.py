@@ -15,6 +15,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attngraph import hf as hf
     from attngraph import testing as testing
     from attngraph.compile import CompiledModule as CompiledModule
     from attngraph.compile import compile as compile
@@ -61,7 +62,7 @@ _WHERE = {
 }  # fmt: skip
 """The module of each public name: the imports above, for those who run the program."""
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _WHERE.items() for name in names}
-_MODULES = ("testing",)
+_MODULES = ("hf", "testing")
 """Public modules that are there without being imported by name."""
 
 __all__ = sorted(_MODULE_OF)
