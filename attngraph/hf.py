@@ -14,7 +14,7 @@ down as a score program.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,27 +80,43 @@ def attention(
     if torch.is_autocast_enabled(device):
         narrow = torch.get_autocast_dtype(device)
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
-    program, reads = _program(
-        module, query, key, attention_mask, scaling, dropout, is_causal, softcap,
-        s_aux if sinks is None else sinks, position_bias,
-    )  # fmt: skip
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1)
+    if attention_mask is None and query.shape[2] > 1:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    else:
+        is_causal = False
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    changes = Changes(scale, softcap, position_bias, attention_mask, is_causal, sinks, dropout)
+    if torch.compiler.is_exporting():
+        return _spelled_out(query, key, value, changes).transpose(1, 2).contiguous(), None
+    program, reads = _program(query, key, changes)
     with torch.autocast(device, enabled=False):  # kernels choose the types that they compute in
         out = attngraph.attention(query, key, value, program, *reads)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _program(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, dropout: float,
-    is_causal: bool | None, softcap: float | None, sinks: Tensor | None, bias: Tensor | None,
-) -> tuple[str, list[Tensor]]:  # fmt: skip
+class Changes(NamedTuple):
+    """What a call does to the scores and the weights, in this order: see `attention`."""
+
+    scale: float
+    softcap: float | None
+    bias: Tensor | None
+    mask: Tensor | None
+    is_causal: bool
+    sinks: Tensor | None
+    dropout: float
+
+
+def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Tensor]]:
     """The score program of a call, and what it reads."""
     reads: list[Tensor] = []
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    lines = [f"s = {scale!r} * dot"]
-    if softcap is not None:
-        lines.append(f"s = {float(softcap)!r} * tanh(s / {float(softcap)!r})")
-    if bias is not None:
-        lines.append(f"s = s + {_read(reads, bias, key)}")
+    lines = [f"s = {changes.scale!r} * dot"]
+    if changes.softcap is not None:
+        lines.append(f"s = {float(changes.softcap)!r} * tanh(s / {float(changes.softcap)!r})")
+    if changes.bias is not None:
+        lines.append(f"s = s + {_read(reads, changes.bias, key)}")
+    mask = changes.mask
     if mask is not None and mask.dtype == torch.bool:
         # A row of padding that sees no key is a number in eager, and so are its gradients: a finite fill.
         # Where no row is like that, minus infinity is the same, and its gradients are cheaper.
@@ -108,15 +124,40 @@ def _program(
         lines.append(f"keep {_read(reads, mask, key)}{fill}")
     elif mask is not None:
         lines.append(f"s = s + {_read(reads, mask.to(query.dtype), key)}")
-    elif query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    elif changes.is_causal:
         lines.append("keep k <= q")
-    if sinks is not None:
-        lines.append(f"sink {_read(reads, sinks.reshape(1, -1, 1, 1) if sinks.ndim == 1 else sinks, key)}")
-    if dropout > 0:
+    if changes.sinks is not None:
+        lines.append(f"sink {_read(reads, changes.sinks, key)}")
+    if changes.dropout > 0:
         reads.append(torch.ops.attngraph.seed().to(query.device))
-        kept = 1.0 - dropout
+        kept = 1.0 - changes.dropout
         lines.append(f"p = where(random(r{len(reads) - 1}[], b, h, q, k) < {kept!r}, p / {kept!r}, 0.0)")
     return "\n".join(lines), reads
+
+
+def _spelled_out(query: Tensor, key: Tensor, value: Tensor, changes: Changes) -> Tensor:
+    """The same in plain PyTorch, for torch.export: an exported program needs no op of ours, and
+    `attngraph.compile` sees what masks are made from and fuses it as it fuses eager attention."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.mT * changes.scale
+    if changes.softcap is not None:
+        scores = (scores / changes.softcap).tanh() * changes.softcap
+    if changes.bias is not None:
+        scores = scores + changes.bias[..., : key.shape[2]]
+    mask = changes.mask
+    if changes.is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = torch.where(mask[..., : key.shape[2]], scores, scores - torch.finfo(query.dtype).max)
+    elif mask is not None:
+        scores = scores + mask[..., : key.shape[2]]
+    if changes.sinks is not None:
+        scores = torch.cat([scores, changes.sinks.expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(query.dtype)
+    if changes.sinks is not None:
+        weights = weights[..., :-1]
+    return nn.functional.dropout(weights, changes.dropout) @ value
 
 
 def _read(reads: list[Tensor], tensor: Tensor, key: Tensor) -> str:
