@@ -1,4 +1,4 @@
-"""The command line: `attngraph compile TARGET ...`, `attngraph demo`, `attngraph bench` and `attngraph fuzz`.
+"""The command line: `attngraph compile TARGET ...`, `show`, `demo`, `bench` and `fuzz`.
 
 TARGET is `package.module:callable`; the callable returns a model and its example inputs, and may take
 `batch` and `tokens`. Results go to standard output, progress to standard error. Exit codes: 0 all good,
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph import cli_show
 from attngraph.codegen.benchmark import attention_cpu, decoding, gpu, latent
 from attngraph.codegen.benchmark.measure import Measurement, measure
 from attngraph.compile import BACKENDS, CompiledModule, make_options
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     options = _parser().parse_args(argv)
     try:
+        if options.command == "show":
+            return cli_show.run(options)
         if options.command == "fuzz":
             return _fuzz(options)
         if options.command == "bench":
@@ -92,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
             help="do not measure torch.compile, nor inductor=True, beside it",
         )
         command.add_argument("--rounds", type=int, default=5, help="rounds of timing (default 5)")
+    cli_show.add(commands)
     bench = commands.add_parser(
         "bench",
         help="measure attention beside what else there is, in one run",
