@@ -12,12 +12,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from attngraph import cli_show
+from attngraph import cli_inspect, cli_show
 from attngraph.cli import bench, compile, fuzz
 from attngraph.cli.target import TargetError
 from attngraph.errors import AttnGraphError
 
-COMMANDS = (compile, cli_show, bench, fuzz)
+COMMANDS = (compile, cli_show, cli_inspect, bench, fuzz)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
