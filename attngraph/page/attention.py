@@ -130,7 +130,7 @@ def _kernel(entry: AttentionEntry, name: str) -> Html:
         "details",
         tag("summary", f"Source of {kernel} ({plural(lines, 'line')})"),
         tag("button", "Copy", type="button", class_="copy", aria_label=f"Copy {kernel}"),
-        tag("pre", tag("code", entry.kernel.source), tabindex=0, role="region", aria_label=f"source of {kernel}"),
+        tag("pre", tag("code", entry.kernel.source), tabindex=0, role="region", aria_label=kernel),
         class_="source", id=f"{name}-source",
     )  # fmt: skip
 

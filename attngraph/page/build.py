@@ -73,6 +73,10 @@ def render(report: CompileReport, title: str = "") -> str:
     return _document(report, title, [found for found in sections if found], store)
 
 
+_WITHOUT_SCRIPT = (
+    "The page's script did not run: what is folded cannot be unfolded here, nor searched. "
+    "The dump's text files hold every graph as a whole."
+)
 Section = tuple[str, str, Html]
 
 
@@ -99,9 +103,8 @@ def _document(report: CompileReport, title: str, sections: Sequence[Section], st
         tag("a", "Skip to the report", href="#report", class_="skip"),
         tag("header", tag("h1", heading), *_summary(report)),
         tag("nav", tag("ul", *links), aria_label="parts of the report"),
+        tag("p", _WITHOUT_SCRIPT, class_="hint", id="without-script"),
         tag("main", *(found for _, _, found in sections), id="report", tabindex=-1),
-        tag("noscript", tag("p", "Without its script the page cannot unfold what is folded, nor search. "
-                            "The dump's text files hold every graph as a whole.")),
         tag("p", "", role="status", class_="vh", id="said"),
         tag("script", Html(store.packed()), type="text/plain", id="store"),
         tag("script", Html(script)),
@@ -198,9 +201,11 @@ def _passes(graphs: Sequence[CompileReport], store: Store) -> Html:
         class_="controls", role="search", hidden=True,
     )  # fmt: skip
     legend = tag(
-        "p", "Lines are matched by what they compute, so that values which are only numbered anew count as ",
+        "p",
+        "Lines are matched by what they compute, so that values which are only numbered anew count as ",
         f"equal. {MINUS} removed or was, + added or is; what differs within a line is ",
-        tag("mark", "marked"), ". A line of yours (#) that is the same as above is not repeated.", class_="hint",
+        tag("mark", "marked"), ". A line of yours (#) that is the same as above is not repeated.",
+        class_="hint",
     )  # fmt: skip
     return joined([controls, legend, *lists])
 

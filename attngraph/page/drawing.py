@@ -126,26 +126,21 @@ def _band(label: str, top: float, end: float, margin: float, width: float) -> Ht
 
 
 def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], margin: float) -> Iterator[Html]:
-    level = {row: [] for row in placed.row.values()}  # type: dict[int, list[tuple[float, float]]]
+    """A curve for each join; a passing value goes straight through its row."""
+    inside: dict[int, list[int]] = {}
     for n, row in placed.row.items():
-        level[row].append((tops[n], tops[n] + heights[n]))
+        inside.setdefault(row, []).append(n)
 
     def ends(key: Key) -> tuple[float, float]:
-        if isinstance(key, int):
-            return tops[key], tops[key] + heights[key]
-        return min(a for a, _ in level[key[2]]), max(b for _, b in level[key[2]])
+        boxes = [key] if isinstance(key, int) else inside[key[1]]
+        return min(tops[n] for n in boxes), max(tops[n] + heights[n] for n in boxes)
 
-    for way in placed.ways:
-        x, y = placed.middle[way[0]] + margin, ends(way[0])[1]
-        path = [f"M{x:.0f} {y:.0f}"]
-        for key in way[1:]:
-            to, (top, end) = placed.middle[key] + margin, ends(key)
-            half = (y + top) / 2
-            path.append(f"C{x:.0f} {half:.0f} {to:.0f} {half:.0f} {to:.0f} {top:.0f}")
-            if not isinstance(key, int):
-                path.append(f"V{end:.0f}")
-            x, y = to, end
-        yield tag("path", d="".join(path))
+    for one, other in placed.joins:
+        x, to = placed.middle[one] + margin, placed.middle[other] + margin
+        y, (top, end) = ends(one)[1], ends(other)
+        half = (y + top) / 2
+        curve = f"M{x:.0f} {y:.0f}C{x:.0f} {half:.0f} {to:.0f} {half:.0f} {to:.0f} {top:.0f}"
+        yield tag("path", d=curve if isinstance(other, int) else f"{curve}V{end:.0f}")
 
 
 def _box(

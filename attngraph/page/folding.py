@@ -16,6 +16,8 @@ from attngraph.page.layers import Line, shape_of, stretches
 
 _AROUND = 3
 """Equal lines shown before and after a change."""
+_LEAST_FOLDED = 4
+"""Equal lines that are worth a button."""
 _MOST_SHOWN = 1200
 """Lines of one diff that are shown at once."""
 
@@ -124,7 +126,8 @@ def _with_context(parts: list[_Part]) -> Iterator[_Part]:
         before = _near(parts, place, -1)
         after = _near(parts, place, 1)
         size = part.lines
-        if before + after >= size - 1:
+        is_between = (before or place == 0) and (after or place == len(parts) - 1)
+        if is_between and before + after and size < before + after + _LEAST_FOLDED:
             yield part
             continue
         for start, stop, hidden in (

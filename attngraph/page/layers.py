@@ -100,8 +100,8 @@ def shape_of(lines: Sequence[str], layer: str) -> str:
     Values, names with numbers in them and symbolic sizes are numbered in order of appearance.
     """
     text = "\n".join(lines)
-    if layer:
-        text = text.replace(f"{layer}.", "#.").replace(f"[{layer}]", "[#]")
+    for name in {layer, repr(layer)[1:-1]} - {""}:
+        text = re.sub(rf"{re.escape(name)}(?!\w)", "#", text)
     text = REFERENCE.sub(_counting("%", lambda name: _NUMBER.sub("#", name) if name[0] == "$" else "%"), text)
     return _MADE_UP.sub(_counting("s", lambda name: name[0]), text)
 

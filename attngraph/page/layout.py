@@ -1,22 +1,22 @@
 """Where the boxes of a chart stand: rows from the top down, after Sugiyama, Tagawa and Toda (1981).
 
 Each box stands below all it reads; parts of a layer stand below each other; boxes of a row are ordered so
-that few lines cross, and moved to where their lines are straight. A line that passes rows has a place in
-each.
+that few lines cross, and moved to where their lines are straight. A value that passes rows has a place in
+each, however many boxes read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
 from attngraph.page.chart import Box
 
-Key = int | tuple[int, int, int]
-"""A box by its place, or the place of a line (from, to) in a row."""
+Key = int | tuple[int, int]
+"""A box by its place, or the value of a box on its way through a row."""
 _SWEEPS = 12
 _BETWEEN = 18.0
 """Free space between boxes of a row."""
@@ -26,12 +26,12 @@ _ALONG = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Where things stand: the row of each box, the middle of each box or passing line, and the way of each
-    line as keys from box to box."""
+    """Where things stand: the row of each box, the middle of each box or passing value, and what is joined
+    by a line, from a row to the next."""
 
     row: dict[int, int]
     middle: dict[Key, float]
-    ways: tuple[tuple[Key, ...], ...]
+    joins: tuple[tuple[Key, Key], ...]
     width: float
 
 
@@ -44,20 +44,23 @@ def place(boxes: Sequence[Box], widths: Sequence[float]) -> Placed:
     rows: list[list[Key]] = [[] for _ in range(max(row.values(), default=-1) + 1)]
     for n in range(len(boxes)):
         rows[row[n]].append(n)
-    ways = []
-    for a, b in graph.edges:
-        between = [(a, b, r) for r in range(row[a] + 1, row[b])]
-        for key in between:
-            rows[key[2]].append(key)
-        ways.append((a, *between, b))
+    joins: dict[tuple[Key, Key], None] = {}
+    for a in graph.nodes:
+        last = max((row[b] for b in graph.successors(a)), default=0)
+        passing: list[Key] = [(a, r) for r in range(row[a] + 1, last)]
+        for key, r in zip(passing, range(row[a] + 1, last), strict=True):
+            rows[r].append(key)
+        way: list[Key] = [a, *passing]
+        joins.update(dict.fromkeys(itertools.pairwise(way)))
+        joins.update(dict.fromkeys((way[row[b] - row[a] - 1], b) for b in graph.successors(a)))
     size: dict[Key, float] = {key: _ALONG for line in rows for key in line}
     size.update(enumerate(widths))
-    near = _neighbours(ways)
+    near = _neighbours(joins)
     _order(rows, near)
     middle = _middles(rows, near, size)
     left = min((middle[key] - size[key] / 2 for key in size), default=0.0)
     middle = {key: at - left for key, at in middle.items()}
-    return Placed(row, middle, tuple(ways), max((middle[k] + size[k] / 2 for k in size), default=0.0))
+    return Placed(row, middle, tuple(joins), max((middle[k] + size[k] / 2 for k in size), default=0.0))
 
 
 def _rows(graph: nx.DiGraph, boxes: Sequence[Box]) -> dict[int, int]:
@@ -79,14 +82,13 @@ def _rows(graph: nx.DiGraph, boxes: Sequence[Box]) -> dict[int, int]:
     return {n: used[r - first] for n, r in row.items()}
 
 
-def _neighbours(ways: Sequence[Sequence[Key]]) -> tuple[dict[Key, list[Key]], dict[Key, list[Key]]]:
+def _neighbours(joins: Iterable[tuple[Key, Key]]) -> tuple[dict[Key, list[Key]], dict[Key, list[Key]]]:
     """What each thing is joined to in the row above, and in the row below."""
     above: dict[Key, list[Key]] = {}
     below: dict[Key, list[Key]] = {}
-    for way in ways:
-        for one, other in itertools.pairwise(way):
-            below.setdefault(one, []).append(other)
-            above.setdefault(other, []).append(one)
+    for one, other in joins:
+        below.setdefault(one, []).append(other)
+        above.setdefault(other, []).append(one)
     return above, below
 
 
@@ -140,16 +142,14 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 def _runs(
     rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]]
 ) -> list[tuple[Key, ...]]:
-    """What should stand straight below each other: one passing line, boxes joined one to one."""
+    """What should stand straight below each other: one passing value, boxes joined one to one."""
     above, below = near
     found: dict[Key, list[Key]] = {}
     for key in itertools.chain.from_iterable(rows):
         before = above.get(key, [])
-        follows = (
-            len(before) == 1
-            and below[before[0]] == [key]
-            and isinstance(before[0], tuple) == isinstance(key, tuple)
-        )
+        passes = isinstance(key, tuple)
+        follows = len(before) == 1 and isinstance(before[0], tuple) == passes
+        follows = follows and (passes or below[before[0]] == [key])
         run = found[before[0]] if follows else []
         run.append(key)
         found[key] = run

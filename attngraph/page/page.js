@@ -3,6 +3,7 @@
 
 const passes = [...document.querySelectorAll(".passes > li")];
 const said = document.getElementById("said");
+document.getElementById("without-script").remove();
 
 function make(name, className, text) {
   const made = document.createElement(name);
