@@ -18,10 +18,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def render_attentions(groups: Sequence[Sequence[AttentionEntry]]) -> Html:
     """Panels, one for each group of equal attentions."""
-    return joined(_panel(list(group), f"attention-{n}") for n, group in enumerate(groups))
+    sources: dict[str, str] = {}
+    return joined(_panel(list(group), f"attention-{n}", sources) for n, group in enumerate(groups))
 
 
-def _panel(group: list[AttentionEntry], name: str) -> Html:
+def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str]) -> Html:
     first = group[0]
     drawn = _tiles(first)
     times = f" {TIMES} {len(group)}" if len(group) > 1 else ""
@@ -39,7 +40,7 @@ def _panel(group: list[AttentionEntry], name: str) -> Html:
         tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="region"),
     ])  # fmt: skip
     body = tag("div", tag("div", program, picture), facts, class_="columns")
-    return tag("section", title, body, _kernel(first, name), class_="panel", aria_labelledby=name)
+    return tag("section", title, body, _kernel(first, name, sources), class_="panel", aria_labelledby=name)
 
 
 def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[str, str]]:
@@ -116,7 +117,8 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
         return f"No picture of the mask: {problem}"
 
 
-def _kernel(entry: AttentionEntry, name: str) -> Html:
+def _kernel(entry: AttentionEntry, name: str, sources: dict[str, str]) -> Html:
+    """The source of the kernel; `sources` are those that stand in a panel above, with their ids."""
     if not entry.kernel.source:
         chosen = " " in str(entry.kernel) or not entry.kernel.name
         words = (
@@ -125,6 +127,10 @@ def _kernel(entry: AttentionEntry, name: str) -> Html:
             else f"There is no text of {entry.kernel}: it is a library's, or the report was read from JSON."
         )
         return tag("p", words, class_="hint")
+    above = sources.setdefault(entry.kernel.source, f"{name}-source")
+    if above != f"{name}-source":
+        link = tag("a", "the same as above", href=f"#{above}")
+        return tag("p", f"The source of {entry.kernel} is ", link, ".", class_="hint")
     kernel, lines = entry.kernel.name, entry.kernel.source.rstrip("\n").count("\n") + 1
     return tag(
         "details",

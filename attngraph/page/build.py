@@ -26,7 +26,8 @@ from attngraph.report import CompileReport, folded
 
 _MOST_OPS = 250
 """Ops of a chart that is drawn; of a longer one there is the text alone."""
-_MOST_CHARTS = 24
+_MOST_CHARTS = 40
+"""Charts of a page."""
 _MOST_OPEN = 3
 """Charts that are open at first, those with attentions before others."""
 
@@ -222,31 +223,27 @@ def _graphs(graphs: Sequence[CompileReport]) -> Html:
         "on a keyboard, tab to a chart and use the arrow keys.", class_="hint",
     )  # fmt: skip
     found: list[Html] = [intro]
+    left = _MOST_CHARTS
     for n, graph in enumerate(graphs):
         drawn = charts(read_lines(_final(graph)))
         if drawn:
-            found.append(
-                tag(
-                    "div",
-                    _graph_title(graph, n, len(graphs)),
-                    *_drawings(drawn, f"g{n}", n == 0),
-                    class_="graph",
-                )
-            )
+            title = _graph_title(graph, n, len(graphs))
+            found.append(tag("div", title, *_drawings(drawn, f"g{n}", n == 0, left), class_="graph"))
+            left = max(left - len(drawn), 0)
     return joined(found)
 
 
-def _drawings(drawn: Sequence[Chart], prefix: str, may_open: bool) -> list[Html]:
+def _drawings(drawn: Sequence[Chart], prefix: str, may_open: bool, most: int) -> list[Html]:
+    """The first charts of a graph, at most `most`; those with attentions open before others."""
     ranked = sorted(range(len(drawn)), key=lambda n: -drawn[n].attentions)
     is_open = set(ranked[:_MOST_OPEN]) if may_open else set()
     is_open |= set(range(len(drawn))) if may_open and len(drawn) <= _MOST_OPEN + 1 else set()
-    found = [
-        _drawing(chart, f"{prefix}-chart-{n}", n in is_open) for n, chart in enumerate(drawn[:_MOST_CHARTS])
-    ]
-    if len(drawn) > _MOST_CHARTS:
-        found.append(
-            tag("p", f"{len(drawn) - _MOST_CHARTS} more groups of layers are not drawn.", class_="hint")
+    found = [_drawing(chart, f"{prefix}-chart-{n}", n in is_open) for n, chart in enumerate(drawn[:most])]
+    if len(drawn) > most:
+        words = (
+            f"{plural(len(drawn) - most, 'more group')} of layers not drawn; the passes above hold the text."
         )
+        found.append(tag("p", words, class_="hint"))
     return found
 
 
@@ -265,7 +262,7 @@ def _drawing(chart: Chart, name: str, is_open: bool) -> Html:
             "p", f"{chart.ops:,} ops are too many to draw; the passes above hold the text.", class_="hint"
         )
     else:
-        about = tag("pre", "", class_="about", role="status", aria_label="the op in focus")
+        about = tag("pre", "", class_="about", aria_hidden="true")  # a box's title is its name already
         body = tag("div", tag("div", draw(chart, name), class_="scroll"), about, class_="drawn")
     title = tag("summary", tag("strong", f"{part}{layers}{times}"), tag("span", count, class_="sub"))
     return tag("details", title, body, open=is_open, class_="layer")

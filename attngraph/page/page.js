@@ -26,7 +26,7 @@ function store() {
 }
 
 // Characters that steer the display, written out; as html.py does it.
-const unseen = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufffe\uffff]/g;
+const unseen = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]/gu;
 function visible(text) {
   return text.replace(unseen, (letter) => "\\u" + letter.charCodeAt(0).toString(16).padStart(4, "0"));
 }
@@ -217,6 +217,7 @@ for (const chart of document.querySelectorAll(".chart")) {
     box.addEventListener("click", () => box.focus());
   }
   chart.addEventListener("keydown", (event) => {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
     const ends = { Home: boxes[0], End: boxes.at(-1) };
     const to = ends[event.key] ?? (event.key.startsWith("Arrow") ? nearest(boxes, event.target, event.key) : null);
     if (!to && !event.key.startsWith("Arrow")) return;

@@ -114,6 +114,7 @@ def test_a_fold_shows_the_lines_it_names(
     button = page.get_by_role("button", name="the same change in blocks.1 .. blocks.11")
     button.click()
     unfolded = page.locator(".unfolded")
+    unfolded.locator(".replaced").first.wait_for()
     assert unfolded.locator(".replaced pre:last-child", has_text="attention(").count() == 11
     assert page.locator(".diff pre:last-child > span", has_text="gelu(").count() == 12 * 12
     button.click()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -291,6 +292,20 @@ def test_a_page_that_cannot_be_written_leaves_what_was_there(
 
 def test_a_page_can_be_read_by_others(tmp_path: Path, missed: CompileReport) -> None:
     assert stat.S_IMODE(missed.to_html(tmp_path / "page.html").stat().st_mode) == 0o644
+
+
+def test_equal_kernels_are_written_once(equal_layers: Callable[[int], CompileReport]) -> None:
+    report = equal_layers(2)
+    first, second = report.attention
+    two = dataclasses.replace(report, attention=(first, dataclasses.replace(second, source="model.py:8")))
+    text = page.render(two)
+    assert text.count("int main;") == 1 and 'href="#attention-0-source"' in text
+
+
+def test_a_report_without_texts_says_so(missed: CompileReport) -> None:
+    words = "".join(Structure(page.render(CompileReport.from_json(missed.to_json()))).texts)
+    assert "The text of the graph is not part of this report." in words
+    assert "Point at a box" not in words
 
 
 def test_a_report_of_nothing_has_a_page() -> None:
