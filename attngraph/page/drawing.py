@@ -6,10 +6,10 @@ the focus with the arrow keys and repeats the words beside the picture. Colours 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.page.chart import Box, Chart
-from attngraph.page.html import Html, html, joined, plural, tag
+from attngraph.page.html import Html, joined, plural, tag
 from attngraph.page.layers import Line
 from attngraph.page.layout import Key, Placed, place
 
@@ -20,8 +20,9 @@ _LONGEST = 26
 """Letters of a line in a box."""
 
 
-def draw(chart: Chart, name: str) -> Html:
-    """The SVG of a chart; `name` is its id in the page."""
+def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
+    """The SVG of a chart. `name` is its id in the page, `missed` has the reason for each source line whose
+    softmax was left alone."""
     boxes = chart.boxes()
     texts = [_texts(box) for box in boxes]
     widths = [max(len(text) for text in lines) * _LETTER + 2 * _PAD for lines in texts]
@@ -33,14 +34,18 @@ def draw(chart: Chart, name: str) -> Html:
     bands = list(_bands(boxes, placed, tops, heights))
     margin = _MARGIN + max((len(label) * _LETTER + _LABEL for label, _, _ in bands), default=0.0)
     width, height = placed.width + margin + _MARGIN, bottom + _MARGIN
+    first = _first(boxes)
     title = f"{chart.layers[0] or 'ops of no layer'}: {plural(chart.ops, 'op')}, values flow downwards"
     return tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
         *(_band(label, top, end, margin, width) for label, top, end in bands),
         tag("g", *_lines(placed, tops, heights, margin), class_="wires", aria_hidden="true"),
-        *(_box(box, lines, (placed.middle[n] + margin, tops[n]), (widths[n], heights[n]), n == _first(boxes))
-          for n, (box, lines) in enumerate(zip(boxes, texts, strict=True))),
+        *(
+            _box(box, texts[n], missed, (x, tops[n], widths[n], heights[n]), n == first)
+            for n, box in enumerate(boxes)
+            for x in (placed.middle[n] + margin,)
+        ),
         class_="chart", role="group", aria_labelledby=f"{name}-title",
         viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}",
     )  # fmt: skip
@@ -144,37 +149,40 @@ def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], marg
 
 
 def _box(
-    box: Box, texts: Sequence[str], at: tuple[float, float], size: tuple[float, float], is_first: bool
+    box: Box,
+    texts: Sequence[str],
+    missed: Mapping[str, str],
+    at: tuple[float, float, float, float],
+    is_first: bool,
 ) -> Html:
-    (x, y), (w, h) = at, size
-    kind = "value" if not box.lines else "attention" if box.is_attention else "op"
-    ops = len(box.lines)
+    """One box: the middle of its upper edge, its width and its height are given."""
+    x, y, w, h = at
+    reasons = [reason for line in box.lines if "softmax" in line.op for reason in _reasons(line, missed)]
+    kind = "attention" if box.is_attention else "missed" if reasons else "op" if box.lines else "value"
+    ops = max(len(box.lines), 1)
     words = [
-        tag(
-            "tspan",
-            text,
-            x=f"{x:.0f}",
-            y=f"{y + _LINE * (n + 0.8):.0f}",
-            class_="" if n < max(ops, 1) else "dim",
-        )
+        tag("tspan", text, x=f"{x:.0f}", y=f"{y + _LINE * (n + 0.8):.0f}", class_="" if n < ops else "dim")
         for n, text in enumerate(texts)
     ]
     shape = tag("rect", x=f"{x - w / 2:.1f}", y=f"{y:.0f}", width=f"{w:.1f}", height=f"{h:.0f}", rx=4)
+    title = "\n".join([*_about(box), *(f"not fused: {reason}" for reason in reasons)])
     return tag(
-        "g", tag("title", _about(box)), shape, tag("text", joined(words)),
+        "g", tag("title", title), shape, tag("text", joined(words)),
         class_=kind, role="img", tabindex=0 if is_first else -1,
     )  # fmt: skip
 
 
-def _about(box: Box) -> Html:
+def _reasons(line: Line, missed: Mapping[str, str]) -> list[str]:
+    """Why the softmax of a line was left alone, if it was."""
+    source = line.note.partition("; ")[0]
+    return [missed[source]] if source in missed else []
+
+
+def _about(box: Box) -> list[str]:
     """All there is to say of a box, one line for each op."""
     if not box.lines:
-        named = (
-            f"argument {box.name[4:]} of the model"
-            if box.name.startswith("%arg")
-            else f"{box.name}, computed elsewhere"
-        )
-        return html(named)
+        is_argument = box.name.startswith("%arg")
+        return [f"argument {box.name[4:]} of the model" if is_argument else f"{box.name}, computed elsewhere"]
     found = [f"{line.code.strip()}{f'   {line.note}' if line.note else ''}" for line in box.lines]
     module = box.lines[0].module
-    return html("\n".join([*found, *([f"in {module}"] if module else [])]))
+    return [*found, *([f"in {module}"] if module else [])]

@@ -195,6 +195,13 @@ def test_a_page_of_twelve_real_layers_is_small(tmp_path: Path) -> None:
     assert made.report.to_html(tmp_path / "page.html").stat().st_size < 250_000
 
 
+def test_a_softmax_that_was_left_alone_is_marked_where_it_is_drawn(missed: CompileReport) -> None:
+    text = page.render(missed)
+    assert text.count('class="missed"') == len(missed.missed) == 2
+    for entry in missed.missed:
+        assert html(f"not fused: {entry.reason}") in text
+
+
 def test_lines_that_are_only_numbered_anew_are_equal() -> None:
     old = read_lines(
         "graph(\n) {\n  %0 = neg(%arg0) : f32[2]\n  %1 = cos(%arg0) : f32[2]\n  %2 = exp(%1) : f32[2]\n}"
