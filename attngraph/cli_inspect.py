@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.dump import read_dump
-from attngraph.errors import DumpError
-from attngraph.report import merge
+from attngraph.report import CompileReport, merge
 
 PAGE = "report.html"
 
@@ -45,19 +44,23 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; the exit code."""
-    try:
-        report = merge(read_dump(options.dump))
-        if options.json:
-            whole = {**json.loads(report.to_json()), "parts": [json.loads(g.to_json()) for g in report.parts]}
-            print(json.dumps(whole, indent=2))
-        if options.json and options.out is None and not options.open:
+    """Run the command; the exit code.
+
+    Raises:
+        DumpError: the dump cannot be read, or the page not written.
+    """
+    report = merge(read_dump(options.dump))
+    if options.json:
+        print(json.dumps({**json.loads(report.to_json()), "parts": _parts(report)}, indent=2))
+        if options.out is None and not options.open:
             return 0
-        page = report.to_html(options.out or options.dump / PAGE, options.dump.resolve().name)
-    except DumpError as problem:
-        print(f"attngraph: {problem}", file=sys.stderr)
-        return 2
+    page = report.to_html(options.out or options.dump / PAGE, options.dump.resolve().name)
     print(page, file=sys.stderr if options.json else sys.stdout)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
         print(f"attngraph: no browser was found; open {page} yourself.", file=sys.stderr)
     return 0
+
+
+def _parts(report: CompileReport) -> list[Any]:
+    """The reports of graphs, where there are several."""
+    return [json.loads(part.to_json()) for part in report.parts]

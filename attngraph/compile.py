@@ -28,12 +28,12 @@ from attngraph import report as reporting
 from attngraph.capture import Captured, Structure
 from attngraph.dump import Dump
 from attngraph.entries import AttentionEntry, CacheEntry, KernelEntry
-from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
+from attngraph.errors import CaptureError, NoDecoderError, NotFusedError, meant
 from attngraph.ir.graph import ProgramGraph
 from attngraph.ir.kernels import KERNELS
 from attngraph.ir.nodes import parts
 from attngraph.ir.parser import parse
-from attngraph.passes import DEFAULT_PIPELINE, decoder_pipeline
+from attngraph.passes import DEFAULT_PIPELINE, PASSES, decoder_pipeline
 from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.insert_kv_cache import InsertKVCache
 from attngraph.passes.select_kernels import CHOSEN_LATER, SelectKernels
@@ -68,15 +68,21 @@ class Options:
     passes: tuple[Pass, ...] | None = None
     progress: Callable[[str], None] | None = None
     absorb: str = "auto"
+    disable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         AbsorbMLA(self.absorb)  # says what is wrong with it, if anything is
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
+        known = [step.name for step in (*(self.passes or ()), *PASSES)]
+        for name in self.disable:
+            if name not in known:
+                raise ValueError(f"there is no pass {name!r} to disable; {meant(name, known)}")
 
     def pipeline(self) -> tuple[Pass, ...]:
+        """The passes of a model that keeps nothing."""
         if self.passes is not None:
-            return self.passes
+            return pipeline.without(self.passes, self.disable)
         family = "" if self.backend == "auto" else self.backend
         steps: list[Pass] = []
         for step in DEFAULT_PIPELINE:
@@ -85,7 +91,7 @@ class Options:
             elif isinstance(step, AbsorbMLA):
                 step = AbsorbMLA(self.absorb)
             steps.append(step)
-        return tuple(steps)
+        return pipeline.without(steps, self.disable)
 
 
 @dataclasses.dataclass
@@ -189,8 +195,8 @@ def derive_decoder(
         CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
     """
     start = time.perf_counter()
-    passes = decoder_pipeline(options.backend, absorb=options.absorb)
-    place = next(n for n, step in enumerate(passes) if isinstance(step, InsertKVCache))
+    passes = pipeline.without(decoder_pipeline(options.backend, absorb=options.absorb), options.disable)
+    place = next(n for n, step in enumerate(passes) if step.name == InsertKVCache.name)
     made = _rewritten(target, (), arguments, options, passes[:place], config.proof)
     captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
@@ -241,6 +247,8 @@ def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
 def _kernel(node: fx.Node) -> KernelEntry:
     """The kernel of an attention, with what is emitted for it."""
     found, name = parts(node), str(node.args[6])
+    if not name:
+        return KernelEntry()
     q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
     reads = [r.meta["val"] for r in found.reads]
     return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
@@ -431,18 +439,18 @@ def dynamo_backend(
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
-    cache: Literal[False] = ...,
+    disable: Sequence[str] = ..., cache: Literal[False] = ...,
 ) -> CompiledModule: ...  # fmt: skip
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
-    cache: Literal[True] | CacheConfig,
+    disable: Sequence[str] = ..., cache: Literal[True] | CacheConfig,
 ) -> Decoder: ...  # fmt: skip
 def compile(
     model: Callable[..., Any], *, backend: str = "auto", inductor: bool = False, strict: bool = False,
     dump: str | Path | None = None, passes: Sequence[Pass] | None = None, absorb: str = "auto",
-    cache: bool | CacheConfig = False,
+    disable: Sequence[str] = (), cache: bool | CacheConfig = False,
 ) -> CompiledModule | Decoder:  # fmt: skip
     """A module with the same answers as `model`, in which every attention runs as one fused op.
 
@@ -459,6 +467,7 @@ def compile(
         absorb: for attention whose keys and values are made from one narrow value per token (MLA): "auto"
             writes keys and values out or multiplies queries and results instead, whichever is cheaper at each
             call; "always" and "never" do one of the two.
+        disable: names of passes that are not to run, such as "merge-heads".
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and keeps what
             later tokens need.
 
@@ -471,7 +480,7 @@ def compile(
     """
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
-    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb)
+    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb, disable=disable)
     compiled = CompiledModule(model, options)
     if cache is False:
         return compiled
@@ -480,17 +489,23 @@ def compile(
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
     if passes is not None:
         raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
+    if InsertKVCache.name in options.disable:
+        raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
     return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
 
 
 def make_options(
     backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
     passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
-    absorb: str = "auto",
+    absorb: str = "auto", disable: Sequence[str] = (),
 ) -> Options:  # fmt: skip
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
     chosen = None if passes is None else tuple(passes)
-    return Options(backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb)
+    if isinstance(disable, str):
+        raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
+    return Options(
+        backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb, tuple(disable)
+    )
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:

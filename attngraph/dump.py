@@ -4,6 +4,7 @@
     DIR/graph-0/02-fuse-attention.txt     the graph after each pass that changed something, as it happens
     DIR/graph-0/index.json                every pass with its timing
     DIR/graph-0/report.json               the report, without texts
+    DIR/graph-0/values.json               contents of buffers, which passes may look at
     DIR/graph-0/kernel-00.cpu.compiled.c  what was emitted for attention, each distinct text once
 
 Every graph has a folder of its own. Nothing that is there already is written over.
@@ -15,14 +16,21 @@ import dataclasses
 import json
 import re
 import shutil
+import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from attngraph.entries import KernelEntry, PassRecord
 from attngraph.errors import DumpError
+from attngraph.ir.graph import ProgramGraph
+from attngraph.ir.read import read_graph
+from attngraph.ir.text import input_name
+from attngraph.ir.values import decode, encode
 from attngraph.report import CompileReport
 
 CAPTURE = "capture"
+VALUES = "values.json"
 _ENDINGS = {"cpu": "c", "triton": "py"}
 
 
@@ -47,11 +55,11 @@ class Dump:
                 "Name a folder that can be made."
             ) from problem
 
-    def stage(self, name: str, title: str, notes: Sequence[str], text: str) -> Path:
-        """Write the graph after a pass; the file."""
-        head = [f"# {self.count:02d} {name}   {title}", *(f"# {n}" for n in notes)]
+    def stage(self, name: str, title: str, notes: Sequence[str], head: str, text: str) -> Path:
+        """Write the graph after a pass; the file. `head` and `text` are those of `ir/text.py`."""
+        words = [f"# {self.count:02d} {name}   {title}", *(f"# {n}" for n in notes)]
         path = self.folder / f"{self.count:02d}-{name}.txt"
-        path.write_text("\n".join([*head, text]) + "\n", encoding="utf-8")
+        path.write_text("\n".join([*words, head, text]) + "\n", encoding="utf-8")
         self.count += 1
         return path
 
@@ -67,6 +75,10 @@ class Dump:
             if given.kernel.source:
                 entry["kernel"]["file"] = _kernel_file(kernels.index(given.kernel), given.kernel)
         self._json("report.json", found)
+
+    def values(self, graph: ProgramGraph) -> None:
+        """Write the contents of the buffers and constants that passes look at."""
+        write_values(graph, self.folder / VALUES)
 
     def discard(self) -> None:
         """Remove the folder: what it holds is of an attempt that was not kept."""
@@ -124,9 +136,9 @@ def _read_graph(folder: Path) -> CompileReport:
 
 
 def _graph_text(path: Path) -> str:
-    """A graph's text, without the words before it."""
+    """A graph's text, without the words and the head before it."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    begins = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    begins = next((n for n, line in enumerate(lines) if line.endswith("(")), len(lines))
     return "\n".join(lines[begins:])
 
 
@@ -138,6 +150,53 @@ def _kernel_text(folder: Path, name: str) -> str:
     if not path.is_file():
         raise DumpError(f"{folder} lacks {path.name}, the source of a kernel. Write the dump again.")
     return path.read_text(encoding="utf-8")
+
+
+def write_values(graph: ProgramGraph, path: Path) -> None:
+    """Write what is known of the contents of a graph's inputs; nothing where nothing is."""
+    known = {
+        input_name(given): encode(graph.values[node.name])
+        for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
+        if node.name in graph.values
+    }
+    if known:
+        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str, graph: ProgramGraph) -> Path:
+    """Write the graph before a pass that failed, into the dump or else a new folder; the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="attngraph-failed-")) if dump is None else dump.folder
+    path = folder / f"before-{name}.txt"
+    words = [f"# {line}" for line in about.splitlines()]
+    path.write_text("\n".join([*words, head, text]) + "\n", encoding="utf-8")
+    write_values(graph, folder / VALUES)
+    return path
+
+
+def read_graph_file(path: Path) -> ProgramGraph:
+    """The graph of a dump's file, with the contents of buffers that are kept beside it.
+
+    Raises:
+        DumpError: a file cannot be read. TextError: the text is cut off, or wrong; names the line.
+    """
+    try:
+        graph = read_graph(path.read_text(encoding="utf-8"), path.name)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DumpError(f"cannot read {path}: {problem}. Name a file of a dump, NN-<pass>.txt.") from problem
+    beside = path.with_name(VALUES)
+    if beside.exists():
+        try:
+            known = {name: decode(value) for name, value in json.loads(beside.read_text()).items()}
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, zlib.error) as problem:
+            raise DumpError(f"{beside} is cut off or of another version ({problem}).") from problem
+        for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
+            if input_name(given) in known:
+                graph.values[node.name] = known[input_name(given)]
+    return graph
 
 
 def notes_of(record: PassRecord) -> list[str]:

@@ -57,7 +57,7 @@ def test_a_decoder_has_one_folder_with_all_its_passes(tmp_path: Path) -> None:
 
 def test_an_attempt_that_was_not_kept_leaves_no_folder(tmp_path: Path) -> None:
     dump = Dump(tmp_path)
-    dump.stage("capture", "captured", [], "graph(")
+    dump.stage("capture", "captured", [], "dump 1, level captured", "graph(")
     dump.discard()
     assert not list(tmp_path.iterdir())
 

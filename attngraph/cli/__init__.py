@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from attngraph import cli_inspect, cli_show
-from attngraph.cli import bench, compile, fuzz
+from attngraph.cli import bench, bisect, compile, fuzz, opt
 from attngraph.cli.target import TargetError
-from attngraph.errors import AttnGraphError
+from attngraph.errors import AttnGraphError, DumpError, TextError
 
-COMMANDS = (compile, cli_show, cli_inspect, bench, fuzz)
+COMMANDS = (compile, cli_inspect, opt, bisect, cli_show, bench, fuzz)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         return code
-    except TargetError as problem:
+    except (TargetError, DumpError, TextError) as problem:
         print(f"attngraph: {problem}", file=sys.stderr)
         return 2
     except AttnGraphError as problem:

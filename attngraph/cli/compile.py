@@ -45,6 +45,9 @@ def add(commands: Any) -> None:
         command.add_argument(
             "--absorb", default="auto", choices=WAYS, help="latent attention: the order of multiplication"
         )
+        command.add_argument(
+            "--disable", action="append", default=[], metavar="PASS", help="a pass that is not to run"
+        )
         command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
         command.add_argument(
             "--no-torch-compile",
@@ -67,7 +70,14 @@ def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> in
     tell(f"building {target}")
     model, inputs = load_target(target, batch=options.batch, tokens=tokens)
     made = make_options(
-        options.backend, options.inductor, options.strict, options.dump, None, tell, options.absorb
+        options.backend,
+        options.inductor,
+        options.strict,
+        options.dump,
+        None,
+        tell,
+        options.absorb,
+        options.disable,
     )
     compiled = CompiledModule(model, made)
     with torch.no_grad():

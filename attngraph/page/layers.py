@@ -8,11 +8,12 @@ that is none of a graph's is kept as it is.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+
+from attngraph.ir.literals import read_name
 
 REFERENCE = re.compile(r"""%\w+(?:\.\d+)*|\$(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.\-]+)""")
 """A value or an input, as the text names it."""
@@ -76,10 +77,8 @@ def read_lines(text: str) -> list[Line]:
 
 
 def _unquoted(name: str) -> str:
-    if not name.startswith(("'", '"')):
-        return name
     try:
-        return str(ast.literal_eval(name))
+        return read_name(name, "")
     except (ValueError, SyntaxError):
         return name
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +21,7 @@ from attngraph.entries import (
     PassRecord,
     TracedCall,
 )
+from attngraph.ir.literals import format_name
 from attngraph.report import CompileReport
 
 EVIL = "</script><img src=x onerror=document.body.dataset.owned=1>\"'&`ünï\u202ecode\ud800\x00"
@@ -81,11 +81,6 @@ def decoder() -> CompileReport:
     return made.report
 
 
-def named(name: str) -> str:
-    """A name as a graph's text has it: quoted where it is not plain."""
-    return name if re.fullmatch(r"[\w.\-]+", name) else repr(name)
-
-
 def layers(count: int, fused: bool, name: Callable[[int], str] = "blocks.{}".format) -> str:
     """The text of a model of equal layers, before or after its attentions are fused."""
     lines = ["graph(", "  %arg0: f32[1, s0, 64],", ") {"]
@@ -99,8 +94,8 @@ def layers(count: int, fused: bool, name: Callable[[int], str] = "blocks.{}".for
     last = "%arg0"
     for number in range(count):
         module = name(number)
-        lines.append(f"  [{named(module + '.attn')}]")
-        q = add(f"linear({last}, ${named(module + '.qkv.weight')}) : f32[1, s0, 64]")
+        lines.append(f"  [{format_name('', module + '.attn')}]")
+        q = add(f"linear({last}, {format_name('$', module + '.qkv.weight')}) : f32[1, s0, 64]")
         if fused:
             y = add(f"attention({q}, {q}, {q}) : f32[1, 1, s0, 64]")
             lines += ["          s = 0.125 * dot", "          keep k <= q"]
@@ -108,9 +103,9 @@ def layers(count: int, fused: bool, name: Callable[[int], str] = "blocks.{}".for
             s = add(f"matmul({q}, {q}) : f32[1, s0, s0]")
             p = add(f"softmax({s}, -1) : f32[1, s0, s0]")
             y = add(f"matmul({p}, {q}) : f32[1, s0, 64]")
-        lines.append(f"  [{named(module)}]")
+        lines.append(f"  [{format_name('', module)}]")
         last = add(f"add({last}, {y}) : f32[1, s0, 64]")
-        lines.append(f"  [{named(module + '.mlp')}]")
+        lines.append(f"  [{format_name('', module + '.mlp')}]")
         for _ in range(12):
             last = add(f"gelu({last}) : f32[1, s0, 64]")
     return "\n".join([*lines, f"  return [{last}]", "}"])
