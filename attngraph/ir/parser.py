@@ -15,8 +15,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
+from collections.abc import Iterable
 
 from attngraph.ir import expr as E
 from attngraph.ir import score as S
@@ -33,6 +35,15 @@ _COMPARE = {S.BINARY[op][0]: op for op in S.COMPARISONS}
 _SUM = {"+": "add", "-": "sub"}
 _PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
 _INTEGER = frozenset({"floordiv", "mod", "int", "floor", "ceil", "trunc", "round"})
+_STATEMENTS = {"keep": Keep, "sink": Sink, "s": Score, "p": Weight}
+_CONSTANTS = {"true": E.TRUE, "false": E.FALSE, "inf": E.INF, "nan": E.NAN}
+_VALUES = {"dot": S.DOT, "s": S.SCORE, "p": S.WEIGHT}
+_WORDS = (*S.INDICES, *_VALUES, *_CONSTANTS, "and", "or", "not", "else")
+_ELSEWHERE = {
+    "&": "and", "&&": "and", "|": "or", "||": "or", "!": "not", "~": "not", "^": "**", "=": "==",
+    "maximum": "max", "minimum": "min", "none": "false", "infinity": "inf",
+}  # fmt: skip
+"""How other languages write what has another name here."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,14 +102,19 @@ class _Parser:
         if len(self.tokens) > LONGEST:
             raise ProgramError(f"score program, line {number}: longer than {LONGEST} words.")
         self.place = 0
+        self.kind: type[Statement] = Score
 
-    def fail(self, expected: str) -> ProgramError:
-        kind, found, column = self.tokens[self.place]
-        column += self.offset
+    def fail(self, expected: str, hint: str = "") -> ProgramError:
+        kind, found, _ = self.tokens[self.place]
         shown = found if kind == "end" else f"`{found}`"
+        return self.problem(f"expected {expected}, found {shown}{hint and '; '}{hint}")
+
+    def problem(self, message: str) -> ProgramError:
+        """An error at the next word: its place, the line, and a caret below the word."""
+        column = self.tokens[self.place][2] + self.offset
+        below = "".join("\t" if c == "\t" else " " for c in self.line[:column])
         return ProgramError(
-            f"score program, line {self.number}, column {column + 1}: "
-            f"expected {expected}, found {shown}\n  {self.line}\n  {' ' * column}^"
+            f"score program, line {self.number}, column {column + 1}: {message}\n  {self.line}\n  {below}^"
         )
 
     def accept(self, *texts: str) -> str | None:
@@ -114,6 +130,7 @@ class _Parser:
 
     def statement(self) -> Statement:
         built: Statement
+        self.kind = _STATEMENTS.get(self.tokens[0][1], Score)
         if self.accept("keep"):
             predicate = self.expression()
             built = Keep(predicate, self.expression() if self.accept("else") else E.NEG_INF)
@@ -126,10 +143,21 @@ class _Parser:
             self.expect("=")
             built = Weight(self.expression())
         else:
-            raise self.fail("a statement (`s = ...`, `keep ...`, `sink ...` or `p = ...`)")
+            wanted = "a statement (`s = ...`, `keep ...`, `sink ...` or `p = ...`)"
+            found = self.tokens[self.place]
+            raise self.fail(wanted, _did_you_mean(found[1], _STATEMENTS) if found[0] == "name" else "")
         if self.tokens[self.place][0] != "end":
-            raise self.fail("an operator or the end of the statement")
+            raise self.fail("an operator or the end of the statement", self.after_an_operand())
         return built
+
+    def after_an_operand(self) -> str:
+        """What may be meant by a word that cannot follow an expression."""
+        found, last = self.tokens[self.place][1], self.tokens[self.place - 1][1]
+        if found == "[" and last == "]":
+            return "all indices stand in one bracket: `r0[b, k]`"
+        if found in ("(", "[") and self.tokens[self.place - 1][0] == "name":
+            return f"`{last}` is a value, it takes no arguments"
+        return _did_you_mean(found, ("and", "or", "else"))
 
     def expression(self) -> Expr:
         left = self.conjunction()
@@ -197,7 +225,7 @@ class _Parser:
             self.place += 1
             return E.const(int(text) if text.isdigit() else float(text))
         if kind != "name":
-            raise self.fail("an expression")
+            raise self.fail("an expression", _did_you_mean(text, ()))
         if text in S.FUNCTIONS:
             self.place += 1
             self.expect("(")
@@ -210,19 +238,46 @@ class _Parser:
         return self.name(text)
 
     def name(self, text: str) -> Expr:
-        self.place += 1
-        constants = {"true": E.TRUE, "false": E.FALSE, "inf": E.INF, "nan": E.NAN}
-        values = {"dot": S.DOT, "s": S.SCORE, "p": S.WEIGHT}
-        if text in constants:
-            return constants[text]
-        if text in values:
-            return values[text]
-        if text in S.INDICES:
-            return S.index(text)
+        if text in _CONSTANTS:
+            self.place += 1
+            return _CONSTANTS[text]
+        if text in _VALUES or text in S.INDICES:
+            allowed = S.NAMES[self.kind]
+            if text not in allowed:
+                statement = next(n for n, kind in _STATEMENTS.items() if kind is self.kind)
+                shown = f"`{statement} = ...`" if statement in _VALUES else f"`{statement} ...`"
+                raise self.problem(
+                    f"`{text}` has no meaning in {shown}; allowed there: {', '.join(sorted(allowed))}"
+                )
+            self.place += 1
+            return _VALUES.get(text) or S.index(text)
         if re.fullmatch(r"n\d+", text):
+            self.place += 1
             return E.size(text)
         if re.fullmatch(r"r\d+", text):
-            self.expect("[")
+            self.place += 1
+            if self.accept("[") is None:
+                raise self.fail(
+                    "`[`",
+                    f"`{text}` is a tensor: `{text}[b, k]` is an element of it, `{text}[]` a single number",
+                )
             return E.read(int(text[1:]), self.arguments("]"))
-        self.place -= 1
-        raise self.fail("a name of the score language (b h q k dot s p, n0.., r0[..], a function)")
+        raise self.fail(
+            "a name of the score language (b h q k dot s p, n0.., r0[..], a function)",
+            self.unknown_name(text),
+        )
+
+    def unknown_name(self, text: str) -> str:
+        if text.lower() in ("n", "r"):
+            what = "a size is `n0`, `n1`, .." if text.lower() == "n" else "a tensor is `r0[..]`, `r1[..]`, .."
+            return f"{what}: numbered in the order in which they are given"
+        called = self.tokens[self.place + 1][1] == "("
+        return _did_you_mean(text, S.FUNCTIONS if called else (*_WORDS, *S.FUNCTIONS))
+
+
+def _did_you_mean(found: str, known: Iterable[str]) -> str:
+    word = found.lower()
+    if word in _ELSEWHERE:
+        return f"did you mean `{_ELSEWHERE[word]}`?"
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
+    return f"did you mean `{near[0]}`?" if near else ""

@@ -200,12 +200,17 @@ def index(name: str) -> Expr:
     return E.var(name)
 
 
+NAMES: dict[type[Statement], frozenset[str]] = {
+    Score: frozenset({"dot", "s", *INDICES}),
+    Keep: frozenset({"dot", "s", *INDICES}),
+    Sink: frozenset({"b", "h", "q"}),
+    Weight: frozenset({"p", *INDICES}),
+}
+"""Which names have a meaning in each kind of statement, besides sizes and reads."""
+
+
 def _check_names(statement: Statement) -> None:
-    allowed = {"dot", "s", *INDICES}
-    if isinstance(statement, Sink):
-        allowed = {"b", "h", "q"}
-    elif isinstance(statement, Weight):
-        allowed = {"p", *INDICES}
+    allowed = NAMES[type(statement)]
     parts = (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
     for node in (n for part in parts for n in E.walk(part)):
         if node.op in E.BINDERS or (node.op == "read" and not isinstance(node.value, int)):

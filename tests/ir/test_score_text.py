@@ -164,6 +164,49 @@ def test_a_bad_text_is_refused_with_its_place_and_what_was_expected(
 
 
 @pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("keep k <= qq", "did you mean `q`?"),
+        ("s = tahn(dot)", "did you mean `tanh`?"),
+        ("s = Dot * 2", "did you mean `dot`?"),
+        ("s = maximum(dot, 3)", "did you mean `max`?"),
+        ("kep k <= q", "did you mean `keep`?"),
+        ("S = dot", "did you mean `s`?"),
+        ("keep k <= q && k > 3", "did you mean `and`?"),
+        ("keep k = q", "did you mean `==`?"),
+        ("keep !k", "did you mean `not`?"),
+        ("s = dot ^ 2", "did you mean `**`?"),
+        ("keep k <= q esle 5", "did you mean `else`?"),
+        ("s = r0", "`r0` is a tensor"),
+        ("s = r0(k)", "`r0` is a tensor"),
+        ("s = r0[b][k]", "all indices stand in one bracket"),
+        ("s = r[k]", "a tensor is `r0[..]`"),
+        ("s = n * dot", "a size is `n0`"),
+        ("s = k(3)", "`k` is a value, it takes no arguments"),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_told_what_may_be_meant(text: str, meant: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        parse(text)
+    message, _, caret = str(caught.value).splitlines()
+    assert meant in message
+    assert caret.strip() == "^"
+
+
+@pytest.mark.parametrize("text", ["s = softmax(dot)", "s = dot * xyz", "drop k", "s = dot @ q"])
+def test_nothing_is_guessed_where_nothing_is_near(text: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        parse(text)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_the_caret_stands_below_the_word_also_behind_tabs() -> None:
+    with pytest.raises(ProgramError, match="line 2, column 5") as caught:
+        parse("s = dot\n\ts =\t; keep")
+    assert str(caught.value).endswith("\n  \ts =\t; keep\n  \t   ^")
+
+
+@pytest.mark.parametrize(
     ("text", "name"),
     [
         ("s = p", "p"),
@@ -180,8 +223,10 @@ def test_a_bad_text_is_refused_with_its_place_and_what_was_expected(
     ],
 )
 def test_a_name_is_refused_where_it_has_no_meaning(text: str, name: str) -> None:
-    with pytest.raises(ProgramError, match=f"`{name}` has no meaning"):
+    with pytest.raises(ProgramError, match=f"`{name}` has no meaning") as caught:
         parse(text)
+    _, line, caret = str(caught.value).splitlines()
+    assert line[len(caret) - 1 :].startswith(name)
 
 
 @pytest.mark.parametrize("text", ["p = p\ns = dot", "p = p\nkeep k <= q", "p = p\nsink 1.0"])

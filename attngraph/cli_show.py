@@ -1,0 +1,275 @@
+"""`attngraph show PROGRAM`: a score program normalised, its mask in words and as a picture, what it costs.
+
+PROGRAM is a score program as text, a file that holds one ("-" is standard input), or the name of a well-known
+one (`attngraph/programs.py`). Tensors that a program reads are unknown here, but for well-known programs,
+which come with example tensors. Exit codes: 0, and 2 where the program or an option cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attngraph.ir.parser import parse
+from attngraph.ir.score import ProgramError, ScoreProgram
+from attngraph.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
+from attngraph.programs import WELL_KNOWN
+
+SMALL = 24
+"""Queries and keys of the picture that shows every pair."""
+
+
+class Unusable(Exception):
+    """A program or an option that cannot be used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is shown: a program, and the sizes and tensors it is looked at with; in the small picture too."""
+
+    program: ScoreProgram
+    about: str
+    sizes: tuple[int, ...]
+    reads: tuple[Tensor, ...]
+    small_sizes: tuple[int, ...]
+    small_reads: tuple[Tensor, ...]
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    names = "\n".join(f"  {name:<14} {known.about}" for name, known in WELL_KNOWN.items())
+    show = commands.add_parser(
+        "show",
+        help="a score program: normalised, its mask in words and as a picture, the share that is computed",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"well-known programs:\n{names}\n\n"
+        "examples: attngraph show window --size n0=128\n"
+        '          attngraph show "keep k <= q and k > q - 100 * (h + 1)" --head 0 1 2 --svg mask.svg',
+    )
+    show.add_argument(
+        "program", help="a score program, a file with one, - for standard input, or a name below"
+    )
+    show.add_argument("--queries", type=int, help="how many queries (default: as many as keys, or 1024)")
+    show.add_argument("--keys", type=int, help="how many keys (default: as many as queries)")
+    show.add_argument("--tile", type=int, default=64, help="queries and keys of one tile (default 64)")
+    show.add_argument("--size", nargs="+", default=[], metavar="nN=VALUE", help="the program's sizes")
+    show.add_argument("--head", type=int, nargs="+", default=[0], metavar="H", help="which heads (default 0)")
+    show.add_argument("--width", type=int, default=64, help="width of a head, for operations (default 64)")
+    show.add_argument("--svg", type=Path, metavar="FILE", help="write the picture of the tiles here")
+    show.add_argument("--json", action="store_true", help="print one JSON object")
+    show.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; the exit code."""
+    try:
+        _show(options)
+    except (Unusable, ProgramError, ValueError, IndexError) as problem:
+        print(f"attngraph: {problem}", file=sys.stderr)
+        return 2
+    except RuntimeError as problem:
+        print(f"attngraph: the program has no value here: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _show(options: argparse.Namespace) -> None:
+    queries = options.queries or options.keys or 1024
+    keys = options.keys or queries
+    if min(options.head) < 0 or options.width < 1:
+        raise Unusable("--head counts from 0 and --width must be at least 1.")
+    subject = _subject(options.program, queries, keys, _sizes(options.size))
+    program, heads = subject.program, tuple(dict.fromkeys(options.head))
+    whole = tile_map(program, queries, keys, options.tile, subject.reads, subject.sizes, heads=heads)
+    sides = (min(queries, SMALL), min(keys, SMALL))
+    first = mask_map(program, *sides, subject.small_reads, subject.small_sizes, heads=heads)
+    if options.svg is not None:
+        write_whole(options.svg, to_svg(whole, subject.about))
+    if options.json:
+        print(json.dumps(_as_json(subject, whole, first, options.width), indent=2))
+        return
+    print(_as_text(subject, whole, first, options.width))
+
+
+def _subject(text: str, queries: int, keys: int, sizes: dict[int, int]) -> Subject:
+    known = WELL_KNOWN.get(text)
+    program = parse(known.text if known else _read_program(text))
+    unused = [n for n in sizes if n >= program.sizes]
+    if unused:
+        raise Unusable(f"--size n{unused[0]} is given, but the program names {_names(program.sizes)}.")
+    if known is None:
+        missing = [n for n in range(program.sizes) if n not in sizes]
+        if missing:
+            raise Unusable(f"the program names n{missing[0]}; say what it is: --size n{missing[0]}=128")
+        chosen = tuple(sizes[n] for n in range(program.sizes))
+        return Subject(program, "", chosen, (), chosen, ())
+    chosen = tuple(sizes.get(n, value) for n, value in enumerate(known.sizes))
+    small = chosen if sizes or max(queries, keys) <= SMALL else known.small
+    sides = (min(queries, SMALL), min(keys, SMALL))
+    reads, small_reads = known.reads(queries, keys, chosen), known.reads(*sides, small)
+    return Subject(program, known.about, chosen, reads, small, small_reads)
+
+
+def _names(count: int) -> str:
+    return ", ".join(f"n{n}" for n in range(count)) or "no size"
+
+
+def _read_program(text: str) -> str:
+    """The text of a program: of standard input, of a file, or as it stands."""
+    if text == "-":
+        return sys.stdin.read()
+    path = Path(text)
+    if not re.fullmatch(r"[\w./~\\-]+", text):
+        return text
+    try:
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise Unusable(f"cannot read {path}: {_reason(problem)}") from problem
+    near = difflib.get_close_matches(text.lower(), WELL_KNOWN, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(WELL_KNOWN)}."
+    raise Unusable(f"{text!r} is no score program, no file, and no well-known program; {hint}")
+
+
+def _sizes(given: list[str]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for text in given:
+        match = re.fullmatch(r"n(\d+)=(\d+)", text)
+        if match is None:
+            raise Unusable(f"--size takes n0=128 and the like, found {text!r}.")
+        found[int(match[1])] = int(match[2])
+    return found
+
+
+def _reason(problem: Exception) -> str:
+    return (problem.strerror or str(problem)) if isinstance(problem, OSError) else "it is not text in UTF-8"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all.
+
+    Raises:
+        Unusable: it cannot be written; what stood there still does.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+    except OSError as problem:
+        raise Unusable(f"cannot write {path}: {_reason(problem)}") from problem
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except OSError as problem:
+        Path(name).unlink(missing_ok=True)
+        raise Unusable(f"cannot write {path}: {_reason(problem)}") from problem
+
+
+def _as_text(subject: Subject, whole: TileMap, first: TileMap, width: int) -> str:
+    lines = [subject.about, ""] if subject.about else []
+    lines += [f"  | {line}" for line in str(subject.program).splitlines() or ["(nothing: s = dot)"]]
+    lines += [f"  {f'n{number}':<7} {value}" for number, value in enumerate(subject.sizes)]
+    lines += [f"  {f'r{number}':<7} {_described(read)}" for number, read in enumerate(subject.reads)]
+    lines += [f"  mask    {whole.mask}", "", *_small_heading(subject, first), to_text(first)]
+    if (whole.queries, whole.keys) != (first.queries, first.keys):
+        lines += ["", f"  {whole.queries} queries and {whole.keys} keys, by tiles", to_text(whole)]
+    lines += ["", f"  in tiles of {whole.tile}: {_shares(whole)}", *_cost(whole, width)]
+    return "\n".join(lines)
+
+
+def _small_heading(subject: Subject, first: TileMap) -> list[str]:
+    sides = f"  {first.queries} queries and {first.keys} keys, pair by pair"
+    if subject.small_sizes == subject.sizes:
+        return [sides]
+    return [f"{sides}, with {', '.join(f'n{n} = {v}' for n, v in enumerate(subject.small_sizes))}"]
+
+
+def _described(read: Tensor) -> str:
+    return f"an example: {str(read.dtype).removeprefix('torch.')} {list(read.shape)}"
+
+
+def _shares(whole: TileMap) -> str:
+    return ", ".join(f"{share:.1%} {state}" for state, share in whole.shares.items() if share)
+
+
+def _operations(whole: TileMap, width: int) -> dict[str, int]:
+    """Floating-point operations of both products: of all pairs, and the least and most that are computed."""
+    pairs, each = whole.pairs, 4 * width
+    least = (pairs["full"] + pairs["partial"]) * each
+    return {
+        "all": sum(pairs.values()) * each,
+        "least": least,
+        "most": least + (pairs["filled"] + pairs["unknown"]) * each,
+    }
+
+
+def _cost(whole: TileMap, width: int) -> list[str]:
+    """What the tiles mean in operations, in words."""
+    operations = _operations(whole, width)
+    total, least, most = (operations[name] for name in ("all", "least", "most"))
+    heads = sum(len(panel.pairs) for panel in whole.panels)
+    of = f"{_flops(total)} ({heads} head{'s' if heads > 1 else ''} of width {width}, {4 * width} for a pair)"
+    if least == most:
+        found = [f"  computed: {_flops(most)} of {of}, {most / total:.1%}"]
+    else:
+        found = [
+            f"  computed: {_flops(least)} to {_flops(most)} of {of}, "
+            f"{least / total:.1%} to {most / total:.1%}"
+        ]
+    if whole.pairs["filled"]:
+        found.append("  filled tiles are left out where a run shows that their weights underflow to zero")
+    if whole.looked:
+        found.append(
+            "  tensors were read pair by pair here; kernels go by bounds in a tile, and may compute more"
+        )
+    return found
+
+
+def _flops(count: int) -> str:
+    for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9), ("MFLOP", 10**6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:,} FLOP"
+
+
+def _as_json(subject: Subject, whole: TileMap, first: TileMap, width: int) -> dict[str, Any]:
+    return {
+        "program": str(subject.program),
+        "mask": whole.mask,
+        "sizes": list(subject.sizes),
+        "legend": {mark: state for state, mark in marks().items()},
+        "pairs": {**_picture_json(first), "sizes": list(subject.small_sizes)},
+        "tiles": {**_picture_json(whole), "evaluated": whole.looked},
+        "operations": {"head_width": width, **_operations(whole, width)},
+    }
+
+
+def _picture_json(drawn: TileMap) -> dict[str, Any]:
+    signs = marks()
+    return {
+        "queries": drawn.queries,
+        "keys": drawn.keys,
+        "tile": drawn.tile,
+        "shares": drawn.shares,
+        "fills": list(drawn.fills),
+        "decided_by": list(drawn.unknown),
+        "heads": [
+            {
+                "heads": [h for _, h in panel.pairs],
+                "rows": ["".join(signs[s] for s in row) for row in panel.rows],
+            }
+            for panel in drawn.panels
+        ],
+    }
