@@ -264,6 +264,21 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             logits=logits, past_key_values=None if use_cache is False else past_key_values
         )
 
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, past_key_values: State | None = None, attention_mask: Tensor | None = None,
+        use_cache: bool | None = None, **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What `forward` is called with: of the tokens so far, those that the state has not seen. (What else
+        transformers prepares, from version to version, says where tokens stand; the state knows.)
+        """
+        if past_key_values is not None:
+            total = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
+            input_ids = input_ids[:, past_key_values.length - total :]
+        return {
+            "input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values,
+            "use_cache": use_cache,
+        }  # fmt: skip
+
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the model behind the decoder has tied its own."""
 
