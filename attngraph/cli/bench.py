@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from attngraph.cli.compile import run_demo
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import TargetError
 from attngraph.codegen.benchmark import attention_cpu, decoding, gpu, latent
+from attngraph.codegen.benchmark.plot import Bars, draw
 
 
 def add(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure attention beside what else there is, in one run",
-        epilog="on a GPU: attention, decode and mla beside the card's limits; on the CPU each suite is a run "
-        "of python -m attngraph.codegen.benchmark.attention_cpu (decoding, latent); models: `attngraph demo`",
+        epilog="example: attngraph bench --suite decode --json decode.json --plot decode.png. On a GPU: "
+        "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
+        "python -m attngraph.codegen.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`",
     )
     here = "cuda" if torch.cuda.is_available() else "cpu"
     bench.add_argument("--device", default=here, choices=("cpu", "cuda"))
@@ -48,10 +51,8 @@ def run(options: argparse.Namespace) -> int:
         if code or not suites:
             return code
     if options.device == "cpu" and not options.small:
-        modules = {"attention": attention_cpu, "decode": decoding, "mla": latent}
         for name in suites:
-            file = options.json and options.json.with_name(f"{options.json.stem}-{name}{options.json.suffix}")
-            modules[name].main(["--json", str(file)] if file else [])
+            _measure_cpu(name, options, len(suites) > 1)
         return 0
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     tell = Progress()
@@ -62,8 +63,30 @@ def run(options: argparse.Namespace) -> int:
         found = {**about, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     if options.plot:
-        try:
-            gpu.plot(about, rows, options.plot)
-        except ModuleNotFoundError as problem:
-            raise TargetError('--plot needs matplotlib: pip install "attngraph[plot]"') from problem
+        _draw(gpu.bars(about, rows), options.plot)
     return 0
+
+
+_ON_THE_CPU: dict[str, Any] = {"attention": attention_cpu, "decode": decoding, "mla": latent}
+
+
+def _measure_cpu(name: str, options: argparse.Namespace, is_one_of_several: bool) -> None:
+    """Run one of the CPU's benchmarks; with several, each has files of its own."""
+
+    def own(file: Path) -> Path:
+        return file.with_name(f"{file.stem}-{name}{file.suffix}") if is_one_of_several else file
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = own(options.json) if options.json else Path(folder) / "results.json"
+        _ON_THE_CPU[name].main(["--json", str(file)])
+        if options.plot:
+            _draw(_ON_THE_CPU[name].bars(json.loads(file.read_text())), own(options.plot))
+
+
+def _draw(bars: Bars, path: Path) -> None:
+    try:
+        draw(bars, path)
+    except ModuleNotFoundError as problem:
+        raise TargetError('--plot needs matplotlib: pip install "attngraph[plot]"') from problem
+    except (OSError, ValueError) as problem:
+        raise TargetError(f"cannot draw {path}: {problem}") from problem

@@ -32,6 +32,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
 from attngraph.codegen.benchmark.measure import Measurement, measure
+from attngraph.codegen.benchmark.plot import Bars
 
 HEADS, WIDTH, WINDOW, GLOBAL, CAP, DOCUMENTS = 8, 64, 256, 64, 50.0, 5
 TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -266,6 +267,18 @@ def exponents(rows: Sequence[dict[str, Any]], way: str) -> dict[str, float]:
         for name, p in points.items()
         if len(p) > 1
     }
+
+
+def bars(result: dict[str, Any]) -> Bars:
+    """Times of all ways, of what `--json` writes."""
+    cells = {
+        f"{row['program']}, {row['dtype']}, {row['tokens']}": {
+            way: row[way]["seconds"] * 1e3 for way in WAYS if way in row
+        }
+        for row in result["rows"]
+    }
+    title = f"attention, {HEADS} heads of width {WIDTH}, torch {result['torch']}, {result['threads']} threads"
+    return Bars(title, "milliseconds", cells, log=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

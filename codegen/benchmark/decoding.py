@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.codegen.benchmark.plot import Bars
 
 PROMPT, NEW, SKIPPED = 128, 128, 5
 
@@ -163,6 +164,19 @@ def engine(decoder: attngraph.Decoder, requests: int = 32, places: int = 8) -> d
         decoder.generate([torch.tensor(p) for p, _ in group], max(count for _, count in group))
     fixed = time.perf_counter() - start
     return {"in flight": total / in_flight, "fixed batches": total / fixed, "ratio": fixed / in_flight}
+
+
+def bars(result: dict[str, Any]) -> Bars:
+    """Times of one token, of what `--json` writes."""
+    cells = {
+        f"{name}, {batch}": {what: float(spent) for what, spent in figures["one token"].items()}
+        for name, found in result.items()
+        if isinstance(found, dict)
+        for batch, figures in found.items()
+        if batch.startswith("batch")
+    }
+    title = f"one token after {PROMPT}, torch {result['torch']}, {result['threads']} threads"
+    return Bars(title, "milliseconds", cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,13 +13,11 @@ anything is timed; a candidate that cannot be run says why.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
+from attngraph.codegen.benchmark.plot import Bars
 
 ROUNDS = 9
 WINDOW, CAP = 1024, 30.0
@@ -371,27 +370,11 @@ def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
-    """Shares of the limit, a group of bars for each cell; the format follows the file's name.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    importlib.import_module("matplotlib").use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    cells = list(dict.fromkeys(row.cell for row in rows))
-    names = list(dict.fromkeys(row.name for row in rows if row.share is not None))
-    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.45 * len(cells)))
-    height = 0.8 / max(1, len(names))
-    for place, name in enumerate(names):
-        found = {row.cell: row.share for row in rows if row.name == name and row.share is not None}
-        where = [number + place * height for number, cell in enumerate(cells) if cell in found]
-        axes.barh(where, [100 * found[cell] for cell in cells if cell in found], height, label=name)
-    axes.set_yticks([number + 0.4 for number in range(len(cells))], cells, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("% of the limit that was measured")
-    axes.set_title(f"{about['device']}, torch {about['torch']}, {about['date']}", fontsize=9)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+def bars(about: dict[str, Any], rows: Sequence[Row]) -> Bars:
+    """Shares of the limit that was measured."""
+    cells: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.share is not None:
+            cells.setdefault(row.cell, {})[row.name] = 100 * row.share
+    title = f"{about['device']}, torch {about['torch']}, {about['date']}"
+    return Bars(title, "% of the limit that was measured", cells)

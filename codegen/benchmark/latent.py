@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import attngraph
+from attngraph.codegen.benchmark.plot import Bars
 
 ROUNDS = 15
 
@@ -140,6 +141,17 @@ def operations(theirs: Any, length: int) -> dict[str, dict[str, int]]:
     weights = [m for m in theirs.modules() if isinstance(m, nn.Linear)]
     linear = sum(2 * m.in_features * m.out_features for m in weights)
     return {"counted": found, "formula": formulas(entry, theirs.config, linear, length)}
+
+
+def bars(result: dict[str, Any]) -> Bars:
+    """Times of one token, of what `--json` writes."""
+    cells = {
+        f"{length} kept": {name: float(spent) for name, spent in found["milliseconds"].items()}
+        for length, found in result.items()
+        if isinstance(found, dict)
+    }
+    title = f"one token of latent attention, torch {result['torch']}, {result['threads']} threads"
+    return Bars(title, "milliseconds", cells, log=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
