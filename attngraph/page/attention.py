@@ -106,7 +106,7 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
         return "No picture of the mask: the sizes of the call are not known."
     longest = max(call.queries, call.keys)
     tile = _KERNEL_TILE
-    while tile > 1 and longest <= tile * _SIDE // 2:
+    while tile > 1 and longest < tile * _SIDE // 2:
         tile //= 2
     while longest > tile * _SIDE * 16:
         tile *= 2

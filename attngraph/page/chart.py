@@ -137,7 +137,9 @@ def _whole(name: str) -> str:
 
 
 def _band(line: Line) -> str:
-    """The part of its layer that a line belongs to: `attn` of `h.0.attn.c_attn`; "" for the layer itself."""
+    """The part of its layer that a line belongs to: `attn` of `h.0.attn.c_attn`, `layer.1` of
+    `block.0.layer.1.wi`; "" for the layer itself."""
     if not line.layer:
         return line.module
-    return line.module[len(line.layer) + 1 :].partition(".")[0]
+    first, *more = line.module[len(line.layer) + 1 :].split(".")
+    return f"{first}.{more[0]}" if more and more[0].isdigit() else first

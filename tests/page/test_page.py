@@ -180,6 +180,16 @@ def test_equal_layers_are_drawn_once_and_their_changes_shown_once(
     assert found[1].words().endswith("the same change in blocks.1 .. blocks.60 (60 more times)")
 
 
+def test_what_is_computed_before_the_graph_has_charts_of_its_own() -> None:
+    text = (
+        "prelude(\n  %arg0: f32[2],\n) {\n  [h.0.a]\n  %0 = neg(%arg0) : f32[2]\n  return [%0]\n}\n"
+        "graph(\n  %arg0: f32[2],\n) {\n  [h.0.a]\n  %0 = cos(%arg0) : f32[2]\n"
+        "  []\n  %1 = exp(%0) : f32[2]\n  return [%1]\n}"
+    )
+    found = [(chart.part, chart.layers, chart.ops) for chart in charts(read_lines(text))]
+    assert found == [("prelude", ("h.0",), 1), ("graph", ("h.0",), 1), ("graph", ("",), 1)]
+
+
 @pytest.mark.parametrize("count", [12, 61, 600])
 def test_a_page_grows_little_with_equal_layers(
     count: int, equal_layers: Callable[[int], CompileReport]
@@ -331,6 +341,18 @@ def test_inspect_writes_the_page_of_a_dump(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "run" / "report.html").read_text() == page.render(found, "run")
     assert cli.main(["inspect", str(tmp_path / "run"), "--json"]) == 0
     assert CompileReport.from_json(capsys.readouterr().out).attention[0].name == "blocks.0.attention"
+
+
+def test_inspect_opens_the_page_that_it_wrote(
+    tmp_path: Path, missed: CompileReport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
+    monkeypatch.setattr("attngraph.cli_inspect.read_dump", lambda _: (missed,))
+    out = tmp_path / "a page.html"
+    assert cli.main(["inspect", str(tmp_path), "--open", "--json", "--out", str(out)]) == 0
+    assert opened == [out.as_uri()] and out.is_file()
+    assert CompileReport.from_json(capsys.readouterr().out).missed == missed.missed
 
 
 def test_inspect_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
