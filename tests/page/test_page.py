@@ -254,9 +254,10 @@ def test_blocks_cover_both_texts_in_order(decoder: CompileReport) -> None:
 
 PIECES = st.sampled_from([
     "graph(", "prelude(", ") {", "}", "  [h.0]", "  [h.1.a]", "  [m]", "  []", "  ['h.2.x",
-    "  %arg0: f32[2],", "  $h.0.w: f32[2],", "  %0 = neg(%arg0) : f32[2]", "  %1 = add(%0, $h.0.w) : f32[2]  # m.py:1",
-    "  %2 = reshape(%1, [2]) : f32[2]", "  %3 = attention(%2, %2.1, %9) : f32[2]",
-    "          s = dot", "  %1 = softmax(%1) : f32[2]  # m.py:2", "  return [%3]", "", "words of no graph = (", "  %4 = ",
+    "  %arg0: f32[2],", "  $h.0.w: f32[2],", "  %0 = neg(%arg0) : f32[2]",
+    "  %1 = add(%0, $h.0.w) : f32[2]  # m.py:1", "  %2 = reshape(%1, [2]) : f32[2]",
+    "  %3 = attention(%2, %2.1, %9) : f32[2]", "          s = dot",
+    "  %1 = softmax(%1) : f32[2]  # m.py:2", "  return [%3]", "", "words of no graph = (", "  %4 = ",
 ])  # fmt: skip
 
 
