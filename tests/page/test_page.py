@@ -386,7 +386,7 @@ def test_inspect_opens_the_page_that_it_wrote(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
-    monkeypatch.setattr("attngraph.cli_inspect.read_dump", lambda _: (missed,))
+    monkeypatch.setattr("attngraph.cli.inspect.read_dump", lambda _: (missed,))
     out = tmp_path / "a page.html"
     assert cli.main(["inspect", str(tmp_path), "--open", "--json", "--out", str(out)]) == 0
     assert opened == [out.as_uri()] and out.is_file()
