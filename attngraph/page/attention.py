@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from attngraph.entries import AttentionEntry
@@ -30,17 +31,22 @@ def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str]) -> H
     picture = (
         tag("p", drawn, class_="hint")
         if isinstance(drawn, str)
-        else tag("div", Html(to_svg(drawn, f"Mask: {drawn.mask}")), class_="picture")
+        else tag("div", _picture(drawn, f"{name}-mask"), class_="picture")
     )
     facts = tag(
         "dl", *(row for label, value in _facts(group, drawn) for row in (tag("dt", label), tag("dd", value)))
     )
     program = joined([
         tag("h4", "Score program"),
-        tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="region"),
+        tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="group"),
     ])  # fmt: skip
     body = tag("div", tag("div", program, picture), facts, class_="columns")
-    return tag("section", title, body, _kernel(first, name, sources), class_="panel", aria_labelledby=name)
+    return tag("article", title, body, _kernel(first, name, sources), class_="panel", aria_labelledby=name)
+
+
+def _picture(drawn: TileMap, name: str) -> Html:
+    """The mask's SVG. Equal pictures have equal ids, which may stand in a page once."""
+    return Html(re.sub(r"\battngraph-[0-9a-f]{10}\b", name, to_svg(drawn, f"Mask: {drawn.mask}")))
 
 
 def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[str, str]]:
@@ -106,7 +112,7 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
         return "No picture of the mask: the sizes of the call are not known."
     longest = max(call.queries, call.keys)
     tile = _KERNEL_TILE
-    while tile > 1 and longest <= tile * _SIDE // 2:
+    while tile > 1 and longest < tile * _SIDE // 2:
         tile //= 2
     while longest > tile * _SIDE * 16:
         tile *= 2
@@ -136,7 +142,7 @@ def _kernel(entry: AttentionEntry, name: str, sources: dict[str, str]) -> Html:
         "details",
         tag("summary", f"Source of {kernel} ({plural(lines, 'line')})"),
         tag("button", "Copy", type="button", class_="copy", aria_label=f"Copy {kernel}"),
-        tag("pre", tag("code", entry.kernel.source), tabindex=0, role="region", aria_label=kernel),
+        tag("pre", tag("code", entry.kernel.source), tabindex=0, role="group", aria_label=kernel),
         class_="source", id=f"{name}-source",
     )  # fmt: skip
 

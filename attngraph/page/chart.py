@@ -100,7 +100,6 @@ def _parts(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
 
 def _boxes(chart: Chart) -> list[Box]:
     values = [line for line in chart.lines if line.value]
-    defined = {line.value for line in values}
     readers: dict[str, int] = {}
     for line in values:
         for name in {_whole(n) for n in line.references}:
@@ -111,7 +110,7 @@ def _boxes(chart: Chart) -> list[Box]:
         names = list(dict.fromkeys(_whole(n) for n in line.references if n[0] == "%"))
         band = _band(line)
         for name in names:
-            if name not in defined and name not in place:
+            if name not in place:
                 place[name] = len(boxes)
                 boxes.append(Box((), name, band=band))
         before = place[names[0]] if len(names) == 1 else -1
@@ -137,7 +136,9 @@ def _whole(name: str) -> str:
 
 
 def _band(line: Line) -> str:
-    """The part of its layer that a line belongs to: `attn` of `h.0.attn.c_attn`; "" for the layer itself."""
+    """The part of its layer that a line belongs to: `attn` of `h.0.attn.c_attn`, `layer.1` of
+    `block.0.layer.1.wi`; "" for the layer itself."""
     if not line.layer:
         return line.module
-    return line.module[len(line.layer) + 1 :].partition(".")[0]
+    first, *more = line.module[len(line.layer) + 1 :].split(".")
+    return f"{first}.{more[0]}" if more and more[0].isdigit() else first

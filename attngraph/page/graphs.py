@@ -71,9 +71,8 @@ def _drawings(
 
 
 def _drawing(chart: Chart, name: str, is_open: bool, missed: Mapping[str, str]) -> Html:
-    layers = span_of_names(list(chart.layers)) or (
-        f"outside of layers: {span_of_names([line.module for line in chart.lines])}".removesuffix(": ")
-    )
+    modules = span_of_names([line.module for line in chart.lines])
+    layers = span_of_names(list(chart.layers)) or (f"outside of layers: {modules}" if modules else "all ops")
     times = f" {TIMES} {len(chart.layers)}" if len(chart.layers) > 1 else ""
     part = "" if chart.part == "graph" else f"{chart.part}: "
     each = " each" if len(chart.layers) > 1 else ""

@@ -7,6 +7,7 @@ pairs) are written out as escapes such as `\\u202e`, so that no name can rearran
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from html import escape
@@ -62,12 +63,17 @@ def span_of_names(names: list[str]) -> str:
     names = list(dict.fromkeys(name for name in names if name))
     if len(names) <= 2:
         return " and ".join(names)
-    numbers = [re.findall(r"\d+", name) for name in names]
-    places = [[int(n[i]) for n in numbers] for i in range(len(numbers[0]))] if numbers[0] else []
-    same_form = len({re.sub(r"\d+", "#", name) for name in names}) == 1
-    moving = [p for p in places if len(set(p)) > 1] if same_form else []
-    if len(moving) == 1 and moving[0] == list(range(moving[0][0], moving[0][0] + len(names))):
+    if _counts_up(names):
         return f"{names[0]} .. {names[-1]}"
     if len(names) <= 6:
         return ", ".join(names)
     return f"{', '.join(names[:5])} and {len(names) - 5:,} more"
+
+
+def _counts_up(names: list[str]) -> bool:
+    """Whether names differ in one number alone, which grows by one."""
+    if len({re.sub(r"\d+", "#", name) for name in names}) > 1:
+        return False
+    columns = list(zip(*(map(int, re.findall(r"\d+", name)) for name in names), strict=True))
+    moving = [column for column in columns if len(set(column)) > 1]
+    return len(moving) == 1 and all(b == a + 1 for a, b in itertools.pairwise(moving[0]))

@@ -101,7 +101,7 @@ async function showText(place) {
     const text = texts[Number(place.dataset.text)].join("\n");
     const pre = make("pre", "", text);
     pre.tabIndex = 0;
-    pre.setAttribute("role", "region");
+    pre.setAttribute("role", "group");
     pre.setAttribute("aria-label", "text of the graph");
     const button = make("button", "copy", "Copy");
     button.type = "button";

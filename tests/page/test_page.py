@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import attngraph
 from attngraph import cli, page
 from attngraph.dump import read_dump
+from attngraph.entries import Missed, PassRecord
 from attngraph.errors import DumpError
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.page.chart import charts
@@ -112,7 +115,7 @@ def test_an_attention_shows_program_mask_costs_and_kernel(
     assert "blocks.0.attn .. blocks.11.attn" in words
     for expected in (
         "s = 0.125 * dot\nkeep k <= q", "causal", "cpu.compiled", "int main;", "3e-16",
-        "1.05 MFLOP each over all pairs; in tiles of 2 by 2, 52 % (541 kFLOP) are not empty",
+        "1.05 MFLOP each over all pairs; in tiles of 4 by 4, 53 % (557 kFLOP) are not empty",
         "64 KiB each at the least", "each matrix of scores is 64 KiB more", "512 bytes per token each",
         "left expanded: left",
     ):  # fmt: skip
@@ -150,8 +153,7 @@ def test_controls_are_native_and_headings_do_not_skip(missed: CompileReport) -> 
     levels = [int(name[1]) for name, _ in found.elements if re.fullmatch(r"h[1-6]", name)]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    ids = [attributes["id"] for _, attributes in found.elements if attributes.get("id")]
-    assert len(ids) == len(set(ids))
+    ids = ids_of(found)
     for _, attributes in found.elements:
         for label in (attributes.get("aria-labelledby") or "").split():
             assert label in ids
@@ -160,6 +162,17 @@ def test_controls_are_native_and_headings_do_not_skip(missed: CompileReport) -> 
         *(f"#{s['id']}" for s in found.named("section") if "id" in s),
     }
     assert all(b["type"] == "button" for b in found.named("button"))
+
+
+def ids_of(found: Structure) -> list[str]:
+    ids = [attributes["id"] for _, attributes in found.elements if attributes.get("id")]
+    assert len(ids) == len(set(ids))
+    return [name for name in ids if name]
+
+
+def test_an_id_stands_once_where_masks_look_the_same(pieces: CompileReport) -> None:
+    found = Structure(page.render(pieces))
+    assert {"attention-0-mask", "attention-1-mask"} <= set(ids_of(found))
 
 
 def test_equal_layers_are_drawn_once_and_their_changes_shown_once(
@@ -178,6 +191,16 @@ def test_equal_layers_are_drawn_once_and_their_changes_shown_once(
     assert [type(f) for f in found] == [Hunk, Fold]
     assert found[0].words() == "1 line changed, 3 removed, 3 added"
     assert found[1].words().endswith("the same change in blocks.1 .. blocks.60 (60 more times)")
+
+
+def test_what_is_computed_before_the_graph_has_charts_of_its_own() -> None:
+    text = (
+        "prelude(\n  %arg0: f32[2],\n) {\n  [h.0.a]\n  %0 = neg(%arg0) : f32[2]\n  return [%0]\n}\n"
+        "graph(\n  %arg0: f32[2],\n) {\n  [h.0.a]\n  %0 = cos(%arg0) : f32[2]\n"
+        "  []\n  %1 = exp(%0) : f32[2]\n  return [%1]\n}"
+    )
+    found = [(chart.part, chart.layers, chart.ops) for chart in charts(read_lines(text))]
+    assert found == [("prelude", ("h.0",), 1), ("graph", ("h.0",), 1), ("graph", ("",), 1)]
 
 
 @pytest.mark.parametrize("count", [12, 61, 600])
@@ -229,6 +252,29 @@ def test_blocks_cover_both_texts_in_order(decoder: CompileReport) -> None:
         assert (a, c) == (len(old), len(new))
 
 
+PIECES = st.sampled_from([
+    "graph(", "prelude(", ") {", "}", "  [h.0]", "  [h.1.a]", "  [m]", "  []", "  ['h.2.x",
+    "  %arg0: f32[2],", "  $h.0.w: f32[2],", "  %0 = neg(%arg0) : f32[2]",
+    "  %1 = add(%0, $h.0.w) : f32[2]  # m.py:1", "  %2 = reshape(%1, [2]) : f32[2]",
+    "  %3 = attention(%2, %2.1, %9) : f32[2]", "          s = dot",
+    "  %1 = softmax(%1) : f32[2]  # m.py:2", "  return [%3]", "", "words of no graph = (", "  %4 = ",
+])  # fmt: skip
+
+
+@given(st.lists(PIECES, max_size=40), st.lists(PIECES, max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_any_text_has_a_page(before: list[str], after: list[str]) -> None:
+    record = PassRecord("pass", True, 0.1, 1, 2, (), "", "\n".join(after))
+    report = CompileReport(
+        missed=(Missed("why", "m.py:2"),), passes=(record,), graphs=1, captured="\n".join(before)
+    )
+    Structure(page.render(report))
+    old, new = read_lines(report.captured), read_lines(record.text)
+    blocks = compare(old, new)
+    assert _rows([b for part in fold(blocks, old, new) for b in part.blocks]) == _rows(blocks)
+    assert len(_rows(blocks)) == len(old) + len(new)
+
+
 def test_folds_and_hunks_cover_a_diff(decoder: CompileReport) -> None:
     old, new = read_lines(decoder.captured), read_lines(decoder.passes[0].text or decoder.passes[1].text)
     shown = [b for part in fold(compare(old, new), old, new) for b in part.blocks]
@@ -271,6 +317,8 @@ def test_names_of_equal_things_are_said_shortly() -> None:
     assert span_of_names([f"h.{n}.attn" for n in range(12)]) == "h.0.attn .. h.11.attn"
     assert span_of_names(["h.0", "h.2", "h.4"]) == "h.0, h.2, h.4"
     assert span_of_names(["a", "", "a"]) == "a"
+    assert span_of_names(["m.1", "m", "m.1.2"]) == "m.1, m, m.1.2"
+    assert span_of_names([f"h.{n}.{n}" for n in range(9)]) == "h.0.0, h.1.1, h.2.2, h.3.3, h.4.4 and 4 more"
 
 
 def test_text_is_escaped_and_markup_is_not_escaped_twice() -> None:
@@ -331,6 +379,18 @@ def test_inspect_writes_the_page_of_a_dump(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "run" / "report.html").read_text() == page.render(found, "run")
     assert cli.main(["inspect", str(tmp_path / "run"), "--json"]) == 0
     assert CompileReport.from_json(capsys.readouterr().out).attention[0].name == "blocks.0.attention"
+
+
+def test_inspect_opens_the_page_that_it_wrote(
+    tmp_path: Path, missed: CompileReport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
+    monkeypatch.setattr("attngraph.cli.inspect.read_dump", lambda _: (missed,))
+    out = tmp_path / "a page.html"
+    assert cli.main(["inspect", str(tmp_path), "--open", "--json", "--out", str(out)]) == 0
+    assert opened == [out.as_uri()] and out.is_file()
+    assert CompileReport.from_json(capsys.readouterr().out).missed == missed.missed
 
 
 def test_inspect_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
