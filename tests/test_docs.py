@@ -105,7 +105,7 @@ def version(text: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("page", GENERATED, ids=name_of)
 def test_dumps_and_pictures_are_those_of_a_run_of_today(page: Path, make_dumps: types.ModuleType) -> None:
-    """An older torch captures some operations differently; a newer one asks for the dumps to be written anew."""
+    """An older torch captures some operations differently; for a newer one dumps have to be written anew."""
     written_with = make_dumps.VERSION.search((DOCS / "passes" / "index.md").read_text(encoding="utf-8"))
     assert written_with
     if version(torch.__version__) < version(written_with[0]):
@@ -183,6 +183,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No issues found" in done.stdout + done.stderr
+    assert "griffe" not in done.stdout + done.stderr, done.stdout + done.stderr
     return folder / "site"
 
 
