@@ -52,7 +52,9 @@ def given(page: Path) -> dict[str, object]:
     return {"model": model, "x": ids, "ids": ids, "next_ids": ids[:, -1:]}
 
 
-WITH_EXAMPLES = [page for page in PAGES if examples(page)]
+RUN_ELSEWHERE = {"plugs.md": "test_plugs_examples.py", "testing.md": "test_testing.py"}
+"""Pages whose examples need files or packages of their own: which tests run them."""
+WITH_EXAMPLES = [page for page in PAGES if examples(page) and page.name not in RUN_ELSEWHERE]
 
 
 def name_of(page: Path) -> str:
@@ -83,6 +85,11 @@ def test_the_examples_of_a_page_run_in_order(
 def test_an_example_says_nothing_behind_its_language_but_why_it_is_not_run(page: Path) -> None:
     for line, info, _ in examples(page):
         assert not info or reason_not_to_run(info), f"{page}:{line + 1}: {info}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name in RUN_ELSEWHERE], ids=name_of)
+def test_a_page_that_is_not_run_here_is_run_by_a_test_of_its_own(page: Path) -> None:
+    assert page.name in (ROOT / "tests" / RUN_ELSEWHERE[page.name]).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
