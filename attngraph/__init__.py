@@ -7,11 +7,13 @@ print(compiled.report)                   # what was fused, what was not, and why
 
 from attngraph.compile import CompiledModule, compile, explain
 from attngraph.convert import ConvertedModel, HeadsReport, convert_heads
+from attngraph.entries import AttentionEntry
 from attngraph.errors import (
     AttnGraphError,
     CacheError,
     CaptureError,
     ConversionError,
+    DumpError,
     NoDecoderError,
     NotFusedError,
     VerificationError,
@@ -19,7 +21,7 @@ from attngraph.errors import (
 from attngraph.ir.ops import attention
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError, ScoreProgram
-from attngraph.report import AttentionEntry, CompileReport
+from attngraph.report import CompileReport
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.engine import Engine, Request
 from attngraph.runtime.kv_cache import CacheConfig, KVCache
@@ -36,6 +38,7 @@ __all__ = [
     "ConversionError",
     "ConvertedModel",
     "Decoder",
+    "DumpError",
     "Engine",
     "HeadsReport",
     "KVCache",

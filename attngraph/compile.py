@@ -26,15 +26,20 @@ from attngraph import capture as capturing
 from attngraph import codegen, pipeline
 from attngraph import report as reporting
 from attngraph.capture import Captured, Structure
-from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
+from attngraph.dump import Dump
+from attngraph.entries import AttentionEntry, CacheEntry, KernelEntry
+from attngraph.errors import CaptureError, NoDecoderError, NotFusedError, meant
 from attngraph.ir.graph import ProgramGraph
-from attngraph.passes import DEFAULT_PIPELINE, decoder_pipeline
+from attngraph.ir.kernels import KERNELS
+from attngraph.ir.nodes import parts
+from attngraph.ir.parser import parse
+from attngraph.passes import DEFAULT_PIPELINE, PASSES, decoder_pipeline
 from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.insert_kv_cache import InsertKVCache
 from attngraph.passes.select_kernels import CHOSEN_LATER, SelectKernels
 from attngraph.pieces import Piece, Pieces
 from attngraph.pipeline import Pass
-from attngraph.report import AttentionEntry, CacheEntry, CompileReport
+from attngraph.report import CompileReport
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
@@ -63,15 +68,21 @@ class Options:
     passes: tuple[Pass, ...] | None = None
     progress: Callable[[str], None] | None = None
     absorb: str = "auto"
+    disable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         AbsorbMLA(self.absorb)  # says what is wrong with it, if anything is
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
+        known = [step.name for step in (*(self.passes or ()), *PASSES)]
+        for name in self.disable:
+            if name not in known:
+                raise ValueError(f"there is no pass {name!r} to disable; {meant(name, known)}")
 
     def pipeline(self) -> tuple[Pass, ...]:
+        """The passes of a model that keeps nothing."""
         if self.passes is not None:
-            return self.passes
+            return pipeline.without(self.passes, self.disable)
         family = "" if self.backend == "auto" else self.backend
         steps: list[Pass] = []
         for step in DEFAULT_PIPELINE:
@@ -80,28 +91,44 @@ class Options:
             elif isinstance(step, AbsorbMLA):
                 step = AbsorbMLA(self.absorb)
             steps.append(step)
-        return tuple(steps)
+        return pipeline.without(steps, self.disable)
+
+
+@dataclasses.dataclass
+class _Rewritten:
+    """A captured call after the passes; `before` is the graph as it was captured, if it is kept."""
+
+    captured: Captured
+    result: pipeline.Result
+    dump: Dump | None
+    before: ProgramGraph | None
 
 
 def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False,
-) -> tuple[Captured, pipeline.Result, ProgramGraph | None]:  # fmt: skip
+) -> _Rewritten:  # fmt: skip
     """Capture one call and run the passes; where a symbolic size was in a pass's way, once more with that
-    size as a number. With `keep`, also the graph as it was captured."""
+    size as a number."""
     tell = options.progress or (lambda stage: None)
-    tell("capture")
-    captured = capturing.capture(target, args, kwargs)
-    before = captured.graph.copy() if keep else None
-    result = pipeline.run(captured.graph, passes, options.dump, options.progress)
-    if result.obstacles:
+
+    def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
-        numbered = capturing.capture(target, args, kwargs, captured.dimensions(result.obstacles))
-        copied = numbered.graph.copy() if keep else None
-        again = pipeline.run(numbered.graph, passes, options.dump, options.progress)
-        if len(again.missed) < len(result.missed):
-            return numbered, again, copied
-    return captured, result, before
+        captured = capturing.capture(target, args, kwargs, fixed)
+        before = captured.graph.copy() if keep else None
+        dump = None if options.dump is None else Dump(options.dump)
+        result = pipeline.run(captured.graph, passes, dump, options.progress)
+        return _Rewritten(captured, result, dump, before)
+
+    first = attempt()
+    if not first.result.obstacles:
+        return first
+    second = attempt(first.captured.dimensions(first.result.obstacles))
+    better = len(second.result.missed) < len(first.result.missed)
+    kept, other = (second, first) if better else (first, second)
+    if other.dump is not None:
+        other.dump.discard()
+    return kept
 
 
 def compile_graph(
@@ -111,12 +138,19 @@ def compile_graph(
 
     Raises:
         CaptureError: torch.export cannot follow it. NotFusedError: under `strict`, something that looks
-            like attention was left alone.
+            like attention was left alone. DumpError: the dump cannot be written.
     """
     start = time.perf_counter()
-    captured, result, _ = _rewritten(target, args, kwargs, options, options.pipeline())
-    graph = captured.graph
+    made = _rewritten(target, args, kwargs, options, options.pipeline())
+    result, graph = made.result, made.captured.graph
     entries = tuple(_entries(graph))
+    run = _runner(options)(graph)
+    seconds = time.perf_counter() - start
+    report = CompileReport(
+        entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured
+    )
+    if made.dump is not None:
+        made.dump.finish(report)
     if options.strict and result.missed:
         first = result.missed[0]
         raise NotFusedError(
@@ -124,10 +158,7 @@ def compile_graph(
             f"{first.source or 'an unknown line'}: {first.reason}.\n"
             "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
         )
-    run = _runner(options)(graph)
-    seconds = time.perf_counter() - start
-    report = CompileReport(entries, tuple(result.missed), tuple(result.records), (), seconds)
-    return Executable(captured, _owner(target), run, report)
+    return Executable(made.captured, _owner(target), run, report)
 
 
 def _owner(target: Callable[..., Any]) -> nn.Module:
@@ -164,14 +195,15 @@ def derive_decoder(
         CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
     """
     start = time.perf_counter()
-    passes = decoder_pipeline(options.backend, absorb=options.absorb)
-    place = next(n for n, step in enumerate(passes) if isinstance(step, InsertKVCache))
-    captured, result, whole = _rewritten(target, (), arguments, options, passes[:place], config.proof)
+    passes = pipeline.without(decoder_pipeline(options.backend, absorb=options.absorb), options.disable)
+    place = next(n for n, step in enumerate(passes) if step.name == InsertKVCache.name)
+    made = _rewritten(target, (), arguments, options, passes[:place], config.proof)
+    captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
     rest = (InsertKVCache(names.index(name), logits), *passes[place + 1 :])
     try:
-        last = pipeline.run(graph, rest, options.dump, options.progress)
+        last = pipeline.run(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
         if not result.missed:
             raise
@@ -182,8 +214,8 @@ def derive_decoder(
         ) from problem
     assert graph.cache is not None
     report = CompileReport(
-        tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records), (),
-        time.perf_counter() - start,
+        tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
+        captured=result.captured,
     )  # fmt: skip
     run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
     step = Step(graph, _owner(target), name, names, report, run)
@@ -198,6 +230,8 @@ def derive_decoder(
         len(graph.cache.fixed), step.limit, error,
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
+    if made.dump is not None:
+        made.dump.finish(step.report)
     return step
 
 
@@ -206,8 +240,18 @@ def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
     for part in (g for g in (graph.prelude, graph) if g is not None):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
             chosen_later = node.target in CHOSEN_LATER
-            kernel = "chosen by the number of new tokens" if chosen_later else str(node.args[6])
+            kernel = KernelEntry("chosen by the number of new tokens") if chosen_later else _kernel(node)
             yield dataclasses.replace(node.meta["attention"], kernel=kernel)
+
+
+def _kernel(node: fx.Node) -> KernelEntry:
+    """The kernel of an attention, with what is emitted for it."""
+    found, name = parts(node), str(node.args[6])
+    if not name:
+        return KernelEntry()
+    q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
+    reads = [r.meta["val"] for r in found.reads]
+    return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
 
 
 def _place_of_logits(structure: Structure) -> int:
@@ -395,18 +439,18 @@ def dynamo_backend(
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
-    cache: Literal[False] = ...,
+    disable: Sequence[str] = ..., cache: Literal[False] = ...,
 ) -> CompiledModule: ...  # fmt: skip
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
-    cache: Literal[True] | CacheConfig,
+    disable: Sequence[str] = ..., cache: Literal[True] | CacheConfig,
 ) -> Decoder: ...  # fmt: skip
 def compile(
     model: Callable[..., Any], *, backend: str = "auto", inductor: bool = False, strict: bool = False,
     dump: str | Path | None = None, passes: Sequence[Pass] | None = None, absorb: str = "auto",
-    cache: bool | CacheConfig = False,
+    disable: Sequence[str] = (), cache: bool | CacheConfig = False,
 ) -> CompiledModule | Decoder:  # fmt: skip
     """A module with the same answers as `model`, in which every attention runs as one fused op.
 
@@ -423,6 +467,7 @@ def compile(
         absorb: for attention whose keys and values are made from one narrow value per token (MLA): "auto"
             writes keys and values out or multiplies queries and results instead, whichever is cheaper at each
             call; "always" and "never" do one of the two.
+        disable: names of passes that are not to run, such as "merge-heads".
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and keeps what
             later tokens need.
 
@@ -435,7 +480,7 @@ def compile(
     """
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
-    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb)
+    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb, disable=disable)
     compiled = CompiledModule(model, options)
     if cache is False:
         return compiled
@@ -444,17 +489,23 @@ def compile(
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
     if passes is not None:
         raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
+    if InsertKVCache.name in options.disable:
+        raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
     return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
 
 
 def make_options(
     backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
     passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
-    absorb: str = "auto",
+    absorb: str = "auto", disable: Sequence[str] = (),
 ) -> Options:  # fmt: skip
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
     chosen = None if passes is None else tuple(passes)
-    return Options(backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb)
+    if isinstance(disable, str):
+        raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
+    return Options(
+        backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb, tuple(disable)
+    )
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known: what may be meant, or what there is."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}."
+
 
 class AttnGraphError(RuntimeError):
     """Base of every error of attngraph's own."""
@@ -24,6 +34,15 @@ class VerificationError(AttnGraphError):
     """A program graph breaks a rule of its level: a bug in a pass."""
 
 
+class PassError(AttnGraphError):
+    """A pass that failed: a bug of ours. `name` is the pass, `file` the graph before it, if it could be
+    written."""
+
+    def __init__(self, message: str, name: str, file: str = "") -> None:
+        super().__init__(message)
+        self.name, self.file = name, file
+
+
 class NoDecoderError(AttnGraphError):
     """No decoder can be derived from a model: says which operation is in the way, where, and why."""
 
@@ -38,3 +57,11 @@ class ConversionError(AttnGraphError):
 
 class CacheError(AttnGraphError):
     """A call of a decoder that its state cannot serve: too many tokens, rows that do not match."""
+
+
+class DumpError(AttnGraphError):
+    """A dump that cannot be written, or read: says which file, and what is wrong with it."""
+
+
+class TextError(AttnGraphError):
+    """The text of a graph that cannot be read: says which line, and what is wrong with it."""

@@ -16,8 +16,9 @@ import torch
 from torch import fx, nn
 
 from attngraph import report as reporting
+from attngraph.entries import Break
 from attngraph.errors import CaptureError
-from attngraph.report import Break, CompileReport
+from attngraph.report import CompileReport
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,19 @@ neither what came before it nor what comes after.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
+import shlex
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from attngraph.dump import CAPTURE, Dump, notes_of, write_failed
+from attngraph.entries import PassRecord
+from attngraph.errors import AttnGraphError, PassError, VerificationError
 from attngraph.ir.graph import Level, ProgramGraph, verify
-from attngraph.ir.text import format_graph
+from attngraph.ir.text import format_file
 
 log = logging.getLogger(__name__)
 
@@ -52,48 +54,66 @@ class Pass(Protocol):
     def run(self, graph: ProgramGraph) -> Outcome: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class PassRecord:
-    """One run of one pass. `before` and `after` count computing ops."""
-
-    name: str
-    changed: bool
-    seconds: float
-    before: int
-    after: int
-    notes: tuple[str, ...]
-
-
 @dataclasses.dataclass
 class Result:
-    """What a pipeline did."""
+    """What a pipeline did. `captured` is the graph before it, as text."""
 
+    captured: str = ""
     records: list[PassRecord] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
     obstacles: set[str] = dataclasses.field(default_factory=set)
 
 
+@dataclasses.dataclass(frozen=True)
+class Disabled:
+    """A pass that was asked not to run. The graph is declared to be at the level that it would yield, and is
+    held to that."""
+
+    step: Pass
+
+    @property
+    def name(self) -> str:
+        return self.step.name
+
+    @property
+    def requires(self) -> Level:
+        return self.step.requires
+
+    @property
+    def yields(self) -> Level:
+        return self.step.yields
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        return Outcome(["disabled"])
+
+
+def without(passes: Sequence[Pass], disabled: Collection[str]) -> tuple[Pass, ...]:
+    """The passes, those of these names disabled."""
+    return tuple(Disabled(step) if step.name in disabled else step for step in passes)
+
+
 def run(
     graph: ProgramGraph,
     passes: Sequence[Pass],
-    dump: Path | None = None,
+    dump: Dump | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Result:
     """Run the passes in order on `graph`, in place.
 
     Args:
-        dump: a directory for one text file per pass that changed something, and an index.
+        dump: where the graph is written after each pass that changed something.
         progress: told the name of each pass as it starts.
 
     Raises:
-        ValueError: a pass needs another level than the graph has.
-        VerificationError: a pass left a graph that breaks its level's rules.
+        ValueError: a pass needs another level than the graph has, or cannot be disabled.
+        PassError: a pass failed, or left a graph that breaks its level's rules; the graph before it is
+            written to a file, and the message has the command that runs the pass on it again.
     """
-    result = Result()
-    writer = _Dump(dump) if dump is not None else None
-    if writer is not None:
-        writer.write("capture", graph, "captured", [])
-    text = format_graph(graph)
+    head, text = format_file(graph)
+    result = Result(text)
+    if dump is not None and dump.count == 0:
+        dump.values(graph)
+        dump.stage(CAPTURE, graph.level.name.lower(), [], head, text)
     for step in passes:
         if graph.level != step.requires:
             raise ValueError(
@@ -102,61 +122,75 @@ def run(
             )
         if progress is not None:
             progress(step.name)
-        start = time.perf_counter()
-        before, level = graph.op_count(), graph.level
-        outcome = step.run(graph)
-        graph.level = step.yields
-        graph.clean()
-        verify(graph)
-        seconds = time.perf_counter() - start
-        text, previous = format_graph(graph), text
-        changed = text != previous
-        record = PassRecord(step.name, changed, seconds, before, graph.op_count(), tuple(outcome.notes))
+        level = graph.level
+        try:
+            outcome, record, head, text = _run_one(step, graph, text)
+        except AttnGraphError as problem:
+            if isinstance(problem, VerificationError):
+                raise _failed(step, problem, head, text, graph, dump) from problem
+            raise
+        except Exception as problem:
+            raise _failed(step, problem, head, text, graph, dump) from problem
         result.records.append(record)
         result.missed += outcome.missed
         result.obstacles |= outcome.obstacles
-        log.info("%s: %d -> %d ops in %.3f s", step.name, before, record.after, seconds)
+        log.info("%s: %d -> %d ops in %.3f s", step.name, record.before, record.after, record.seconds)
         for note in outcome.notes:
             log.debug("%s: %s", step.name, note)
         _trace_artifact(step.name, text)
-        if writer is not None and changed:
-            title = f"{level.name.lower()} -> {graph.level.name.lower()}   {before} -> {record.after} ops"
-            writer.write(step.name, graph, title, [*_options(step), *outcome.notes])
-    if writer is not None:
-        writer.index(result)
+        if dump is not None and record.changed:
+            levels = f"{level.name.lower()} -> {graph.level.name.lower()}"
+            title = f"{levels}   {record.before} -> {record.after} ops"
+            dump.stage(step.name, title, notes_of(record), head, text)
     return result
 
 
-def _options(step: Pass) -> list[str]:
-    """The pass's own options, where it has any."""
-    fields: Any = dataclasses.fields(step) if dataclasses.is_dataclass(step) else ()
-    shown = [
+def _run_one(step: Pass, graph: ProgramGraph, text: str) -> tuple[Outcome, PassRecord, str, str]:
+    """Run and verify a pass on a graph that prints as `text`; what it says, its record, the new head and
+    text."""
+    start = time.perf_counter()
+    before = graph.op_count()
+    outcome = step.run(graph)
+    graph.level = step.yields
+    graph.clean()
+    verify(graph)
+    seconds = time.perf_counter() - start
+    head, after = format_file(graph)
+    changed = after != text
+    record = PassRecord(
+        step.name, changed, seconds, before, graph.op_count(), tuple(outcome.notes), _options(step),
+        after if changed else "",
+    )  # fmt: skip
+    return outcome, record, head, after
+
+
+def _failed(
+    step: Pass, problem: Exception, head: str, text: str, graph: ProgramGraph, dump: Dump | None
+) -> Exception:
+    """What is raised for a pass that failed, with the graph before it in a file."""
+    if isinstance(step, Disabled):
+        return ValueError(f"{step.name} cannot be disabled for this model: {problem}")
+    about = f"pass {step.name} failed: {type(problem).__name__}: {problem}"
+    options = _options(step)
+    command = f"{step.name}({options})" if options else step.name
+    try:
+        file = write_failed(dump, step.name, about, head, text, graph)
+    except OSError as reason:
+        return PassError(f"{about}\n(The graph before it could not be written: {reason}.)", step.name)
+    return PassError(
+        f"{about}\nThe graph before it is in {file}. What to do: report it with that file. "
+        f"To run the pass on it again:\n    attngraph opt {shlex.quote(str(file))} -p {shlex.quote(command)}",
+        step.name, str(file),
+    )  # fmt: skip
+
+
+def _options(step: Pass) -> str:
+    """The pass's own options in words, where it has any."""
+    plain: Any = None if isinstance(step, Disabled) or not dataclasses.is_dataclass(step) else step
+    fields = () if plain is None else dataclasses.fields(plain)
+    return ", ".join(
         f"{f.name}={getattr(step, f.name)!r}" for f in fields if f.name not in ("name", "requires", "yields")
-    ]
-    return [f"options: {', '.join(shown)}"] if shown else []
-
-
-class _Dump:
-    """`NN-<pass>.txt` files in a directory of their own, and `index.json` with the timings."""
-
-    def __init__(self, root: Path) -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        number = 0
-        while (root / f"graph-{number}").exists():
-            number += 1
-        self.folder = root / f"graph-{number}"
-        self.folder.mkdir()
-        self.count = 0
-
-    def write(self, name: str, graph: ProgramGraph, title: str, notes: Sequence[str]) -> None:
-        head = [f"# {self.count:02d} {name}   {title}", *(f"# {n}" for n in notes)]
-        path = self.folder / f"{self.count:02d}-{name}.txt"
-        path.write_text("\n".join([*head, format_graph(graph)]) + "\n")
-        self.count += 1
-
-    def index(self, result: Result) -> None:
-        entries = [dataclasses.asdict(r) for r in result.records]
-        (self.folder / "index.json").write_text(json.dumps(entries, indent=2) + "\n")
+    )
 
 
 def _trace_artifact(name: str, text: str) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 import attngraph
 from attngraph import pipeline
 from attngraph.capture import capture
+from attngraph.dump import Dump
 from attngraph.models.attention import AttentionConfig, HeadByHeadAttention
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
@@ -95,8 +96,9 @@ def converted(folder: Path) -> None:
     config = CausalAttentionConfig(width=32, heads=4, key_width=8, value_width=8, max_tokens=64, bias=False)
     with torch.no_grad():
         graph = capture(CausalSelfAttention(config).eval(), (torch.randn(2, 7, 32),), {}).graph
-        pipeline.run(graph, (Canonicalize(), FuseAttention(), MergeHeads()), dump=folder)
-        pipeline.run(graph, (ConvertHeads(2),), dump=folder)
+        dump = Dump(folder)
+        pipeline.run(graph, (Canonicalize(), FuseAttention(), MergeHeads()), dump)
+        pipeline.run(graph, (ConvertHeads(2),), dump)
 
 
 CASES: dict[str, Callable[[Path], None]] = {

@@ -1,6 +1,15 @@
 """The passes, one rewrite per file, and the order in which they run."""
 
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from typing import Any
+
+from attngraph.errors import meant
 from attngraph.ir.graph import Level
+from attngraph.ir.literals import split
 from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
@@ -19,6 +28,37 @@ DEFAULT_PIPELINE: tuple[Pass, ...] = (
     ReassociateLinear(),
     SelectKernels(),
 )
+
+PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, InsertKVCache(), Tidy())
+"""Every pass by which a graph can be rewritten on its own."""
+
+
+def pass_named(text: str) -> Pass:
+    """The pass that is written as `absorb-mla`, or with options, as `absorb-mla(absorb='always')`.
+
+    Raises:
+        ValueError: there is no such pass, or it has no such option.
+    """
+    found = re.fullmatch(r"([\w-]+)(?:\((.*)\))?", text.strip())
+    known = {step.name: step for step in PASSES}
+    name = found[1] if found else text
+    if found is None or name not in known:
+        raise ValueError(f"there is no pass {name!r}; {meant(name, known)}")
+    step: Any = known[name]
+    options = [f.name for f in dataclasses.fields(step) if f.name not in ("name", "requires", "yields")]
+    given: dict[str, Any] = {}
+    for part in split(found[2] or ""):
+        option, _, value = part.partition("=")
+        if option.strip() not in options:
+            raise ValueError(
+                f"pass {name} has no option {option.strip()!r}; {meant(option.strip(), options)}"
+            )
+        try:
+            given[option.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError) as problem:
+            raise ValueError(f"pass {name}: {value.strip()!r} is no value for {option.strip()}.") from problem
+    made: Pass = dataclasses.replace(step, **given)
+    return made
 
 
 def decoder_pipeline(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from attngraph.entries import LatentEntry
 from attngraph.ir import cost
 from attngraph.ir import expr as E
 from attngraph.ir.cost import LatentSizes
@@ -41,7 +42,6 @@ from attngraph.meaning.latent import Latent, Latents, Obstacle, Stretch
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.fold_weights import Folded, NotFolded, fold_query, fold_result, hoist, projection_of
 from attngraph.pipeline import Outcome
-from attngraph.report import LatentEntry
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

@@ -13,6 +13,7 @@ from torch import fx
 
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, infer
+from attngraph.ir.source import ORIGIN
 from attngraph.meaning.attention import Operand
 from attngraph.meaning.layout import Step
 
@@ -34,11 +35,7 @@ class Builder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.graph.inserting_before(self.anchor):
             node: fx.Node = self.graph.graph.call_function(target, args, kwargs)
-        node.meta = {
-            key: self.anchor.meta[key]
-            for key in ("stack_trace", "nn_module_stack")
-            if key in self.anchor.meta
-        }
+        node.meta = {key: self.anchor.meta[key] for key in ORIGIN if key in self.anchor.meta}
         self.made.append(node)
         node.meta["val"] = infer(target, args, kwargs, self.graph.fake_mode())
         return node

@@ -22,7 +22,7 @@ from attngraph.errors import ConversionError
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Input, Level, Pooling, ProgramGraph, infer, op_name
-from attngraph.ir.source import source_of
+from attngraph.ir.source import ORIGIN, source_of
 from attngraph.meaning import check
 from attngraph.meaning import simplify as M
 from attngraph.meaning.element import Meaning
@@ -206,7 +206,7 @@ class _Conversion:
             with self.graph.graph.inserting_after(node):
                 args = (node, product.feature, order)
                 made = self.graph.graph.call_function(aten.index_select.default, args)
-            made.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+            made.meta = {k: v for k, v in node.meta.items() if k in ORIGIN}
             made.meta["val"] = infer(made.target, made.args, {}, self.graph.fake_mode())
             for user in users:
                 user.replace_input_with(node, made)

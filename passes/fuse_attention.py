@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import networkx as nx
@@ -21,8 +21,10 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from attngraph.entries import AttentionEntry, KernelEntry, Missed, TracedCall
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Level, ProgramGraph, dependence, memory_of
+from attngraph.ir.nodes import parts
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError
 from attngraph.ir.source import module_of, source_of
@@ -33,7 +35,6 @@ from attngraph.meaning.element import Meaning, evaluate_size, size_expression, t
 from attngraph.meaning.program import Seed
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
-from attngraph.report import AttentionEntry, Missed
 
 log = logging.getLogger(__name__)
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
@@ -136,7 +137,7 @@ class _Fusion:
         old.replace_all_uses_with(new)
         self.graph.graph.erase_node(old)
         whole = next(n for n in builder.made if n.target is torch.ops.attngraph.attention.default)
-        whole.meta["attention"] = self._entry(claim, verdict)
+        whole.meta["attention"] = self._entry(claim, verdict, whole)
         return None
 
     def _used_elsewhere(self, claim: Attention) -> str | None:
@@ -181,7 +182,7 @@ class _Fusion:
         self.contents.append(tensor)
         return len(self.contents) - 1
 
-    def _entry(self, claim: Attention, verdict: Verdict) -> AttentionEntry:
+    def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)
         self.fused += 1
         shown = " and ".join(
@@ -195,7 +196,7 @@ class _Fusion:
             name=module_of(claim.node), program=str(claim.program), heads=self._number(claim.heads),
             kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
             value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
-            kernel="", error=verdict.error,
+            kernel=KernelEntry(), error=verdict.error, call=_call(whole, self.graph.hints),
         )  # fmt: skip
 
     def _adopt(self, node: fx.Node) -> None:
@@ -204,20 +205,11 @@ class _Fusion:
         named: dict[str, Any] = dict(zip((*names, "kernel"), node.args, strict=False)) | node.kwargs
         node.args = (*(named[n] for n in names), named.get("kernel", ""))
         node.kwargs = {}
-        q, k, v = (named[n].meta["val"].shape for n in names[:3])
-        heads, kv_heads, head_dim, value_dim = (
-            self._number(size_expression(s)) for s in (q[1], k[1], q[3], v[3])
-        )
-        program = parse(named["program"])
-        node.meta["attention"] = AttentionEntry(
-            name=module_of(node), program=str(program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            value_dim=value_dim, mask=masks.describe(program), source=source_of(node), kernel="",
-            error=0.0, numerics="exact",
-        )  # fmt: skip
+        node.meta["attention"] = describe(node, self.graph.hints)
 
     def _number(self, extent: Expr) -> int:
         """A size as it was in the traced call."""
-        return int(evaluate_size(extent, self.graph.hints))
+        return _number(extent, self.graph.hints)
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
@@ -231,6 +223,39 @@ class _Fusion:
             self.outcome.missed.append(Missed(why.reason, source, module_of(node)))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {why.reason}")
+
+
+def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
+    """What the report says of an attention node that stands in a graph already."""
+    found = parts(node)
+    program = parse(found.program)
+    q, k, v = (n.meta["val"].shape for n in (found.q, *found.keys))
+    heads, kv_heads, head_dim, value_dim = (
+        _number(size_expression(s), hints) for s in (q[1], k[1], q[3], v[3])
+    )
+    return AttentionEntry(
+        name=module_of(node), program=str(program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        value_dim=value_dim, mask=masks.describe(program), source=source_of(node), kernel=KernelEntry(),
+        error=0.0, numerics="exact", call=_call(node, hints),
+    )  # fmt: skip
+
+
+def _call(whole: fx.Node, hints: Mapping[str, int]) -> TracedCall:
+    """The sizes of an attention node in the traced call."""
+    found = parts(whole)
+    q, k = found.q.meta["val"], found.keys[0].meta["val"]
+    batch, queries, keys = (_number(size_expression(s), hints) for s in (q.shape[0], q.shape[2], k.shape[2]))
+    numbers = (s if isinstance(s, int) else s.meta["val"] for s in found.sizes)
+    reads = (r.meta["val"] for r in found.reads)
+    return TracedCall(
+        batch, queries, keys, str(q.dtype).removeprefix("torch."),
+        tuple(_number(size_expression(n), hints) for n in numbers),
+        sum(_number(size_expression(r.numel()), hints) * r.dtype.itemsize for r in reads),
+    )  # fmt: skip
+
+
+def _number(extent: Expr, hints: Mapping[str, int]) -> int:
+    return int(evaluate_size(extent, hints))
 
 
 def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:

@@ -21,6 +21,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
+from attngraph.entries import AttentionEntry
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Level, ProgramGraph, dependence, sort
@@ -34,7 +35,6 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
-from attngraph.report import AttentionEntry
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

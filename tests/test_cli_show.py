@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attngraph import cli, cli_show
+from attngraph import cli
 from attngraph.programs import WELL_KNOWN
 
 
@@ -153,4 +153,3 @@ def test_the_command_lists_the_programs_that_it_knows(capsys: pytest.CaptureFixt
         cli.main(["show", "--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in WELL_KNOWN)
-    assert cli_show.SMALL == 24

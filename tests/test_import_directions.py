@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "attngraph"
-CORE = {"pipeline", "report", "errors", "ir", "meaning"}
+CORE = {"pipeline", "entries", "errors", "ir", "meaning"}
 MAY_IMPORT = {
     "errors": set(),
     "ir": {"errors", "ir"},
     "meaning": {"ir", "errors", "meaning"},
     "structure": set(),
-    "pipeline": {"ir", "errors"},
-    "report": {"pipeline"},
     "picture": {"ir", "meaning"},
     "programs": set(),
-    "cli_show": {"ir", "picture", "programs"},
+    "entries": set(),
+    "report": {"entries"},
+    "dump": {"entries", "report", "errors", "ir"},
+    "pipeline": {"ir", "errors", "entries", "dump"},
     "runtime": {"ir", "errors", "structure", "capture", "report", "runtime"},
     "exported": {"ir", "errors"},
     "capture": {"exported", "ir", "errors", "structure", "runtime"},
-    "pieces": {"report", "errors"},
+    "pieces": {"entries", "report", "errors"},
     "passes": CORE | {"passes"},
     "codegen": {"ir", "codegen"},
     "codegen/benchmark": {"__init__", "codegen", "models", "errors"},

@@ -47,6 +47,11 @@ class Kernel(Protocol):
         grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]: ...
 
+    def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
+        """The text that is compiled for such a call (fake tensors are fine), "" where nothing is: the
+        kernel is not made from a text, or this call would be computed by others."""
+        return ""
+
 
 KERNELS: dict[str, Kernel] = {}
 """By name, in order of preference among those made for the same devices; "reference" stays last."""
@@ -163,7 +168,7 @@ def environment(
     return Environment(tile, reads, sizes, accumulation_dtype(like.dtype), like.device)
 
 
-class Reference:
+class Reference(Kernel):
     """The whole score matrix at once, in plain PyTorch: slow, and the meaning of the op."""
 
     name = "reference"

@@ -11,6 +11,8 @@ import sysconfig
 import torch
 from torch import fx
 
+ORIGIN = ("stack_trace", "nn_module_stack", "source")
+"""The keys of a node's meta that say where it comes from."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
@@ -19,7 +21,9 @@ _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
 def source_of(node: fx.Node) -> str:
     """`file:line` of the innermost frame outside of torch, else of torch's own (a layer of torch.nn
-    that is the model itself), or "" if none is known."""
+    that is the model itself), or "" if none is known. A node that was read from a text says it itself."""
+    if "source" in node.meta:
+        return str(node.meta["source"])
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [f for f in frames if not f[0].startswith(("<", "torch/", _OURS))]
     outside = [f for f in frames if not f[0].startswith(_TORCH)]

@@ -47,7 +47,7 @@ class Agreement:
 
 def compare(
     compiled: Callable[..., Any],
-    model: nn.Module,
+    model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> Agreement:
@@ -59,7 +59,7 @@ def compare(
     with torch.no_grad():
         mine = _tensors(compiled(*args, **kwargs))
         eager = _tensors(model(*args, **kwargs))
-        exact_model = copy.deepcopy(model).double()
+        exact_model = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
         wide_args, wide_kwargs = pytree.tree_map(_widened, (args, kwargs))
         exact = _tensors(exact_model(*wide_args, **wide_kwargs))
     if [t.shape for t in mine] != [t.shape for t in eager]:

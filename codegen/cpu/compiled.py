@@ -107,7 +107,7 @@ def compile_seconds(program: ScoreProgram) -> float:
     return sum(made.seconds for made in plans.values() if isinstance(made, Library))
 
 
-class Compiled:
+class Compiled(Kernel):
     """`cpu.compiled`."""
 
     name = "cpu.compiled"
@@ -148,6 +148,14 @@ class Compiled:
     ) -> list[Tensor | None]:  # fmt: skip
         kernel = self._otherwise(program, operands)
         return kernel.backward(program, operands, reads, sizes, results, grads)
+
+    def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
+        """The C of a call that is large enough to be compiled."""
+        try:
+            plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
+            return source.write(plan).text if plan.dtype in source.ELEMENTS else ""
+        except UnsupportedError:
+            return ""
 
     def _otherwise(self, program: ScoreProgram, operands: Operands) -> Kernel:
         return self._flash if self._flash.refuse(program, operands) is None else self._tiled

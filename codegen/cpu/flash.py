@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.ir.kernels import Operands
+from attngraph.ir.kernels import Kernel, Operands
 from attngraph.ir.parser import parse
 from attngraph.ir.score import Keep, ScoreProgram
 
@@ -26,7 +26,7 @@ _CAUSAL = parse("keep k <= q").keeps[0].predicate
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-class Flash:
+class Flash(Kernel):
     """`cpu.flash`. Grouped heads are served one group member at a time, so that keys and values are
     never repeated in memory."""
 

@@ -28,7 +28,7 @@ SCORES = 1 << 22
 """Scores held at once, about: batches are taken apart to stay below (4 MiB x 4 bytes)."""
 
 
-class Tiled:
+class Tiled(kernels.Kernel):
     """`cpu.tiled`. Plain tensor operations, so it serves any device."""
 
     name = "cpu.tiled"

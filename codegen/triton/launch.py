@@ -37,11 +37,11 @@ from attngraph.codegen.triton.plan import (
 )
 from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.ir import expr as E
-from attngraph.ir.kernels import Operands
+from attngraph.ir.kernels import Kernel, Operands
 from attngraph.ir.score import ScoreProgram
 
 
-class Forward:
+class Forward(Kernel):
     """`triton.forward`. A program whose forward pass is one Triton kernel and whose backward pass is two.
     Where scores read floating tensors, whose gradients are wanted too, where heads are very wide and where
     a derivative is not written, the backward pass is the blocks of plain PyTorch operations of `cpu.tiled`.
@@ -60,14 +60,19 @@ class Forward:
         self._otherwise = Tiled()
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
-        q, _, v = operands
+        q = operands[0]
         reason = no_device(q)
         if reason is not None:
             return reason
-        if q.dtype not in DTYPES:
-            return f"no dtype {q.dtype}; there are {', '.join(DTYPES.values())}"
         if q.dtype is torch.bfloat16 and is_interpreted():
             return "the interpreter of Triton computes products of bfloat16 wrongly"
+        return self._unserved(program, operands)
+
+    def _unserved(self, program: ScoreProgram, operands: Operands) -> str | None:
+        """Why no kernel can be written, wherever it would run, or None."""
+        q, _, v = operands
+        if q.dtype not in DTYPES:
+            return f"no dtype {q.dtype}; there are {', '.join(DTYPES.values())}"
         if max(q.shape[3], v.shape[3]) > WIDEST:
             return f"heads wider than {WIDEST}"
         return unsupported(program)
@@ -79,8 +84,7 @@ class Forward:
         if reason is not None:
             raise ValueError(f"{self.name} does not serve this attention: {reason}.")
         q, k, v = operands
-        nothing = min(*q.shape, *k.shape, v.shape[3]) == 0
-        if nothing or any(reads[number].dtype not in READS for number in program.reads):
+        if self._is_left(program, operands, reads):
             return self._otherwise.forward(program, operands, reads, sizes)
         _check_reads(program, q, k, reads)
         plan = plan_call(program, operands, reads, sizes, self._blocks)
@@ -121,15 +125,26 @@ class Forward:
             of_keys[(wide * k.shape[0] * k.shape[1],)](*arguments, **launch_options(plan))
         return [*found, *(None for _ in reads)]
 
+    @staticmethod
+    def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:
+        """Whether a call is left to `cpu.tiled`: nothing to compute, or reads of a dtype of no kernel."""
+        q, k, v = operands
+        nothing = min(*q.shape, *k.shape, v.shape[3]) == 0
+        return nothing or any(reads[number].dtype not in READS for number in program.reads)
+
+    def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
+        """The forward kernel's module. Writing it needs neither a GPU nor Triton."""
+        if self._unserved(program, operands) is not None or self._is_left(program, operands, reads):
+            return ""
+        return emit(plan_call(program, operands, reads, (), self._blocks)).source
+
     def _plan_backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> Plan | None:
-        q, k, v = operands
+        q, _, v = operands
         if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
             return None
-        if min(*q.shape, *k.shape, v.shape[3]) == 0 or any(r.is_floating_point() for r in reads):
-            return None
-        if any(reads[number].dtype not in READS for number in program.reads):
+        if self._is_left(program, operands, reads) or any(r.is_floating_point() for r in reads):
             return None
         blocks = self._blocks or backward_blocks(max(q.shape[3], v.shape[3]), q.dtype)
         plan = plan_call(program, operands, reads, sizes, blocks)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from torch import nn
 
 import attngraph
 from attngraph import pipeline
-from attngraph.errors import VerificationError
+from attngraph.dump import Dump, read_graph_file
+from attngraph.errors import PassError, VerificationError
 from attngraph.ir.graph import Level, ProgramGraph, verify
-from attngraph.passes import DEFAULT_PIPELINE
+from attngraph.passes import DEFAULT_PIPELINE, PASSES, decoder_pipeline, pass_named
+from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.select_kernels import SelectKernels
@@ -156,8 +161,112 @@ def test_a_pass_that_changes_an_op_and_not_its_type_is_caught(captured: ProgramG
             node.kwargs = {}
             return Outcome()
 
-    with pytest.raises(VerificationError):
+    with pytest.raises(PassError, match="pass break failed: VerificationError") as caught:
         pipeline.run(captured, (Canonicalize(), Break()))
+    assert isinstance(caught.value.__cause__, VerificationError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fails:
+    """A pass that has changed the graph already when it fails."""
+
+    how: str = "loudly"
+    name: str = "fails"
+    requires: Level = Level.CANONICAL
+    yields: Level = Level.CANONICAL
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        node_of(graph, "softmax").replace_all_uses_with(node_of(graph, "matmul"))
+        raise KeyError(self.how)
+
+
+@pytest.mark.parametrize("with_dump", [False, True])
+def test_a_pass_that_fails_leaves_the_graph_before_it_in_a_file_and_a_command_that_runs_it_again(
+    with_dump: bool, captured: ProgramGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dump = Dump(tmp_path / "dump") if with_dump else None
+    with pytest.raises(PassError, match="pass fails failed: KeyError: 'loudly'") as caught:
+        pipeline.run(captured, (Canonicalize(), Fails()), dump)
+    file = Path(caught.value.file)
+    assert caught.value.name == "fails"
+    assert f"attngraph opt {file} -p " in str(caught.value)
+    assert "fails(how='loudly')" in shlex.split(str(caught.value).splitlines()[-1])
+    assert (file.parent.name == "graph-0") == with_dump
+    before = read_graph_file(file)
+    assert before.level is Level.CANONICAL
+    pipeline.run(before, DEFAULT_PIPELINE[1:])
+    assert len(before.attentions()) == 1
+
+
+def test_a_graph_that_cannot_be_written_does_not_hide_the_failure(
+    captured: ProgramGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(PassError, match=r"(?s)KeyError: 'loudly'.*could not be written"):
+        pipeline.run(captured, (Canonicalize(), Fails()))
+
+
+# --- passes that are disabled ------------------------------------------------------------------------
+
+
+def test_a_disabled_pass_does_not_run_and_the_report_says_so(make_model: Callable[[], nn.Module]) -> None:
+    model, x = make_model(), torch.randn(2, 7, 32)
+    compiled = attngraph.compile(model, disable=("fuse-attention",))
+    assert torch.equal(compiled(x), model(x))
+    assert compiled.report.attention == ()
+    record = compiled.report.passes[1]
+    assert (record.name, record.changed, record.notes) == ("fuse-attention", False, ("disabled",))
+
+
+def test_a_pass_that_the_level_needs_cannot_be_disabled(make_model: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"select-kernels cannot be disabled.*no kernel was chosen"):
+        attngraph.compile(make_model(), disable=("select-kernels",))(torch.randn(2, 7, 32))
+
+
+def test_a_name_that_no_pass_has_is_told_what_is_meant() -> None:
+    with pytest.raises(ValueError, match="no pass 'merge-head' to disable; did you mean 'merge-heads'"):
+        attngraph.compile(torch.relu, disable=("merge-head",))
+    with pytest.raises(ValueError, match=r"disable takes names of passes.*\('merge-heads',\)"):
+        attngraph.compile(torch.relu, disable="merge-heads")
+    with pytest.raises(ValueError, match=r"insert-kv-cache does; it cannot be disabled"):
+        attngraph.compile(torch.relu, disable=("insert-kv-cache",), cache=True)
+
+
+def test_a_decoder_goes_without_a_disabled_pass() -> None:
+    from attngraph.models.targets import tiny_decoder_lm
+
+    model, (ids,) = tiny_decoder_lm(tokens=8)
+    decoder = attngraph.compile(model, cache=True, disable=("tidy",))
+    logits, _ = decoder.prefill(ids)
+    assert torch.allclose(logits, model(ids)[:, -1], atol=1e-5) or torch.allclose(
+        logits, model(ids), atol=1e-5
+    )
+    assert next(p for p in decoder.report.passes if p.name == "tidy").notes == ("disabled",)
+
+
+# --- passes by name ----------------------------------------------------------------------------------
+
+
+def test_passes_are_made_by_name_and_options() -> None:
+    assert pass_named("merge-heads") == DEFAULT_PIPELINE[2]
+    assert pass_named("absorb-mla(absorb='always', keeps=True)") == AbsorbMLA("always", True)
+    assert {step.name for step in PASSES} >= {step.name for step in decoder_pipeline()}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("fuse-atention", "no pass 'fuse-atention'; did you mean 'fuse-attention'"),
+        ("xyz", "no pass 'xyz'; there are canonicalize,"),
+        ("absorb-mla(absorbe='always')", "no option 'absorbe'; did you mean 'absorb'"),
+        ("absorb-mla(absorb=always)", "'always' is no value for absorb"),
+        ("absorb-mla(absorb='sometimes')", "absorb must be one of"),
+    ],
+)
+def test_what_names_no_pass_is_told(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        pass_named(text)
 
 
 def test_an_op_that_its_level_forbids_is_caught(captured: ProgramGraph) -> None:

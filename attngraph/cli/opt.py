@@ -1,0 +1,77 @@
+"""`attngraph opt FILE -p PASS,PASS`: run passes on the graph of a dump's file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from attngraph import pipeline
+from attngraph.cli.target import TargetError
+from attngraph.dump import Dump, notes_of, read_graph_file
+from attngraph.ir.graph import ProgramGraph
+from attngraph.ir.literals import split
+from attngraph.ir.nodes import ATTENTION
+from attngraph.ir.text import format_file
+from attngraph.passes import PASSES, pass_named
+from attngraph.passes.fuse_attention import describe
+
+
+def add(commands: Any) -> None:
+    opt = commands.add_parser(
+        "opt",
+        help="run passes on the graph of a dump's file and print what comes out",
+        epilog="example: attngraph opt DIR/graph-0/01-canonicalize.txt -p fuse-attention,merge-heads; a pass "
+        "takes options as in -p \"absorb-mla(absorb='always')\". What is printed can be given to opt again. "
+        "Buffers' contents are read from values.json beside the file, where there are any.",
+    )
+    opt.add_argument("file", type=Path, help="a file NN-<pass>.txt of a dump")
+    opt.add_argument(
+        "-p", "--passes", required=True, metavar="PASS,PASS",
+        help=f"in this order: {', '.join(step.name for step in PASSES)}",
+    )  # fmt: skip
+    opt.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass here")
+    opt.add_argument("--json", action="store_true", help="print what the passes did, not the graph")
+    opt.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        passes = [pass_named(text) for text in split(options.passes)]
+    except ValueError as problem:
+        raise TargetError(f"-p {options.passes}: {problem}") from problem
+    graph = read_graph_file(options.file)
+    _describe_attentions(graph)
+    dump = None if options.dump is None else Dump(options.dump)
+    try:
+        result = pipeline.run(graph, passes, dump)
+    except ValueError as problem:
+        raise TargetError(str(problem)) from problem
+    if options.json:
+        records = [{k: v for k, v in asdict(r).items() if k != "text"} for r in result.records]
+        print(json.dumps({"passes": records, "missed": [asdict(m) for m in result.missed]}, indent=2))
+        return 0
+    head, text = format_file(graph)
+    for record in result.records:
+        print(f"# {record.name}   {record.before} -> {record.after} ops")
+        for note in notes_of(record):
+            print(f"# {note}")
+    print(f"{head}\n{text}")
+    unknown = [i.label for i in graph.inputs if i.kind in ("buffer", "constant")]
+    if unknown and not graph.values:
+        print(
+            f"attngraph: there is no values.json beside {options.file.name}, so the contents of "
+            f"{len(unknown)} buffer(s) are not known to the passes.",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _describe_attentions(graph: ProgramGraph) -> None:
+    """Passes after fusing go by what is said of each attention, which no text holds."""
+    for node in graph.attentions():
+        if node.target is ATTENTION:
+            node.meta["attention"] = describe(node, graph.hints)

@@ -1,0 +1,235 @@
+"""What there is to say of one thing that a compilation met: an attention, a pass, a cache.
+
+Plain records, filled in by passes and by the composition root, read by `report.py`, `dump.py` and the page.
+They hold words and numbers, never a tensor or a node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentEntry:
+    """How an attention whose keys and values are made from a latent is computed.
+
+    A token's latent has `width` values, its keys and values `expanded`. `absorb` is "auto", "always" or
+    "fold", empty where the attention is left as the model has it, for `reason`. With "auto" a call absorbs
+    as long as each row brings fewer than `few` new tokens (None: always), seen over many kept ones; counting
+    operations alone, fewer than `few_by_flops`. `pair_absorbed` and `pair_expanded` are floating-point
+    operations of one query and one key, `up` those of projecting one key and one value. Folded:
+    `parameters` before and after, `operations` of one token with them before and after, and why matrices
+    stay `apart`, if they do.
+    """
+
+    width: int = 0
+    expanded: int = 0
+    absorb: str = ""
+    few: int | None = None
+    few_by_flops: float = 0.0
+    pair_absorbed: int = 0
+    pair_expanded: int = 0
+    up: int = 0
+    reason: str = ""
+    parameters: tuple[int, int] | None = None
+    operations: tuple[int, int] | None = None
+    apart: str = ""
+
+    def lines(self) -> list[str]:
+        """For people: what is kept, how it is computed, what it costs."""
+        if self.reason:
+            return [f"left expanded: {self.reason}"]
+        kept = f"{self.width:,} values per token for {self.expanded:,}"
+        if not self.absorb:
+            return [f"{kept}, values are a part of the keys"]
+        cost = (
+            f"operations: {self.pair_absorbed:,} absorbed, {self.pair_expanded:,} expanded for a pair, "
+            f"{self.up:,} to expand a token"
+        )
+        return [f"{kept}, {self._order()}", cost]
+
+    def _order(self) -> str:
+        if self.parameters is not None and self.operations is not None:
+            (p, q), (a, b) = self.parameters, self.operations
+            apart = f" (apart: {self.apart})" if self.apart else ""
+            return f"folded: {p:,} -> {q:,} parameters, {a:,} -> {b:,} operations a token{apart}"
+        if self.absorb != "auto":
+            return f"{self.absorb} absorbed"
+        if self.few is None:
+            return "always absorbed, by cost"
+        return (
+            f"expanded from {self.few:,} new tokens of a row on, over many kept ones "
+            f"(by operations alone {self.few_by_flops:,.0f})"
+        )
+
+    def describe(self) -> str:
+        return "; ".join(self.lines())
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelEntry:
+    """Who computes an attention, and the text that was emitted for it ("" for a kernel of a library, or one
+    that is chosen at each call)."""
+
+    name: str = ""
+    source: str = dataclasses.field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return self.name or "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """The sizes of the call that was traced: `numbers` are those that the program names n0, n1, ...,
+    `read_bytes` the bytes of the tensors that it reads."""
+
+    batch: int
+    queries: int
+    keys: int
+    dtype: str
+    numbers: tuple[int, ...] = ()
+    read_bytes: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionEntry:
+    """One attention of the model.
+
+    `name` is the module that computes it, `program` its score program, `mask` the mask in words,
+    `source` the user's line. `heads`, `kv_heads`, `head_dim`, `value_dim` are those of the traced call,
+    `call` its other sizes. `kernel` is who computes it, `numerics` how the result relates to the
+    eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
+    attentions of the model (one per head, say) it stands for. `latent` is there where keys and values are
+    made from a narrower value, or nearly so.
+    """
+
+    name: str
+    program: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    mask: str
+    source: str
+    kernel: KernelEntry
+    error: float
+    numerics: str = "reassociated"
+    merged: int = 1
+    latent: LatentEntry | None = None
+    call: TracedCall | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What makes two attentions equal for a reader: everything but where they stand."""
+        skipped = ("name", "error")
+        return tuple(v for k, v in vars(self).items() if k not in skipped)
+
+    @property
+    def flops(self) -> int | None:
+        """Operations of both products over all pairs of a query and a key, masked or not."""
+        return None if self.call is None else 2 * self._scores() * (self.head_dim + self.value_dim)
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes that fusing cannot avoid: every operand read once, the result written once."""
+        if self.call is None:
+            return None
+        tokens = self.heads * self.call.queries + self.kv_heads * self.call.keys
+        values = self.call.batch * tokens * (self.head_dim + self.value_dim)
+        return values * self.call.itemsize + self.call.read_bytes
+
+    @property
+    def score_bytes(self) -> int | None:
+        """Bytes of one matrix of scores, of which the unfused graph writes and reads several."""
+        return None if self.call is None else self._scores() * self.call.itemsize
+
+    @property
+    def cached_bytes(self) -> int | None:
+        """Bytes that a cache has to keep of one token: keys and values, or the latent they are made from."""
+        if self.call is None:
+            return None
+        width = self.kv_heads * (self.head_dim + self.value_dim)
+        return (self.latent.width if self.latent and self.latent.width else width) * self.call.itemsize
+
+    def _scores(self) -> int:
+        call = self.call
+        return 0 if call is None else call.batch * self.heads * call.queries * call.keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A softmax-like place that was left alone: why, and where."""
+
+    reason: str
+    source: str
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """Where capture of the whole model stopped, so that torch.compile captures it in pieces."""
+
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheEntry:
+    """What a derived decoder keeps.
+
+    `bytes_per_token` is of all layers together; `expanded` what keys and values of every query head would
+    take; `stores` lists (what, bytes per token, window or None). `fixed` values are computed once for a
+    prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
+    largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
+    """
+
+    bytes_per_token: int
+    expanded: int
+    attentions: int
+    stores: tuple[tuple[str, int, int | None], ...]
+    fixed: int = 0
+    most_tokens: int | None = None
+    error: float | None = None
+
+    def lines(self) -> list[str]:
+        layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
+        found = [
+            "",
+            f"  cache   {self.bytes_per_token:,} bytes per token{layers}",
+            f"      keys and values of every query head would be {self.expanded:,}",
+        ]
+        for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
+            members = [s[0] for s in group]
+            kept = "all tokens" if window is None else f"the last {window}"
+            names = members[0] if len(members) == 1 else f"{members[0]} .. {members[-1]}"
+            found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
+        if self.fixed:
+            found.append(f"      {self.fixed} value(s) computed once for a prompt")
+        if self.most_tokens is not None:
+            found.append(f"      at most {self.most_tokens:,} tokens in a sequence")
+        shown = "not compared with whole sequences" if self.error is None else (
+            f"equal to whole sequences in float64 (error {self.error:.0e})")  # fmt: skip
+        return [*found, f"      {shown}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassRecord:
+    """One run of one pass. `before` and `after` count computing ops; `options` are the pass's own, in words;
+    `text` is the whole graph after it, where it changed something."""
+
+    name: str
+    changed: bool
+    seconds: float
+    before: int
+    after: int
+    notes: tuple[str, ...]
+    options: str = ""
+    text: str = dataclasses.field(default="", repr=False)
