@@ -3,54 +3,101 @@
 compiled = attngraph.compile(model)      # nothing is traced yet
 y = compiled(x)                          # traced on the first call; same answer as model(x)
 print(compiled.report)                   # what was fused, what was not, and why not
+
+Importing this package loads nothing, not even torch: tools that must start fast (pytest, which imports our
+plugin in every run) can name it. The first use of a public name loads all of it and registers our ops and
+kernels with torch; so does `import attngraph.compile`, for programs that only need the ops.
 """
 
-from attngraph.compile import CompiledModule, compile, explain
-from attngraph.convert import ConvertedModel, HeadsReport, convert_heads
-from attngraph.entries import AttentionEntry
-from attngraph.errors import (
-    AttnGraphError,
-    CacheError,
-    CaptureError,
-    ConversionError,
-    DumpError,
-    NoDecoderError,
-    NotFusedError,
-    VerificationError,
-)
-from attngraph.ir.ops import attention
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ProgramError, ScoreProgram
-from attngraph.report import CompileReport
-from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.engine import Engine, Request
-from attngraph.runtime.kv_cache import CacheConfig, KVCache
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attngraph import hf as hf
+    from attngraph import testing as testing
+    from attngraph.bisect import bisect as bisect
+    from attngraph.compile import CompiledModule as CompiledModule
+    from attngraph.compile import compile as compile
+    from attngraph.compile import explain as explain
+    from attngraph.convert import ConvertedModel as ConvertedModel
+    from attngraph.convert import HeadsReport as HeadsReport
+    from attngraph.convert import convert_heads as convert_heads
+    from attngraph.entries import AttentionEntry as AttentionEntry
+    from attngraph.errors import AttnGraphError as AttnGraphError
+    from attngraph.errors import CacheError as CacheError
+    from attngraph.errors import CaptureError as CaptureError
+    from attngraph.errors import ConversionError as ConversionError
+    from attngraph.errors import DumpError as DumpError
+    from attngraph.errors import NoDecoderError as NoDecoderError
+    from attngraph.errors import NotFusedError as NotFusedError
+    from attngraph.errors import PassError as PassError
+    from attngraph.errors import TextError as TextError
+    from attngraph.errors import VerificationError as VerificationError
+    from attngraph.ir.ops import attention as attention
+    from attngraph.ir.parser import parse as parse
+    from attngraph.ir.score import ProgramError as ProgramError
+    from attngraph.ir.score import ScoreProgram as ScoreProgram
+    from attngraph.report import CompileReport as CompileReport
+    from attngraph.runtime.decoder import Decoder as Decoder
+    from attngraph.runtime.engine import Engine as Engine
+    from attngraph.runtime.engine import Request as Request
+    from attngraph.runtime.kv_cache import CacheConfig as CacheConfig
+    from attngraph.runtime.kv_cache import KVCache as KVCache
 
 __version__ = "0.1.0"
-__all__ = [
-    "AttentionEntry",
-    "AttnGraphError",
-    "CacheConfig",
-    "CacheError",
-    "CaptureError",
-    "CompileReport",
-    "CompiledModule",
-    "ConversionError",
-    "ConvertedModel",
-    "Decoder",
-    "DumpError",
-    "Engine",
-    "HeadsReport",
-    "KVCache",
-    "NoDecoderError",
-    "NotFusedError",
-    "ProgramError",
-    "Request",
-    "ScoreProgram",
-    "VerificationError",
-    "attention",
-    "compile",
-    "convert_heads",
-    "explain",
-    "parse",
-]
+
+_ROOT = f"{__name__}.compile"
+_WHERE = {
+    "bisect": ("bisect",),
+    "compile": ("CompiledModule", "compile", "explain"),
+    "convert": ("ConvertedModel", "HeadsReport", "convert_heads"),
+    "entries": ("AttentionEntry",),
+    "errors": (
+        "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DumpError", "NoDecoderError",
+        "NotFusedError", "PassError", "TextError", "VerificationError",
+    ),
+    "ir.ops": ("attention",),
+    "ir.parser": ("parse",),
+    "ir.score": ("ProgramError", "ScoreProgram"),
+    "report": ("CompileReport",),
+    "runtime.decoder": ("Decoder",),
+    "runtime.engine": ("Engine", "Request"),
+    "runtime.kv_cache": ("CacheConfig", "KVCache"),
+}  # fmt: skip
+"""The module of each public name: the imports above, for those who run the program."""
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _WHERE.items() for name in names}
+_MODULES = ("hf", "testing")
+"""Public modules that are there without being imported by name."""
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, the first time that it is asked for."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module(_ROOT)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))])
+
+
+class _Package(types.ModuleType):
+    """Importing a submodule sets it as an attribute of the package. `compile` is the name of a submodule and
+    of a public function: the function stays."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _MODULE_OF and isinstance(value, types.ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

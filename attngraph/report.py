@@ -7,6 +7,7 @@ import itertools
 import json
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from attngraph.entries import AttentionEntry, Break, CacheEntry, LatentEntry, Missed, PassRecord
@@ -41,6 +42,18 @@ class CompileReport:
             entry["kernel"] = {"name": entry["kernel"]["name"]}
         return json.dumps(found, indent=2)
 
+    def to_html(self, path: str | Path, title: str = "") -> Path:
+        """Write the report as one HTML file that needs nothing beside it; the file.
+
+        `title` says what was compiled. What stands at `path` is replaced as a whole.
+
+        Raises:
+            DumpError: the file cannot be written.
+        """
+        from attngraph import page
+
+        return page.write(self, Path(path), title)
+
     @staticmethod
     def from_json(text: str) -> CompileReport:
         """The report that `to_json` wrote.
@@ -59,7 +72,7 @@ class CompileReport:
         ]
         if self.graphs == 0:
             lines = ["attngraph: nothing traced yet; call the compiled model once"]
-        for entries in _folded(self.attention):
+        for entries in folded(self.attention):
             lines += _attention_lines(entries)
         for missed, group in itertools.groupby(self.missed, key=lambda m: (m.reason, m.source)):
             count = len(list(group))
@@ -91,7 +104,8 @@ def _made(kind: Any, data: Any) -> Any:
     return data
 
 
-def _folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:
+def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:
+    """Attentions in groups that are equal for a reader, in order of appearance."""
     groups: dict[tuple[object, ...], list[AttentionEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.kind, []).append(entry)

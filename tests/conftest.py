@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import attngraph  # noqa: F401  (registers the kernels)
+import attngraph.compile  # noqa: F401  (registers the kernels)
 from attngraph.ir import expr as E
 from attngraph.ir import score as S
 from attngraph.ir.expr import Expr

@@ -18,6 +18,7 @@ from torch import nn
 
 import attngraph
 from attngraph.passes import DEFAULT_PIPELINE
+from attngraph.testing import without_what_varies
 
 GOLDEN = Path(__file__).parent / "golden"
 Make = Callable[[], nn.Module]
@@ -29,16 +30,6 @@ def dumped(make_model: Make, folder: Path) -> dict[str, str]:
     with torch.no_grad():
         compiled(torch.randn(2, 7, 32))
     return {p.name: p.read_text() for p in sorted((folder / "graph-0").glob("*.txt"))}
-
-
-def without_what_varies(text: str) -> str:
-    """Neither line numbers (a comment in the model may move them) nor rounding errors nor torch's own
-    numbers of sizes, nor which of the CPU's kernels there is (one needs a compiler)."""
-    text = re.sub(r"(# \S+\.py|at \S+\.py):\d+", r"\1", text)
-    text = re.sub(r"max error \S+\)", "max error ...)", text)
-    text = re.sub(r"\bs\d+=", "s=", text)
-    text = re.sub(r"\bcpu\.\w+", "cpu...", text)
-    return re.sub(r" +# ", "  # ", text)
 
 
 @pytest.mark.parametrize("stage", ["canonicalize", "fuse-attention", "select-kernels"])

@@ -1,0 +1,66 @@
+"""`attngraph inspect DUMP_DIR`: a dump as one page, in a file that needs no server and no network.
+
+The dump is what `attngraph compile TARGET --dump DIR` or `attngraph.compile(model, dump=DIR)` wrote; one
+graph of it (`DIR/graph-0`) can be named too. Exit codes: 0, and 2 where the dump cannot be read or the page
+not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from attngraph.dump import read_dump
+from attngraph.report import CompileReport, merge
+
+PAGE = "report.html"
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="a dump as one HTML page: what was missed, each pass before and after, the graph, kernels",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n"
+        "  attngraph compile attngraph.models.targets:tiny_decoder_lm --dump out\n"
+        f"  attngraph inspect out --open       writes out/{PAGE} and shows it in your browser\n"
+        "  attngraph inspect out --json       the report as JSON, no page\n"
+        "  attngraph inspect out/graph-1      one graph of several",
+    )
+    inspect.add_argument("dump", type=Path, metavar="DUMP_DIR", help="the folder that --dump wrote")
+    inspect.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"where the page is written (default: DUMP_DIR/{PAGE})"
+    )
+    inspect.add_argument("--open", action="store_true", help="show the page in your browser")
+    inspect.add_argument(
+        "--json", action="store_true", help="print the report as JSON; a page only with --out"
+    )
+    inspect.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; the exit code.
+
+    Raises:
+        DumpError: the dump cannot be read, or the page not written.
+    """
+    report = merge(read_dump(options.dump))
+    if options.json:
+        print(json.dumps({**json.loads(report.to_json()), "parts": _parts(report)}, indent=2))
+        if options.out is None and not options.open:
+            return 0
+    page = report.to_html(options.out or options.dump / PAGE, options.dump.resolve().name)
+    print(page, file=sys.stderr if options.json else sys.stdout)
+    if options.open and not webbrowser.open(page.resolve().as_uri()):
+        print(f"attngraph: no browser was found; open {page} yourself.", file=sys.stderr)
+    return 0
+
+
+def _parts(report: CompileReport) -> list[Any]:
+    """The reports of graphs, where there are several."""
+    return [json.loads(part.to_json()) for part in report.parts]

@@ -1,0 +1,289 @@
+"""attngraph in transformers: an attention that its models can be told to use, and decoders in `generate`.
+
+    attngraph.hf.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attngraph")
+
+    decoder = attngraph.compile(model, cache=True)
+    attngraph.hf.generation_model(decoder).generate(ids, max_new_tokens=64)
+
+The only file of ours that imports transformers (5.0 or newer). A registered attention computes what the
+model's own eager one does, in one fused op, without `attngraph.compile`: what the model hands over is written
+down as a score program.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.kv_cache import KVCache
+
+_WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'attngraph[transformers]'."
+try:
+    import transformers
+except ImportError as problem:
+    raise ImportError(_WANTED.format("none")) from problem
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(_WANTED.format(transformers.__version__))
+
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+
+NAME = "attngraph"
+
+
+def register() -> None:
+    """Make `attn_implementation="attngraph"` known to transformers: the attention and its mask, without which
+    padding would be lost. Registering again changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, sinks: Tensor | None = None,
+    position_bias: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention as transformers' models call it.
+
+    Args:
+        query: `[B, Hq, Sq, D]`. key, value: `[B, Hkv, Skv, D]`, `Hq % Hkv == 0`.
+        attention_mask: True where a key is seen, or what is added to the scores; `[B, H, Sq, Skv]`, each of
+            the first three may be 1. None: causal if `is_causal` (the module's own, if that is None) and
+            there is more than one query, else all keys are seen.
+        scaling: of the dot (None: `D ** -0.5`). softcap: bounds the scores.
+        s_aux: `[Hq]`, sinks, one for each head. sinks: the same for each query, `[B, Hq, Sq, 1]`.
+        position_bias: is added to the scores, before the mask.
+
+    Returns:
+        `[B, Sq, Hq, Dv]`, and no weights.
+
+    Raises:
+        ValueError: weights are asked for, or the cache of continuous batching is handed over.
+    """
+    _refuse(others)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        narrow = torch.get_autocast_dtype(device)
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1)
+    if attention_mask is None and query.shape[2] > 1:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    else:
+        is_causal = False
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    changes = Changes(scale, softcap, position_bias, attention_mask, is_causal, sinks, dropout)
+    if torch.compiler.is_exporting():
+        return _spelled_out(query, key, value, changes).transpose(1, 2).contiguous(), None
+    program, reads = _program(query, key, changes)
+    with torch.autocast(device, enabled=False):  # kernels choose the types that they compute in
+        out = attngraph.attention(query, key, value, program, *reads)
+    return out.transpose(1, 2).contiguous(), None
+
+
+class Changes(NamedTuple):
+    """What a call does to the scores and the weights, in this order: see `attention`."""
+
+    scale: float
+    softcap: float | None
+    bias: Tensor | None
+    mask: Tensor | None
+    is_causal: bool
+    sinks: Tensor | None
+    dropout: float
+
+
+def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Tensor]]:
+    """The score program of a call, and what it reads."""
+    reads: list[Tensor] = []
+    lines = [f"s = {changes.scale!r} * dot"]
+    if changes.softcap is not None:
+        lines.append(f"s = {float(changes.softcap)!r} * tanh(s / {float(changes.softcap)!r})")
+    if changes.bias is not None:
+        lines.append(f"s = s + {_read(reads, changes.bias, key)}")
+    mask = changes.mask
+    if mask is not None and mask.dtype == torch.bool:
+        # A row of padding that sees no key is a number in eager, and so are its gradients: a finite fill.
+        # Where no row is like that, minus infinity is the same, and its gradients are cheaper.
+        fill = "" if _every_row_sees(mask) else f" else s - {torch.finfo(query.dtype).max!r}"
+        lines.append(f"keep {_read(reads, mask, key)}{fill}")
+    elif mask is not None:
+        lines.append(f"s = s + {_read(reads, mask.to(query.dtype), key)}")
+    elif changes.is_causal:
+        lines.append("keep k <= q")
+    if changes.sinks is not None:
+        lines.append(f"sink {_read(reads, changes.sinks, key)}")
+    if changes.dropout > 0:
+        reads.append(torch.ops.attngraph.seed().to(query.device))
+        kept = 1.0 - changes.dropout
+        lines.append(f"p = where(random(r{len(reads) - 1}[], b, h, q, k) < {kept!r}, p / {kept!r}, 0.0)")
+    return "\n".join(lines), reads
+
+
+def _spelled_out(query: Tensor, key: Tensor, value: Tensor, changes: Changes) -> Tensor:
+    """The same in plain PyTorch, for torch.export: an exported program needs no op of ours, and
+    `attngraph.compile` sees what masks are made from and fuses it as it fuses eager attention."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.mT * changes.scale
+    if changes.softcap is not None:
+        scores = (scores / changes.softcap).tanh() * changes.softcap
+    if changes.bias is not None:
+        scores = scores + changes.bias[..., : key.shape[2]]
+    mask = changes.mask
+    if changes.is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = torch.where(mask[..., : key.shape[2]], scores, scores - torch.finfo(query.dtype).max)
+    elif mask is not None:
+        scores = scores + mask[..., : key.shape[2]]
+    if changes.sinks is not None:
+        scores = torch.cat([scores, changes.sinks.expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(query.dtype)
+    if changes.sinks is not None:
+        weights = weights[..., :-1]
+    return nn.functional.dropout(weights, changes.dropout) @ value
+
+
+def _read(reads: list[Tensor], tensor: Tensor, key: Tensor) -> str:
+    """How a program reads `tensor`, `[B or 1, H or 1, Sq or 1, Skv or 1]`, at the place of a score. A mask
+    may be longer than the keys (a cache of fixed size)."""
+    if tensor.ndim != 4:
+        raise ValueError(
+            f'attn_implementation="{NAME}" takes a mask or bias of shape [batch, heads, queries, keys], '
+            f"found {tuple(tensor.shape)}. Give the model a mask [batch, keys], or one of four dimensions."
+        )
+    reads.append(tensor[..., : key.shape[2]])
+    places = ("0" if size == 1 else index for index, size in zip("bhqk", tensor.shape, strict=True))
+    return f"r{len(reads) - 1}[{', '.join(places)}]"
+
+
+def _every_row_sees(mask: Tensor) -> bool:
+    """Whether every query is known to see a key. Looked up once for a mask, which all layers share; while a
+    model is traced, nothing is known."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or type(mask) is not Tensor:
+        return False
+    known: bool | None = getattr(mask, "_attngraph_every_row_sees", None)
+    if known is None:
+        known = bool(mask.any(-1).all())
+        mask._attngraph_every_row_sees = known  # type: ignore[attr-defined]
+    return known
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Raise where a model asks for what a fused attention has not. What else models hand over (positions,
+    lengths, the window) is in the mask already."""
+    if others.get("output_attentions"):
+        raise ValueError(
+            f'attn_implementation="{NAME}" has no attention weights to return: they are never written out. '
+            'For output_attentions=True, call model.set_attn_implementation("eager").'
+        )
+    if others.get("cache") is not None:
+        raise ValueError(
+            f'attn_implementation="{NAME}" does not read the paged cache of continuous batching; use '
+            "attngraph.Engine for requests that come and go, or another attn_implementation."
+        )
+
+
+def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -> GenerationModel:
+    """A derived decoder as a model of transformers, for its `generate` and for what is built on it.
+
+    Args:
+        decoder: of `attngraph.compile(model, cache=True)`, `model` in eval mode, tokens in, logits out.
+        config: its sizes and special tokens. None: the model's own, if it is one of transformers', else an
+            empty one.
+
+    Raises:
+        TypeError: `decoder` is none. ValueError: the model is an encoder-decoder.
+    """
+    if not isinstance(decoder, Decoder):
+        raise TypeError(
+            f"generation_model takes what attngraph.compile(model, cache=True) returns, found "
+            f"{type(decoder).__name__}."
+        )
+    if config is None:
+        found = getattr(decoder, "config", None)
+        config = found if isinstance(found, PreTrainedConfig) else PreTrainedConfig()
+    if config.is_encoder_decoder:
+        raise ValueError("generation_model takes decoder-only models; call decoder.generate for this one.")
+    config = copy.deepcopy(config)
+    model = GenerationModel(config, decoder)
+    own = getattr(decoder, "generation_config", None)
+    model.generation_config = (
+        copy.deepcopy(own)
+        if isinstance(own, GenerationConfig)
+        else GenerationConfig.from_model_config(config)
+    )
+    model.eval()
+    return model
+
+
+class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A decoder with the face of a model of transformers. Weights are the decoder's; nothing is saved or
+    initialised here."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
+        super().__init__(PreTrainedConfig())  # what it would look up in the model's is for other models
+        self.config = config
+        self.decoder = decoder
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: State | None = None,
+        use_cache: bool | None = None, return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        """The logits `[B, S, V]` of `input_ids`, `[B, S]`, and the state after them.
+
+        `attention_mask`, `[B, T]`, covers the tokens of the state as well; padding may be on either side of a
+        prompt.
+        """
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        if past_key_values is None:
+            logits, state = self.decoder.prefill(input_ids, mask)
+            past_key_values = State(state, 0)
+        else:
+            logits = self.decoder.decode(input_ids, past_key_values.state, mask)
+        past_key_values.length += input_ids.shape[1]
+        return CausalLMOutputWithPast(
+            logits=logits, past_key_values=None if use_cache is False else past_key_values
+        )
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the model behind the decoder has tied its own."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """No cache of transformers' is made: the first call returns a `State`."""
+        return False
+
+
+class State:
+    """A decoder's state where transformers expects a `Cache`. `length` counts tokens of a row and padding."""
+
+    is_compileable = False
+
+    def __init__(self, state: KVCache, length: int) -> None:
+        self.state, self.length = state, length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row n becomes what row `beam_idx[n]` is."""
+        self.state.reorder(beam_idx)

@@ -1,0 +1,73 @@
+"""Writing markup: every text is escaped on its way in, so that no name of a model can become an element.
+
+`tag` makes an element; what is put inside is text, unless it is `Html` already. Characters that steer a
+display instead of being shown (controls, the direction marks of bidirectional text, halves of surrogate
+pairs) are written out as escapes such as `\\u202e`, so that no name can rearrange the words around it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from html import escape
+
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"
+    "\ud800-\udfff\ufeff\ufffe\uffff]"
+)
+TIMES, MINUS = "\N{MULTIPLICATION SIGN}", "\N{MINUS SIGN}"
+_EMPTY = {"meta", "link", "input", "br", "rect", "path", "col", "circle"}
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def visible(text: str) -> str:
+    """The text with every character that cannot be seen written out."""
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def html(text: str) -> Html:
+    """Text as markup: escaped, unless it is markup already."""
+    return text if isinstance(text, Html) else Html(escape(visible(text)))
+
+
+def joined(parts: Iterable[str], between: str = "") -> Html:
+    """Texts and markup, one after the other."""
+    return Html(html(between).join(html(part) for part in parts))
+
+
+def tag(name: str, /, *inside: str, **attributes: str | int | float | bool | None) -> Html:
+    """An element. Attributes: True stands alone, False and None are left out; `class_` is `class`, other
+    underscores are hyphens."""
+    written = [
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html(str(value))}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    ]
+    start = f"<{name}{''.join(written)}"
+    return Html(f"{start}/>" if name in _EMPTY else f"{start}>{joined(inside)}</{name}>")
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """`1 line`, `1,024 lines`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def span_of_names(names: list[str]) -> str:
+    """Names of equal things, shortly: `h.0`, `h.0 and h.1`, `h.0 .. h.11`; where there are gaps, a few."""
+    names = list(dict.fromkeys(name for name in names if name))
+    if len(names) <= 2:
+        return " and ".join(names)
+    numbers = [re.findall(r"\d+", name) for name in names]
+    places = [[int(n[i]) for n in numbers] for i in range(len(numbers[0]))] if numbers[0] else []
+    same_form = len({re.sub(r"\d+", "#", name) for name in names}) == 1
+    moving = [p for p in places if len(set(p)) > 1] if same_form else []
+    if len(moving) == 1 and moving[0] == list(range(moving[0][0], moving[0][0] + len(names))):
+        return f"{names[0]} .. {names[-1]}"
+    if len(names) <= 6:
+        return ", ".join(names)
+    return f"{', '.join(names[:5])} and {len(names) - 5:,} more"

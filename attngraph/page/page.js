@@ -1,0 +1,238 @@
+"use strict";
+// Unfolds what is folded, searches passes, moves through charts. All text goes through textContent.
+
+const passes = [...document.querySelectorAll(".passes > li")];
+const said = document.getElementById("said");
+document.getElementById("without-script").remove();
+
+function make(name, className, text) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// The texts of graphs and the blocks of folds, unpacked once.
+let unpacked = null;
+function store() {
+  unpacked ??= (async () => {
+    const packed = atob(document.getElementById("store").textContent);
+    const bytes = Uint8Array.from(packed, (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const found = JSON.parse(await new Response(stream).text());
+    return { texts: found.texts.map((text) => text.split("\n").map(visible)), folds: found.folds };
+  })();
+  return unpacked;
+}
+
+// Characters that steer the display, written out; as html.py does it.
+const unseen = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]/gu;
+function visible(text) {
+  return text.replace(unseen, (letter) => "\\u" + letter.charCodeAt(0).toString(16).padStart(4, "0"));
+}
+
+// Lines below each other; a note that the line above has too is not repeated.
+function lines(texts, start, stop) {
+  const pre = make("pre");
+  let last = "";
+  for (const text of texts.slice(start, stop)) {
+    const at = text.indexOf("  # ");
+    const code = at < 0 ? text : text.slice(0, at).trimEnd(), note = at < 0 ? "" : text.slice(at);
+    const line = make("span");
+    line.append(code.startsWith("  [") ? make("b", "", code) : code);
+    if (note && note !== last) line.append(make("small", "", note));
+    if (/^  %\d+ = /.test(code)) last = note;
+    pre.append(line);
+  }
+  return pre;
+}
+
+function side(texts, start, stop, word) {
+  const pre = lines(texts, start, stop);
+  if (start === stop) pre.className = "none";
+  else pre.prepend(make("i", "vh", word));
+  return pre;
+}
+
+function block(kind, before, after, [a, b, c, d]) {
+  const row = make("div", kind);
+  if (kind === "equal") {
+    const left = lines(before, a, b);
+    left.setAttribute("aria-hidden", "true");
+    row.append(left, lines(after, c, d));
+  } else {
+    const words = kind === "changed" ? ["was: ", "is: "] : ["removed: ", "added: "];
+    row.append(side(before, a, b, words[0]), side(after, c, d, words[1]));
+  }
+  return row;
+}
+
+function each([a, b, c]) {
+  return Array.from({ length: b - a }, (_, n) => [a + n, a + n + 1, c + n, c + n + 1]);
+}
+
+async function unfold(button) {
+  const open = button.getAttribute("aria-expanded") !== "true";
+  button.setAttribute("aria-expanded", String(open));
+  const known = button.nextElementSibling;
+  if (known) {
+    known.hidden = !open;
+    return;
+  }
+  const made = make("div", "unfolded");
+  button.after(made);
+  try {
+    const { texts, folds } = await store();
+    const [before, after, blocks] = folds[Number(button.dataset.fold)];
+    for (const [code, ...ends] of blocks) {
+      const kind = ["equal", "changed", "replaced"][code];
+      for (const one of kind === "changed" ? each(ends) : [ends]) made.append(block(kind, texts[before], texts[after], one));
+    }
+  } catch (problem) {
+    made.textContent = "This browser cannot unpack the text (" + problem + "). The dump's files hold it.";
+  }
+}
+
+async function showText(place) {
+  if (place.dataset.done) return;
+  place.dataset.done = "yes";
+  try {
+    const { texts } = await store();
+    const text = texts[Number(place.dataset.text)].join("\n");
+    const pre = make("pre", "", text);
+    pre.tabIndex = 0;
+    pre.setAttribute("role", "region");
+    pre.setAttribute("aria-label", "text of the graph");
+    const button = make("button", "copy", "Copy");
+    button.type = "button";
+    place.replaceChildren(button, pre);
+  } catch (problem) {
+    place.textContent = "This browser cannot unpack the text (" + problem + "). The dump's files hold it.";
+  }
+}
+
+async function copy(button) {
+  const pre = button.parentElement.querySelector("pre");
+  let words = "Copied";
+  try {
+    await navigator.clipboard.writeText(pre.textContent);
+  } catch {
+    getSelection().selectAllChildren(pre);
+    words = "Selected: copy it with your keyboard";
+  }
+  button.textContent = words;
+  said.textContent = words;
+  setTimeout(() => { button.textContent = "Copy"; said.textContent = ""; }, 3000);
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  if (!button) return;
+  if (button.classList.contains("fold")) unfold(button);
+  if (button.classList.contains("copy")) copy(button);
+});
+document.addEventListener("toggle", (event) => {
+  if (event.target.open) {
+    for (const place of event.target.querySelectorAll(":scope > .text")) showText(place);
+  }
+}, true);
+
+// Passes: search, unchanged ones, all at once.
+const search = document.getElementById("search");
+const unchanged = document.getElementById("unchanged");
+const found = document.getElementById("found");
+const openAll = document.getElementById("open-all");
+const contents = new Map(passes.map((item) => [item, item.textContent.toLowerCase()]));
+
+function count(number, word) {
+  return number + " " + word + (number === 1 ? "" : word.endsWith("s") ? "es" : "s");
+}
+
+function filter() {
+  const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+  let shown = 0, total = 0, waiting = 0;
+  for (const item of passes) {
+    const matches = words.every((word) => contents.get(item).includes(word));
+    const kept = unchanged.checked || item.dataset.kind !== "unchanged";
+    item.hidden = !(matches && kept);
+    if (item.dataset.kind === "capture") continue;
+    total += 1;
+    shown += matches && kept;
+    waiting += matches && !kept;
+  }
+  const hidden = waiting ? ", " + waiting + " unchanged hidden" : "";
+  found.textContent = words.length
+    ? shown + " of " + count(total, "pass") + " found" + hidden
+    : count(shown, "pass") + " shown" + hidden;
+}
+
+if (search) {
+  document.querySelector(".controls").hidden = false;
+  search.addEventListener("input", filter);
+  unchanged.addEventListener("change", filter);
+  openAll.addEventListener("click", () => {
+    const open = openAll.getAttribute("aria-expanded") !== "true";
+    openAll.setAttribute("aria-expanded", String(open));
+    openAll.textContent = open ? "Close all" : "Open all";
+    for (const item of passes) if (!item.hidden && item.dataset.kind !== "capture") item.firstElementChild.open = open;
+  });
+  filter();
+}
+
+// Charts: one stop of the tab key each, arrow keys within, the words of a box beside the picture.
+function middle(box) {
+  const { x, y, width, height } = box.querySelector("rect").getBBox();
+  return [x + width / 2, y + height / 2];
+}
+
+function tell(box) {
+  const chart = box.closest(".chart");
+  for (const other of chart.querySelectorAll(".shown")) other.classList.remove("shown");
+  box.classList.add("shown");
+  chart.closest(".drawn").querySelector(".about").textContent = box.querySelector("title").textContent;
+}
+
+function nearest(boxes, from, key) {
+  const [x, y] = middle(from);
+  const vertical = key === "ArrowDown" || key === "ArrowUp";
+  const sign = key === "ArrowDown" || key === "ArrowRight" ? 1 : -1;
+  let best = null, least = Infinity;
+  for (const box of boxes) {
+    const [bx, by] = middle(box);
+    const along = sign * (vertical ? by - y : bx - x), aside = Math.abs(vertical ? bx - x : by - y);
+    const cost = along + 3 * aside;
+    if (along > 1 && cost < least && (vertical || aside < 30)) [best, least] = [box, cost];
+  }
+  return best;
+}
+
+for (const chart of document.querySelectorAll(".chart")) {
+  const boxes = [...chart.querySelectorAll("g[tabindex]")];
+  for (const box of boxes) {
+    box.addEventListener("focus", () => {
+      for (const other of boxes) other.tabIndex = other === box ? 0 : -1;
+      tell(box);
+    });
+    box.addEventListener("mouseenter", () => tell(box));
+    box.addEventListener("click", () => box.focus());
+  }
+  chart.addEventListener("keydown", (event) => {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    const ends = { Home: boxes[0], End: boxes.at(-1) };
+    const to = ends[event.key] ?? (event.key.startsWith("Arrow") ? nearest(boxes, event.target, event.key) : null);
+    if (!to && !event.key.startsWith("Arrow")) return;
+    event.preventDefault();
+    to?.focus();
+  });
+}
+
+// On paper everything is open but the sources of kernels.
+let closed = [];
+addEventListener("beforeprint", () => {
+  closed = [...document.querySelectorAll("details:not([open]):not(.source):not(.whole)")];
+  closed = closed.filter((item) => item.parentElement.dataset.kind !== "capture");
+  for (const item of closed) item.open = true;
+});
+addEventListener("afterprint", () => {
+  for (const item of closed) item.open = false;
+});

@@ -1,0 +1,338 @@
+"""Assertions about what attngraph makes of a model, for anybody's tests; no test framework is needed.
+
+    checked = attngraph.testing.compile(model, x)        # compiles, runs once
+    checked.assert_fused(count=12, mask="causal")
+    checked.check("CHECK: softcap", after="fuse-attention")
+
+The pytest plugin (`attngraph/pytest_plugin.py`) hands out the same as the fixture `attn`. A failure says what
+was expected, what the report says, and what to do. Only what users see is looked at: the report, the dumps,
+the answers. Nothing here changes how a model is compiled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.entries import AttentionEntry
+from attngraph.errors import meant
+from attngraph.report import CompileReport
+from attngraph.runtime.verify import compare
+from attngraph.structure import flatten
+
+MOST_LINES = 200
+"""Of a diff in a message."""
+
+
+def compile(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Checked:
+    """Compile `model`, call it once, and return a handle to make assertions on.
+
+    Raises:
+        what `attngraph.compile` and the call raise.
+    """
+    with tempfile.TemporaryDirectory(prefix="attngraph-") as folder:
+        return Checked(model, args, kwargs, Path(folder), Path("golden"))
+
+
+class Checked:
+    """A model that was compiled and called once.
+
+    Attributes:
+        report: what was fused, what was not, and why not.
+        output: what the call returned.
+        dumps: the graph as text after each pass that changed it, by the pass's name; `"capture"` is the graph
+            before all passes. Of a model that was captured in pieces, the graphs of all pieces.
+        files: where the dumps were written.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path,
+        goldens: Path, update: Callable[[Path], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`folder` takes the dumps, `goldens` holds golden files; `update`, if given, is told of each golden
+        file that is written anew instead of compared."""
+        self._model, self._call = model, (args, kwargs)
+        self._goldens, self._update = goldens, update
+        self._compiled = attngraph.compile(model, dump=folder)
+        self.output = self._compiled(*args, **kwargs)
+        self.report: CompileReport = self._compiled.report
+        self.files: dict[str, list[Path]] = {}
+        for path in sorted(folder.glob("graph-*/[0-9][0-9]-*.txt"), key=lambda p: (len(str(p.parent)), p)):
+            self.files.setdefault(path.stem.partition("-")[2], []).append(path)
+        self.dumps = {name: "".join(p.read_text() for p in paths) for name, paths in self.files.items()}
+
+    def assert_fused(
+        self, count: int | None = None, mask: str | None = None, program: str | None = None
+    ) -> None:
+        """Attention was fused, as the report says it.
+
+        Args:
+            count: how many attentions are, of those with this mask and this program, if they are given;
+                whatever else looks like a softmax may be left alone. None: one or more, every one of them
+                with this mask and this program, and no softmax-like place was left alone.
+            mask: the mask in the report's words. program: the score program; blanks and line ends do not
+                matter.
+
+        Raises:
+            AssertionError: it is not so. ProgramError: `program` does not parse.
+        """
+        __tracebackhide__ = True
+        found = self.report.attention
+        wanted = None if program is None else str(attngraph.parse(program))
+        fitting = [e for e in found if mask in (None, e.mask) and wanted in (None, _canonical(e))]
+        described = "".join(
+            [f" with mask {mask!r}" if mask is not None else "", " with this program" if wanted else ""]
+        )
+        if count is not None:
+            if len(fitting) != count:
+                self._fail(
+                    f"expected {count} fused attention(s){described}, found {len(fitting)}.",
+                    _difference(found, fitting, mask, wanted),
+                )
+            return
+        if not found:
+            self._fail(f"expected fused attention{described}, found none.")
+        if len(fitting) != len(found):
+            self._fail(
+                f"expected every fused attention{described}; {len(found) - len(fitting)} of {len(found)} "
+                "are different.",
+                _difference(found, fitting, mask, wanted),
+            )
+        if self.report.missed:
+            self._fail(
+                f"{len(self.report.missed)} softmax-like place(s) were left alone.",
+                advice=f"{_REWRITE} If they are no attention (a router, the last softmax of a model), say "
+                f"how many attentions there are: assert_fused(count={len(found)}).",
+            )
+
+    def assert_not_fused(self, reason: str | None = None) -> None:
+        """No attention was fused, and some softmax-like place was left alone; for `reason`, if it is given (a
+        part of the report's words).
+
+        Raises:
+            AssertionError: it is not so.
+        """
+        __tracebackhide__ = True
+        if self.report.attention:
+            self._fail(
+                f"expected no fused attention, found {len(self.report.attention)}.",
+                advice="if attngraph may fuse it (the model changed, or attngraph has learned it), assert "
+                "that: assert_fused(); if its answers differ from eager's, please report it.",
+            )
+        if not self.report.missed:
+            self._fail(
+                "expected a softmax-like place that was left alone, found none.",
+                advice="make sure that the call runs the attention that the test is about.",
+            )
+        if reason is not None and not any(reason in m.reason for m in self.report.missed):
+            self._fail(f"expected a place left alone for the reason {reason!r}.", advice=_ACCEPT)
+
+    def assert_close_to_eager(self) -> None:
+        """The answer is as exact as eager's: the error against float64 is at most twice eager's own, plus
+        rounding, with NaN in the same places (`attngraph/runtime/verify.py`). A function of tensors is
+        compared too, but what it closes over must not be floating: make it an nn.Module.
+
+        Raises:
+            AssertionError: it is not so.
+        """
+        __tracebackhide__ = True
+        model = self._model if isinstance(self._model, nn.Module) else _Function(self._model)
+        args, kwargs = self._call
+        if not _repeats(model, args, kwargs):
+            self._fail(
+                "the model itself answers differently each time it is called: nothing to be close to.",
+                advice="where dropout draws anew (training mode), call model.eval() first.",
+            )
+        agreement = compare(self._compiled, model, args, kwargs)
+        if not agreement.holds:
+            self._fail(
+                f"{agreement}.", advice="please report it, with the model; the dumps show what was rewritten."
+            )
+
+    def check(self, checks: str, after: str | None = None) -> None:
+        """The dump after a pass satisfies `checks`, lines in FileCheck's syntax (`CHECK: text`,
+        `CHECK-NEXT:`, `CHECK-NOT:`, `CHECK-DAG:`, `CHECK-COUNT-2:`, `{{regex}}`, `[[name:regex]]`).
+
+        Args:
+            after: the name of a pass; if it changed nothing, the graph that it left is looked at. None: the
+                last.
+
+        Raises:
+            AssertionError: it does not. ValueError: there is no such pass, or a line is no check.
+            ImportError: the package `filecheck` is missing.
+        """
+        __tracebackhide__ = True
+        name, text = self.dump(after)
+        problem = _filecheck(checks, text)
+        if problem is None:
+            return
+        self._fail(
+            f"the graph after {name} does not satisfy the checks.\n\n{_indented(problem)}\n\nThe checks:\n"
+            f"{_indented(checks.strip())}\n\nThe graph after {name}:\n{_indented(_cut(text.splitlines()))}",
+            advice=_ACCEPT,
+        )
+
+    def golden(self, name: str | Path, after: str | None = None) -> None:
+        """The whole graph after a pass is as written down in a file, but for what varies between machines and
+        runs (`without_what_varies`).
+
+        Args:
+            name: the file is `golden/<name>.txt` beside the test (without pytest: in the current folder). A
+                `Path` is taken as it is.
+            after: as for `check`.
+
+        Raises:
+            AssertionError: the file is missing or differs.
+        """
+        __tracebackhide__ = True
+        path = name if isinstance(name, Path) else self._goldens / f"{name}.txt"
+        last, text = self.dump(after)
+        found = without_what_varies(text)
+        if self._update is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(found, encoding="utf-8")
+            self._update(path)
+            return
+        again = "run pytest --attngraph-update to write it, then read what changed and commit it."
+        if not path.exists():
+            raise AssertionError(f"there is no golden file {path}.\n\nWhat to do: {again}")
+        golden = path.read_text(encoding="utf-8")
+        if found != golden:
+            shown = _diff(golden, found, str(path), f"the graph after {last}")
+            raise AssertionError(
+                f"the graph after {last} is not as written down in {path}.\n\n{shown}\n\n"
+                f"What to do: if the change is meant: {again}"
+            )
+
+    def dump(self, after: str | None = None) -> tuple[str, str]:
+        """The name of the last pass up to `after` (None: of all) that changed the graph, and the graph then.
+
+        Raises:
+            ValueError: there is no such pass.
+        """
+        order = ["capture", *dict.fromkeys(p.name for p in self.report.passes)]
+        if after is not None and after not in order:
+            raise ValueError(f"no pass is called {after!r}; {meant(after, order)}")
+        passed = order if after is None else order[: order.index(after) + 1]
+        name = next(n for n in reversed(passed) if n in self.dumps)
+        return name, self.dumps[name]
+
+    def _fail(self, expected: str, difference: str = "", advice: str = "") -> None:
+        __tracebackhide__ = True
+        parts = [expected, *([difference] if difference else [])]
+        parts.append(f"What the report says:\n{_indented(str(self.report))}")
+        advice = advice or (_ACCEPT if difference else _REWRITE)
+        raise AssertionError("\n\n".join([*parts, f"What to do: {advice}"]))
+
+
+_REWRITE = (
+    "each place that is not fused stands above with its line and the reason: rewrite it, or accept it in the "
+    "test with assert_not_fused(reason=...)."
+)
+_ACCEPT = (
+    "if the change is meant, copy what the report says into the test; if not, look at what changed in the "
+    "model at the lines above."
+)
+
+
+def without_what_varies(text: str) -> str:
+    """A dump without what differs from run to run or machine to machine: neither line numbers (a comment in
+    the model may move them) nor rounding errors nor torch's own numbers of sizes, nor which of the CPU's
+    kernels there is (one needs a compiler)."""
+    text = re.sub(r"(# \S+\.py|at \S+\.py):\d+", r"\1", text)
+    text = re.sub(r"max error \S+\)", "max error ...)", text)
+    text = re.sub(r"\bs\d+=", "s=", text)
+    text = re.sub(r"\bcpu\.\w+", "cpu...", text)
+    return re.sub(r" +# ", "  # ", text)
+
+
+class _Function(nn.Module):
+    """A function of tensors as a module without weights."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether two calls answer alike, so far as rounding goes."""
+    with torch.no_grad():
+        one, two = (
+            [leaf for leaf in flatten(model(*args, **kwargs))[0] if isinstance(leaf, Tensor)]
+            for _ in range(2)
+        )
+    pairs = zip(one, two, strict=False)
+    return all(a.shape == b.shape and torch.allclose(a, b, 1e-2, 1e-2, equal_nan=True) for a, b in pairs)
+
+
+def _canonical(entry: AttentionEntry) -> str:
+    return str(attngraph.parse(entry.program))
+
+
+def _difference(
+    found: Iterable[AttentionEntry], fitting: Iterable[AttentionEntry], mask: str | None, program: str | None
+) -> str:
+    """How the first attention that does not fit differs from what was expected."""
+    kept = {id(e) for e in fitting}
+    other = next((e for e in found if id(e) not in kept), None)
+    if other is None or (mask is None and program is None):
+        return ""
+    lines = [f"{other.name or 'attention'}, at {other.source or 'an unknown line'}, is different:"]
+    if mask is not None and other.mask != mask:
+        lines += [f"  - mask: {mask}", f"  + mask: {other.mask}"]
+    if program is not None and _canonical(other) != program:
+        lines += [_indented(_diff(program, _canonical(other), "expected program", "found program"))]
+    return "\n".join(lines)
+
+
+def _diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    pairs = difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm="")
+    return _cut(list(pairs))
+
+
+def _cut(lines: list[str]) -> str:
+    rest = len(lines) - MOST_LINES
+    return "\n".join(lines if rest <= 0 else [*lines[:MOST_LINES], f"... and {rest} more lines"])
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" if line else "" for line in text.splitlines())
+
+
+def _filecheck(checks: str, text: str) -> str | None:
+    """What FileCheck finds wrong with `text`, None if nothing."""
+    try:
+        from filecheck.finput import FInput
+        from filecheck.matcher import Matcher
+        from filecheck.options import Options
+        from filecheck.parser import Parser, pattern_for_opts
+    except ImportError as problem:
+        raise ImportError(
+            "check() reads FileCheck's syntax with the package `filecheck`: pip install filecheck."
+        ) from problem
+    options = Options(match_filename="checks")
+    check, comment = pattern_for_opts(options)
+    lines = [line.strip() for line in checks.strip().splitlines()]
+    ignored = [line for line in lines if line and not check.search(line) and not comment.search(line)]
+    if ignored or not lines:
+        found = ignored[0] if ignored else ""
+        raise ValueError(f"not a check of FileCheck's: {found!r}. A line begins with CHECK:, CHECK-NOT:, ...")
+    parser = Parser(options, io.StringIO("\n".join(lines) + "\n"), check, comment)
+    matcher = Matcher(options, FInput("dump", text), parser)
+    said = io.StringIO()
+    matcher.stderr = said
+    if matcher.run() == 0:
+        return None
+    return re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue()).strip()

@@ -1,0 +1,84 @@
+"""Importing attngraph loads nothing; its names are there all the same, and `compile` is the function."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attngraph
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`code` in a Python of its own."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_importing_attngraph_and_its_plugin_loads_no_torch() -> None:
+    done = run("import sys, attngraph, attngraph.pytest_plugin; print('torch' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import attngraph.compile; import attngraph",
+        "from attngraph import compile; import attngraph.compile",
+        "import attngraph.cli, importlib; importlib.import_module('attngraph.compile'); attngraph.compile",
+    ],
+)
+def test_compile_is_the_function_in_whatever_order_things_are_imported(code: str) -> None:
+    done = run(f"{code}; print(type(attngraph.compile).__name__, attngraph.compile.__module__)")
+    assert done.stdout == "function attngraph.compile\n", done.stderr
+
+
+def test_the_first_use_of_any_name_registers_ops_and_kernels() -> None:
+    code = "import attngraph\nattngraph.parse\nfrom attngraph.ir.kernels import KERNELS\nprint(*KERNELS)"
+    done = run(f"{code}\nimport torch\nassert torch.ops.attngraph.cached_attention")
+    names = done.stdout.split()
+    assert {"cpu.flash", "cpu.tiled"} <= set(names), done.stderr
+    assert names[-1] == "reference"
+
+
+def test_every_public_name_is_declared_for_type_checkers_and_listed() -> None:
+    tree = ast.parse((ROOT / "attngraph" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [n for n in tree.body if isinstance(n, ast.If)]
+    declared = {
+        alias.asname: f"{n.module}.{alias.name}" for n in block.body if isinstance(n, ast.ImportFrom)
+        for alias in n.names
+    }  # fmt: skip
+    modules = {name: f"attngraph.{name}" for name in attngraph._MODULES}
+    assert declared == {name: f"{m}.{name}" for name, m in attngraph._MODULE_OF.items()} | modules
+    assert set(declared) <= set(dir(attngraph))
+    for name in attngraph.__all__:
+        assert getattr(attngraph, name).__name__ == name
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'attngraph' has no attribute 'compil'"):
+        attngraph.compil  # noqa: B018
+    assert not hasattr(attngraph, "nonsense")
+
+
+def test_the_first_use_may_be_inside_torch_compile() -> None:
+    code = """
+import torch, attngraph
+
+@torch.compile(backend="eager", fullgraph=True)
+def attend(q):
+    return attngraph.attention(q, q, q, "keep k <= q")
+
+print(attend(torch.randn(1, 2, 5, 8)).shape)
+"""
+    done = run(code)
+    assert done.stdout == "torch.Size([1, 2, 5, 8])\n", done.stderr
