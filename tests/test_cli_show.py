@@ -93,9 +93,9 @@ def test_a_program_comes_from_a_file_or_standard_input(
     [
         (
             ["casual"],
-            "'casual' is no score program, no file, and no well-known program; did you mean causal?",
+            "'casual' is no score program, no file, and no well-known program; did you mean 'causal'?",
         ),
-        (["zzz"], "known are full, causal,"),
+        (["zzz"], "there are full, causal,"),
         (["keep k <= qq"], "did you mean `q`?\n  keep k <= qq\n            ^"),
         (["keep k < n0"], "the program names n0; say what it is: --size n0=128"),
         (["window", "--size", "n1=4"], "--size n1 is given, but the program names n0."),

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "codegen/benchmark": {"__init__", "codegen", "models", "errors"},
     "models": {"models"},
     "fuzz": {"__init__"},
-    "testing": {"__init__", "entries", "report", "runtime", "structure"},
+    "testing": {"__init__", "entries", "errors", "report", "runtime", "structure"},
     "pytest_plugin": {"testing"},
     "hf": {"__init__", "runtime"},
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from attngraph.cli.target import TargetError
+from attngraph.errors import meant
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError, ScoreProgram
 from attngraph.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
@@ -129,9 +129,9 @@ def _read_program(text: str) -> str:
             return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise TargetError(f"cannot read {path}: {_reason(problem)}") from problem
-    near = difflib.get_close_matches(text.lower(), WELL_KNOWN, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(WELL_KNOWN)}."
-    raise TargetError(f"{text!r} is no score program, no file, and no well-known program; {hint}")
+    raise TargetError(
+        f"{text!r} is no score program, no file, and no well-known program; {meant(text.lower(), WELL_KNOWN)}"
+    )
 
 
 def _sizes(given: list[str]) -> dict[int, int]:
