@@ -221,6 +221,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not missing
 
 
+def test_every_entry_of_the_navigation_has_a_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [entry for entry in re.findall(r"[\w/-]+\.md", nav) if not (DOCS / entry).exists()] == []
+
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
