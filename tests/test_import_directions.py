@@ -22,7 +22,6 @@ MAY_IMPORT = {
     "picture": {"ir", "meaning"},
     "programs": set(),
     "page": {"entries", "errors", "ir", "report", "picture"},
-    "cli_inspect": {"dump", "report"},
     "runtime": {"ir", "errors", "structure", "capture", "report", "runtime"},
     "exported": {"ir", "errors"},
     "capture": {"exported", "ir", "errors", "structure", "runtime"},

@@ -12,12 +12,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from attngraph import cli_inspect
-from attngraph.cli import bench, bisect, compile, fuzz, opt, show
+from attngraph.cli import bench, bisect, compile, fuzz, inspect, opt, show
 from attngraph.cli.target import TargetError
 from attngraph.errors import AttnGraphError, DumpError, TextError
 
-COMMANDS = (compile, cli_inspect, opt, bisect, show, bench, fuzz)
+COMMANDS = (compile, inspect, opt, bisect, show, bench, fuzz)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
