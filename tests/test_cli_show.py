@@ -40,6 +40,12 @@ def test_a_program_is_shown_normalised_in_words_as_a_picture_and_in_operations(
     assert "24 queries and 24 keys, pair by pair" in out and "128 queries and 128 keys, by tiles" in out
 
 
+def test_keys_are_as_many_as_queries_unless_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "9 queries and 9 keys" in shown(capsys, "causal", "--keys", "9")
+    assert "5 queries and 5 keys" in shown(capsys, "causal", "--queries", "5")
+    assert "5 queries and 9 keys" in shown(capsys, "causal", "--queries", "5", "--keys", "9")
+
+
 def test_what_only_a_run_decides_is_a_range(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "keep k <= q and r0[b, k]", "--queries", "128")
     assert "75.0% unknown" in out and "0.0% to 75.0%" in out and "decided by r0" in out
@@ -102,6 +108,7 @@ def test_a_program_comes_from_a_file_or_standard_input(
         (["causal", "--size", "n0=4"], "the program names no size."),
         (["window", "--size", "256"], "--size takes n0=128 and the like, found '256'."),
         (["causal", "--queries", "-3"], "queries must be at least 1"),
+        (["causal", "--queries", "0"], "queries must be at least 1"),
         (["causal", "--tile", "0"], "tile must be at least 1"),
         (["causal", "--head", "-1"], "--head counts from 0"),
         (["causal", "--queries", "1000000", "--tile", "8"], "make the tile larger"),

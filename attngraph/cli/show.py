@@ -77,8 +77,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> None:
-    queries = options.queries or options.keys or 1024
-    keys = options.keys or queries
+    queries, keys = (
+        next(n for n in (mine, other, 1024) if n is not None)
+        for mine, other in ((options.queries, options.keys), (options.keys, options.queries))
+    )
     if min(options.head) < 0 or options.width < 1:
         raise TargetError("--head counts from 0 and --width must be at least 1.")
     subject = _subject(options.program, queries, keys, _sizes(options.size))
