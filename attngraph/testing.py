@@ -89,9 +89,8 @@ class Checked:
         found = self.report.attention
         wanted = None if program is None else str(attngraph.parse(program))
         fitting = [e for e in found if mask in (None, e.mask) and wanted in (None, _canonical(e))]
-        described = "".join(
-            [f" with mask {mask!r}" if mask is not None else "", " with this program" if wanted else ""]
-        )
+        described = "" if mask is None else f" with mask {mask!r}"
+        described += "" if wanted is None else " with this program"
         if count is not None:
             if len(fitting) != count:
                 self._fail(

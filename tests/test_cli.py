@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import attngraph
 from attngraph import cli
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
@@ -182,3 +183,44 @@ def test_the_gpu_benchmark_measures_and_writes_what_it_found(
 def test_a_benchmark_of_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--device", "cuda"]) == 2
     assert "no GPU here" in capsys.readouterr().err
+
+
+def test_help_shows_where_to_begin_and_what_exit_codes_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for word in (
+        "compile",
+        "inspect",
+        "opt",
+        "bisect",
+        "show",
+        "bench",
+        "fuzz",
+        "to begin with",
+        "exit codes",
+    ):
+        assert word in out
+
+
+@pytest.mark.parametrize("command", ["compile", "inspect", "opt", "bisect", "show", "bench", "fuzz"])
+def test_every_command_has_an_example_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "--json" in out
+    assert "attngraph" in out.partition("usage:")[2].partition("\n\n")[2]
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == f"attngraph {attngraph.__version__}"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m attngraph.cli show full --queries 512 --tile 1 | head -1"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert not found.stderr

@@ -172,15 +172,89 @@ def test_encoder_decoders_answer_as_eager_and_beams_are_the_same(name: str) -> N
 
 
 class _Ops(TorchDispatchMode):
-    """The names of all operations."""
+    """The names of all operations, and the score programs of ours."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.programs: list[str] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(op))
+        if self.names[-1] == "attngraph.attention.default":
+            self.programs.append(args[5])
         return op(*args, **(kwargs or {}))
+
+
+def masks_of(model: Any, **inputs: Any) -> list[str]:
+    """How the score programs of a call say what is seen."""
+    with torch.no_grad(), _Ops() as ops:
+        model(**inputs)
+    return [line for program in ops.programs for line in program.splitlines() if line.startswith("keep")]
+
+
+FILL = " else s - 3.4028234663852886e+38"
+
+
+def test_masks_that_are_formulas_are_given_as_formulas() -> None:
+    """So that kernels skip what they hide."""
+    mistral = build("MistralForCausalLM", *DECODERS["MistralForCausalLM"])
+    bert = build("BertModel", "BertConfig", WIDTHS)
+    left, right, ids = prompts("left"), prompts("right"), {"input_ids": prompts()["input_ids"]}
+    window = "keep k <= q and k > q - 4"
+    assert masks_of(mistral, **ids) == [window] * 2
+    assert masks_of(mistral, **right) == [f"{window} and r0[b, k]{FILL}"] * 2
+    assert masks_of(mistral, **left) == [f"{window} and r0[b, k]{FILL}"] * 2
+    assert masks_of(llama()[0], **ids) == ["keep k <= q"] * 2
+    assert masks_of(llama()[0], **right) == ["keep k <= q and r0[b, k]"] * 2
+    assert masks_of(llama()[0], **left) == [f"keep k <= q and r0[b, k]{FILL}"] * 2
+    assert masks_of(bert, **left) == ["keep r0[b, k]"] * 2
+    assert masks_of(bert, **ids) == []
+
+
+def test_masks_that_are_no_such_formulas_are_read_as_they_are() -> None:
+    model, _ = llama()
+    ids = prompts()["input_ids"]
+    packed = torch.tensor([0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3]).expand(3, -1)
+    assert masks_of(model, input_ids=ids, position_ids=packed, use_cache=False) == ["keep r0[b, 0, q, k]"] * 2
+    odd = torch.ones(1, 1, 11, 11).tril().bool()
+    odd[0, 0, 5, 2] = False
+    assert masks_of(model, input_ids=ids, attention_mask=odd) == ["keep r0[0, 0, q, k]"] * 2
+
+
+def test_a_mask_that_was_changed_has_no_formula_any_more() -> None:
+    from attngraph.hf.masks import formula_of, make_mask
+
+    padding = prompts("right")["attention_mask"].bool()
+    with torch.inference_mode():
+        mask = make_mask(batch_size=3, q_length=11, kv_length=11, q_offset=0, attention_mask=padding)
+    assert mask is not None
+    assert formula_of(mask, 11, 11) is not None
+    assert formula_of(mask, 11, 12) is None
+    assert formula_of(mask.clone(), 11, 11) is None
+    with torch.inference_mode():
+        mask[0, 0, 3, 1] = False
+    assert formula_of(mask, 11, 11) is None
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "GptOssForCausalLM"])
+def test_a_prompt_in_two_parts_sees_the_same_keys(name: str) -> None:
+    """The second part's queries do not begin where its keys do."""
+    ours, eager = pair(name, *DECODERS[name])
+    inputs = prompts()
+    answers = []
+    for model in (ours, eager):
+        with torch.inference_mode():
+            first = model(
+                input_ids=inputs["input_ids"][:, :6], attention_mask=inputs["attention_mask"][:, :6]
+            )
+            answers.append(
+                model(
+                    input_ids=inputs["input_ids"][:, 6:], attention_mask=inputs["attention_mask"],
+                    past_key_values=first.past_key_values,
+                ).logits
+            )  # fmt: skip
+    torch.testing.assert_close(*answers, rtol=0, atol=2e-6 * float(answers[1].abs().max()))
 
 
 def test_every_attention_is_one_op_of_ours() -> None:

@@ -95,6 +95,7 @@ def test_what_the_report_says_can_be_asserted(plain: testing.Checked) -> None:
         ({"count": 2}, "expected 2 fused attention(s), found 1."),
         ({"mask": "none"}, "  - mask: none\n  + mask: causal"),
         ({"program": "s = dot; keep k <= q"}, "  -s = dot\n  +s = 0.25 * dot\n   keep k <= q"),
+        ({"program": ""}, "expected every fused attention with this program; 1 of 1 are different."),
         ({"count": 1, "mask": "none"}, "expected 1 fused attention(s) with mask 'none', found 0."),
     ],
 )

@@ -17,7 +17,8 @@ def add(commands: Any) -> None:
     fuzz = commands.add_parser(
         "fuzz",
         help="compile random attention-like graphs and compare each with eager",
-        epilog="a failure is made small and printed as a test; exit code 1 if there was one",
+        epilog="example: attngraph fuzz --minutes 5 --seed 7. A failure is made small and printed as a test; "
+        "exit code 1 if there was one.",
     )
     fuzz.add_argument("--minutes", type=float, help="how long to run (default 5, unless --graphs is given)")
     fuzz.add_argument("--graphs", type=int, help="how many graphs to run")

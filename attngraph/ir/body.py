@@ -80,7 +80,8 @@ class Body:
             )
         self.formulas.found(node, wanted.shape)
         self.values[name] = node
-        self.inputs.append(Input(kind, name[4:] if kind == "argument" else read_name(name, "$")))
+        # The name in the model that the capture wrapped; it prints without the wrapper.
+        self.inputs.append(Input(kind, name[4:] if kind == "argument" else f"model.{read_name(name, '$')}"))
 
     def statement(self, line: str, program: str) -> None:
         """A value, the name of a module, or the results. `program`: the lines of a score program under it."""
@@ -188,7 +189,8 @@ class Body:
             assert found is not None  # anything at all is a value
             results.append(self._resolved(found[3]))
             order = tuple(int(n) for n in split(found[4])) if found[4] else ()
-            self.outputs.append(Output(found[1] or "value", read_name(found[2] or "$", "$"), order))
+            name = read_name(found[2], "$") if found[2] else ""
+            self.outputs.append(Output(found[1] or "value", f"model.{name}" if name else "", order))
         self.graph.output(tuple(results))
         self.ended = True
 

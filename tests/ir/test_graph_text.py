@@ -72,12 +72,12 @@ class Counting(nn.Module):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mask", torch.ones(64, 64).tril().bool())
-        self.inner = nn.ModuleDict({"it's [odd], name": nn.Linear(8, 8)})
+        self.model = nn.ModuleDict({"it's [odd], name": nn.Linear(8, 8)})
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         t = x.shape[1]
-        y = self.inner["it's [odd], name"](x)
+        y = self.model["it's [odd], name"](x)
         mask: Tensor = self.mask[:t, :t]  # type: ignore[index, assignment]
         return (y @ y.mT).masked_fill(~mask, float("-inf")).softmax(-1) @ y
 

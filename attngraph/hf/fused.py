@@ -1,55 +1,20 @@
-"""attngraph in transformers: an attention that its models can be told to use, and decoders in `generate`.
+"""`attn_implementation="attngraph"`: attention as transformers' models call it, in one fused op.
 
-    attngraph.hf.register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attngraph")
-
-    decoder = attngraph.compile(model, cache=True)
-    attngraph.hf.generation_model(decoder).generate(ids, max_new_tokens=64)
-
-The only file of ours that imports transformers (5.0 or newer). A registered attention computes what the
-model's own eager one does, in one fused op, without `attngraph.compile`: what the model hands over is written
-down as a score program.
+It computes what a model's own eager attention does, without `attngraph.compile`: what the model hands over is
+written down as a score program. While torch.export traces, the same is spelled out in plain PyTorch.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.kv_cache import KVCache
-
-_WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'attngraph[transformers]'."
-try:
-    import transformers
-except ImportError as problem:
-    raise ImportError(_WANTED.format("none")) from problem
-if int(transformers.__version__.partition(".")[0]) < 5:
-    raise ImportError(_WANTED.format(transformers.__version__))
-
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    AttentionMaskInterface,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.masking_utils import sdpa_mask  # noqa: E402
-from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+from attngraph.hf.masks import every_row_sees, formula_of
 
 NAME = "attngraph"
-
-
-def register() -> None:
-    """Make `attn_implementation="attngraph"` known to transformers: the attention and its mask, without which
-    padding would be lost. Registering again changes nothing."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def attention(
@@ -90,9 +55,9 @@ def attention(
     changes = Changes(scale, softcap, position_bias, attention_mask, is_causal, sinks, dropout)
     if torch.compiler.is_exporting():
         return _spelled_out(query, key, value, changes).transpose(1, 2).contiguous(), None
-    program, reads = _program(query, key, changes)
+    program, reads, sizes = _program(query, key, changes)
     with torch.autocast(device, enabled=False):  # kernels choose the types that they compute in
-        out = attngraph.attention(query, key, value, program, *reads)
+        out = attngraph.attention(query, key, value, program, *reads, sizes=sizes)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -108,9 +73,10 @@ class Changes(NamedTuple):
     dropout: float
 
 
-def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Tensor]]:
-    """The score program of a call, and what it reads."""
+def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Tensor], list[int]]:
+    """The score program of a call, and the tensors and sizes that it reads."""
     reads: list[Tensor] = []
+    sizes: list[int] = []
     lines = [f"s = {changes.scale!r} * dot"]
     if changes.softcap is not None:
         lines.append(f"s = {float(changes.softcap)!r} * tanh(s / {float(changes.softcap)!r})")
@@ -120,8 +86,14 @@ def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Te
     if mask is not None and mask.dtype == torch.bool:
         # A row of padding that sees no key is a number in eager, and so are its gradients: a finite fill.
         # Where no row is like that, minus infinity is the same, and its gradients are cheaper.
-        fill = "" if _every_row_sees(mask) else f" else s - {torch.finfo(query.dtype).max!r}"
-        lines.append(f"keep {_read(reads, mask, key)}{fill}")
+        fill = "" if every_row_sees(mask) else f" else s - {torch.finfo(query.dtype).max!r}"
+        formula = formula_of(mask, query.shape[2], key.shape[2])
+        if formula is None:
+            lines.append(f"keep {_read(reads, mask, key)}{fill}")
+        else:
+            lines.append(f"keep {formula.predicate.format(f'r{len(reads)}')}{fill}")
+            reads += [] if formula.padding is None else [formula.padding]
+            sizes = [formula.offset] if formula.offset else []
     elif mask is not None:
         lines.append(f"s = s + {_read(reads, mask.to(query.dtype), key)}")
     elif changes.is_causal:
@@ -132,7 +104,7 @@ def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Te
         reads.append(torch.ops.attngraph.seed().to(query.device))
         kept = 1.0 - changes.dropout
         lines.append(f"p = where(random(r{len(reads) - 1}[], b, h, q, k) < {kept!r}, p / {kept!r}, 0.0)")
-    return "\n".join(lines), reads
+    return "\n".join(lines), reads, sizes
 
 
 def _spelled_out(query: Tensor, key: Tensor, value: Tensor, changes: Changes) -> Tensor:
@@ -173,18 +145,6 @@ def _read(reads: list[Tensor], tensor: Tensor, key: Tensor) -> str:
     return f"r{len(reads) - 1}[{', '.join(places)}]"
 
 
-def _every_row_sees(mask: Tensor) -> bool:
-    """Whether every query is known to see a key. Looked up once for a mask, which all layers share; while a
-    model is traced, nothing is known."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or type(mask) is not Tensor:
-        return False
-    known: bool | None = getattr(mask, "_attngraph_every_row_sees", None)
-    if known is None:
-        known = bool(mask.any(-1).all())
-        mask._attngraph_every_row_sees = known  # type: ignore[attr-defined]
-    return known
-
-
 def _refuse(others: dict[str, Any]) -> None:
     """Raise where a model asks for what a fused attention has not. What else models hand over (positions,
     lengths, the window) is in the mask already."""
@@ -198,92 +158,3 @@ def _refuse(others: dict[str, Any]) -> None:
             f'attn_implementation="{NAME}" does not read the paged cache of continuous batching; use '
             "attngraph.Engine for requests that come and go, or another attn_implementation."
         )
-
-
-def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -> GenerationModel:
-    """A derived decoder as a model of transformers, for its `generate` and for what is built on it.
-
-    Args:
-        decoder: of `attngraph.compile(model, cache=True)`, `model` in eval mode, tokens in, logits out.
-        config: its sizes and special tokens. None: the model's own, if it is one of transformers', else an
-            empty one.
-
-    Raises:
-        TypeError: `decoder` is none. ValueError: the model is an encoder-decoder.
-    """
-    if not isinstance(decoder, Decoder):
-        raise TypeError(
-            f"generation_model takes what attngraph.compile(model, cache=True) returns, found "
-            f"{type(decoder).__name__}."
-        )
-    if config is None:
-        found = getattr(decoder, "config", None)
-        config = found if isinstance(found, PreTrainedConfig) else PreTrainedConfig()
-    if config.is_encoder_decoder:
-        raise ValueError("generation_model takes decoder-only models; call decoder.generate for this one.")
-    config = copy.deepcopy(config)
-    model = GenerationModel(config, decoder)
-    own = getattr(decoder, "generation_config", None)
-    model.generation_config = (
-        copy.deepcopy(own)
-        if isinstance(own, GenerationConfig)
-        else GenerationConfig.from_model_config(config)
-    )
-    model.eval()
-    return model
-
-
-class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A decoder with the face of a model of transformers. Weights are the decoder's; nothing is saved or
-    initialised here."""
-
-    main_input_name = "input_ids"
-
-    def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
-        super().__init__(PreTrainedConfig())  # what it would look up in the model's is for other models
-        self.config = config
-        self.decoder = decoder
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: State | None = None,
-        use_cache: bool | None = None, return_dict: bool | None = None,
-    ) -> CausalLMOutputWithPast:  # fmt: skip
-        """The logits `[B, S, V]` of `input_ids`, `[B, S]`, and the state after them.
-
-        `attention_mask`, `[B, T]`, covers the tokens of the state as well; padding may be on either side of a
-        prompt.
-        """
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-        if past_key_values is None:
-            logits, state = self.decoder.prefill(input_ids, mask)
-            past_key_values = State(state, 0)
-        else:
-            logits = self.decoder.decode(input_ids, past_key_values.state, mask)
-        past_key_values.length += input_ids.shape[1]
-        return CausalLMOutputWithPast(
-            logits=logits, past_key_values=None if use_cache is False else past_key_values
-        )
-
-    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the model behind the decoder has tied its own."""
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        """No cache of transformers' is made: the first call returns a `State`."""
-        return False
-
-
-class State:
-    """A decoder's state where transformers expects a `Cache`. `length` counts tokens of a row and padding."""
-
-    is_compileable = False
-
-    def __init__(self, state: KVCache, length: int) -> None:
-        self.state, self.length = state, length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row n becomes what row `beam_idx[n]` is."""
-        self.state.reorder(beam_idx)

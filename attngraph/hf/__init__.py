@@ -1,0 +1,34 @@
+"""attngraph in transformers: an attention that its models can be told to use, and decoders in `generate`.
+
+    attngraph.hf.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attngraph")
+
+    decoder = attngraph.compile(model, cache=True)
+    attngraph.hf.generation_model(decoder).generate(ids, max_new_tokens=64)
+
+The only package of ours that imports transformers (5.0 or newer). `fused.py` is the attention, `masks.py`
+what it is told of masks, `generation.py` the decoder with the face of a model.
+"""
+
+_WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'attngraph[transformers]'."
+try:
+    import transformers
+except ImportError as problem:
+    raise ImportError(_WANTED.format("none")) from problem
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(_WANTED.format(transformers.__version__))
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+from attngraph.hf.fused import NAME, attention  # noqa: E402
+from attngraph.hf.generation import GenerationModel, State, generation_model  # noqa: E402
+from attngraph.hf.masks import make_mask  # noqa: E402
+
+__all__ = ["GenerationModel", "State", "attention", "generation_model", "register"]
+
+
+def register() -> None:
+    """Make `attn_implementation="attngraph"` known to transformers: the attention and its mask, without which
+    padding would be lost. Registering again changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)
