@@ -108,6 +108,8 @@ def _notes(shown: TileMap, mark: str) -> list[str]:
 
 _CELL, _GAP, _MARGIN, _LINE = 240, 28, 12, 17
 """The side of a panel and the distances between things, in units of the SVG."""
+_NARROW = 336
+"""The least width: what a phone shows without making letters smaller."""
 _ROW = 3
 """Panels beside each other."""
 
@@ -122,7 +124,7 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
     title = _clean(title or f"Mask: {shown.mask}")
     panels = shown.panels[:_PANELS]
     across = min(len(panels), _ROW)
-    inner = max(across * (_CELL + _GAP) - _GAP, 2 * _CELL)
+    inner = max(across * (_CELL + _GAP) - _GAP, _NARROW)
     body: list[str] = []
     top: float = _MARGIN + _LINE
     per_line = inner // 7

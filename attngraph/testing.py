@@ -37,7 +37,7 @@ def compile(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Checked:
     """Compile `model`, call it once, and return a handle to make assertions on.
 
     Raises:
-        what `attngraph.compile` and the call raise.
+        Exception: what `attngraph.compile` and the call raise.
     """
     with tempfile.TemporaryDirectory(prefix="attngraph-") as folder:
         return Checked(model, args, kwargs, Path(folder), Path("golden"))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from attngraph import cli
-from attngraph.cli import show
 from attngraph.programs import WELL_KNOWN
 
 
@@ -39,6 +38,12 @@ def test_a_program_is_shown_normalised_in_words_as_a_picture_and_in_operations(
     assert "25.0% full, 50.0% partial, 25.0% empty" in out
     assert "computed: 3.15 MFLOP of 4.19 MFLOP (1 head of width 64, 256 for a pair), 75.0%" in out
     assert "24 queries and 24 keys, pair by pair" in out and "128 queries and 128 keys, by tiles" in out
+
+
+def test_keys_are_as_many_as_queries_unless_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "9 queries and 9 keys" in shown(capsys, "causal", "--keys", "9")
+    assert "5 queries and 5 keys" in shown(capsys, "causal", "--queries", "5")
+    assert "5 queries and 9 keys" in shown(capsys, "causal", "--queries", "5", "--keys", "9")
 
 
 def test_what_only_a_run_decides_is_a_range(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,15 +99,16 @@ def test_a_program_comes_from_a_file_or_standard_input(
     [
         (
             ["casual"],
-            "'casual' is no score program, no file, and no well-known program; did you mean causal?",
+            "'casual' is no score program, no file, and no well-known program; did you mean 'causal'?",
         ),
-        (["zzz"], "known are full, causal,"),
+        (["zzz"], "there are full, causal,"),
         (["keep k <= qq"], "did you mean `q`?\n  keep k <= qq\n            ^"),
         (["keep k < n0"], "the program names n0; say what it is: --size n0=128"),
         (["window", "--size", "n1=4"], "--size n1 is given, but the program names n0."),
         (["causal", "--size", "n0=4"], "the program names no size."),
         (["window", "--size", "256"], "--size takes n0=128 and the like, found '256'."),
         (["causal", "--queries", "-3"], "queries must be at least 1"),
+        (["causal", "--queries", "0"], "queries must be at least 1"),
         (["causal", "--tile", "0"], "tile must be at least 1"),
         (["causal", "--head", "-1"], "--head counts from 0"),
         (["causal", "--queries", "1000000", "--tile", "8"], "make the tile larger"),
@@ -154,4 +160,3 @@ def test_the_command_lists_the_programs_that_it_knows(capsys: pytest.CaptureFixt
         cli.main(["show", "--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in WELL_KNOWN)
-    assert show.SMALL == 24

@@ -2,14 +2,13 @@
 
 PROGRAM is a score program as text, a file that holds one ("-" is standard input), or the name of a well-known
 one (`attngraph/programs.py`). Tensors that a program reads are unknown here, but for well-known programs,
-which come with example tensors. Exit codes: 0, and 2 where the program or an option cannot be used.
+which come with example tensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -20,6 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from attngraph.cli.target import TargetError
+from attngraph.errors import meant
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError, ScoreProgram
 from attngraph.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
@@ -27,10 +28,6 @@ from attngraph.programs import WELL_KNOWN
 
 SMALL = 24
 """Queries and keys of the picture that shows every pair."""
-
-
-class Unusable(Exception):
-    """A program or an option that cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Subject:
 
 
 def add(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
     names = "\n".join(f"  {name:<14} {known.about}" for name, known in WELL_KNOWN.items())
     show = commands.add_parser(
         "show",
@@ -71,23 +67,22 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; the exit code."""
     try:
         _show(options)
-    except (Unusable, ProgramError, ValueError, IndexError) as problem:
-        print(f"attngraph: {problem}", file=sys.stderr)
-        return 2
+    except (ProgramError, ValueError, IndexError) as problem:
+        raise TargetError(str(problem)) from problem
     except RuntimeError as problem:
-        print(f"attngraph: the program has no value here: {problem}", file=sys.stderr)
-        return 2
+        raise TargetError(f"the program has no value here: {problem}") from problem
     return 0
 
 
 def _show(options: argparse.Namespace) -> None:
-    queries = options.queries or options.keys or 1024
-    keys = options.keys or queries
+    queries, keys = (
+        next(n for n in (mine, other, 1024) if n is not None)
+        for mine, other in ((options.queries, options.keys), (options.keys, options.queries))
+    )
     if min(options.head) < 0 or options.width < 1:
-        raise Unusable("--head counts from 0 and --width must be at least 1.")
+        raise TargetError("--head counts from 0 and --width must be at least 1.")
     subject = _subject(options.program, queries, keys, _sizes(options.size))
     program, heads = subject.program, tuple(dict.fromkeys(options.head))
     whole = tile_map(program, queries, keys, options.tile, subject.reads, subject.sizes, heads=heads)
@@ -106,11 +101,11 @@ def _subject(text: str, queries: int, keys: int, sizes: dict[int, int]) -> Subje
     program = parse(known.text if known else _read_program(text))
     unused = [n for n in sizes if n >= program.sizes]
     if unused:
-        raise Unusable(f"--size n{unused[0]} is given, but the program names {_names(program.sizes)}.")
+        raise TargetError(f"--size n{unused[0]} is given, but the program names {_names(program.sizes)}.")
     if known is None:
         missing = [n for n in range(program.sizes) if n not in sizes]
         if missing:
-            raise Unusable(f"the program names n{missing[0]}; say what it is: --size n{missing[0]}=128")
+            raise TargetError(f"the program names n{missing[0]}; say what it is: --size n{missing[0]}=128")
         chosen = tuple(sizes[n] for n in range(program.sizes))
         return Subject(program, "", chosen, (), chosen, ())
     chosen = tuple(sizes.get(n, value) for n, value in enumerate(known.sizes))
@@ -135,10 +130,10 @@ def _read_program(text: str) -> str:
         if path.exists():
             return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise Unusable(f"cannot read {path}: {_reason(problem)}") from problem
-    near = difflib.get_close_matches(text.lower(), WELL_KNOWN, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(WELL_KNOWN)}."
-    raise Unusable(f"{text!r} is no score program, no file, and no well-known program; {hint}")
+        raise TargetError(f"cannot read {path}: {_reason(problem)}") from problem
+    raise TargetError(
+        f"{text!r} is no score program, no file, and no well-known program; {meant(text.lower(), WELL_KNOWN)}"
+    )
 
 
 def _sizes(given: list[str]) -> dict[int, int]:
@@ -146,7 +141,7 @@ def _sizes(given: list[str]) -> dict[int, int]:
     for text in given:
         match = re.fullmatch(r"n(\d+)=(\d+)", text)
         if match is None:
-            raise Unusable(f"--size takes n0=128 and the like, found {text!r}.")
+            raise TargetError(f"--size takes n0=128 and the like, found {text!r}.")
         found[int(match[1])] = int(match[2])
     return found
 
@@ -159,12 +154,12 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file as a whole or not at all.
 
     Raises:
-        Unusable: it cannot be written; what stood there still does.
+        TargetError: it cannot be written; what stood there still does.
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
     except OSError as problem:
-        raise Unusable(f"cannot write {path}: {_reason(problem)}") from problem
+        raise TargetError(f"cannot write {path}: {_reason(problem)}") from problem
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -174,7 +169,7 @@ def write_whole(path: Path, text: str) -> None:
         Path(name).replace(path)
     except OSError as problem:
         Path(name).unlink(missing_ok=True)
-        raise Unusable(f"cannot write {path}: {_reason(problem)}") from problem
+        raise TargetError(f"cannot write {path}: {_reason(problem)}") from problem
 
 
 def _as_text(subject: Subject, whole: TileMap, first: TileMap, width: int) -> str:

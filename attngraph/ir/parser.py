@@ -54,17 +54,33 @@ def parse(text: str) -> ScoreProgram:
         ProgramError: with the line, the column, what was found and what was expected.
     """
     statements: list[Statement] = []
+    parsers: list[_Parser] = []
     for number, line in enumerate(text.split("\n"), start=1):
         code = line.split("#", 1)[0]
         start = 0
         for piece in code.split(";"):
             if piece.strip():
+                parsers.append(_Parser(piece, line, number, start))
                 try:
-                    statements.append(_Parser(piece, line, number, start).statement())
+                    statements.append(parsers[-1].statement())
                 except RecursionError:
                     raise ProgramError(f"score program, line {number}: nested too deeply.") from None
             start += len(piece) + 1
-    return ScoreProgram(tuple(statements))
+    try:
+        return ScoreProgram(tuple(statements))
+    except ProgramError:
+        _point_out(statements, parsers)
+        raise
+
+
+def _point_out(statements: list[Statement], parsers: list[_Parser]) -> None:
+    """Raise at the first statement that cannot follow those before it."""
+    for count, parser in enumerate(parsers, start=1):
+        try:
+            ScoreProgram(tuple(statements[:count]))
+        except ProgramError as problem:
+            parser.place = 0
+            raise parser.problem(str(problem)) from None
 
 
 def kind_of(op: str, args: tuple[Expr, ...]) -> str:

@@ -141,7 +141,7 @@ def tile_map(
             place = _Place(program, b, h, queries, keys, tile, tuple(reads), tuple(sizes))
             seen[key] = place.bounded() if tile > 1 else place.evaluated()
             if tile > 1 and place.is_open(seen[key]):
-                evaluated = place.evaluated()
+                evaluated = place.decided(seen[key])
                 looked |= evaluated != seen[key]
                 seen[key] = evaluated
         found.setdefault(seen[key], []).append((b, h))
@@ -201,26 +201,43 @@ class _Place:
 
     def evaluated(self) -> Rows:
         """Every pair evaluated."""
-        return tuple(tuple(self._row(n)) for n in range(-(-self.queries // self.tile)))
+        across = -(-self.keys // self.tile)
+        return tuple(tuple(self._row(n, 0, across)) for n in range(-(-self.queries // self.tile)))
 
-    def _row(self, number: int) -> list[State]:
-        """One row of tiles, every pair of them evaluated."""
+    def decided(self, rows: Rows) -> Rows:
+        """The same with partial tiles as their pairs are."""
+        return tuple(tuple(self._decided(number, row)) for number, row in enumerate(rows))
+
+    def _decided(self, number: int, row: tuple[State, ...]) -> Sequence[State]:
+        places = [place for place, state in enumerate(row) if state == "partial"]
+        if not places:
+            return row
+        first, end = places[0], places[-1] + 1
+        return [*row[:first], *self._row(number, first, end), *row[end:]]
+
+    def _row(self, number: int, first: int, end: int) -> list[State]:
+        """Tiles `first` to `end` of one row, every pair of them evaluated."""
         start = number * self.tile
         queries = (start, min(start + self.tile, self.queries))
-        box = Tile((self.b, self.b + 1), (self.h, self.h + 1), queries, (0, self.keys))
+        keys = (first * self.tile, min(end * self.tile, self.keys))
+        box = Tile((self.b, self.b + 1), (self.h, self.h + 1), queries, keys)
         env = Environment(box, self.reads, self.sizes, torch.float64, torch.device("cpu"))
-        return [_state(part) for part in torch.split(visible(self.program, env)[0, 0], self.tile, dim=1)]
+        return _states(visible(self.program, env)[0, 0], self.tile)
 
 
-def _state(pairs: Tensor) -> State:
-    kinds = set(torch.unique(pairs).tolist())
-    if kinds == {KEPT}:
-        return "full"
-    if kinds <= {HIDDEN, FILLED}:
-        return "filled" if FILLED in kinds else "empty"
-    if kinds <= {KEPT, HIDDEN, FILLED} or (KEPT in kinds and kinds & {HIDDEN, FILLED, HIDDEN | FILLED}):
-        return "partial"
-    return "unknown"
+def _states(pairs: Tensor, tile: int) -> list[State]:
+    """One row of tiles from what can become of each of its pairs, `[queries, keys]`."""
+    last = pairs[:, -1:].expand(-1, -pairs.shape[1] % tile)
+    blocks = torch.cat([pairs, last], 1).reshape(len(pairs), -1, tile).transpose(0, 1).flatten(1)
+
+    def some(*kinds: int) -> Tensor:
+        return torch.stack([(blocks == kind).any(1) for kind in kinds]).any(0)
+
+    kept, dropped, filled = some(KEPT), some(HIDDEN, FILLED, HIDDEN | FILLED), some(FILLED)
+    open_question = ~torch.stack([blocks == kind for kind in (KEPT, HIDDEN, FILLED)]).any(0).all(1)
+    found = torch.stack([kept & dropped, open_question, kept, filled], 1).tolist()
+    kinds: tuple[State, ...] = ("partial", "unknown", "full", "filled", "empty")
+    return [kinds[(*holds, True).index(True)] for holds in found]
 
 
 def _depends_on(program: ScoreProgram, name: str) -> bool:

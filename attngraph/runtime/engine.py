@@ -65,7 +65,7 @@ class Request:
         """All new tokens.
 
         Raises:
-            the request's own error, if it failed.
+            Exception: the request's own error, if it failed.
         """
         return list(self)
 

@@ -231,13 +231,14 @@ def test_a_name_is_refused_where_it_has_no_meaning(text: str, name: str) -> None
 
 @pytest.mark.parametrize("text", ["p = p\ns = dot", "p = p\nkeep k <= q", "p = p\nsink 1.0"])
 def test_scores_masks_and_sinks_stand_before_weights(text: str) -> None:
-    with pytest.raises(ProgramError, match=r"stands after `p = \.\.\.`"):
+    with pytest.raises(ProgramError, match=r"line 2, column 1: .* stands after `p = \.\.\.`") as caught:
         parse(text)
+    assert str(caught.value).endswith(f"\n  {text.splitlines()[1]}\n  ^")
 
 
 def test_a_second_sink_is_refused_not_ignored() -> None:
-    with pytest.raises(ProgramError):
-        parse("sink 1.0\nsink 2.0")
+    with pytest.raises(ProgramError, match=r"line 1, column 11: `sink 2.0` is a second sink"):
+        parse("sink 1.0; sink 2.0")
 
 
 def test_binders_and_reads_of_graph_nodes_are_not_part_of_the_language() -> None:

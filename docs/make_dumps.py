@@ -1,0 +1,175 @@
+"""Writes the generated parts of the docs: dumps of real runs, and pictures of masks.
+
+    python docs/make_dumps.py            write them anew, in all pages
+    python docs/make_dumps.py --check    say which pages are not as a run of today would write them
+
+A page asks for a dump by a comment before a block of text, `<!-- dump CASE PASS before -->` or `after`, and
+for a picture by `<!-- picture PROGRAM -->` before a line of SVG. CASES are the runs: small models of
+`models/`, compiled with `dump=`. Nothing in the blocks is written by hand; tests hold them against a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import attngraph
+from attngraph import pipeline
+from attngraph.capture import capture
+from attngraph.dump import Dump
+from attngraph.models.attention import AttentionConfig, HeadByHeadAttention
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
+from attngraph.models.masked_attention import CausalAttention, CausalAttentionConfig, CausalSelfAttention
+from attngraph.models.mla import LatentAttention, MLAConfig
+from attngraph.models.targets import seeded
+from attngraph.passes import Canonicalize, FuseAttention, MergeHeads
+from attngraph.passes.convert_heads import ConvertHeads
+from attngraph.picture import mask_map, to_svg
+from attngraph.programs import WELL_KNOWN
+
+DOCS = Path(__file__).resolve().parent
+BLOCK = re.compile(
+    r"(<!-- dump (\S+) (\S+) (before|after) -->\n```text\n).*?(^```$)", re.DOTALL | re.MULTILINE
+)
+PICTURE = re.compile(r"(<!-- picture (\S+) -->\n)(<svg[^\n]*\n)?")
+
+
+VERSION = re.compile(r"(?<=`python docs/make_dumps.py` with torch )\d+\.\d+")
+
+
+def _compiled(model: nn.Module, shape: tuple[int, ...], folder: Path, **options: str) -> None:
+    with torch.no_grad():
+        attngraph.compile(model.eval(), dump=folder, **options)(torch.randn(shape))
+
+
+def causal(folder: Path) -> None:
+    """Causal attention alone: queries, keys and values are given."""
+    with torch.no_grad():
+        attngraph.compile(CausalAttention(), dump=folder)(*torch.randn(3, 2, 4, 7, 8))
+
+
+def heads(folder: Path) -> None:
+    """Two heads in a ModuleList."""
+    config = AttentionConfig(width=16, heads=2, key_width=8, value_width=8, bias=False)
+    _compiled(HeadByHeadAttention(config), (2, 7, 16), folder)
+
+
+def _latent_model() -> nn.Module:
+    config = MLAConfig(width=32, heads=4, latent=8, nope=16, value=16, rope=0)
+    return LatentAttention(config)
+
+
+def latent(folder: Path) -> None:
+    """Latent attention without positions: 4 heads of width 16 from a latent of 8."""
+    _compiled(_latent_model(), (2, 7, 32), folder, absorb="always")
+
+
+def folded(folder: Path) -> None:
+    """The same with weights multiplied ahead."""
+    _compiled(_latent_model(), (2, 7, 32), folder, absorb="fold")
+
+
+def linear(folder: Path) -> None:
+    """Causal attention without a softmax, at a length at which its square costs more."""
+    config = LinearAttentionConfig(width=16, heads=2, key_width=8, value_width=8, bias=False)
+    _compiled(LinearAttention(config), (1, 512, 16), folder)
+
+
+def decoder(folder: Path) -> None:
+    """A decoder-only language model of one layer, as a decoder."""
+    config = DecoderLMConfig(vocab_size=32, layers=1, width=16, heads=2, max_tokens=64)
+    model = DecoderLM(config).eval()
+    attngraph.compile(model, cache=True, dump=folder).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+def converted(folder: Path) -> None:
+    """Attention of 4 heads, converted to 2 key/value heads."""
+    config = CausalAttentionConfig(width=32, heads=4, key_width=8, value_width=8, max_tokens=64, bias=False)
+    with torch.no_grad():
+        graph = capture(CausalSelfAttention(config).eval(), (torch.randn(2, 7, 32),), {}).graph
+        dump = Dump(folder)
+        pipeline.run(graph, (Canonicalize(), FuseAttention(), MergeHeads()), dump)
+        pipeline.run(graph, (ConvertHeads(2),), dump)
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    case.__name__: case for case in (causal, heads, latent, folded, linear, decoder, converted)
+}
+
+
+@functools.cache
+def dumps(case: str) -> tuple[tuple[str, str], ...]:
+    """Each dump of a case as (what wrote it, text), in order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder, seeded():
+            CASES[case](Path(folder))
+            files = sorted(Path(folder).glob("graph-*/*.txt"))
+            return tuple((file.stem.partition("-")[2], file.read_text().rstrip()) for file in files)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def dump(case: str, step: str, when: str) -> str:
+    """The graph before or after a pass of a case."""
+    found = dumps(case)
+    places = [n for n, (name, _) in enumerate(found) if name == step]
+    if len(places) != 1:
+        raise SystemExit(
+            f"case {case} dumped {', '.join(name for name, _ in found)}; a page asks for {step}."
+        )
+    return found[places[0] - (when == "before")][1]
+
+
+def picture(name: str) -> str:
+    """The mask of a well-known program for 24 tokens, on one line."""
+    known = WELL_KNOWN[name]
+    drawn = mask_map(known.text, 24, 24, known.reads(24, 24, known.small), known.small)
+    sizes = ", ".join(f"n{number} = {value}" for number, value in enumerate(known.small))
+    title = f"{name}: {known.about}{sizes and f'; here {sizes}'}"
+    return to_svg(drawn, title).replace("\n", " ").strip()
+
+
+def written(page: str) -> str:
+    """A page with its generated parts as they are today."""
+    page = VERSION.sub(".".join(torch.__version__.split(".")[:2]), page)
+    page = BLOCK.sub(lambda m: f"{m[1]}{dump(m[2], m[3], m[4])}\n{m[5]}", page)
+    return PICTURE.sub(lambda m: f"{m[1]}{picture(m[2])}\n", page)
+
+
+def without_what_varies(page: str) -> str:
+    """Neither rounding errors, nor torch's names of sizes, nor which of the CPU's kernels there is (one
+    needs a C compiler)."""
+    page = re.sub(r"max error \S+\)", "max error ...)", page)
+    page = re.sub(r"\bs\d+=", "s=", page)  # torch's own numbers of sizes
+    return re.sub(r"\bcpu\.\w+", "cpu...", page)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the dumps and pictures of the docs.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is old")
+    options = parser.parse_args(argv)
+    old = []
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        found = written(page)
+        if without_what_varies(found) != without_what_varies(page):
+            old.append(str(path.relative_to(DOCS.parent)))
+            if not options.check:
+                path.write_text(found, encoding="utf-8")
+    print("\n".join(old) if old else "nothing to write")
+    return 1 if old and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""What the docs show is true: their examples run, their dumps and pictures are those of a run of today, every
+reason that the compiler gives is explained, and the site builds offline and asks for nothing from outside."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import attngraph
+import attngraph.codegen  # registers the kernels, whatever a page loads
+from attngraph.ir import kernels
+from attngraph.meaning.rules import RULES, load
+from attngraph.models.targets import tiny_decoder_lm
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+FENCE = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def examples(page: Path) -> list[tuple[int, str, str]]:
+    """(line, what the fence says behind `python`, code) of each example, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, m.start("code")), m["info"].strip(), m["code"]) for m in FENCE.finditer(text)
+    ]
+
+
+def reason_not_to_run(info: str) -> str:
+    """What `{ title="not run: ..." }` says; a reader sees it above the example."""
+    found = re.search(r'title="not run: ([^"]+)"', info)
+    return found[1] if found else ""
+
+
+def given(page: Path) -> dict[str, object]:
+    """What a page speaks of without making it: the README's model, its inputs, and next tokens."""
+    if page.name != "README.md":
+        return {}
+    model, (ids,) = tiny_decoder_lm(tokens=16)
+    return {"model": model, "x": ids, "ids": ids, "next_ids": ids[:, -1:]}
+
+
+RUN_ELSEWHERE = {"plugs.md": "test_plugs_examples.py", "testing.md": "test_testing.py"}
+"""Pages whose examples need files or packages of their own: which tests run them."""
+WITH_EXAMPLES = [page for page in PAGES if examples(page) and page.name not in RUN_ELSEWHERE]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
+def test_the_examples_of_a_page_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one namespace; one thread. The code keeps its lines, so that an error points into the page."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    module = types.ModuleType(f"example_{page.stem.replace('-', '_')}")
+    vars(module).update(given(page))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for line, info, code in examples(page):
+            if not reason_not_to_run(info):
+                exec(compile("\n" * line + code, str(page), "exec"), vars(module))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
+def test_an_example_says_nothing_behind_its_language_but_why_it_is_not_run(page: Path) -> None:
+    for line, info, _ in examples(page):
+        assert not info or reason_not_to_run(info), f"{page}:{line + 1}: {info}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name in RUN_ELSEWHERE], ids=name_of)
+def test_a_page_that_is_not_run_here_is_run_by_a_test_of_its_own(page: Path) -> None:
+    assert page.name in (ROOT / "tests" / RUN_ELSEWHERE[page.name]).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def make_dumps() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("make_dumps", DOCS / "make_dumps.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GENERATED = [
+    p for p in PAGES if re.search("<!-- (dump|picture) |make_dumps.py", p.read_text(encoding="utf-8"))
+]
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+
+
+@pytest.mark.parametrize("page", GENERATED, ids=name_of)
+def test_dumps_and_pictures_are_those_of_a_run_of_today(page: Path, make_dumps: types.ModuleType) -> None:
+    """An older torch captures some operations differently; for a newer one dumps have to be written anew."""
+    written_with = make_dumps.VERSION.search((DOCS / "passes" / "index.md").read_text(encoding="utf-8"))
+    assert written_with
+    if version(torch.__version__) < version(written_with[0]):
+        pytest.skip(f"the dumps were written with torch {written_with[0]}")
+    text = page.read_text(encoding="utf-8")
+    today = make_dumps.written(text)
+    same = make_dumps.without_what_varies(today) == make_dumps.without_what_varies(text)
+    assert same, "run python docs/make_dumps.py"
+
+
+TELLS = ("Refusal", "_Refused", "NoDecoderError")
+
+
+def reasons() -> Iterator[tuple[str, str]]:
+    """(file, longest piece of fixed text) of every reason in the code that a report or an error shows."""
+    folders = [ROOT / "attngraph", ROOT / "passes"]
+    for path in sorted(p for folder in folders for p in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.func, ast.Name):
+                continue
+            silent = any(k.arg == "tell" and getattr(k.value, "value", 1) is False for k in node.keywords)
+            if node.func.id not in TELLS or silent:
+                continue
+            pieces = [n.value for n in ast.walk(node.args[0]) if isinstance(n, ast.Constant)]
+            texts = [line for p in pieces if isinstance(p, str) for line in p.split("\n")]
+            texts = [t.strip(" :(.") for t in texts if len(t.strip(" :(.")) > 8]
+            if texts:
+                yield path.name, max(texts, key=len)
+
+
+def test_every_reason_that_the_compiler_gives_is_explained() -> None:
+    page = " ".join((DOCS / "when-it-will-not-fuse.md").read_text(encoding="utf-8").split())
+    missing = [f"{file}: {text}" for file, text in reasons() if " ".join(text.split()) not in page]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.fixture(autouse=True)
+def registries_as_they_were() -> Iterator[None]:
+    """Examples that add a rule or a kernel leave none behind."""
+    load()
+    kept = [(table, dict(table)) for table in (RULES, kernels.KERNELS, kernels._DEVICES)]
+    yield
+    for table, before in kept:
+        table.clear()
+        table.update(before)
+
+
+class Asked(HTMLParser):
+    """What a page loads by itself: scripts, styles, pictures, frames. Links that a reader follows are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed", "object", "use"):
+            self.found += [values.get(name, "") for name in ("src", "srcset", "data", "href")]
+        elif tag == "link" and values.get("rel") not in ("canonical", "prev", "next", "edit"):
+            self.found.append(values.get("href", ""))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly by a process to which no other machine answers."""
+    pytest.importorskip("zensical", reason='the documentation needs pip install -e ".[docs]"')
+    folder = tmp_path_factory.mktemp("docs")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    shutil.copytree(DOCS, folder / "docs")
+    (folder / "attngraph").symlink_to(ROOT / "attngraph")
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict"],
+        cwd=folder, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No issues found" in done.stdout + done.stderr
+    assert "griffe" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return folder / "site"
+
+
+def test_the_site_has_every_page_and_the_reference(site: Path) -> None:
+    for page in DOCS.rglob("*.md"):
+        assert (site / page.relative_to(DOCS).with_suffix(".html")).exists(), page
+    reference = (site / "api.html").read_text(encoding="utf-8")
+    for name in attngraph.__all__:
+        assert name in reference, f"{name} is public and not in docs/api.md"
+
+
+def test_no_page_of_the_site_loads_anything_from_outside(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        asked = Asked()
+        asked.feed(page.read_text(encoding="utf-8"))
+        outside = [url for url in asked.found if re.match(r"(https?:)?//", url)]
+        assert not outside, f"{page.name}: {outside}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(\s*['\"]?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    missing = [name_of(p) for p in DOCS.rglob("*.md") if f" {p.relative_to(DOCS)}\n" not in nav]
+    assert not missing
+
+
+def test_every_entry_of_the_navigation_has_a_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [entry for entry in re.findall(r"[\w/-]+\.md", nav) if not (DOCS / entry).exists()] == []
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_link_between_pages_leads_to_a_file(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    links = [m[1] for m in LINK.finditer(text) if not m[1].startswith(("http:", "https:"))]
+    assert [link for link in links if not (page.parent / link).exists()] == []
