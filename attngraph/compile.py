@@ -26,7 +26,7 @@ from attngraph import capture as capturing
 from attngraph import codegen, pipeline
 from attngraph import report as reporting
 from attngraph.capture import Captured, Structure
-from attngraph.dump import Dump
+from attngraph.dump import Dump, write_breaks
 from attngraph.entries import AttentionEntry, CacheEntry, KernelEntry
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError, meant
 from attngraph.ir.graph import ProgramGraph
@@ -317,10 +317,13 @@ class CompiledModule(nn.Module):
                 return found(tensors)
         where = ALWAYS if ALWAYS in self._pieces else key
         try:
-            return self._pieces[where](*args, **kwargs)
+            result = self._pieces[where](*args, **kwargs)
         except Exception:
             self._pieces.pop(where, None)  # a call that fails says nothing about the next one
             raise
+        if self._options.dump is not None:
+            write_breaks(self._options.dump, self._pieces[where].report().breaks)
+        return result
 
     def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
         for executable in reversed(self._graphs.get(key, ())):

@@ -4,6 +4,7 @@
     DIR/graph-0/02-fuse-attention.txt     the graph after each pass that changed something, as it happens
     DIR/graph-0/index.json                every pass with its timing
     DIR/graph-0/report.json               the report, without texts
+    DIR/breaks-0.json                     why a model was captured in pieces, if it was
     DIR/graph-0/values.json               contents of buffers, which passes may look at
     DIR/graph-0/kernel-00.cpu.compiled.c  what was emitted for attention, each distinct text once
 
@@ -21,7 +22,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from attngraph.entries import KernelEntry, PassRecord
+from attngraph.entries import Break, KernelEntry, PassRecord
 from attngraph.errors import DumpError
 from attngraph.ir.graph import ProgramGraph
 from attngraph.ir.read import read_graph
@@ -105,7 +106,27 @@ def read_dump(root: Path) -> tuple[CompileReport, ...]:
             f"there is no dump in {root}: a dump is a folder with graph-0/00-{CAPTURE}.txt in it, as "
             'attngraph.compile(model, dump="DIR") or `attngraph compile TARGET --dump DIR` writes.'
         )
-    return tuple(_read_graph(folder) for folder in folders)
+    first, *others = (_read_graph(folder) for folder in folders)
+    return dataclasses.replace(first, breaks=(*_read_breaks(root), *first.breaks)), *others
+
+
+def write_breaks(root: Path, breaks: Sequence[Break]) -> None:
+    """Write where capture of a whole model stopped, so that its graphs are pieces."""
+    number = 0
+    while (root / f"breaks-{number}.json").exists():
+        number += 1
+    text = json.dumps([dataclasses.asdict(b) for b in breaks], indent=2) + "\n"
+    (root / f"breaks-{number}.json").write_text(text, encoding="utf-8")
+
+
+def _read_breaks(root: Path) -> tuple[Break, ...]:
+    found: list[Break] = []
+    for path in sorted(root.glob("breaks-*.json")):
+        try:
+            found += [Break(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError) as problem:
+            raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
+    return tuple(dict.fromkeys(found))
 
 
 def _read_graph(folder: Path) -> CompileReport:

@@ -99,3 +99,18 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match="cannot write a dump to"):
         compiled(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_model_in_pieces_says_in_its_dump_why(tmp_path: Path) -> None:
+    def depends_on_data(x: Tensor) -> Tensor:
+        y = attend(x)
+        return y * 2 if float(y.sum()) > 1e9 else attend(y)
+
+    made = attngraph.compile(depends_on_data, dump=tmp_path)
+    made(torch.randn(2, 7, 8))
+    first, *others = read_dump(tmp_path)
+    assert others
+    assert first.breaks == made.report.breaks != ()
+    (tmp_path / "breaks-0.json").write_text("[3]")
+    with pytest.raises(DumpError, match=r"breaks-0\.json is cut off"):
+        read_dump(tmp_path)

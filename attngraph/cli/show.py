@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from attngraph.cli.target import TargetError
 from attngraph.errors import meant
+from attngraph.files import write_whole
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError, ScoreProgram
 from attngraph.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
@@ -89,7 +88,10 @@ def _show(options: argparse.Namespace) -> None:
     sides = (min(queries, SMALL), min(keys, SMALL))
     first = mask_map(program, *sides, subject.small_reads, subject.small_sizes, heads=heads)
     if options.svg is not None:
-        write_whole(options.svg, to_svg(whole, subject.about))
+        try:
+            write_whole(options.svg, to_svg(whole, subject.about))
+        except OSError as problem:
+            raise TargetError(f"cannot write {options.svg}: {_reason(problem)}") from problem
     if options.json:
         print(json.dumps(_as_json(subject, whole, first, options.width), indent=2))
         return
@@ -148,28 +150,6 @@ def _sizes(given: list[str]) -> dict[int, int]:
 
 def _reason(problem: Exception) -> str:
     return (problem.strerror or str(problem)) if isinstance(problem, OSError) else "it is not text in UTF-8"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all.
-
-    Raises:
-        TargetError: it cannot be written; what stood there still does.
-    """
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-    except OSError as problem:
-        raise TargetError(f"cannot write {path}: {_reason(problem)}") from problem
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except OSError as problem:
-        Path(name).unlink(missing_ok=True)
-        raise TargetError(f"cannot write {path}: {_reason(problem)}") from problem
 
 
 def _as_text(subject: Subject, whole: TileMap, first: TileMap, width: int) -> str:

@@ -15,6 +15,7 @@ Registered with torch.library: schema, fake implementation, kernels, autograd.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,13 +137,21 @@ def _kernel(name: str, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor) -
     return KERNELS[name]
 
 
+def _own_dtypes(like: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside of a kernel autocast changes nothing: sums are held in the dtype that the kernel chose."""
+    device = like.device.type
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 @torch.library.impl("attngraph::attention", "CompositeExplicitAutograd")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[int], program: str, kernel: str = ""
 ) -> tuple[Tensor, Tensor]:
     parsed = parse(program)
     check_operands(q, k, v, reads, sizes, parsed)
-    with torch.no_grad():
+    with torch.no_grad(), _own_dtypes(q):
         out, lse = _kernel(kernel, parsed, q, k, v).forward(parsed, (q, k, v), reads, sizes)
         return _token_major(out), lse.contiguous()
 
@@ -173,9 +182,10 @@ def _attention_backward(
     reads: list[Tensor], sizes: list[int], program: str, kernel: str,
 ) -> list[Tensor]:  # fmt: skip
     parsed = parse(program)
-    found = _kernel(kernel, parsed, q, k, v).backward(
-        parsed, (q, k, v), reads, sizes, (out, lse), (grad_out, grad_lse)
-    )
+    with _own_dtypes(q):
+        found = _kernel(kernel, parsed, q, k, v).backward(
+            parsed, (q, k, v), reads, sizes, (out, lse), (grad_out, grad_lse)
+        )
     return [g.contiguous() for g in found if g is not None]
 
 
@@ -215,7 +225,8 @@ def _differentiate_again(
     grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Any, ...]:  # fmt: skip
     """The same by differentiating the reference, whose own operations autograd can follow further."""
-    outputs = KERNELS["reference"].forward(parse(ctx.program), operands, reads, ctx.sizes)
+    with _own_dtypes(operands[0]):
+        outputs = KERNELS["reference"].forward(parse(ctx.program), operands, reads, ctx.sizes)
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
     inputs = [t for t in (*operands, *reads) if t.requires_grad]
     results, given = [o for o, _ in pairs], [g for _, g in pairs]

@@ -198,8 +198,11 @@ def chain(meaning: Meaning, node: Expr) -> tuple[tuple[Expr, float], ...]:
     factor = 1.0
     while True:
         current = found[-1][0]
-        tensor: fx.Node = current.value
-        if meaning.category(tensor) not in (Category.MOVEMENT, Category.POINTWISE):
+        tensor = current.value
+        if not isinstance(tensor, fx.Node) or meaning.category(tensor) not in (
+            Category.MOVEMENT,
+            Category.POINTWISE,
+        ):
             return tuple(found)
         try:
             times, below = M.coefficient(meaning.element(tensor, current.args))

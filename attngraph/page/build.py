@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 from attngraph.errors import DumpError
+from attngraph.files import write_whole
 from attngraph.page.attention import render_attentions
 from attngraph.page.graphs import final_text, graph_title, render_graphs
 from attngraph.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
@@ -30,16 +29,9 @@ def write(report: CompileReport, path: Path, title: str = "") -> Path:
         DumpError: it cannot be written. What stood there still does.
     """
     text = render(report, title)
-    handle, name = -1, ""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
+        write_whole(path, text)
     except OSError as problem:
-        if name:
-            Path(name).unlink(missing_ok=True)
         raise DumpError(
             f"cannot write the page to {path}: {problem.strerror or problem}. "
             "Name a file in a folder that exists."

@@ -217,3 +217,21 @@ def test_a_parsed_program_is_accepted_as_well_as_its_text() -> None:
 def test_the_choice_of_a_kernel_says_why_each_one_declined() -> None:
     with pytest.raises(ValueError, match="no kernel of cuda serves"):
         kernels.choose(attngraph.parse(""), operands(), "cuda")
+
+
+@pytest.mark.parametrize("program", ["keep k <= q else -1e9", "s = 0.5 * dot + r0[h]; keep k <= q"])
+@pytest.mark.parametrize("kernel", ["", "cpu.tiled", "reference"])
+def test_autocast_changes_nothing_inside(program: str, kernel: str) -> None:
+    """An op of ours is no op that autocast casts, so its answers and gradients are those of its operands'."""
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        operands = [torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3)]
+        reads = [torch.randn(3, requires_grad=True)] if "r0" in program else []
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = attngraph.attention(*operands, program, *reads, kernel=kernel)
+            out.square().sum().backward()
+        found.append([out.detach(), *(t.grad for t in (*operands, *reads))])
+    for plain, cast in zip(*found, strict=True):
+        assert plain.dtype == cast.dtype
+        assert torch.equal(plain, cast)
