@@ -4,7 +4,10 @@
     weights.py     what may follow the softmax    helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
     launch.py      `triton.forward`, the kernel of the registry
-    emit_backward.py  gradients as source               derivative.py  of a score by the dot
+    call.py        what launched kernels are told       device.py      what they run on
+    emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
+    derivative.py  of a score by the dot and by reads   read_gradients.py  whose sums these are
+    launch_backward.py  from gradients to gradients
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
 
 Aimed at CUDA devices (AMD's among them). On a CPU it serves only when asked for by name, under

@@ -5,7 +5,6 @@ Serves calls in which some row brings few tokens; long prompts are computed row 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Sequence
@@ -15,15 +14,10 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.triton import store
+from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
+from attngraph.codegen.triton.device import multiprocessors, no_device, on, shared_memory
 from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
-from attngraph.codegen.triton.launch import (
-    is_wide,
-    launch_options,
-    no_device,
-    read_arguments,
-    shared_memory,
-    unsupported,
-)
+from attngraph.codegen.triton.launch import unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Read, padded
 from attngraph.ir.cache import Counts, Rows, counts
 from attngraph.ir.score import ScoreProgram
@@ -74,7 +68,7 @@ class Decode:
             arguments += tensor.stride()[1:] if tensor is k_new or tensor is v_new else tensor.stride()
         arguments += [*read_arguments(plan, reads), *sizes[: program.sizes]]
         first, second = load(plan)
-        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+        with on(q):
             first[(items * splits, shares)](*arguments, **launch_options(plan))
             second[(items, shares)](acc, m, l, rows.starts, out, heads, k.shape[1], splits)
         return out.transpose(1, 2)
@@ -113,7 +107,7 @@ class Decode:
             shared, examine(program, True, frozenset()).window or 0,
         )  # fmt: skip
         shares = -(-lanes // blocks.q)
-        wanted = PROGRAMS * _multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
+        wanted = PROGRAMS * multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
         splits = self._splits or max(1, min(wanted, longest // (4 * blocks.k)))
         return plan, splits, shares
 
@@ -142,10 +136,3 @@ def load(plan: DecodePlan) -> tuple[Any, Any]:
     version = importlib.import_module("triton").__version__
     module = store.import_source(kernel.source, kernel.name, version)
     return getattr(module, kernel.name), getattr(module, JOIN)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
