@@ -5,6 +5,7 @@
     emit.py        a plan as source               store.py       where the source is kept
     launch.py      `triton.forward`, the kernel of the registry
     call.py        what launched kernels are told       device.py      what they run on
+    visits.py      which tiles of keys are visited
     emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
     derivative.py  of a score by the dot and by reads   read_gradients.py  whose sums these are
     launch_backward.py  from gradients to gradients

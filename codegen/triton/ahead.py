@@ -35,6 +35,7 @@ _OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
 }
 _NUMBERS = {"lse", "delta", "unseen", "part_acc", "part_m", "part_l"}
 _PLACES = {"table", "starts", "first", "held"}
+_LISTS = {"tiles", "counts"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,8 @@ def _type(plan: Plan, name: str) -> str:
         return _POINTERS[plan.dtype]
     if name in _NUMBERS or re.fullmatch(r"sums\d+", name):
         return "*fp32"
+    if name in _LISTS:
+        return "*i32"
     if name in _PLACES:
         return "*i64"
     if name in kinds:

@@ -104,7 +104,7 @@ class Decode:
             program, q.dtype, k.shape[3], v.shape[3], group,
             tuple(Read(n, r, READS[reads[n].dtype], is_wide(reads[n])) for n, r in program.reads.items()),
             blocks, max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
-            shared, examine(program, True, frozenset()).window or 0,
+            shared=shared, window=examine(program, True, frozenset()).window or 0,
         )  # fmt: skip
         shares = -(-lanes // blocks.q)
         wanted = PROGRAMS * multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)

@@ -7,6 +7,7 @@ nothing here needs it to be installed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.codegen.triton import launch_backward, store
+from attngraph.codegen.triton import launch_backward, store, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import is_interpreted, no_device, on, shared_memory
 from attngraph.codegen.triton.emit import emit
@@ -86,13 +87,16 @@ class Forward(Kernel):
         if self._is_left(program, operands, reads):
             return self._otherwise.forward(program, operands, reads, sizes)
         _check_reads(program, q, k, reads)
-        plan = plan_call(program, operands, reads, sizes, self._blocks)
+        plan = plan_forward(program, operands, reads, sizes, self._blocks)
         # The heads of a token side by side, as the op returns them.
         B, Hq, Sq, _ = q.shape
         out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
         arguments += [stride for tensor in operands for stride in tensor.stride()]
+        if plan.listed:
+            lists = visits.find(program, plan.blocks, operands, reads, sizes)
+            arguments += [lists.tiles, lists.counts, lists.b, lists.h]
         arguments += read_arguments(plan, reads)
         arguments += sizes[: program.sizes]
         programs = -(-Sq // plan.blocks.q) * B * Hq
@@ -121,7 +125,7 @@ class Forward(Kernel):
         """The forward kernel's module. Writing it needs neither a GPU nor Triton."""
         if self._unserved(program, operands) is not None or self._is_left(program, operands, reads):
             return ""
-        return emit(plan_call(program, operands, reads, (), self._blocks)).source
+        return emit(plan_forward(program, operands, reads, (), self._blocks)).source
 
     def _plan_backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
@@ -139,11 +143,21 @@ class Forward(Kernel):
         return launch_backward.plan_gradients(plan, operands, reads)
 
 
+def plan_forward(
+    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    blocks: Blocks | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of the forward kernel that serves one call."""
+    plan = plan_call(program, operands, reads, sizes, blocks)
+    diagonal = None if plan.diagonal is None else plan.diagonal[0]
+    return dataclasses.replace(plan, listed=visits.are_listed(program, diagonal, operands))
+
+
 def plan_call(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     blocks: Blocks | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the kernel that serves one call."""
+    """What the kernels that serve one call have in common."""
     q, k, v = operands
     widths = (q.shape[3], v.shape[3])
     return Plan(

@@ -67,6 +67,7 @@ class Plan:
     Args:
         D, Dv: widths of keys and of values. group: query heads per key head.
         wide: whether some extent or size reaches `SMALL`, so that integers need 64 bits throughout.
+        listed: whether the kernel is given lists of the tiles that it visits (`visits.py`).
 
     Raises:
         UnsupportedError: the program is not what its own text says, so its text cannot be trusted.
@@ -80,6 +81,7 @@ class Plan:
     reads: tuple[Read, ...]
     blocks: Blocks
     wide: bool = False
+    listed: bool = False
 
     def __post_init__(self) -> None:
         # The program's text ends up in the source, so it must be nothing but the score language.
@@ -108,6 +110,13 @@ class Plan:
         own = [n for n in nodes if n.value == number]
         axes = {i for n in own for i, arg in enumerate(n.args) if not is_checked_at_launch(arg)}
         return tuple(sorted(axes))
+
+    @property
+    def keeps_of_whole_tiles(self) -> tuple[Statement, ...]:
+        """The masks that hide nothing in the tiles of the first loop."""
+        if self.listed:
+            return tuple(s for s in self.statements if isinstance(s, Keep))
+        return () if self.diagonal is None else (self.diagonal[0],)
 
     @functools.cached_property
     def diagonal(self) -> tuple[Statement, Expr] | None:
@@ -182,7 +191,7 @@ def padded(width: int) -> int:
 
 
 _HALF = {
-    64: Blocks(128, 64, 4, 3),
+    64: Blocks(128, 64, 8, 3),
     128: Blocks(128, 64, 8, 3),
     256: Blocks(128, 32, 8, 2),
     512: Blocks(32, 32, 8, 2),
@@ -198,14 +207,16 @@ _SINGLE = {
 def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int) -> Blocks:
     """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
 
-    The first choice for a width is one that keeps everything in registers on sm_90 (`ahead.py` tells).
-    Where the pipeline of keys and values does not fit, it gets shorter, then the tile smaller.
+    The first choice for a width is one that keeps everything in registers (`ahead.py` tells). Where the
+    pipeline of keys and values does not fit, it gets shorter, then the tile smaller.
     """
     width = max(64, padded(D), padded(Dv))
     wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
-    if not is_linear(program):
-        warps = 8  # more is computed of each score, so fewer scores for each thread
+    if shared < 100_000 and width == 64:
+        warps = 4  # AMD's GPUs: fewer warps have more registers
+    if _tiles_read(program) and width == 128:
+        k = max(16, k // 2)
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
     row = (padded(D) + padded(Dv)) * dtype.itemsize

@@ -4,6 +4,7 @@ Not collected by itself: the interpreter has to be chosen before triton is impor
 chosen for the other tests. `TRITON_INTERPRET=1 pytest tests/codegen/interpreted_triton.py` runs it alone.
 """
 
+import itertools
 import os
 import re
 
@@ -22,12 +23,13 @@ from triton.runtime import interpreter
 
 import attngraph
 import attngraph.codegen
-from attngraph.codegen.triton import launch_backward, read_gradients, store
+from attngraph.codegen.triton import launch, launch_backward, read_gradients, store, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir import kernels, ops
+from attngraph.ir import evaluate, kernels, ops
 from attngraph.ir.cache import Rows
+from attngraph.ir.evaluate import Tile
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
 from attngraph.models.mla import MLAConfig, MLADecoder
@@ -194,6 +196,103 @@ def test_integers_may_need_64_bits() -> None:
     agree("keep k * n0 <= q * n0 + r0[q]", operands(), (torch.arange(40) << 40,), (1 << 40,))
     agree("keep k + 3000000000 <= q + 3000000003", operands())
     agree("keep k <= q + n0", operands(), sizes=(1 << 40,))
+
+
+# --- tiles that are not visited ---
+
+DOCUMENTS = torch.arange(160).view(2, 80) // 23
+LENGTHS = torch.tensor([17, 66])
+LISTED = [
+    ("keep q - k < 9 and k <= q", ()),
+    ("keep q - k < 9", ()),
+    ("s = 0.3 * dot + r0[h]; keep abs(q - k) < 1 + 30 * h", (bias(2),)),
+    ("keep r0[b, q] == r0[b, k]", (DOCUMENTS,)),
+    ("s = 0.2 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (DOCUMENTS,)),
+    ("keep k < r0[b] and q < r0[b]", (LENGTHS,)),
+    ("keep k <= q or k < r0[b]; sink r1[h]", (LENGTHS, bias(2))),
+    ("keep r0[b, k]; keep k % 3 > 0; p = p * 2", (torch.arange(160).view(2, 80) % 80 < 41,)),
+    ("keep r0[b, h, q, k]; keep k >= q - 40", (torch.rand(2, 2, 80, 80) < 0.8,)),
+    ("keep k <= q else s - 2; keep r0[b, k]", (torch.arange(160).view(2, 80) % 80 < 41,)),
+]
+
+
+@pytest.fixture
+def all_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "WORTH", 1)
+
+
+def is_listed(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor]) -> bool:
+    return launch.plan_forward(parse(text), tensors, reads, (), Blocks(32, 16)).listed
+
+
+@pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(("text", "reads"), LISTED, ids=[text for text, _ in LISTED])
+@pytest.mark.parametrize("lengths", [(80, 80), (50, 71)])
+def test_what_is_visited_by_lists_agrees(
+    text: str, reads: Sequence[Tensor], lengths: tuple[int, int]
+) -> None:
+    tensors = operands(Hkv=1, Sq=lengths[0], Skv=lengths[1])
+    assert is_listed(text, tensors, reads)
+    agree(text, tensors, reads)
+
+
+@pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(("text", "reads"), LISTED[:8], ids=[text for text, _ in LISTED[:8]])
+def test_only_tiles_with_a_kept_score_are_visited(text: str, reads: Sequence[Tensor]) -> None:
+    program, tensors, blocks = parse(text), operands(Sq=70, Skv=80), Blocks(32, 16)
+    q, k, _ = tensors
+    env = kernels.environment(program, Tile((0, 2), (0, 2), (0, 70), (0, 80)), reads, (), q)
+    kept = evaluate.scores(program, q @ k.mT, env).isfinite()
+    padded = torch.nn.functional.pad(kept, (0, 0, 0, 26)).view(2, 2, 3, 32, 5, 16).transpose(3, 4)
+    found = visits.find(program, blocks, tensors, reads, ())
+    for b, h, row in itertools.product(range(2), range(2), range(3)):
+        place = b * found.b + h * found.h + row
+        whole, count = found.counts[place].tolist()
+        needed = padded[b, h, row].flatten(1).any(1).nonzero().flatten().tolist()
+        hidden_in_parts = "k % 3" in text
+        assert sorted(found.tiles[place, :count].tolist()) == needed
+        for tile in found.tiles[place, :whole].tolist():
+            rows = min(32, 70 - 32 * row)
+            assert not hidden_in_parts and bool(padded[b, h, row, tile, :rows].all())
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_keys_of_tiles_that_are_not_visited_are_not_read() -> None:
+    lengths = torch.tensor([16, 48])
+    q, k, v = operands(Sq=48, Skv=48)
+    k[0, :, 16:], v[0, :, 16:] = torch.nan, torch.inf
+    for text, reads in (
+        ("keep k < r0[b]", (lengths,)),
+        ("keep r0[b, k]", (torch.arange(48) < lengths[:, None],)),
+    ):
+        out, _ = SMALL.forward(parse(text), (q, k, v), reads, ())
+        assert bool(out.isfinite().all())
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_lists_are_kept_while_tensors_stay_as_they_are() -> None:
+    tensors, lengths = operands(), torch.tensor([17, 40])
+    program, blocks = parse("keep k < r0[b]"), Blocks(32, 16)
+
+    def find(reads: Tensor) -> visits.Visits:
+        return visits.find(program, blocks, tensors, [reads], ())
+
+    first = find(lengths)
+    assert find(lengths) is first
+    assert find(lengths.clone()) is not first
+    lengths += 5
+    second = find(lengths)
+    assert second is not first
+    assert second.counts.tolist() == [[1, 2], [1, 2], [2, 3], [2, 3]]
+    with torch.inference_mode():
+        unversioned = lengths.clone()
+        assert find(unversioned) is not find(unversioned)
+
+
+def test_small_calls_do_not_look_at_masks_beforehand() -> None:
+    assert not is_listed("keep r0[b, q] == r0[b, k]", operands(), (DOCUMENTS,))
+    assert not is_listed("keep k <= q", operands(), ())
+    assert is_listed("keep q - k < 9", operands(), ())
 
 
 # With one key the log-sum-exp of a row is its score, so every number a formula gives can be seen.

@@ -404,6 +404,25 @@ def test_gradients_compile_for_every_target(D: int, target: str, cache: Path) ->
             assert usage.spilled <= (160 if target == "sm_80" else 64), usage
 
 
+def test_the_source_of_a_kernel_that_is_given_lists() -> None:
+    text, reads = "s = 0.125 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (Read(0, 2, "int"),)
+    check_golden("documents.py.txt", emit(plan(text, reads=reads, listed=True)).source)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("D", "target"),
+    [
+        pytest.param(d, t, marks=[] if (d, t) == (64, "sm_90") else pytest.mark.slow)
+        for d in (64, 128)
+        for t in ahead.TARGETS
+    ],
+)
+def test_kernels_that_are_given_lists_compile(D: int, target: str, cache: Path) -> None:
+    text, reads = "s = 0.125 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (Read(0, 2, "int"),)
+    compile_and_check(text, D, ahead.TARGETS[target], reads=reads, listed=True)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "reads"),
     [
