@@ -5,7 +5,9 @@ What its kernels compute is tested by `interpreted_triton.py`, in a process of i
 
 import ast
 import dataclasses
+import importlib.metadata
 import io
+import json
 import os
 import re
 import stat
@@ -331,13 +333,41 @@ def test_kernels_compile_for_hopper(text: str, cache: Path) -> None:
     compile_and_check(text, 64, ahead.TARGETS["sm_90"])
 
 
+KINDS: dict[str, tuple[str, dict[str, object]]] = {
+    "full": ("s = 0.125 * dot", {}),
+    "causal": ("s = 0.125 * dot; keep k <= q", {}),
+    "window": ("s = 0.125 * dot; keep q - k < 256 and k <= q", {"listed": True}),
+    "softcap": ("s = 50.0 * tanh(dot * 0.0025); keep k <= q", {}),
+    "bias": ("s = 0.125 * dot + r0[h, q, k]", {"reads": (Read(0, 3, "half"),)}),
+}
+
+
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ahead.TARGETS)
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("text", ["s = 0.125 * dot", "s = 0.125 * dot; keep k <= q"])
-def test_kernels_compile_for_every_target(text: str, D: int, name: str, cache: Path) -> None:
-    compile_and_check(text, D, ahead.TARGETS[name])
+@pytest.mark.parametrize(
+    ("kind", "D", "target"),
+    [
+        pytest.param(k, d, t, marks=[] if (k, d, t) == ("softcap", 128, "sm_90") else pytest.mark.slow)
+        for k in KINDS
+        for d in (64, 128)
+        for t in ahead.TARGETS
+    ],
+)
+def test_what_forward_kernels_use_is_what_the_table_says(kind: str, D: int, target: str, cache: Path) -> None:
+    """Run with ATTNGRAPH_UPDATE_GOLDEN=1 (and -m 'slow or not slow') to write the table anew. Its figures
+    hold for the Triton that it names; that nothing is spilled holds for every one."""
+    (text, changes), gpu, table = KINDS[kind], ahead.TARGETS[target], GOLDEN / "forward_usage.json"
+    blocks = blocks_for(parse(text), D, D, torch.bfloat16, 4096, gpu.shared)
+    usage = ahead.compile_ahead(plan(text, D, dtype=torch.bfloat16, blocks=blocks, **changes), gpu)
+    assert 0 < usage.shared <= gpu.shared
+    assert usage.spilled == 0, usage
+    found = {"blocks": str(blocks), **dataclasses.asdict(usage)}
+    known = json.loads(table.read_text()) if table.exists() else {"triton": "", "kernels": {}}
+    version, name = importlib.metadata.version("triton"), f"{target}, {D} wide, {kind}"
+    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
+        kernels = {**known["kernels"], name: found}
+        known = {"triton": version, "kernels": dict(sorted(kernels.items()))}
+        table.write_text(json.dumps(known, indent=1) + "\n")
+    assert known["kernels"][name] == found or known["triton"] != version
 
 
 DECODING = {
