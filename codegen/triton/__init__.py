@@ -10,6 +10,8 @@
     derivative.py  of a score by the dot and by reads   read_gradients.py  whose sums these are
     launch_backward.py  from gradients to gradients
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
+    attempts.py    what happens when one does not compile
+    tuned.py       block sizes that were measured       tuning.py      measuring them
 
 Aimed at CUDA devices (AMD's among them). On a CPU it serves only when asked for by name, under
 TRITON_INTERPRET=1, which is how it is tested without a GPU.
@@ -17,7 +19,10 @@ TRITON_INTERPRET=1, which is how it is tested without a GPU.
 
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.tuning import tune
 from attngraph.ir import cache, kernels
+
+__all__ = ["tune"]
 
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())

@@ -59,6 +59,14 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
+def name_of(device: torch.device) -> str:
+    """What PyTorch calls the GPU; nothing where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).name)
+
+
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.codegen.triton import launch_backward, store, visits
+from attngraph.codegen.triton import attempts, launch_backward, store, tuned, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
-from attngraph.codegen.triton.device import is_interpreted, no_device, on, shared_memory
+from attngraph.codegen.triton.device import is_interpreted, name_of, no_device, on, shared_memory
 from attngraph.codegen.triton.emit import emit
 from attngraph.codegen.triton.plan import (
     DTYPES,
@@ -83,36 +83,32 @@ class Forward(Kernel):
         reason = self.refuse(program, operands)
         if reason is not None:
             raise ValueError(f"{self.name} does not serve this attention: {reason}.")
-        q, k, v = operands
         if self._is_left(program, operands, reads):
             return self._otherwise.forward(program, operands, reads, sizes)
-        _check_reads(program, q, k, reads)
-        plan = plan_forward(program, operands, reads, sizes, self._blocks)
-        # The heads of a token side by side, as the op returns them.
-        B, Hq, Sq, _ = q.shape
-        out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
-        arguments += [stride for tensor in operands for stride in tensor.stride()]
-        if plan.listed:
-            lists = visits.find(program, plan.blocks, operands, reads, sizes)
-            arguments += [lists.tiles, lists.counts, lists.b, lists.h]
-        arguments += read_arguments(plan, reads)
-        arguments += sizes[: program.sizes]
-        programs = -(-Sq // plan.blocks.q) * B * Hq
-        with on(q):
-            load(plan)[(programs,)](*arguments, **launch_options(plan))
-        return out, lse
+        _check_reads(program, operands[0], operands[1], reads)
+        return attempts.run(
+            plan_forward(program, operands, reads, sizes, self._blocks), operands[0].device,
+            lambda plan: launch_forward(plan, operands, reads, sizes),
+            lambda: self._otherwise.forward(program, operands, reads, sizes),
+        )  # fmt: skip
 
     def backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
         """Kernels (`launch_backward.py`); block by block in plain PyTorch what they do not serve."""
-        plan = self._plan_backward(program, operands, reads, sizes)
-        if plan is None:
+        found = self._plan_backward(program, operands, reads, sizes)
+
+        def otherwise() -> list[Tensor | None]:
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
-        return launch_backward.differentiate(plan, operands, reads, sizes, results, grads)
+
+        if found is None:
+            return otherwise()
+        return attempts.run(
+            found, operands[0].device,
+            lambda plan: launch_backward.differentiate(plan, operands, reads, sizes, results, grads),
+            otherwise,
+        )  # fmt: skip
 
     @staticmethod
     def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:
@@ -136,11 +132,35 @@ class Forward(Kernel):
         if self._is_left(program, operands, reads):
             return None
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
-        blocks = self._blocks or backward_blocks(
+        line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype)
+        blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2])
+        blocks = blocks or backward_blocks(
             max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads
         )
         plan = plan_call(program, operands, reads, sizes, blocks)
         return launch_backward.plan_gradients(plan, operands, reads)
+
+
+def launch_forward(
+    plan: Plan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, by the plan's kernel."""
+    q, k, v = operands
+    # The heads of a token side by side, as the op returns them.
+    B, Hq, Sq, _ = q.shape
+    out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
+    arguments += [stride for tensor in operands for stride in tensor.stride()]
+    if plan.listed:
+        lists = visits.find(plan.program, plan.blocks, operands, reads, sizes)
+        arguments += [lists.tiles, lists.counts, lists.b, lists.h]
+    arguments += read_arguments(plan, reads)
+    arguments += sizes[: plan.program.sizes]
+    programs = -(-Sq // plan.blocks.q) * B * Hq
+    with on(q):
+        load(plan)[(programs,)](*arguments, **launch_options(plan))
+    return out, lse
 
 
 def plan_forward(
@@ -148,7 +168,10 @@ def plan_forward(
     blocks: Blocks | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of the forward kernel that serves one call."""
-    plan = plan_call(program, operands, reads, sizes, blocks)
+    q, _, v = operands
+    line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype)
+    found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
+    plan = plan_call(program, operands, reads, sizes, found)
     diagonal = None if plan.diagonal is None else plan.diagonal[0]
     return dataclasses.replace(plan, listed=visits.are_listed(program, diagonal, operands))
 

@@ -215,12 +215,12 @@ def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: i
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
     if shared < 100_000 and width == 64:
         warps = 4  # AMD's GPUs: fewer warps have more registers
-    if _tiles_read(program) and width == 128:
+    if tiles_read(program) and width == 128:
         k = max(16, k // 2)
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
     row = (padded(D) + padded(Dv)) * dtype.itemsize
-    while q * padded(D) * dtype.itemsize + stages * k * (row + 4 * q * _tiles_read(program)) > shared:
+    while q * padded(D) * dtype.itemsize + stages * k * (row + 4 * q * tiles_read(program)) > shared:
         if stages > 1:
             stages -= 1
         elif k > 16:
@@ -252,7 +252,7 @@ def backward_blocks(width: int, dtype: torch.dtype, shared: int, has_reads: bool
     return table[max(64, padded(width))]
 
 
-def _tiles_read(program: ScoreProgram) -> int:
+def tiles_read(program: ScoreProgram) -> int:
     """How many numbers the program reads for every single score."""
     both = {S.index("q"), S.index("k")}
     return len({n for e in program.expressions for n in E.walk(e) if n.op == "read" and both <= n.free})

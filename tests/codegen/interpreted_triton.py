@@ -11,7 +11,7 @@ import re
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("set TRITON_INTERPRET=1: these tests are for the interpreter")
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,10 +23,18 @@ from triton.runtime import interpreter
 
 import attngraph
 import attngraph.codegen
-from attngraph.codegen.triton import launch, launch_backward, read_gradients, store, visits
+from attngraph.codegen.triton import (
+    attempts,
+    decode,
+    launch,
+    launch_backward,
+    read_gradients,
+    store,
+    visits,
+)
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
-from attngraph.codegen.triton.plan import Blocks
+from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir import evaluate, kernels, ops
 from attngraph.ir.cache import Rows
 from attngraph.ir.evaluate import Tile
@@ -57,6 +65,16 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     store.directory.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_attempt_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not run is an error here, not a reason to try others."""
+
+    def fail(*said: object) -> None:
+        raise AssertionError(said)
+
+    monkeypatch.setattr(attempts._log, "warning", fail)
 
 
 def operands(
@@ -520,6 +538,91 @@ def test_a_decoder_of_latent_attention_by_these_kernels() -> None:
         for _ in range(3):
             whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
     assert torch.equal(found, whole)
+
+
+# --- what does not run, and what was measured ---
+
+
+def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool]) -> list[str]:
+    """Make kernels of other plans fail; what the log says."""
+    said: list[str] = []
+    real, back, few = launch.launch_forward, launch_backward.differentiate, decode._launch
+
+    def checked(plan: Any) -> None:
+        if not runs(plan):
+            raise RuntimeError("out of resources: shared memory")
+
+    monkeypatch.setattr(launch, "launch_forward", lambda plan, *rest: (checked(plan), real(plan, *rest))[1])
+    monkeypatch.setattr(
+        launch_backward, "differentiate", lambda plan, *rest: (checked(plan), back(plan, *rest))[1]
+    )
+    monkeypatch.setattr(decode, "_launch", lambda plan, *rest: (checked(plan), few(plan, *rest))[1])
+    monkeypatch.setattr(attempts, "_failed", set())
+    monkeypatch.setattr(attempts._log, "warning", lambda text, *rest: said.append(text % rest))
+    return said
+
+
+def test_where_tiles_do_not_fit_smaller_ones_serve_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = break_kernels(monkeypatch, lambda plan: plan.blocks.q < 32)
+    agree("keep k <= q", operands())
+    assert [line.split(",")[0] for line in said] == ["Blocks(q=32", "Blocks(q=32"]
+    assert "RuntimeError: out of resources: shared memory" in said[0]
+    agree("keep k <= q", operands())
+    compare_gradients("keep k <= q", operands(), [], [])
+    assert len(said) == 4, "each failure is said once"
+    over_pages("keep k <= q", [(37, 2), (9, 1)], (4, 2), (16, 16), 2)
+
+
+def test_where_no_tiles_run_pytorch_serves_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = break_kernels(monkeypatch, lambda plan: False)
+    agree("s = 2 * dot; keep k <= q", operands())
+    assert "PyTorch's operations instead, for\ns = 2 * dot" in said[-1]
+    count = len(said)
+    agree("s = 2 * dot; keep k <= q", operands())
+    assert len(said) == count
+    compare_gradients("s = 2 * dot; keep k <= q", operands(), [], [])
+
+
+def test_errors_of_the_caller_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = break_kernels(monkeypatch, lambda plan: True)
+    reads = [torch.randn(4), torch.arange(40) + 40]
+    results = REFERENCE.forward(parse(""), operands(), [], ())
+    with pytest.raises(IndexError, match="in range"):
+        SMALL.backward(parse("s = dot + r0[r1[r1[q]]]"), operands(), reads, (), results, results)
+    assert not said
+
+
+def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, fastest = [], Blocks(32, 64, 8, 2)
+
+    def timer(call: Callable[[], object]) -> float:
+        blocks = call.args[0]  # type: ignore[attr-defined]
+        tried.append(str(blocks))
+        if blocks == fastest:
+            call()
+            return 0.5
+        if blocks.stages == 1:
+            raise RuntimeError("no such schedule")
+        return 1.0 + len(tried)
+
+    tensors = operands(B=1, Sq=70, Skv=70)
+    found = attngraph.codegen.triton.tune("keep k <= q", tensors, gradients=True, timer=timer, name="A GPU/1")
+    assert set(found) == {
+        "forward, float32, 16 wide, values 16, causal", "backward, float32, 16 wide, values 16, causal"
+    }  # fmt: skip
+    assert set(found.values()) == {fastest} and len(tried) > 20
+    monkeypatch.setattr(launch, "name_of", lambda device: "A GPU/1")
+    program = parse("keep k <= q")
+    assert launch.plan_forward(program, tensors, (), ()).blocks == fastest
+    backward = Forward()._plan_backward(program, tensors, (), ())
+    assert backward is not None and backward.blocks == fastest
+    short = operands(B=1, Sq=7, Skv=70)
+    assert launch.plan_forward(program, short, (), ()).blocks == Blocks(16, 64, 4, 2)
+    other = parse("keep k < q")
+    assert launch.plan_forward(other, tensors, (), ()).blocks != fastest
+    agree("keep k <= q", tensors, kernel=Forward())
 
 
 # --- gradients ---

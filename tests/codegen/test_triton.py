@@ -22,7 +22,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
-from attngraph.codegen.triton import ahead, device, launch, store
+from attngraph.codegen.triton import ahead, attempts, device, launch, store, tuned
 from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit import arguments, emit
 from attngraph.codegen.triton.emit_backward import emit_backward
@@ -38,6 +38,7 @@ from attngraph.codegen.triton.plan import (
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
 from attngraph.codegen.triton.read_gradients import FLOATING, BackwardPlan
+from attngraph.codegen.triton.tuning import choices
 from attngraph.ir import expr as E
 from attngraph.ir import kernels
 from attngraph.ir.parser import parse
@@ -75,11 +76,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Caches of this test's own, ours and triton's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
-    store.directory.cache_clear()
-    launch.load.cache_clear()
+    caches = (store.directory, launch.load, tuned.table)
+    for kept in caches:
+        kept.cache_clear()
     yield tmp_path / "attngraph" / "triton"
-    store.directory.cache_clear()
-    launch.load.cache_clear()
+    for kept in caches:
+        kept.cache_clear()
 
 
 # --- in the interpreter -----------------------------------------------------------------------------
@@ -302,6 +304,73 @@ def test_a_cache_open_to_others_is_closed_or_left(cache: Path, tmp_path: Path) -
     cache.symlink_to(tmp_path / "elsewhere")
     found = store.directory()
     assert found != cache and store.is_private(found)
+
+
+# --- what was measured, and what does not run ---------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cache")
+def test_measured_block_sizes_are_read_back() -> None:
+    tuned.add("NVIDIA H200", {"forward, a": Blocks(64, 32, 4, 2)})
+    tuned.add("NVIDIA H200", {"forward, b": Blocks(128, 64, 8, 3)})
+    assert tuned.table("NVIDIA H200") == {
+        "forward, a": Blocks(64, 32, 4, 2), "forward, b": Blocks(128, 64, 8, 3)
+    }  # fmt: skip
+    assert tuned.find("NVIDIA H200", "forward, a", 4096) == Blocks(64, 32, 4, 2)
+    assert tuned.find("NVIDIA H200", "forward, a", 9) == Blocks(16, 32, 4, 2)
+    assert tuned.find("NVIDIA H100", "forward, a", 4096) is tuned.find("", "forward, a", 4096) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"blocks": 3}', '{"blocks": {"forward": [64, 64, 4]}}',
+        '{"blocks": {"forward": [60, 64, 4, 2]}}', '{"blocks": {"forward": [64, 64, 4, 2.0]}}',
+        '{"blocks": {"forward": [1048576, 64, 4, 2]}}', '{"blocks": {"forward": ["64", 64, 4, 2]}}',
+    ],
+)  # fmt: skip
+def test_a_table_that_is_none_is_not_used(text: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store.directory()
+    (cache / "tuned_a_gpu.json").write_text(text)
+    assert tuned.table("A GPU") == {}
+    assert "is no table of block sizes" in caplog.text
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_a_user_measured_goes_before_what_is_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned, "_SHIPPED", tmp_path)
+    (tmp_path / "a_gpu.json").write_text('{"blocks": {"a": [64, 64, 4, 2], "b": [64, 64, 8, 2]}}')
+    assert tuned.table("A GPU")["a"] == Blocks(64, 64, 4, 2)
+    tuned.add("A GPU", {"a": Blocks(32, 32, 4, 1)})
+    assert tuned.table("A GPU") == {"a": Blocks(32, 32, 4, 1), "b": Blocks(64, 64, 8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("s = 0.125 * dot", "plain"), ("keep k <= q", "causal"),
+        ("keep k <= q and q - k < 9", "causal masked"),
+        ("s = s + r0[h, q, k]", "scored biased"), ("s = tanh(s); keep r0[b, k]", "scored masked"),
+    ],
+)  # fmt: skip
+def test_a_line_of_the_table_names_what_kernels_differ_by(text: str, kind: str) -> None:
+    found = tuned.key("forward", parse(text), 80, 64, torch.bfloat16)
+    assert found == f"forward, bfloat16, 128 wide, values 64, {kind}"
+
+
+def test_choices_are_such_as_may_run() -> None:
+    for width in (64, 128, 256):
+        found = list(choices(width, torch.bfloat16, 232_448))
+        assert len(found) == len(set(found)) > 10
+        assert all((b.q + 2 * b.stages * b.k) * width * 2 <= 232_448 for b in found)
+
+
+def test_smaller_tiles_end_at_the_smallest() -> None:
+    found = attempts.smaller(Blocks(128, 64, 8, 3))
+    assert [(b.q, b.k, b.stages) for b in found] == [(128, 64, 1), (64, 32, 1), (32, 16, 1), (16, 16, 1)]
+    assert attempts.smaller(Blocks(16, 16, 4, 1)) == []
 
 
 # --- blocks, and compilation for GPUs that are not here -------------------------------------------------
