@@ -13,9 +13,11 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from attngraph.codegen.triton.plan import Blocks, conjuncts
 from attngraph.ir import expr as E
@@ -115,12 +117,27 @@ def _from_tensors(
             return found
     unknown = torch.empty((0,), dtype=torch.int8)  # nothing is concluded from narrow integers
     small = tuple(unknown if n in large else r.detach() for n, r in enumerate(reads))
-    with device:
+    with _PlacesOn(device):
         found = _listed(tiles.block_map(program, Grid(*cuts, sizes, small)), cuts)
     if is_kept:
         _kept[_KEPT - 1 :] = []
         _kept.insert(0, (key, [weakref.ref(t) for t in used], found))
     return found
+
+
+class _PlacesOn(TorchFunctionMode):
+    """Makes indices on the device of the tensors that they are compared with. Single numbers stay on the
+    host: operations take them as they are, where copying them would wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        there = {"device": self.device} if func is torch.arange else {}
+        return func(*args, **(kwargs or {}), **there)
 
 
 def _listed(found: Tensor, cuts: Cuts) -> Visits:

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
-from attngraph.codegen.triton import ahead, attempts, device, launch, store, tuned
+from attngraph.codegen.triton import ahead, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit import arguments, emit
 from attngraph.codegen.triton.emit_backward import emit_backward
@@ -37,12 +37,21 @@ from attngraph.codegen.triton.plan import (
 )
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
-from attngraph.codegen.triton.read_gradients import FLOATING, BackwardPlan
+from attngraph.codegen.triton.read_gradients import (
+    FLOATING,
+    PAIRS,
+    ROWS,
+    BackwardPlan,
+    Totals,
+    read_gradients,
+)
 from attngraph.codegen.triton.tuning import choices
 from attngraph.ir import expr as E
 from attngraph.ir import kernels
 from attngraph.ir.parser import parse
 from attngraph.ir.score import Score, ScoreProgram
+from attngraph.meaning import tiles
+from attngraph.meaning.tiles import Cut, Grid
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -304,6 +313,54 @@ def test_a_cache_open_to_others_is_closed_or_left(cache: Path, tmp_path: Path) -
     cache.symlink_to(tmp_path / "elsewhere")
     found = store.directory()
     assert found != cache and store.is_private(found)
+
+
+def test_lists_are_made_where_the_tensors_are() -> None:
+    """With tensors that hold nothing: an operation on tensors of two devices is an error with them too."""
+    texts = (
+        "keep r0[b, q] == r0[b, k] and k <= q", "keep k < r1[b] + n0 and q // 7 < r1[b] - 3",
+        "keep r2[b, k]; keep abs(q - k) % 5 < max(r1[h], 2) or q < 9; sink 1",
+        "s = dot + r3[h, q, k]; keep r4[b, h, q, k]; keep where(q < 5, q, k) < r1[b]; p = p / 2",
+    )  # fmt: skip
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, 2, 70, 64, device="cuda", dtype=torch.float16)
+        ints, few = torch.zeros(2, 90, device="cuda", dtype=torch.int64), torch.zeros(2, device="cuda").long()
+        reads = [
+            ints,
+            few,
+            ints > 0,
+            torch.empty(2, 70, 90, device="cuda"),
+            torch.empty(2, 2, 70, 90, device="cuda") > 0,
+        ]
+        cuts = (Cut(0, 2, 1), Cut(0, 2, 1), Cut(0, 70, 32), Cut(0, 90, 16))
+        for text in texts:
+            with visits._PlacesOn(q.device):
+                found = tiles.block_map(parse(text), Grid(*cuts, (3,), reads))
+                lists = visits._listed(found, cuts)
+            assert lists.tiles.device == lists.counts.device == q.device
+            assert lists.tiles.shape[1] == 6
+
+
+def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
+    texts = {
+        "s = dot + r0[h, q, k]": (2, 70, 90), "s = dot + r0[h, k - q + n0]": (2, 159),
+        "s = dot + r0[b, k]": (2, 90), "s = dot + r0[h, q // 8, k % 4]": (2, 9, 4), "s = dot * r0[]": (),
+        "s = dot + r0[q % 5, 1]": (5, 2),
+    }  # fmt: skip
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        unseen = torch.empty(2, 2, 70, device="cuda")
+        for text, shape in texts.items():
+            rank, reads = len(shape), [torch.empty(shape, device="cuda")]
+            (found,) = read_gradients(backward_plan(text, reads=(Read(0, rank, "float"),)))
+            totals = Totals(reads, [69], (2, 2, 70, 90))
+            if found.kind == PAIRS:
+                totals.add_pairs(found, unseen, 32, lambda sums, batch, row: None)
+            elif found.kind == ROWS:
+                totals.add_rows(found, unseen, unseen)
+            else:
+                totals.add_columns(found, torch.empty(2, 2, 90, device="cuda"), unseen)
+            (result,) = totals.results()
+            assert result is not None and result.device == unseen.device and result.shape == shape
 
 
 # --- what was measured, and what does not run ---------------------------------------------------------
