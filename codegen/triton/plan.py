@@ -235,7 +235,7 @@ def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: i
 WIDEST_BACKWARD = 256
 """Wider heads do not leave room for the two sums of a block of keys."""
 _HALF_BACKWARD = {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
-_SINGLE_BACKWARD = {64: Blocks(32, 32, 4, 2), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+_SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
 _HALF_WITH_READS = {64: Blocks(32, 64, 8, 2), 128: Blocks(32, 64, 8, 2), 256: Blocks(16, 64, 8, 1)}
 _HALF_IN_LITTLE = {64: Blocks(32, 64, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
 """Where a program has little shared memory: AMD's GPUs, on which fewer warps have more registers."""

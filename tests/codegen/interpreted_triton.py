@@ -760,6 +760,47 @@ def test_gradients_of_what_scores_read(text: str, shapes: str) -> None:
     compare_gradients(text, operands(*sizes), drawn(shapes, sizes), [sizes[3] - 1], kernel)
 
 
+def agree_on_random_gradients(language: Any, examples: int) -> None:
+    """Four times the reference's own error is allowed, by the reference in float64."""
+    tensors = operands(Hq=4, Sq=18, Skv=21)
+    reads, sizes = language.reads(2, 4, 18, 21, torch.float32), (21, 3)
+    kernel = Forward(Blocks(16, 32))
+    double = [t.double() if t.is_floating_point() else t for t in (*tensors, *reads)]
+
+    @settings(max_examples=examples)
+    @given(language.programs(weights=True))
+    def check(program: ScoreProgram) -> None:
+        assume(kernel.refuse(program, tensors) is None)
+        assume(kernel._plan_backward(program, tensors, reads, sizes) is not None)
+        torch.manual_seed(0)
+        results = REFERENCE.forward(program, tensors, reads, sizes)
+        grads = torch.randn_like(results[0]), torch.randn_like(results[1])
+        found = kernel.backward(program, tensors, reads, sizes, results, grads)
+        eager = REFERENCE.backward(program, tensors, reads, sizes, results, grads)
+        q, k, v, *others = double
+        exact = REFERENCE.forward(program, (q, k, v), others, sizes)
+        wanted = REFERENCE.backward(
+            program, (q, k, v), others, sizes, exact, (grads[0].double(), grads[1].double())
+        )
+        for mine, own, theirs in zip(found, eager, wanted, strict=True):
+            if mine is None or own is None or theirs is None:
+                continue
+            assert torch.equal(mine.isnan(), own.isnan())
+            error, usual = ((t - theirs).nan_to_num().abs().amax().item() for t in (mine, own))
+            assert error <= 4 * usual + 2e-4 * max(1.0, theirs.nan_to_num().abs().amax().item())
+
+    check()
+
+
+def test_gradients_of_random_programs_agree(language: Any) -> None:
+    agree_on_random_gradients(language, 15)
+
+
+@pytest.mark.slow
+def test_gradients_of_many_random_programs_agree(language: Any) -> None:
+    agree_on_random_gradients(language, 200)
+
+
 @pytest.mark.parametrize("family", [0, 1, 7, 8, 18])
 def test_gradients_of_pairs_are_summed_some_rows_at_a_time(
     family: int, monkeypatch: pytest.MonkeyPatch

@@ -560,6 +560,25 @@ def test_gradients_compile_for_every_target(D: int, target: str, cache: Path) ->
             assert usage.spilled <= (160 if target == "sm_80" else 64), usage
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("D", "target"),
+    [
+        pytest.param(d, t, marks=[] if (d, t) == (64, "sm_90") else pytest.mark.slow)
+        for d in (64, 128)
+        for t in ("sm_80", "sm_90")
+    ],
+)
+def test_kernels_of_single_precision_keep_their_numbers_in_registers(
+    D: int, target: str, cache: Path
+) -> None:
+    text, gpu, dtype = "s = 0.125 * dot; keep k <= q", ahead.TARGETS[target], torch.float32
+    forward = plan(text, D, dtype=dtype, blocks=blocks_for(parse(text), D, D, dtype, 4096, gpu.shared))
+    backward = backward_plan(text, D, dtype=dtype, blocks=backward_blocks(D, dtype, gpu.shared))
+    for usage in (ahead.compile_ahead(forward, gpu), *ahead.compile_backward_ahead(backward, gpu)):
+        assert usage.spilled == 0 and usage.shared <= gpu.shared, usage
+
+
 def test_the_source_of_a_kernel_that_is_given_lists() -> None:
     text, reads = "s = 0.125 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (Read(0, 2, "int"),)
     check_golden("documents.py.txt", emit(plan(text, reads=reads, listed=True)).source)
