@@ -35,7 +35,7 @@ _OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
 }
 _NUMBERS = {"lse", "delta", "unseen", "part_acc", "part_m", "part_l"}
 _PLACES = {"table", "starts", "first", "held"}
-_LISTS = {"tiles", "counts"}
+_LISTS = {"tiles", "counts", "column_tiles", "column_counts"}
 
 
 @dataclasses.dataclass(frozen=True)

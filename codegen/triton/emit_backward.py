@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from attngraph.codegen.triton.emit import Kernel, indented, names_of_reads
+from attngraph.codegen.triton.emit import LISTS, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.emit_gradients import TileEmitter
 from attngraph.codegen.triton.helpers import helpers
 from attngraph.codegen.triton.plan import DTYPES
@@ -24,6 +24,8 @@ OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "grad
 _TENSORS = ("query", "key", "value", "grad")
 _PAIRS = ("B", "batch", "first_row", "sums_owner", "sums_row")
 """Arguments for kernels of single pairs: where the sums begin that they store, and how they lie."""
+_LISTS = (*LISTS, "column_tiles", "column_counts", "column_b", "column_h")
+"""Arguments where masks leave tiles out: lists of a block of queries' blocks of keys, and the reverse."""
 
 
 def emit_backward(plan: BackwardPlan) -> Kernel:
@@ -41,6 +43,7 @@ def arguments(plan: BackwardPlan) -> tuple[str, ...]:
     where sums for reads go, what kernels of pairs need, then reads and sizes as in `emit.arguments`."""
     found = [*_TENSORS, "lse", "delta", "unseen", "grad_query", "grad_key", "grad_value", "Hq", "Sq", "Skv"]
     found += [f"{tensor}_{axis}" for tensor in _TENSORS for axis in "bhsd"]
+    found += _LISTS if plan.listed else ()
     return (*found, *_arguments_for_reads(plan), *names_of_reads(plan))
 
 
@@ -92,7 +95,17 @@ class _BackwardEmitter(TileEmitter):
 
     def signature(self) -> list[str]:
         names = list(arguments(self.plan))
-        counts = [4, 6, 3, 4, 4, 4, 4, len(_arguments_for_reads(self.plan))]
+        counts = [
+            4,
+            6,
+            3,
+            4,
+            4,
+            4,
+            4,
+            len(_LISTS) if self.plan.listed else 0,
+            len(_arguments_for_reads(self.plan)),
+        ]
         counts += [1 + read.rank + len(self.plan.guarded_axes(read.number)) for read in self.plan.reads]
         rows = []
         for count in [*counts, self.plan.program.sizes]:
@@ -147,7 +160,7 @@ class _BackwardEmitter(TileEmitter):
     def of_queries(self) -> list[str]:
         summed = self.numbers(ROWS)
         tile, before = self.tile(summed)
-        stop, lines = self.stop()
+        stop, lines = ("Skv", []) if self.plan.listed else self.stop()
         long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
         body = [
             f"k = {long('start + tl.arange(0, BLOCK_K)[None, :]')}",
@@ -163,7 +176,7 @@ class _BackwardEmitter(TileEmitter):
             *self.rows_of_queries(), *before, *lines,
             f"sum = tl.zeros([BLOCK_Q, {self.D}], tl.float32)",
             *(f"sum{i} = tl.zeros([BLOCK_Q, 1], tl.float32)" for i in summed),
-            f"for start in tl.range(0, {stop}, BLOCK_K):", *indented(body),
+            *self.over("k", "0", stop, body),
             f"result = grad_query + row * {self.plan.D} + d",
             "tl.store(result, sum.to(grad_query.dtype.element_ty), "
             f"mask={self.inside('q < Sq', 'd')})",
@@ -173,7 +186,7 @@ class _BackwardEmitter(TileEmitter):
     def of_keys(self) -> list[str]:
         summed = self.numbers(COLUMNS)
         tile, before = self.tile(summed)
-        begin, lines = self.begin_of_queries()
+        begin, lines = ("0", []) if self.plan.listed else self.begin_of_queries()
         long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
         body = [
             f"q = {long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
@@ -182,7 +195,7 @@ class _BackwardEmitter(TileEmitter):
             self.added("sum_key", "tl.trans(ds)", "query_tile"),
             *(f"sum{i} += tl.sum(of_read{i}, 0, keep_dims=True)" for i in summed),
         ]  # fmt: skip
-        loop = [f"for start in tl.range({begin}, Sq, BLOCK_Q):", *indented(body)]
+        loop = self.over("q", begin, "Sq", body)
         column = "(tl.cast(b, tl.int64) * Hq + h) * Skv + k"
         heads = [
             f"h = kv * {self.plan.group} + member",
@@ -208,6 +221,18 @@ class _BackwardEmitter(TileEmitter):
             f"sum_key = tl.zeros([BLOCK_K, {self.D}], tl.float32)",
             f"sum_value = tl.zeros([BLOCK_K, {self.Dv}], tl.float32)",
             f"for member in range({self.plan.group}):", *indented(heads), *stores,
+        ]  # fmt: skip
+
+    def over(self, axis: str, begin: str, stop: str, body: list[str]) -> list[str]:
+        """The loop over a block of queries' blocks of keys, or over a block of keys' blocks of queries."""
+        own, other, extent = ("BLOCK_Q", "BLOCK_K", "Skv") if axis == "k" else ("BLOCK_K", "BLOCK_Q", "Sq")
+        if not self.plan.listed:
+            return [f"for start in tl.range({begin}, {stop}, {other}):", *indented(body)]
+        tiles, counts, b, h = _LISTS[:4] if axis == "k" else _LISTS[4:]
+        start = f"start = tl.load({tiles} + line * tl.cdiv({extent}, {other}) + i) * {other}"
+        return [
+            f"line = tl.cast(b, tl.int64) * {b} + tl.cast(h, tl.int64) * {h} + first // {own}",
+            f"for i in tl.range(0, tl.load({counts} + 2 * line + 1)):", *indented([start, *body]),
         ]  # fmt: skip
 
     def of_pairs(self, number: int) -> list[str]:

@@ -137,7 +137,7 @@ class Forward(Kernel):
         blocks = blocks or backward_blocks(
             max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads
         )
-        plan = plan_call(program, operands, reads, sizes, blocks)
+        plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
         return launch_backward.plan_gradients(plan, operands, reads)
 
 
@@ -171,9 +171,13 @@ def plan_forward(
     q, _, v = operands
     line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype)
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
-    plan = plan_call(program, operands, reads, sizes, found)
+    return _listed(plan_call(program, operands, reads, sizes, found), operands)
+
+
+def _listed(plan: Plan, operands: Operands) -> Plan:
+    """The plan, with lists of tiles if they are worth it."""
     diagonal = None if plan.diagonal is None else plan.diagonal[0]
-    return dataclasses.replace(plan, listed=visits.are_listed(program, diagonal, operands))
+    return dataclasses.replace(plan, listed=visits.are_listed(plan.program, diagonal, operands))
 
 
 def plan_call(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.codegen.triton import device, store
+from attngraph.codegen.triton import device, store, visits
 from attngraph.codegen.triton.call import launch_options, read_arguments
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
 from attngraph.codegen.triton.plan import Plan, UnsupportedError
@@ -52,13 +52,17 @@ def differentiate(
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
     first: list[Any] = [q, k, v, grad, lse.contiguous(), delta.contiguous(), of_values, *found, Hq, Sq, Skv]
     first += [stride for tensor in (q, k, v, grad) for stride in tensor.stride()]
+    lists: list[Any] = []
+    for turned in (False, True) if plan.listed else ():
+        found_lists = visits.find(plan.program, plan.blocks, operands, reads, sizes, turned)
+        lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
     last = [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
     kernels, blocks, options = load_backward(plan), plan.blocks, launch_options(plan)
     has_pairs = any(s.kind == PAIRS for s in summed)
 
     def launch(name: str, grid: tuple[int, ...], sums: Sequence[Tensor], *pairs: int) -> None:
         given = (pairs or (B, 0, 0, 0, 0)) if has_pairs else ()
-        getattr(kernels, name)[grid](*first, *sums, *given, *last, **options)
+        getattr(kernels, name)[grid](*first, *lists, *sums, *given, *last, **options)
 
     def of_pairs(number: int, here: Tensor, batch: int, row: int) -> None:
         owners = here.shape[0] * here.shape[1]

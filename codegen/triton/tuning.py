@@ -63,7 +63,7 @@ def tune(
         return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, reads, sizes)
 
     measure("forward", forward)
-    back = launch_backward.plan_gradients(dataclasses.replace(plan, listed=False), operands, reads)
+    back = launch_backward.plan_gradients(plan, operands, reads)
     if gradients and back is not None and found:
         results = forward(next(iter(found.values())))
         grads = torch.ones_like(results[0]), torch.zeros_like(results[1])

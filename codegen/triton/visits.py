@@ -1,8 +1,9 @@
-"""Which tiles of keys the forward kernel visits, where masks other than a causal one leave some out.
+"""Which tiles of keys kernels visit, where masks other than a causal one leave some out.
 
 Every tile of scores is empty, open (all masks keep everything) or neither (`meaning/tiles.py`), by what masks
 say of the places and by the least and largest element that each tile reads of small tensors (lengths,
 documents, padding). A block of queries gets a list: its open tiles, then those in which masks are evaluated.
+The backward kernels visit the same, and for each block of keys there is a list of the blocks of queries.
 Found on the device, without waiting for it. Lists that follow from shapes are kept; those that follow from
 tensors are kept for as long as these stay as they are, since the layers of a model ask for the same ones.
 """
@@ -31,7 +32,7 @@ from attngraph.meaning.tiles import Cut, Grid
 WORTH = 1 << 26
 """Scores of a call from which on masks that read tensors are looked at beforehand: that takes some dozens of
 small operations."""
-_KEPT = 4
+_KEPT = 12
 """Lists from tensors that are kept."""
 
 
@@ -77,24 +78,27 @@ def are_listed(program: ScoreProgram, diagonal: Statement | None, operands: Oper
 
 
 def find(
-    program: ScoreProgram, blocks: Blocks, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-) -> Visits:
-    """The lists of a call."""
+    program: ScoreProgram, blocks: Blocks, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    turned: bool = False,
+) -> Visits:  # fmt: skip
+    """The lists of a call. `turned`: of each block of keys which blocks of queries it visits."""
     (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
     cuts = Cut(0, B, 1), Cut(0, Hq, 1), Cut(0, Sq, blocks.q), Cut(0, Skv, blocks.k)
     own = tuple(sizes[: program.sizes])
     device = operands[0].device
     if not tiles.reads_data(program):
-        return _from_shapes(program, cuts, own, device)
-    return _from_tensors(program, cuts, own, reads, device)
+        return _from_shapes(program, cuts, own, device, turned)
+    return _from_tensors(program, cuts, own, reads, device, turned)
 
 
 Cuts = tuple[Cut, Cut, Cut, Cut]
 
 
 @functools.lru_cache(maxsize=64)
-def _from_shapes(program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], device: torch.device) -> Visits:
-    found = _listed(tiles.block_map(program, Grid(*cuts, sizes)), cuts)
+def _from_shapes(
+    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], device: torch.device, turned: bool
+) -> Visits:
+    found = _listed(tiles.block_map(program, Grid(*cuts, sizes)), cuts, turned)
     return dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
 
 
@@ -102,8 +106,9 @@ _kept: list[tuple[tuple[object, ...], list[weakref.ref[Tensor]], Visits]] = []
 
 
 def _from_tensors(
-    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], reads: Sequence[Tensor], device: torch.device
-) -> Visits:
+    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], reads: Sequence[Tensor], device: torch.device,
+    turned: bool,
+) -> Visits:  # fmt: skip
     nodes = [n for keep in program.keeps for n in E.walk(keep.predicate) if n.op == "read"]
     large = {n.value for n in nodes if _is_large(n)}
     used = [reads[number] for number in sorted({n.value for n in nodes} - large)]
@@ -111,14 +116,14 @@ def _from_tensors(
     is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     is_kept = not is_recorded and not any(t.is_inference() for t in used)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (program, cuts, sizes, stream, *(t._version for t in used)) if is_kept else ()
+    key = (program, cuts, sizes, turned, stream, *(t._version for t in used)) if is_kept else ()
     for known, tensors, found in tuple(_kept) if is_kept else ():
         if known == key and all(ref() is t for ref, t in zip(tensors, used, strict=True)):
             return found
     unknown = torch.empty((0,), dtype=torch.int8)  # nothing is concluded from narrow integers
     small = tuple(unknown if n in large else r.detach() for n, r in enumerate(reads))
     with _PlacesOn(device):
-        found = _listed(tiles.block_map(program, Grid(*cuts, sizes, small)), cuts)
+        found = _listed(tiles.block_map(program, Grid(*cuts, sizes, small)), cuts, turned)
     if is_kept:
         _kept[_KEPT - 1 :] = []
         _kept.insert(0, (key, [weakref.ref(t) for t in used], found))
@@ -140,9 +145,9 @@ class _PlacesOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}), **there)
 
 
-def _listed(found: Tensor, cuts: Cuts) -> Visits:
+def _listed(found: Tensor, cuts: Cuts, turned: bool) -> Visits:
     """A block map `[blocks of b or 1, of h or 1, of q, of k]` as lists."""
-    k = cuts[3]
+    found, k = (found.mT, cuts[2]) if turned else (found, cuts[3])
     is_open = found == tiles.OPEN
     if (k.stop - k.start) % k.step:
         is_open[..., -1] = False  # its last keys are none

@@ -255,6 +255,28 @@ def test_what_is_visited_by_lists_agrees(
 
 
 @pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(("text", "reads"), LISTED, ids=[text for text, _ in LISTED])
+def test_gradients_by_lists_agree(text: str, reads: Sequence[Tensor]) -> None:
+    tensors, kernel = operands(Hkv=1, Sq=50, Skv=71), Forward(Blocks(32, 16))
+    plan = kernel._plan_backward(parse(text), tensors, reads, ())
+    assert plan is not None and plan.listed
+    compare_gradients(text, tensors, list(reads), [], kernel)
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_keys_and_queries_of_tiles_that_are_not_visited_have_no_part_in_gradients() -> None:
+    lengths = torch.tensor([16, 48])
+    program, (q, k, v) = parse("keep k < r0[b] and q < r0[b]"), operands(Sq=48, Skv=48)
+    results = SMALL.forward(program, (q, k, v), [lengths], ())
+    grads = torch.randn_like(results[0]), torch.zeros_like(results[1])
+    grads[0][0, :, 32:] = 0  # the rows of the last block of queries see no key
+    k[0, :, 16:], q[0, :, 32:] = torch.nan, torch.inf
+    found = SMALL.backward(program, (q, k, v), [lengths], (), results, grads)
+    assert found[0] is not None and found[1] is not None
+    assert bool(found[0].isfinite().all()) and bool(found[1].isfinite().all())
+
+
+@pytest.mark.usefixtures("all_listed")
 @pytest.mark.parametrize(("text", "reads"), LISTED[:8], ids=[text for text, _ in LISTED[:8]])
 def test_only_tiles_with_a_kept_score_are_visited(text: str, reads: Sequence[Tensor]) -> None:
     program, tensors, blocks = parse(text), operands(Sq=70, Skv=80), Blocks(32, 16)

@@ -336,7 +336,7 @@ def test_lists_are_made_where_the_tensors_are() -> None:
         for text in texts:
             with visits._PlacesOn(q.device):
                 found = tiles.block_map(parse(text), Grid(*cuts, (3,), reads))
-                lists = visits._listed(found, cuts)
+                lists = visits._listed(found, cuts, False)
             assert lists.tiles.device == lists.counts.device == q.device
             assert lists.tiles.shape[1] == 6
 
@@ -595,7 +595,12 @@ def test_the_source_of_a_kernel_that_is_given_lists() -> None:
 )
 def test_kernels_that_are_given_lists_compile(D: int, target: str, cache: Path) -> None:
     text, reads = "s = 0.125 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (Read(0, 2, "int"),)
-    compile_and_check(text, D, ahead.TARGETS[target], reads=reads, listed=True)
+    gpu = ahead.TARGETS[target]
+    compile_and_check(text, D, gpu, reads=reads, listed=True)
+    blocks = backward_blocks(D, torch.bfloat16, gpu.shared)
+    made = backward_plan(text, D, reads, dtype=torch.bfloat16, blocks=blocks, listed=True)
+    for usage in ahead.compile_backward_ahead(made, gpu):
+        assert 0 < usage.shared <= gpu.shared and usage.spilled <= 160, usage
 
 
 @pytest.mark.parametrize(
