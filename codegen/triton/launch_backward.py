@@ -47,7 +47,7 @@ def differentiate(
     of_values = unseen.sum(2).view(B, k.shape[1], -1).sum(2)
     found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
     summed = read_gradients(plan)
-    totals = Totals(reads, sizes, (B, Hq, Sq, Skv))
+    totals = Totals(plan, reads, sizes, (B, Hq, Sq, Skv))
     lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
     first: list[Any] = [q, k, v, grad, lse.contiguous(), delta.contiguous(), of_values, *found, Hq, Sq, Skv]

@@ -107,14 +107,16 @@ class Totals:
     """Gradients of the reads of one call, to which sums are added."""
 
     def __init__(
-        self, reads: Sequence[Tensor], sizes: Sequence[int], lengths: tuple[int, int, int, int]
-    ) -> None:
+        self, plan: BackwardPlan, reads: Sequence[Tensor], sizes: Sequence[int],
+        lengths: tuple[int, int, int, int],
+    ) -> None:  # fmt: skip
         self.reads, self.sizes = reads, sizes
         self.B, self.Hq, self.Sq, self.Skv = lengths
-        self.totals = [
-            torch.zeros(r.shape, dtype=torch.promote_types(r.dtype, torch.float32), device=r.device)
-            if r.is_floating_point() else None for r in reads
-        ]  # fmt: skip
+        self.totals: list[Tensor | None] = []
+        for number, read in enumerate(reads):
+            dtype = torch.promote_types(read.dtype, torch.float32) if number in plan.wanted else read.dtype
+            zeros = read.is_floating_point()
+            self.totals.append(torch.zeros(read.shape, dtype=dtype, device=read.device) if zeros else None)
 
     def results(self) -> list[Tensor | None]:
         return [t if t is None else t.to(r.dtype) for t, r in zip(self.totals, self.reads, strict=True)]

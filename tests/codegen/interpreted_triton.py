@@ -820,7 +820,7 @@ def test_gradients_of_random_programs_agree(language: Any) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_many_random_programs_agree(language: Any) -> None:
-    agree_on_random_gradients(language, 200)
+    agree_on_random_gradients(language, 100)
 
 
 @pytest.mark.parametrize("family", [0, 1, 7, 8, 18])

@@ -351,8 +351,9 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
         unseen = torch.empty(2, 2, 70, device="cuda")
         for text, shape in texts.items():
             rank, reads = len(shape), [torch.empty(shape, device="cuda")]
-            (found,) = read_gradients(backward_plan(text, reads=(Read(0, rank, "float"),)))
-            totals = Totals(reads, [69], (2, 2, 70, 90))
+            made = backward_plan(text, reads=(Read(0, rank, "float"),))
+            (found,) = read_gradients(made)
+            totals = Totals(made, reads, [69], (2, 2, 70, 90))
             if found.kind == PAIRS:
                 totals.add_pairs(found, unseen, 32, lambda sums, batch, row: None)
             elif found.kind == ROWS:
