@@ -4,8 +4,14 @@
     weights.py     what may follow the softmax    helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
     launch.py      `triton.forward`, the kernel of the registry
-    emit_backward.py  gradients as source               derivative.py  of a score by the dot
+    call.py        what launched kernels are told       device.py      what they run on
+    visits.py      which tiles of keys are visited
+    emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
+    derivative.py  of a score by the dot and by reads   read_gradients.py  whose sums these are
+    launch_backward.py  from gradients to gradients
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
+    attempts.py    what happens when one does not compile
+    tuned.py       block sizes that were measured       tuning.py      measuring them
 
 Aimed at CUDA devices (AMD's among them). On a CPU it serves only when asked for by name, under
 TRITON_INTERPRET=1, which is how it is tested without a GPU.
@@ -13,7 +19,10 @@ TRITON_INTERPRET=1, which is how it is tested without a GPU.
 
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.tuning import tune
 from attngraph.ir import cache, kernels
+
+__all__ = ["tune"]
 
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
-from attngraph.codegen.triton import decode, emit, emit_backward, emit_decode, launch
+from attngraph.codegen.triton import decode, emit, emit_backward, emit_decode, launch, launch_backward
+from attngraph.codegen.triton.call import launch_options
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import Plan
+from attngraph.codegen.triton.read_gradients import BackwardPlan
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
@@ -33,6 +35,7 @@ _OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
 }
 _NUMBERS = {"lse", "delta", "unseen", "part_acc", "part_m", "part_l"}
 _PLACES = {"table", "starts", "first", "held"}
+_LISTS = {"tiles", "counts", "column_tiles", "column_counts"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +77,11 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
     return _compile(launch.load(plan), emit.arguments(plan), plan, target)
 
 
-def compile_backward_ahead(plan: Plan, target: Target) -> tuple[Usage, Usage]:
-    """Compile the two backward kernels of a plan: of queries, of keys. Raises as `compile_ahead`."""
-    of_queries, of_keys = launch.load_backward(plan)
-    names = emit_backward.arguments(plan)
-    return _compile(of_queries, names, plan, target), _compile(of_keys, names, plan, target)
+def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, ...]:
+    """Compile the backward kernels of a plan: of queries, of keys, of reads. Raises as `compile_ahead`."""
+    module, names = launch_backward.load_backward(plan), emit_backward.arguments(plan)
+    kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
+    return tuple(_compile(kernel, names, plan, target) for kernel in kernels)
 
 
 def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Usage:
@@ -93,7 +96,7 @@ def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> U
     aligned = [place for place, name in enumerate(signature) if _is_aligned(name, signature[name])]
     attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
     source = compiler.ASTSource(kernel, signature, ones, attributes)
-    options = launch.launch_options(plan)
+    options = launch_options(plan)
     binary = importlib.import_module("triton").compile(source, target=gpu, options=options)
     if target.backend == "cuda":
         registers, spilled = _read_cubin(binary.asm["cubin"])
@@ -106,8 +109,10 @@ def _type(plan: Plan, name: str) -> str:
     kinds = {f"r{read.number}": read.kind for read in plan.reads}
     if name in _OPERANDS:
         return _POINTERS[plan.dtype]
-    if name in _NUMBERS:
+    if name in _NUMBERS or re.fullmatch(r"sums\d+", name):
         return "*fp32"
+    if name in _LISTS:
+        return "*i32"
     if name in _PLACES:
         return "*i64"
     if name in kinds:

@@ -5,7 +5,6 @@ Serves calls in which some row brings few tokens; long prompts are computed row 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Sequence
@@ -14,16 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.codegen.triton import store
+from attngraph.codegen.triton import attempts, store
+from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
+from attngraph.codegen.triton.device import multiprocessors, no_device, on, shared_memory
 from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
-from attngraph.codegen.triton.launch import (
-    is_wide,
-    launch_options,
-    no_device,
-    read_arguments,
-    shared_memory,
-    unsupported,
-)
+from attngraph.codegen.triton.launch import unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Read, padded
 from attngraph.ir.cache import Counts, Rows, counts
 from attngraph.ir.score import ScoreProgram
@@ -58,26 +52,13 @@ class Decode:
         brought = [n for n in counts(rows).new if n]
         if not brought or min(brought) > FEW:
             return None
-        plan, splits, shares = self._plan(program, q, new, pages, reads, sizes, counts(rows))
-        (k, v), (k_new, v_new) = pages, new
-        _, heads, tokens, _ = q.shape
-        items = rows.table.shape[0] * k.shape[1]
-        parts, dv = items * splits * shares * plan.blocks.q, v.shape[3]
-        acc = torch.empty((parts, dv), dtype=torch.float32, device=q.device)
-        m, l = torch.empty((2, parts), dtype=torch.float32, device=q.device)
-        out = torch.empty((1, tokens, heads, dv), dtype=q.dtype, device=q.device)
-        given = [q, k, k_new] if plan.shared else [q, k, v, k_new, v_new]
-        arguments: list[Any] = [*given, acc, m, l, rows.table, rows.starts, rows.first, rows.held]
-        arguments += [heads, k.shape[1], rows.table.shape[1], k.shape[2], splits, int(k_new.shape[2] > 0)]
-        arguments += q.stride()[1:]
-        for tensor in given[1:]:
-            arguments += tensor.stride()[1:] if tensor is k_new or tensor is v_new else tensor.stride()
-        arguments += [*read_arguments(plan, reads), *sizes[: program.sizes]]
-        first, second = load(plan)
-        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
-            first[(items * splits, shares)](*arguments, **launch_options(plan))
-            second[(items, shares)](acc, m, l, rows.starts, out, heads, k.shape[1], splits)
-        return out.transpose(1, 2)
+        plan, splits = self._plan(program, q, new, pages, reads, sizes, counts(rows))
+        return attempts.run(
+            plan,
+            q.device,
+            lambda found: _launch(found, q, new, pages, reads, sizes, rows, splits),
+            lambda: None,
+        )
 
     def _serves(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
@@ -97,7 +78,7 @@ class Decode:
     def _plan(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
-    ) -> tuple[DecodePlan, int, int]:  # fmt: skip
+    ) -> tuple[DecodePlan, int]:  # fmt: skip
         k, v = pages
         group = q.shape[1] // k.shape[1]
         shared = _is_part(v, k) and (new[0].shape[2] == 0 or _is_part(new[1], new[0]))
@@ -110,12 +91,39 @@ class Decode:
             program, q.dtype, k.shape[3], v.shape[3], group,
             tuple(Read(n, r, READS[reads[n].dtype], is_wide(reads[n])) for n, r in program.reads.items()),
             blocks, max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
-            shared, examine(program, True, frozenset()).window or 0,
+            shared=shared, window=examine(program, True, frozenset()).window or 0,
         )  # fmt: skip
         shares = -(-lanes // blocks.q)
-        wanted = PROGRAMS * _multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
+        wanted = PROGRAMS * multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
         splits = self._splits or max(1, min(wanted, longest // (4 * blocks.k)))
-        return plan, splits, shares
+        return plan, splits
+
+
+def _launch(
+    plan: DecodePlan, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int,
+) -> Tensor:  # fmt: skip
+    """The output, by the plan's two kernels, each row's keys split in so many parts."""
+    (k, v), (k_new, v_new) = pages, new
+    _, heads, tokens, _ = q.shape
+    shares = -(-plan.group * max(counts(rows).new) // plan.blocks.q)
+    items = rows.table.shape[0] * k.shape[1]
+    parts, dv = items * splits * shares * plan.blocks.q, v.shape[3]
+    acc = torch.empty((parts, dv), dtype=torch.float32, device=q.device)
+    m, l = torch.empty((2, parts), dtype=torch.float32, device=q.device)
+    out = torch.empty((1, tokens, heads, dv), dtype=q.dtype, device=q.device)
+    given = [q, k, k_new] if plan.shared else [q, k, v, k_new, v_new]
+    arguments: list[Any] = [*given, acc, m, l, rows.table, rows.starts, rows.first, rows.held]
+    arguments += [heads, k.shape[1], rows.table.shape[1], k.shape[2], splits, int(k_new.shape[2] > 0)]
+    arguments += q.stride()[1:]
+    for tensor in given[1:]:
+        arguments += tensor.stride()[1:] if tensor is k_new or tensor is v_new else tensor.stride()
+    arguments += [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
+    first, second = load(plan)
+    with on(q):
+        first[(items * splits, shares)](*arguments, **launch_options(plan))
+        second[(items, shares)](acc, m, l, rows.starts, out, heads, k.shape[1], splits)
+    return out.transpose(1, 2)
 
 
 def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int) -> Blocks:
@@ -142,10 +150,3 @@ def load(plan: DecodePlan) -> tuple[Any, Any]:
     version = importlib.import_module("triton").__version__
     module = store.import_source(kernel.source, kernel.name, version)
     return getattr(module, kernel.name), getattr(module, JOIN)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

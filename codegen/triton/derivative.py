@@ -13,8 +13,8 @@ from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import operation
 
-_ZERO, _ONE = E.const(0.0), E.const(1.0)
-_STEPS = frozenset({"floor", "ceil", "trunc", "round", "sign", "int", "isnan", "random"})
+ZERO, _ONE = E.const(0.0), E.const(1.0)
+_STEPS = frozenset({"floor", "ceil", "trunc", "round", "sign", "int", "isnan", "random", "read"})
 """Functions that are constant wherever they have a derivative."""
 
 
@@ -26,12 +26,13 @@ def derivative(node: Expr, by: Expr) -> Expr:
     """
     if node is by:
         return _ONE
-    if node.kind == "bool" or all(n is not by for n in E.walk(node)) or node.op in _STEPS:
-        return _ZERO
+    is_step = node.kind == "bool" or node.op in _STEPS
+    if is_step or all(n is not by for n in E.walk(node)):
+        return ZERO
     if node.op == "where":
         condition, yes, no = node.args
         a, b = derivative(yes, by), derivative(no, by)
-        return _ZERO if a is b is _ZERO else operation("where", condition, a, b)
+        return ZERO if a is b is ZERO else operation("where", condition, a, b)
     parts = [derivative(arg, by) for arg in node.args]
     match node.op, node.args, parts:
         case "add", _, [a, b]:
@@ -43,12 +44,19 @@ def derivative(node: Expr, by: Expr) -> Expr:
         case "mul", [x, y], [a, b]:
             return _sum(_product(a, y), _product(x, b))
         case "div", [x, y], [a, b]:
-            if b is _ZERO:
+            if b is ZERO:
                 return _product(a, operation("div", _ONE, y))
             return operation("div", _sum(_product(a, y), _product(E.const(-1.0), _product(x, b))), _square(y))
-        case "pow", [x, y], [a, b] if b is _ZERO:
-            lower = operation("pow", x, operation("sub", y, _ONE))
-            return _product(_product(y, lower), a)
+        case "pow", [x, y], [a, b]:
+            lower = operation("mul", y, operation("pow", x, operation("sub", y, _ONE)))
+            rate = operation("mul", node, operation("log", x))
+            by_power = operation("where", operation("eq", x, ZERO), ZERO, rate)
+            by_base = ZERO if E.is_const(y, 0) else _product(lower, a)
+            return _sum(by_base, _product(by_power, b))
+        case "min" | "max", [x, y], [a, b]:
+            return _sum(_product(_share(node.op, x, y), a), _product(_share(node.op, y, x), b))
+        case "mod", _, [a, b] if b is ZERO:
+            return a
         case "float", _, [a]:
             return a
         case _, [x], [a]:
@@ -72,6 +80,8 @@ def _outer(node: Expr, x: Expr) -> Expr:
             return operation("div", _ONE, x)
         case "log2":
             return operation("div", E.const(1 / math.log(2)), x)
+        case "rsqrt":
+            return operation("div", operation("mul", E.const(-0.5), node), x)
         case "sqrt":
             return operation("div", E.const(0.5), node)
         case "sin":
@@ -86,15 +96,23 @@ def _outer(node: Expr, x: Expr) -> Expr:
     raise UnsupportedError(f"the derivative of `{node.op}`")
 
 
+def _share(op: str, own: Expr, other: Expr) -> Expr:
+    """The derivative of the lesser or the greater of two by one of them: half where they are equal, as in
+    PyTorch."""
+    loses = operation("gt" if op == "min" else "lt", own, other)
+    rest = operation("where", loses, ZERO, _ONE)
+    return operation("where", operation("eq", own, other), E.const(0.5), rest)
+
+
 def _square(x: Expr) -> Expr:
     return operation("mul", x, x)
 
 
 def _sum(a: Expr, b: Expr) -> Expr:
-    return b if a is _ZERO else a if b is _ZERO else operation("add", a, b)
+    return b if a is ZERO else a if b is ZERO else operation("add", a, b)
 
 
 def _product(a: Expr, b: Expr) -> Expr:
-    if _ZERO in (a, b):
-        return _ZERO
+    if ZERO in (a, b):
+        return ZERO
     return b if a is _ONE else a if b is _ONE else operation("mul", a, b)

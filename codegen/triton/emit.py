@@ -4,7 +4,9 @@ The kernel is the online softmax (Milakov and Gimelshein 2018, section 3) over b
 FlashAttention-2 (Dao 2023, algorithm 1): one program per block of queries of one head. It has two loops
 over the same body. The first takes whole tiles; the second those at an edge (the end of the keys, the
 diagonal of a causal mask), and only there are bounds and the causal predicate evaluated. A causal
-program's loops end at its diagonal. Nothing is in the source that the program does not need.
+program's loops end at its diagonal. Where other masks leave tiles out, the kernel is given lists of the
+tiles that it visits (`visits.py`), first of those in which no mask hides anything. Nothing is in the source
+that the program does not need.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from attngraph.ir import score as S
 from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement
 
 NEGATIVE_INFINITY = 'float("-inf")'
+LISTS = ("tiles", "counts", "row_b", "row_h")
+"""Arguments of a kernel that is given lists: see `visits.Visits`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ def arguments(plan: Plan) -> tuple[str, ...]:
     strides and the extents that its indices are compared with, then the sizes."""
     found = ["query", "key", "value", "out", "lse", "Hq", "Sq", "Skv"]
     found += [f"{tensor}_{axis}" for tensor in ("query", "key", "value") for axis in "bhsd"]
-    return (*found, *names_of_reads(plan))
+    return (*found, *(LISTS if plan.listed else ()), *names_of_reads(plan))
 
 
 def names_of_reads(plan: Plan) -> tuple[str, ...]:
@@ -86,8 +90,13 @@ class Emitter:
         whole, edge = self.body(edge=False), self.body(edge=True)
         start, finish = self.start(), self.finish()
         lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds()]
-        lines += ["for start in tl.range(0, whole, BLOCK_K):", *indented(whole)]
-        lines += ["for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *indented(edge), *finish]
+        if self.plan.listed:
+            begin = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
+            lines += ["for i in tl.range(0, whole):", *indented([begin, *whole])]
+            lines += ["for i in tl.range(whole, stop):  # under a mask", *indented([begin, *edge]), *finish]
+        else:
+            lines += ["for start in tl.range(0, whole, BLOCK_K):", *indented(whole)]
+            lines += ["for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *indented(edge), *finish]
         sizes = [a for a in arguments(self.plan) if a.startswith("n")]
         decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
         text = "\n\n\n".join([
@@ -146,6 +155,9 @@ class Emitter:
         names = arguments(self.plan)
         rows = [names[0:5], names[5:8], names[8:12], names[12:16], names[16:20]]
         rest = list(names[20:])
+        if self.plan.listed:
+            rows.append(LISTS)
+            rest = rest[len(LISTS) :]
         for read in self.plan.reads:
             count = 1 + read.rank + len(self.plan.guarded_axes(read.number))
             rows.append(tuple(rest[:count]))
@@ -213,6 +225,11 @@ class Emitter:
         return [*lines, f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"]
 
     def loop_bounds(self) -> list[str]:
+        if self.plan.listed:
+            row = "tl.cast(b, tl.int64) * row_b + tl.cast(h, tl.int64) * row_h + first // BLOCK_Q"
+            return [
+                f"row = {row}", "whole = tl.load(counts + 2 * row)", "stop = tl.load(counts + 2 * row + 1)",
+            ]  # fmt: skip
         if self.plan.diagonal is None:
             return ["whole = Skv // BLOCK_K * BLOCK_K", "stop = Skv"]
         offset = self.plan.diagonal[1]
@@ -232,8 +249,8 @@ class Emitter:
         """One tile: its scores, and the step of the online softmax."""
         plan, writer = self.plan, self.writer
         writer.begin_body()
-        skipped = None if edge or plan.diagonal is None else plan.diagonal[0]
-        statements = [s for s in plan.statements if s != skipped]
+        skipped = plan.keeps_of_whole_tiles if not edge else ()
+        statements = [s for s in plan.statements if s not in skipped]
         for statement in statements:
             self.score(statement)
         multiple = writer.expression(self.multiple.factor).code

@@ -1,33 +1,35 @@
-"""A plan as the Triton source of its backward pass: two kernels, each a loop, without atomics.
+"""A plan as the Triton source of its backward pass: kernels that are each a loop, without atomics.
 
 As in FlashAttention-2 (Dao 2023, algorithm 2) weights are computed again from the scores and the rows'
-log-sum-exp, but in two kernels: one program for each block of queries sums what its keys give to dq, one for
-each block of keys what the queries of all its heads give to dk and dv. Sums are taken in one order, so the
-same call gives the same gradients. With p the weights and delta = rowsum(dout * out) - dlse:
-
-    ds = p * (f * (dout . v) - delta)         f: what the program makes of a weight, as a multiple
-
-and from ds back through the program's statements to the dot.
+log-sum-exp (`emit_gradients.py`), but in two kernels: one program for each block of queries sums what its
+keys give to dq, one for each block of keys what the queries of all its heads give to dk and dv. Both sum for
+the program's reads what belongs to their rows and columns (`read_gradients.py`); what belongs to single pairs
+of a query and a key has a kernel of its own for each read. Sums are taken in one order, so the same call
+gives the same gradients.
 """
 
 from __future__ import annotations
 
 import math
 
-from attngraph.codegen.triton.derivative import derivative
-from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter, Kernel, indented, names_of_reads
+from attngraph.codegen.triton.emit import LISTS, Kernel, indented, names_of_reads
+from attngraph.codegen.triton.emit_gradients import TileEmitter
 from attngraph.codegen.triton.helpers import helpers
-from attngraph.codegen.triton.plan import DTYPES, Plan, UnsupportedError
+from attngraph.codegen.triton.plan import DTYPES
+from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, read_gradients
 from attngraph.ir import expr as E
-from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement
 
-OF_QUERIES, OF_KEYS = "gradient_of_queries", "gradients_of_keys"
-"""The names of the two kernels."""
+OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
+"""The names of the kernels; the last with the number of the read in `read_gradients`."""
 _TENSORS = ("query", "key", "value", "grad")
+_PAIRS = ("B", "batch", "first_row", "sums_owner", "sums_row")
+"""Arguments for kernels of single pairs: where the sums begin that they store, and how they lie."""
+_LISTS = (*LISTS, "column_tiles", "column_counts", "column_b", "column_h")
+"""Arguments where masks leave tiles out: lists of a block of queries' blocks of keys, and the reverse."""
 
 
-def emit_backward(plan: Plan) -> Kernel:
-    """The two kernels of a plan, which have the same arguments; `name` is the first one's.
+def emit_backward(plan: BackwardPlan) -> Kernel:
+    """The kernels of a plan, which have the same arguments; `name` is the first one's.
 
     Raises:
         UnsupportedError: the program has something whose derivative is not written yet; says what.
@@ -35,31 +37,42 @@ def emit_backward(plan: Plan) -> Kernel:
     return _BackwardEmitter(plan).kernel()
 
 
-def arguments(plan: Plan) -> tuple[str, ...]:
-    """The arguments of either kernel in order: tensors, rows' numbers, what a row that sees no key gives to
+def arguments(plan: BackwardPlan) -> tuple[str, ...]:
+    """The arguments of each kernel in order: tensors, rows' numbers, what a row that sees no key gives to
     all values (`unseen` `[B, Hkv]`: NaN, as its weights are, or zero), results (dense), lengths, strides,
-    then reads and sizes as in `emit.arguments`."""
+    where sums for reads go, what kernels of pairs need, then reads and sizes as in `emit.arguments`."""
     found = [*_TENSORS, "lse", "delta", "unseen", "grad_query", "grad_key", "grad_value", "Hq", "Sq", "Skv"]
     found += [f"{tensor}_{axis}" for tensor in _TENSORS for axis in "bhsd"]
-    return (*found, *names_of_reads(plan))
+    found += _LISTS if plan.listed else ()
+    return (*found, *_arguments_for_reads(plan), *names_of_reads(plan))
 
 
-class _BackwardEmitter(Emitter):
+def _arguments_for_reads(plan: BackwardPlan) -> tuple[str, ...]:
+    found = read_gradients(plan)
+    sums = tuple(f"sums{number}" for number in range(len(found)))
+    return (*sums, *(_PAIRS if any(read.kind == PAIRS for read in found) else ()))
+
+
+class _BackwardEmitter(TileEmitter):
+    plan: BackwardPlan
+
     def kernel(self) -> Kernel:
-        if any(read.kind in ("half", "float", "double") for read in self.plan.reads):
-            raise UnsupportedError("gradients of floating tensors that scores read")
-        queries, keys = self.of_queries(), self.of_keys()
-        sizes = [a for a in arguments(self.plan) if a.startswith("n")]
+        kernels = {OF_QUERIES: self.of_queries(), OF_KEYS: self.of_keys()}
+        kernels |= {f"{OF_READ}{i}": self.of_pairs(i) for i in self.numbers(PAIRS)}
+        names = arguments(self.plan)
+        sizes = [a for a in names if a.startswith("n") or a in ("batch", "first_row")]
         decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
-        head = [f"def {OF_QUERIES}(", *self.signature(), "):"]
-        other = [f"def {OF_KEYS}(", *self.signature(), "):"]
         text = "\n\n\n".join([
             self.header(),
             *(h.rstrip() for h in helpers(self.writer.calls)),
-            "\n".join([decorator, *head, *indented(queries)]),
-            "\n".join([decorator, *other, *indented(keys)]),
+            *("\n".join([decorator, f"def {name}(", *self.signature(), "):", *indented(lines)])
+              for name, lines in kernels.items()),
         ])  # fmt: skip
-        return Kernel(text + "\n", OF_QUERIES, arguments(self.plan))
+        return Kernel(text + "\n", OF_QUERIES, names)
+
+    def numbers(self, kind: str) -> list[int]:
+        """Which of the reads' gradients are summed by rows, by columns or by pairs."""
+        return [number for number, read in enumerate(self.reads) if read.kind == kind]
 
     def header(self) -> str:
         plan = self.plan
@@ -82,89 +95,23 @@ class _BackwardEmitter(Emitter):
 
     def signature(self) -> list[str]:
         names = list(arguments(self.plan))
-        counts = [4, 6, 3, 4, 4, 4, 4]
+        counts = [
+            4,
+            6,
+            3,
+            4,
+            4,
+            4,
+            4,
+            len(_LISTS) if self.plan.listed else 0,
+            len(_arguments_for_reads(self.plan)),
+        ]
         counts += [1 + read.rank + len(self.plan.guarded_axes(read.number)) for read in self.plan.reads]
         rows = []
         for count in [*counts, self.plan.program.sizes]:
             rows.append(names[:count])
             names = names[count:]
         return [f"    {', '.join(row)}," for row in rows if row]
-
-    # --- what both kernels compute of a tile ---
-
-    def tile(self) -> tuple[list[str], list[str]]:
-        """Lines that make `p` (weights) and `ds` (the gradient of the dot) of a tile of queries and keys, and
-        the lines that they need of the queries alone."""
-        plan, writer = self.plan, self.writer
-        writer.begin_body()
-        writer.before.clear()
-        writer._outer.clear()
-        statements = list(plan.statements)
-        for number, statement in enumerate(statements):
-            self.forward(number, statement)
-        multiple = writer.expression(self.multiple.factor).code
-        lines = list(writer.inside)
-        writer.inside.clear()
-        unit = "s * RATE - row_lse * LOG2E" if plan.is_linear else "(s - row_lse) * LOG2E"
-        weigh = "" if self.multiple.is_plain else f" * ({multiple})"
-        back = [
-            f"s = tl.where((q < Sq) & (k < Skv), s, {NEGATIVE_INFINITY})",
-            f"p = tl.exp2({unit})",
-            *([] if self.multiple.keeps_nan else ["p = tl.where(p == p, p, 0.0)"]),
-            f"ds = p * ({self.product_of('grad_tile', 'value_tile')}{weigh} - row_delta)",
-        ]
-        writer.inside.clear()
-        for number in reversed(range(len(statements))):
-            self.backward(number, statements[number])
-        back += list(writer.inside)
-        if plan.is_linear:
-            back.append(f"ds = ds * {plan.program.scale!r}")
-        if not self.multiple.is_plain:
-            back.append(f"p = p{weigh}")
-        return [f"dot = {self.dot()}", "s = dot", *lines, *back], list(writer.before)
-
-    def forward(self, number: int, statement: Statement) -> None:
-        """A statement, leaving what its derivative needs."""
-        writer = self.writer
-        formula = statement.value if isinstance(statement, Score) else statement.fill  # type: ignore[union-attr]
-        if any(n in (DOT, SCORE) for n in E.walk(derivative(_joined(formula), DOT))):
-            writer.inside.append(f"before{number} = s")
-        if isinstance(statement, Score):
-            self.score(statement)
-            return
-        assert isinstance(statement, Keep)
-        keep = writer.truth(statement.predicate)
-        writer.inside.append(f"kept{number} = {keep}")
-        fill = writer.expression(statement.fill)
-        code = fill.code if fill.is_integer else self.narrow(fill.code)
-        writer.inside.append(f"s = tl.where(kept{number}, s, {code})")
-
-    def backward(self, number: int, statement: Statement) -> None:
-        """`ds` of a statement's result becomes that of what it was made from."""
-        writer = self.writer
-        assert isinstance(statement, (Score, Keep))
-        formula = statement.value if isinstance(statement, Score) else statement.fill
-        if number > 0 and any(n is DOT for n in E.walk(formula)):
-            raise UnsupportedError("the dot in a statement after the first")
-        # Before the first statement the score is the dot.
-        whole = derivative(formula, SCORE) if number > 0 else derivative(_joined(formula), DOT)
-        if any(n in (DOT, SCORE) for n in E.walk(whole)):
-            writer.inside.append(f"s = before{number}")
-            writer._inner.clear()
-        code = self.narrow(writer.expression(whole).code)
-        if isinstance(statement, Keep):
-            hidden = "0.0" if E.is_const(whole, 0) else f"ds * ({code})"
-            writer.inside.append(f"ds = tl.where(kept{number}, ds, {hidden})")
-        elif not E.is_const(whole, 1):
-            writer.inside.append(f"ds = ds * ({code})")
-
-    def product_of(self, a: str, b: str) -> str:
-        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
-        return f"tl.dot({a}, tl.trans({b}){exact})"
-
-    def added(self, total: str, a: str, b: str) -> str:
-        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
-        return f"{total} = tl.dot({a}.to({b}.dtype), {b}, {total}{exact})"
 
     # --- the two kernels ---
 
@@ -211,13 +158,15 @@ class _BackwardEmitter(Emitter):
         ]
 
     def of_queries(self) -> list[str]:
-        tile, before = self.tile()
-        stop, lines = self.stop()
+        summed = self.numbers(ROWS)
+        tile, before = self.tile(summed)
+        stop, lines = ("Skv", []) if self.plan.listed else self.stop()
         long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
         body = [
             f"k = {long('start + tl.arange(0, BLOCK_K)[None, :]')}",
             "at = start + tl.arange(0, BLOCK_K)[:, None]",
             *self.tiles_of_keys(), *tile, self.added("sum", "ds", "key_tile"),
+            *(f"sum{i} += tl.sum(of_read{i}, 1, keep_dims=True)" for i in summed),
         ]  # fmt: skip
         kv = f"h // {self.plan.group}" if self.plan.group > 1 else "h"
         return [
@@ -226,24 +175,33 @@ class _BackwardEmitter(Emitter):
             f"q = {long('first + tl.arange(0, BLOCK_Q)[:, None]')}",
             *self.rows_of_queries(), *before, *lines,
             f"sum = tl.zeros([BLOCK_Q, {self.D}], tl.float32)",
-            f"for start in tl.range(0, {stop}, BLOCK_K):", *indented(body),
+            *(f"sum{i} = tl.zeros([BLOCK_Q, 1], tl.float32)" for i in summed),
+            *self.over("k", "0", stop, body),
             f"result = grad_query + row * {self.plan.D} + d",
             "tl.store(result, sum.to(grad_query.dtype.element_ty), "
             f"mask={self.inside('q < Sq', 'd')})",
+            *(f"tl.store(sums{i} + row, sum{i}, mask=q < Sq)" for i in summed),
         ]  # fmt: skip
 
     def of_keys(self) -> list[str]:
-        tile, before = self.tile()
-        begin, lines = self.begin_of_queries()
+        summed = self.numbers(COLUMNS)
+        tile, before = self.tile(summed)
+        begin, lines = ("0", []) if self.plan.listed else self.begin_of_queries()
         long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
         body = [
             f"q = {long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
             *self.rows_of_queries(), *before, *tile,
             self.added("sum_value", "tl.trans(p)", "grad_tile"),
             self.added("sum_key", "tl.trans(ds)", "query_tile"),
+            *(f"sum{i} += tl.sum(of_read{i}, 0, keep_dims=True)" for i in summed),
         ]  # fmt: skip
-        loop = [f"for start in tl.range({begin}, Sq, BLOCK_Q):", *indented(body)]
-        heads = [f"h = kv * {self.plan.group} + member", *loop]
+        loop = self.over("q", begin, "Sq", body)
+        column = "(tl.cast(b, tl.int64) * Hq + h) * Skv + k"
+        heads = [
+            f"h = kv * {self.plan.group} + member",
+            *(f"sum{i} = tl.zeros([1, BLOCK_K], tl.float32)" for i in summed), *loop,
+            *(f"tl.store(sums{i} + {column}, sum{i}, mask=k < Skv)" for i in summed),
+        ]  # fmt: skip
         stores = []
         for name, columns, width in (("key", "d", self.plan.D), ("value", self.dv, self.plan.Dv)):
             total = f"sum_{name}"
@@ -263,6 +221,56 @@ class _BackwardEmitter(Emitter):
             f"sum_key = tl.zeros([BLOCK_K, {self.D}], tl.float32)",
             f"sum_value = tl.zeros([BLOCK_K, {self.Dv}], tl.float32)",
             f"for member in range({self.plan.group}):", *indented(heads), *stores,
+        ]  # fmt: skip
+
+    def over(self, axis: str, begin: str, stop: str, body: list[str]) -> list[str]:
+        """The loop over a block of queries' blocks of keys, or over a block of keys' blocks of queries."""
+        own, other, extent = ("BLOCK_Q", "BLOCK_K", "Skv") if axis == "k" else ("BLOCK_K", "BLOCK_Q", "Sq")
+        if not self.plan.listed:
+            return [f"for start in tl.range({begin}, {stop}, {other}):", *indented(body)]
+        tiles, counts, b, h = _LISTS[:4] if axis == "k" else _LISTS[4:]
+        start = f"start = tl.load({tiles} + line * tl.cdiv({extent}, {other}) + i) * {other}"
+        return [
+            f"line = tl.cast(b, tl.int64) * {b} + tl.cast(h, tl.int64) * {h} + first // {own}",
+            f"for i in tl.range(0, tl.load({counts} + 2 * line + 1)):", *indented([start, *body]),
+        ]  # fmt: skip
+
+    def of_pairs(self, number: int) -> list[str]:
+        """A read's own kernel: each program sums one tile over the batches and heads that the read does not
+        tell apart. The grid is of those that it does, of blocks of keys and of blocks of queries."""
+        tile, before = self.tile([number])
+        shift, lines = ("0", []) if self.plan.diagonal is None else self.shift()
+        long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
+        each_batch, each_head = self.reads[number].owned
+        b, h = {
+            (True, True): ("batch + owner // Hq", "owner % Hq"), (True, False): ("batch + owner", "member"),
+            (False, True): ("member", "owner"), (False, False): ("member // Hq", "member % Hq"),
+        }[each_batch, each_head]  # fmt: skip
+        count = {(True, True): "1", (True, False): "Hq", (False, True): "B", (False, False): "B * Hq"}
+        members = count[each_batch, each_head]
+        if self.plan.diagonal is not None:
+            members = f"tl.where(first < start + BLOCK_Q + {shift}, {members}, 0)"
+        body = [
+            f"b = {long(b)}", f"h = {long(h)}", f"kv = h // {self.plan.group}",
+            *self.rows_of_queries(), *self.tiles_of_keys(), *before, *tile, f"sum += of_read{number}",
+        ]  # fmt: skip
+        width = [f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]"]
+        return [
+            "owner = tl.program_id(0)",
+            "first = tl.program_id(1) * BLOCK_K",
+            "row_in_sums = tl.program_id(2) * BLOCK_Q",
+            "start = first_row + row_in_sums",
+            f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]",
+            *(width if self.plan.Dv != self.plan.D else []),
+            f"q = {long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
+            "at = first + tl.arange(0, BLOCK_K)[:, None]",
+            f"k = {long('first + tl.arange(0, BLOCK_K)[None, :]')}",
+            *lines,
+            "sum = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)",
+            f"for member in tl.range(0, {members}):", *indented(body),
+            "result = tl.cast(owner, tl.int64) * sums_owner + k",
+            "result += tl.cast(row_in_sums + tl.arange(0, BLOCK_Q), tl.int64)[:, None] * sums_row",
+            f"tl.store(sums{number} + result, sum, mask=k < Skv)",
         ]  # fmt: skip
 
     def stop(self) -> tuple[str, list[str]]:
@@ -287,10 +295,3 @@ class _BackwardEmitter(Emitter):
         code = self.writer.expression(self.plan.diagonal[1]).code
         lines = list(self.writer.before)
         return (f"tl.cast({code}, tl.int64)" if self.plan.wide else f"({code})"), lines
-
-
-def _joined(formula: E.Expr) -> E.Expr:
-    """A first statement's formula, where the score is the dot itself."""
-    return E.rebuild(
-        formula, lambda n, args: DOT if n is SCORE else E.make(n.op, args, n.value, n.kind) if args else n
-    )

@@ -7,12 +7,9 @@ nothing here needs it to be installed.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import importlib
-import importlib.util
-import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +17,10 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.codegen.triton import store
+from attngraph.codegen.triton import attempts, launch_backward, store, tuned, visits
+from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
+from attngraph.codegen.triton.device import is_interpreted, name_of, no_device, on, shared_memory
 from attngraph.codegen.triton.emit import emit
-from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, emit_backward
 from attngraph.codegen.triton.plan import (
     DTYPES,
     READS,
@@ -36,15 +34,17 @@ from attngraph.codegen.triton.plan import (
     backward_blocks,
 )
 from attngraph.codegen.triton.plan import blocks_for as choose_blocks
+from attngraph.codegen.triton.read_gradients import BackwardPlan
 from attngraph.ir import expr as E
 from attngraph.ir.kernels import Kernel, Operands
 from attngraph.ir.score import ScoreProgram
 
 
 class Forward(Kernel):
-    """`triton.forward`. A program whose forward pass is one Triton kernel and whose backward pass is two.
-    Where scores read floating tensors, whose gradients are wanted too, where heads are very wide and where
-    a derivative is not written, the backward pass is the blocks of plain PyTorch operations of `cpu.tiled`.
+    """`triton.forward`. A program whose forward pass is one Triton kernel and whose backward pass is two, and
+    one more for each floating tensor that scores read at places of both a query and a key. Where heads are
+    very wide and where a derivative is not written, the backward pass is the blocks of plain PyTorch
+    operations of `cpu.tiled`.
 
     Calls with nothing to compute, and programs that read tensors of a dtype that kernels do not
     compute with (8- and 16-bit integers), are served by `cpu.tiled` too.
@@ -83,47 +83,32 @@ class Forward(Kernel):
         reason = self.refuse(program, operands)
         if reason is not None:
             raise ValueError(f"{self.name} does not serve this attention: {reason}.")
-        q, k, v = operands
         if self._is_left(program, operands, reads):
             return self._otherwise.forward(program, operands, reads, sizes)
-        _check_reads(program, q, k, reads)
-        plan = plan_call(program, operands, reads, sizes, self._blocks)
-        # The heads of a token side by side, as the op returns them.
-        B, Hq, Sq, _ = q.shape
-        out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
-        arguments += [stride for tensor in operands for stride in tensor.stride()]
-        arguments += read_arguments(plan, reads)
-        arguments += sizes[: program.sizes]
-        programs = -(-Sq // plan.blocks.q) * B * Hq
-        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
-            load(plan)[(programs,)](*arguments, **launch_options(plan))
-        return out, lse
+        _check_reads(program, operands[0], operands[1], reads)
+        return attempts.run(
+            plan_forward(program, operands, reads, sizes, self._blocks), operands[0].device,
+            lambda plan: launch_forward(plan, operands, reads, sizes),
+            lambda: self._otherwise.forward(program, operands, reads, sizes),
+        )  # fmt: skip
 
     def backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        """Two kernels (`emit_backward.py`); block by block in plain PyTorch what they do not serve."""
-        plan = self._plan_backward(program, operands, reads, sizes)
-        if plan is None:
+        """Kernels (`launch_backward.py`); block by block in plain PyTorch what they do not serve."""
+        found = self._plan_backward(program, operands, reads, sizes)
+
+        def otherwise() -> list[Tensor | None]:
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
-        (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
-        delta = (grad.float() * out.float()).sum(-1) - grad_lse
-        sees = lse.isfinite().all(-1).view(k.shape[0], k.shape[1], -1).all(-1)
-        unseen = torch.where(sees, 0.0, math.nan).float()
-        found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
-        arguments: list[Any] = [q, k, v, grad, lse.contiguous(), delta.contiguous(), unseen, *found]
-        arguments += [q.shape[1], q.shape[2], k.shape[2]]
-        arguments += [stride for tensor in (q, k, v, grad) for stride in tensor.stride()]
-        arguments += [*read_arguments(plan, reads), *sizes[: program.sizes]]
-        of_queries, of_keys = load_backward(plan)
-        tall, wide = -(-q.shape[2] // plan.blocks.q), -(-k.shape[2] // plan.blocks.k)
-        with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
-            of_queries[(tall * q.shape[0] * q.shape[1],)](*arguments, **launch_options(plan))
-            of_keys[(wide * k.shape[0] * k.shape[1],)](*arguments, **launch_options(plan))
-        return [*found, *(None for _ in reads)]
+
+        if found is None:
+            return otherwise()
+        return attempts.run(
+            found, operands[0].device,
+            lambda plan: launch_backward.differentiate(plan, operands, reads, sizes, results, grads),
+            otherwise,
+        )  # fmt: skip
 
     @staticmethod
     def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:
@@ -136,44 +121,70 @@ class Forward(Kernel):
         """The forward kernel's module. Writing it needs neither a GPU nor Triton."""
         if self._unserved(program, operands) is not None or self._is_left(program, operands, reads):
             return ""
-        return emit(plan_call(program, operands, reads, (), self._blocks)).source
+        return emit(plan_forward(program, operands, reads, (), self._blocks)).source
 
     def _plan_backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
-    ) -> Plan | None:
+    ) -> BackwardPlan | None:
         q, _, v = operands
         if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
             return None
-        if self._is_left(program, operands, reads) or any(r.is_floating_point() for r in reads):
+        if self._is_left(program, operands, reads):
             return None
-        blocks = self._blocks or backward_blocks(max(q.shape[3], v.shape[3]), q.dtype)
-        plan = plan_call(program, operands, reads, sizes, blocks)
-        return plan if has_backward(plan) else None
+        has_reads = any(reads[number].is_floating_point() for number in program.reads)
+        line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype)
+        blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2])
+        blocks = blocks or backward_blocks(
+            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads
+        )
+        plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
+        return launch_backward.plan_gradients(plan, operands, reads)
 
 
-def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
-    """What a kernel is told of the tensors that its program reads."""
-    found: list[Any] = []
-    for read in plan.reads:
-        tensor = reads[read.number]
-        # Triton has no pointers to single bits.
-        found.append(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
-        found += tensor.stride()
-        found += [tensor.shape[axis] for axis in plan.guarded_axes(read.number)]
-    return found
+def launch_forward(
+    plan: Plan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, by the plan's kernel."""
+    q, k, v = operands
+    # The heads of a token side by side, as the op returns them.
+    B, Hq, Sq, _ = q.shape
+    out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
+    arguments += [stride for tensor in operands for stride in tensor.stride()]
+    if plan.listed:
+        lists = visits.find(plan.program, plan.blocks, operands, reads, sizes)
+        arguments += [lists.tiles, lists.counts, lists.b, lists.h]
+    arguments += read_arguments(plan, reads)
+    arguments += sizes[: plan.program.sizes]
+    programs = -(-Sq // plan.blocks.q) * B * Hq
+    with on(q):
+        load(plan)[(programs,)](*arguments, **launch_options(plan))
+    return out, lse
 
 
-def launch_options(plan: Plan) -> dict[str, Any]:
-    """Options of a compilation. Multiplications and additions may fuse, as they do in PyTorch's own
-    kernels."""
-    return {"num_warps": plan.blocks.warps, "num_stages": plan.blocks.stages, "enable_fp_fusion": True}
+def plan_forward(
+    program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    blocks: Blocks | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of the forward kernel that serves one call."""
+    q, _, v = operands
+    line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype)
+    found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
+    return _listed(plan_call(program, operands, reads, sizes, found), operands)
+
+
+def _listed(plan: Plan, operands: Operands) -> Plan:
+    """The plan, with lists of tiles if they are worth it."""
+    diagonal = None if plan.diagonal is None else plan.diagonal[0]
+    return dataclasses.replace(plan, listed=visits.are_listed(plan.program, diagonal, operands))
 
 
 def plan_call(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     blocks: Blocks | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the kernel that serves one call."""
+    """What the kernels that serve one call have in common."""
     q, k, v = operands
     widths = (q.shape[3], v.shape[3])
     return Plan(
@@ -184,36 +195,12 @@ def plan_call(
     )  # fmt: skip
 
 
-def is_wide(tensor: Tensor) -> bool:
-    """Whether its elements lie so far apart that offsets need 64 bits."""
-    return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 1 << 31
-
-
 @functools.lru_cache(maxsize=512)
 def load(plan: Plan) -> Any:
     """The plan's kernel, a function of Triton's, imported from its file."""
     kernel = emit(plan)
     version = importlib.import_module("triton").__version__
     return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
-
-
-@functools.lru_cache(maxsize=512)
-def load_backward(plan: Plan) -> tuple[Any, Any]:
-    """The plan's two backward kernels, imported from their file."""
-    kernel = emit_backward(plan)
-    version = importlib.import_module("triton").__version__
-    module = store.import_source(kernel.source, kernel.name, version)
-    return getattr(module, OF_QUERIES), getattr(module, OF_KEYS)
-
-
-@functools.lru_cache(maxsize=1024)
-def has_backward(plan: Plan) -> bool:
-    """Whether the backward kernels of a plan can be written."""
-    try:
-        emit_backward(plan)
-    except UnsupportedError:
-        return False
-    return True
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,52 +214,6 @@ def unsupported(program: ScoreProgram) -> str | None:
     except UnsupportedError as problem:
         return f"not written yet: {problem}"
     return None
-
-
-@functools.cache
-def is_interpreted() -> bool:
-    """Whether Triton was imported with TRITON_INTERPRET=1, which makes every kernel plain Python."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    language = importlib.import_module("triton.language")
-    return not isinstance(language.sum, importlib.import_module("triton.runtime.jit").JITFunction)
-
-
-@functools.cache
-def _no_triton() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    try:
-        importlib.import_module("triton.language")
-    except Exception as problem:  # a broken installation fails in many ways
-        return f"triton cannot be imported ({type(problem).__name__}: {problem})"
-    return None
-
-
-def no_device(q: Tensor) -> str | None:
-    """Why no kernel can run where the tensor is, or None."""
-    kind = q.device.type
-    if kind != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"runs on a GPU, the tensors are on {kind} (TRITON_INTERPRET=1 runs it anywhere, slowly)"
-    reason = _no_triton()
-    if reason is not None:
-        return reason
-    if kind != "cuda":
-        return None if is_interpreted() else "TRITON_INTERPRET=1 was set after triton had been imported"
-    if torch.version.hip is None and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(q.device)
-        if major < 8:
-            return f"needs compute capability 8.0, this GPU has {major}.{minor}"
-    return None
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 65536
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0) or 65536)
 
 
 def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Tensor]) -> None:

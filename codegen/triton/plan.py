@@ -67,6 +67,7 @@ class Plan:
     Args:
         D, Dv: widths of keys and of values. group: query heads per key head.
         wide: whether some extent or size reaches `SMALL`, so that integers need 64 bits throughout.
+        listed: whether the kernel is given lists of the tiles that it visits (`visits.py`).
 
     Raises:
         UnsupportedError: the program is not what its own text says, so its text cannot be trusted.
@@ -80,6 +81,7 @@ class Plan:
     reads: tuple[Read, ...]
     blocks: Blocks
     wide: bool = False
+    listed: bool = False
 
     def __post_init__(self) -> None:
         # The program's text ends up in the source, so it must be nothing but the score language.
@@ -108,6 +110,13 @@ class Plan:
         own = [n for n in nodes if n.value == number]
         axes = {i for n in own for i, arg in enumerate(n.args) if not is_checked_at_launch(arg)}
         return tuple(sorted(axes))
+
+    @property
+    def keeps_of_whole_tiles(self) -> tuple[Statement, ...]:
+        """The masks that hide nothing in the tiles of the first loop."""
+        if self.listed:
+            return tuple(s for s in self.statements if isinstance(s, Keep))
+        return () if self.diagonal is None else (self.diagonal[0],)
 
     @functools.cached_property
     def diagonal(self) -> tuple[Statement, Expr] | None:
@@ -182,7 +191,7 @@ def padded(width: int) -> int:
 
 
 _HALF = {
-    64: Blocks(128, 64, 4, 3),
+    64: Blocks(128, 64, 8, 3),
     128: Blocks(128, 64, 8, 3),
     256: Blocks(128, 32, 8, 2),
     512: Blocks(32, 32, 8, 2),
@@ -198,18 +207,20 @@ _SINGLE = {
 def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int) -> Blocks:
     """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
 
-    The first choice for a width is one that keeps everything in registers on sm_90 (`ahead.py` tells).
-    Where the pipeline of keys and values does not fit, it gets shorter, then the tile smaller.
+    The first choice for a width is one that keeps everything in registers (`ahead.py` tells). Where the
+    pipeline of keys and values does not fit, it gets shorter, then the tile smaller.
     """
     width = max(64, padded(D), padded(Dv))
     wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
-    if not is_linear(program):
-        warps = 8  # more is computed of each score, so fewer scores for each thread
+    if shared < 100_000 and width == 64:
+        warps = 4  # AMD's GPUs: fewer warps have more registers
+    if tiles_read(program) and width == 128:
+        k = max(16, k // 2)
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
     row = (padded(D) + padded(Dv)) * dtype.itemsize
-    while q * padded(D) * dtype.itemsize + stages * k * (row + 4 * q * _tiles_read(program)) > shared:
+    while q * padded(D) * dtype.itemsize + stages * k * (row + 4 * q * tiles_read(program)) > shared:
         if stages > 1:
             stages -= 1
         elif k > 16:
@@ -224,16 +235,24 @@ def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: i
 WIDEST_BACKWARD = 256
 """Wider heads do not leave room for the two sums of a block of keys."""
 _HALF_BACKWARD = {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
-_SINGLE_BACKWARD = {64: Blocks(32, 32, 4, 2), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+_SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+_HALF_WITH_READS = {64: Blocks(32, 64, 8, 2), 128: Blocks(32, 64, 8, 2), 256: Blocks(16, 64, 8, 1)}
+_HALF_IN_LITTLE = {64: Blocks(32, 64, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
+"""Where a program has little shared memory: AMD's GPUs, on which fewer warps have more registers."""
 
 
-def backward_blocks(width: int, dtype: torch.dtype) -> Blocks:
-    """Block sizes of the backward kernels."""
-    table = _SINGLE_BACKWARD if dtype is torch.float32 else _HALF_BACKWARD
+def backward_blocks(width: int, dtype: torch.dtype, shared: int, has_reads: bool = False) -> Blocks:
+    """Block sizes of the backward kernels. `has_reads`: gradients of reads are summed too."""
+    if dtype is torch.float32:
+        table = _SINGLE_BACKWARD
+    elif shared < 100_000:
+        table = _HALF_IN_LITTLE
+    else:
+        table = _HALF_WITH_READS if has_reads else _HALF_BACKWARD
     return table[max(64, padded(width))]
 
 
-def _tiles_read(program: ScoreProgram) -> int:
+def tiles_read(program: ScoreProgram) -> int:
     """How many numbers the program reads for every single score."""
     both = {S.index("q"), S.index("k")}
     return len({n for e in program.expressions for n in E.walk(e) if n.op == "read" and both <= n.free})

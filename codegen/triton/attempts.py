@@ -1,0 +1,51 @@
+"""When a kernel does not compile or launch: smaller tiles are tried, then the call is left to other kernels.
+
+What failed is remembered for the process and said once through the log, with the reason: out of shared
+memory or registers, or an error of the compiler. Errors of the device itself (an illegal address) reach
+the next kernel too, and so the user.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from attngraph.codegen.triton.plan import Blocks, Plan
+
+_log = logging.getLogger("attngraph.codegen.triton")
+_failed: set[tuple[Plan, torch.device]] = set()
+P = TypeVar("P", bound=Plan)
+R = TypeVar("R")
+
+
+def smaller(blocks: Blocks) -> list[Blocks]:
+    """What to try after these, in this order: without a pipeline, then tiles of half the size, and so on."""
+    found = [dataclasses.replace(blocks, stages=1)]
+    while found[-1].q > 16 or found[-1].k > 16:
+        last = found[-1]
+        found.append(Blocks(max(16, last.q // 2), max(16, last.k // 2), min(4, last.warps), 1))
+    return found if found[0] != blocks else found[1:]
+
+
+def run(plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callable[[], R]) -> R:
+    """The call with the first blocks with which it runs, the plan's own first; else the other call."""
+    problem = ""
+    for blocks in (plan.blocks, *smaller(plan.blocks)):
+        chosen = plan if blocks == plan.blocks else dataclasses.replace(plan, blocks=blocks)
+        if (chosen, device) in _failed:
+            continue
+        try:
+            return call(chosen)
+        except (IndexError, torch.OutOfMemoryError):
+            raise  # the caller's tensors, not the kernel
+        except Exception as error:  # compilers and drivers fail in many ways
+            _failed.add((chosen, device))
+            problem = f"{type(error).__name__}: {error}".strip()
+            _log.warning("%s does not run on %s, smaller tiles are tried: %s", blocks, device, problem)
+    if problem:
+        _log.warning("no tiles run on %s, PyTorch's operations instead, for\n%s", device, plan.program)
+    return otherwise()

@@ -1,0 +1,78 @@
+"""The machine that kernels run on: whether there is a GPU and a Triton for it, and what the GPU has."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """Whether Triton was imported with TRITON_INTERPRET=1, which makes every kernel plain Python."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    language = importlib.import_module("triton.language")
+    return not isinstance(language.sum, importlib.import_module("triton.runtime.jit").JITFunction)
+
+
+@functools.cache
+def no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        importlib.import_module("triton.language")
+    except Exception as problem:  # a broken installation fails in many ways
+        return f"triton cannot be imported ({type(problem).__name__}: {problem})"
+    return None
+
+
+def no_device(q: Tensor) -> str | None:
+    """Why no kernel can run where the tensor is, or None."""
+    kind = q.device.type
+    if kind != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"runs on a GPU, the tensors are on {kind} (TRITON_INTERPRET=1 runs it anywhere, slowly)"
+    reason = no_triton()
+    if reason is not None:
+        return reason
+    if kind != "cuda":
+        return None if is_interpreted() else "TRITON_INTERPRET=1 was set after triton had been imported"
+    if torch.version.hip is None and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(q.device)
+        if major < 8:
+            return f"needs compute capability 8.0, this GPU has {major}.{minor}"
+    return None
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 65536
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or 65536)
+
+
+@functools.cache
+def name_of(device: torch.device) -> str:
+    """What PyTorch calls the GPU; nothing where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).name)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Where kernels that are given the tensor are launched."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()

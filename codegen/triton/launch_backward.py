@@ -1,0 +1,121 @@
+"""From the gradients of a call's results to launched backward kernels, and from their sums to gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.triton import device, store, visits
+from attngraph.codegen.triton.call import launch_options, read_arguments
+from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
+from attngraph.codegen.triton.plan import Plan, UnsupportedError
+from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, Totals, read_gradients
+from attngraph.ir import evaluate
+from attngraph.ir.evaluate import Environment, Tile
+from attngraph.ir.kernels import Operands, gradients
+
+
+def plan_gradients(plan: Plan, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan | None:
+    """The plan of a call's backward kernels, or None if there are none for it.
+
+    Where the tensors say which of them need gradients, the others get none; where none says so (a call of
+    the op in a graph that was traced) all do.
+    """
+    said = any(t.requires_grad for t in (*operands, *reads))
+    wanted = [n for n, r in enumerate(reads) if r.is_floating_point() and (r.requires_grad or not said)]
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)}
+    found = BackwardPlan(**fields, wanted=tuple(n for n in wanted if n in plan.program.reads))
+    return found if has_backward(found) else None
+
+
+def differentiate(
+    plan: BackwardPlan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v and of every floating read (zeros where none is wanted)."""
+    (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
+    B, Hq, Sq, Skv = *q.shape[:3], k.shape[2]
+    delta = (grad.float() * out.float()).sum(-1) - grad_lse
+    unseen = torch.where(lse.isfinite(), 0.0, math.nan).float()
+    of_values = unseen.sum(2).view(B, k.shape[1], -1).sum(2)
+    found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
+    summed = read_gradients(plan)
+    totals = Totals(plan, reads, sizes, (B, Hq, Sq, Skv))
+    lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
+    sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
+    first: list[Any] = [q, k, v, grad, lse.contiguous(), delta.contiguous(), of_values, *found, Hq, Sq, Skv]
+    first += [stride for tensor in (q, k, v, grad) for stride in tensor.stride()]
+    lists: list[Any] = []
+    for turned in (False, True) if plan.listed else ():
+        found_lists = visits.find(plan.program, plan.blocks, operands, reads, sizes, turned)
+        lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
+    last = [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
+    kernels, blocks, options = load_backward(plan), plan.blocks, launch_options(plan)
+    has_pairs = any(s.kind == PAIRS for s in summed)
+
+    def launch(name: str, grid: tuple[int, ...], sums: Sequence[Tensor], *pairs: int) -> None:
+        given = (pairs or (B, 0, 0, 0, 0)) if has_pairs else ()
+        getattr(kernels, name)[grid](*first, *lists, *sums, *given, *last, **options)
+
+    def of_pairs(number: int, here: Tensor, batch: int, row: int) -> None:
+        owners = here.shape[0] * here.shape[1]
+        grid = owners, -(-Skv // blocks.k), here.shape[2] // blocks.q
+        places = [here if n == number else s for n, s in enumerate(sums)]
+        launch(f"{OF_READ}{number}", grid, places, B, batch, row, here.stride(1), here.stride(2))
+
+    with device.on(q):
+        launch(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
+        launch(OF_KEYS, (-(-Skv // blocks.k) * B * k.shape[1],), sums)
+        for number, one in enumerate(summed):
+            if one.kind == ROWS:
+                totals.add_rows(one, sums[number], unseen)
+            elif one.kind == COLUMNS:
+                totals.add_columns(one, sums[number], unseen)
+            else:
+                totals.add_pairs(one, unseen, blocks.q, functools.partial(of_pairs, number))
+        _add_sink(plan, q, reads, sizes, lse, delta, totals)
+    return [*found, *totals.results()]
+
+
+def _add_sink(
+    plan: BackwardPlan, q: Tensor, reads: Sequence[Tensor], sizes: Sequence[int], lse: Tensor, delta: Tensor,
+    totals: Totals,
+) -> None:  # fmt: skip
+    """A sink is one more key, whose value is zero: its gradient is -exp(sink - lse) * delta, row by row."""
+    if plan.program.sink is None or not any(reads[n].is_floating_point() for n in plan.wanted):
+        return
+    tile = Tile((0, q.shape[0]), (0, q.shape[1]), (0, q.shape[2]), (0, 1))
+    with torch.enable_grad():
+        inputs = [r.detach().requires_grad_() if n in plan.wanted else r for n, r in enumerate(reads)]
+        sink = evaluate.sink(plan.program, Environment(tile, inputs, sizes, torch.float32, q.device))
+        assert sink is not None
+        sink = sink.expand(*q.shape[:3], 1)
+        of_sink = -(sink.detach() - lse.unsqueeze(3)).exp() * delta.unsqueeze(3)
+        found = gradients(inputs, (sink, sink), (of_sink, torch.zeros_like(of_sink)))
+    for total, grad in zip(totals.totals, found, strict=True):
+        if total is not None and grad is not None:
+            total += grad
+
+
+@functools.lru_cache(maxsize=512)
+def load_backward(plan: BackwardPlan) -> Any:
+    """The module of the plan's backward kernels, imported from its file."""
+    kernel = emit_backward(plan)
+    return store.import_source(kernel.source, kernel.name, importlib.import_module("triton").__version__)
+
+
+@functools.lru_cache(maxsize=1024)
+def has_backward(plan: BackwardPlan) -> bool:
+    """Whether the backward kernels of a plan can be written."""
+    try:
+        emit_backward(plan)
+    except UnsupportedError:
+        return False
+    return True

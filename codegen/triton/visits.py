@@ -1,0 +1,162 @@
+"""Which tiles of keys kernels visit, where masks other than a causal one leave some out.
+
+Every tile of scores is empty, open (all masks keep everything) or neither (`meaning/tiles.py`), by what masks
+say of the places and by the least and largest element that each tile reads of small tensors (lengths,
+documents, padding). A block of queries gets a list: its open tiles, then those in which masks are evaluated.
+The backward kernels visit the same, and for each block of keys there is a list of the blocks of queries.
+Found on the device, without waiting for it. Lists that follow from shapes are kept; those that follow from
+tensors are kept for as long as these stay as they are, since the layers of a model ask for the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attngraph.codegen.triton.plan import Blocks, conjuncts
+from attngraph.ir import expr as E
+from attngraph.ir import score as S
+from attngraph.ir.expr import Expr
+from attngraph.ir.kernels import Operands
+from attngraph.ir.score import DOT, SCORE, Keep, ScoreProgram, Statement
+from attngraph.meaning import tiles
+from attngraph.meaning.tiles import Cut, Grid
+
+WORTH = 1 << 26
+"""Scores of a call from which on masks that read tensors are looked at beforehand: that takes some dozens of
+small operations."""
+_KEPT = 12
+"""Lists from tensors that are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """`tiles` `[rows, blocks of k]`: numbers of blocks of keys, int32; `counts` `[rows, 2]`: how many of them
+    are open, how many are visited. Block i of queries of batch b and head h has row b * `b` + h * `h` + i."""
+
+    tiles: Tensor
+    counts: Tensor
+    b: int
+    h: int
+
+
+@functools.lru_cache(maxsize=1024)
+def masks(program: ScoreProgram, diagonal: Statement | None) -> tuple[Statement, ...]:
+    """The masks besides the diagonal that can empty tiles and of which something is known beforehand."""
+    found: list[Statement] = []
+    for statement in reversed(conjuncts(program)):
+        if isinstance(statement, S.Score) or (isinstance(statement, Keep) and not statement.is_hard):
+            break
+        if isinstance(statement, Keep) and statement != diagonal and _is_known(statement.predicate):
+            found.append(statement)
+    return tuple(found)
+
+
+def _is_known(predicate: Expr) -> bool:
+    nodes = list(E.walk(predicate))
+    return not any(n in (DOT, SCORE) or n.op == "random" or _is_large(n) for n in nodes)
+
+
+def _is_large(node: Expr) -> bool:
+    """Whether the node reads an element for every single score: as much as the kernel itself reads."""
+    return node.op == "read" and S.index("q") in node.free and S.index("k") in node.free
+
+
+def are_listed(program: ScoreProgram, diagonal: Statement | None, operands: Operands) -> bool:
+    """Whether a call's tiles are listed: it has such masks, and is large enough if they read tensors."""
+    (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
+    found = masks(program, diagonal)
+    reads = any(n.op == "read" for s in found if isinstance(s, Keep) for n in E.walk(s.predicate))
+    return bool(found) and (not reads or bool(B * Hq * Sq * Skv >= WORTH))
+
+
+def find(
+    program: ScoreProgram, blocks: Blocks, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+    turned: bool = False,
+) -> Visits:  # fmt: skip
+    """The lists of a call. `turned`: of each block of keys which blocks of queries it visits."""
+    (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
+    cuts = Cut(0, B, 1), Cut(0, Hq, 1), Cut(0, Sq, blocks.q), Cut(0, Skv, blocks.k)
+    own = tuple(sizes[: program.sizes])
+    device = operands[0].device
+    if not tiles.reads_data(program):
+        return _from_shapes(program, cuts, own, device, turned)
+    return _from_tensors(program, cuts, own, reads, device, turned)
+
+
+Cuts = tuple[Cut, Cut, Cut, Cut]
+
+
+@functools.lru_cache(maxsize=64)
+def _from_shapes(
+    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], device: torch.device, turned: bool
+) -> Visits:
+    found = _listed(tiles.block_map(program, Grid(*cuts, sizes)), cuts, turned)
+    return dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
+
+
+_kept: list[tuple[tuple[object, ...], list[weakref.ref[Tensor]], Visits]] = []
+
+
+def _from_tensors(
+    program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], reads: Sequence[Tensor], device: torch.device,
+    turned: bool,
+) -> Visits:  # fmt: skip
+    nodes = [n for keep in program.keeps for n in E.walk(keep.predicate) if n.op == "read"]
+    large = {n.value for n in nodes if _is_large(n)}
+    used = [reads[number] for number in sorted({n.value for n in nodes} - large)]
+    # Inference tensors do not say when they are written to, and a graph that is recorded runs again later.
+    is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    is_kept = not is_recorded and not any(t.is_inference() for t in used)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (program, cuts, sizes, turned, stream, *(t._version for t in used)) if is_kept else ()
+    for known, tensors, found in tuple(_kept) if is_kept else ():
+        if known == key and all(ref() is t for ref, t in zip(tensors, used, strict=True)):
+            return found
+    unknown = torch.empty((0,), dtype=torch.int8)  # nothing is concluded from narrow integers
+    small = tuple(unknown if n in large else r.detach() for n, r in enumerate(reads))
+    with _PlacesOn(device):
+        found = _listed(tiles.block_map(program, Grid(*cuts, sizes, small)), cuts, turned)
+    if is_kept:
+        _kept[_KEPT - 1 :] = []
+        _kept.insert(0, (key, [weakref.ref(t) for t in used], found))
+    return found
+
+
+class _PlacesOn(TorchFunctionMode):
+    """Makes indices on the device of the tensors that they are compared with. Single numbers stay on the
+    host: operations take them as they are, where copying them would wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        there = {"device": self.device} if func is torch.arange else {}
+        return func(*args, **(kwargs or {}), **there)
+
+
+def _listed(found: Tensor, cuts: Cuts, turned: bool) -> Visits:
+    """A block map `[blocks of b or 1, of h or 1, of q, of k]` as lists."""
+    found, k = (found.mT, cuts[2]) if turned else (found, cuts[3])
+    is_open = found == tiles.OPEN
+    if (k.stop - k.start) % k.step:
+        is_open[..., -1] = False  # its last keys are none
+    seen = found != tiles.SKIP
+    rank = torch.where(is_open, 0, torch.where(seen, 1, 2)).to(torch.uint8)
+    order = torch.argsort(rank, dim=-1, stable=True).to(torch.int32).flatten(0, 2)
+    counts = torch.stack([is_open.sum(-1), seen.sum(-1)], -1).to(torch.int32).flatten(0, 2)
+    batches, heads, rows, _ = found.shape
+    return Visits(
+        order.contiguous(), counts.contiguous(),
+        heads * rows if batches > 1 else 0, rows if heads > 1 else 0,
+    )  # fmt: skip
