@@ -254,6 +254,17 @@ def _kernel(node: fx.Node) -> KernelEntry:
     return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
 
 
+def _with_remarks(report: CompileReport) -> CompileReport:
+    """The report, with what came up in running the kernels since."""
+
+    def told(entry: AttentionEntry) -> AttentionEntry:
+        kernel = KERNELS.get(entry.kernel.name)
+        remarks = () if kernel is None else kernel.remarks(parse(entry.program))
+        return dataclasses.replace(entry, kernel=dataclasses.replace(entry.kernel, remarks=remarks))
+
+    return dataclasses.replace(report, attention=tuple(told(entry) for entry in report.attention))
+
+
 def _place_of_logits(structure: Structure) -> int:
     """The number, among the tensors that a model returns, of its logits: the entry of that name, else the
     first."""
@@ -295,7 +306,7 @@ class CompiledModule(nn.Module):
         graphs = [g for kept in reversed(self._graphs.values()) for g in reversed(kept)]
         pieces = [p.report() for p in self._pieces.values()]
         latest = [graphs[0].report] if graphs else []
-        found = reporting.merge([*latest, *pieces])
+        found = _with_remarks(reporting.merge([*latest, *pieces]))
         return dataclasses.replace(found, graphs=len(graphs) + sum(p.graphs for p in pieces))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -150,7 +150,7 @@ def _read_graph(folder: Path) -> CompileReport:
         raise DumpError(f"{folder} lacks the graph after {', '.join(lost)}. Write the dump again.")
     passes = tuple(dataclasses.replace(r, text=texts[r.name] if r.changed else "") for r in report.passes)
     attention = tuple(
-        dataclasses.replace(a, kernel=KernelEntry(a.kernel.name, _kernel_text(folder, file)))
+        dataclasses.replace(a, kernel=dataclasses.replace(a.kernel, source=_kernel_text(folder, file)))
         for a, file in zip(report.attention, files, strict=True)
     )
     return dataclasses.replace(report, passes=passes, attention=attention, captured=texts[CAPTURE])

@@ -72,10 +72,12 @@ class LatentEntry:
 @dataclasses.dataclass(frozen=True)
 class KernelEntry:
     """Who computes an attention, and the text that was emitted for it ("" for a kernel of a library, or one
-    that is chosen at each call)."""
+    that is chosen at each call). `remarks` say what came up in running it: that it did not compile, and what
+    was done instead."""
 
     name: str = ""
     source: str = dataclasses.field(default="", repr=False)
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name or "-"

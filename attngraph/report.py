@@ -39,7 +39,7 @@ class CompileReport:
         for entry in found["passes"]:
             del entry["text"]
         for entry in found["attention"]:
-            entry["kernel"] = {"name": entry["kernel"]["name"]}
+            del entry["kernel"]["source"]
         return json.dumps(found, indent=2)
 
     def to_html(self, path: str | Path, title: str = "") -> Path:
@@ -134,6 +134,7 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         *(f"      | {line}" for line in first.program.splitlines()),
         *_latent_lines(first.latent),
         f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
+        *(f"        {remark}" for remark in first.kernel.remarks),
     ]
 
 

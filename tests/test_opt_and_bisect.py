@@ -64,6 +64,30 @@ def test_opt_gives_what_compiling_gave(dumped: Path, capsys: pytest.CaptureFixtu
     assert graphs[0].strip() == graphs[1].strip()
 
 
+def test_ops_of_a_library_are_there_once_its_module_is_imported(
+    dumped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_ops.py").write_text(
+        "import torch\n"
+        "@torch.library.custom_op('own_ops_of_a_test::twice', mutates_args=())\n"
+        "def twice(x: torch.Tensor) -> torch.Tensor: return x * 2\n"
+        "twice.register_fake(torch.empty_like)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "graph.txt"
+    file.write_text(
+        "dump 1, level captured\ngraph(\n  %arg0: f32[3],\n) {\n"
+        "  %0 = own_ops_of_a_test.twice(%arg0) : f32[3]\n  return [%0]\n}\n"
+    )
+    command = ["opt", str(file), "-p", "canonicalize"]
+    assert cli.main(command) == 2
+    assert "no op own_ops_of_a_test.twice; if it is of a library, import that" in capsys.readouterr().err
+    assert cli.main([*command, "--import", "own_opps"]) == 2
+    assert "--import own_opps: No module named" in capsys.readouterr().err
+    assert cli.main([*command, "--import", "own_ops"]) == 0
+    assert "%0 = own_ops_of_a_test.twice(%arg0) : f32[3]" in capsys.readouterr().out
+
+
 def test_without_the_contents_of_buffers_less_is_known_and_that_is_said(
     dumped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

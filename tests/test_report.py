@@ -172,3 +172,19 @@ def test_the_text_of_a_real_report_is_for_people(real: CompileReport) -> None:
     assert "| keep k <= q" in text
     assert "0x" not in text
     assert max(len(line) for line in text.splitlines()) < 160
+
+
+def test_what_came_up_in_running_a_kernel_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngraph.ir.kernels import KERNELS
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+    compiled = attngraph.compile(attend, backend="reference")
+    compiled(torch.randn(2, 5, 8))
+    assert compiled.report.attention[0].kernel.remarks == ()
+    said = "Blocks(128, 64) does not run on cuda:0, smaller tiles are tried: OutOfResources"
+    monkeypatch.setattr(KERNELS["reference"], "remarks", lambda program: (said,), raising=False)
+    assert compiled.report.attention[0].kernel.remarks == (said,)
+    assert said in str(compiled.report)
+    assert CompileReport.from_json(compiled.report.to_json()).attention[0].kernel.remarks == (said,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -33,6 +34,10 @@ def add(commands: Any) -> None:
         "-p", "--passes", required=True, metavar="PASS,PASS",
         help=f"in this order: {', '.join(step.name for step in PASSES)}",
     )  # fmt: skip
+    opt.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE",
+        help="a module that registers ops which the graph has (transformers.integrations.moe, say)",
+    )  # fmt: skip
     opt.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass here")
     opt.add_argument("--json", action="store_true", help="print what the passes did, not the graph")
     opt.set_defaults(run=run)
@@ -43,6 +48,11 @@ def run(options: argparse.Namespace) -> int:
         passes = [pass_named(text) for text in split(options.passes)]
     except ValueError as problem:
         raise TargetError(f"-p {options.passes}: {problem}") from problem
+    for name in options.modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as problem:
+            raise TargetError(f"--import {name}: {problem}") from problem
     graph = read_graph_file(options.file)
     _describe_attentions(graph)
     dump = None if options.dump is None else Dump(options.dump)

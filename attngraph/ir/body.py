@@ -203,7 +203,9 @@ def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     elif more and hasattr(getattr(torch.ops, first), more[0]):
         packet = getattr(getattr(torch.ops, first), more.pop(0))
     else:
-        raise ValueError(f"there is no op {op}; if it is of a library of yours, import that first")
+        raise ValueError(
+            f"there is no op {op}; if it is of a library, import that first (attngraph opt --import MODULE)"
+        )
     target = getattr(packet, more[0], None) if more else implied(packet, args, kwargs)
     if target is None:
         raise ValueError(f"no form of {op} takes these arguments")

@@ -52,6 +52,11 @@ class Kernel(Protocol):
         kernel is not made from a text, or this call would be computed by others."""
         return ""
 
+    def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
+        """What came up in running the program, for the report: that a choice of the kernel's failed, and
+        what was done instead."""
+        return ()
+
 
 KERNELS: dict[str, Kernel] = {}
 """By name, in order of preference among those made for the same devices; "reference" stays last."""

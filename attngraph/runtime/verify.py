@@ -87,8 +87,8 @@ def compare(
 
 
 def _differ_where_nothing_is_exact(mine: Tensor, eager: Tensor, exact: Tensor) -> bool:
-    """Whether the two differ by more than rounding where they are finite and the float64 model's answer is not
-    (a fill that only overflows in float64, for one)."""
+    """Whether the two differ by more than rounding where they are finite and the float64 model's answer is
+    not (a fill that only overflows in float64, for one)."""
     places = eager.isfinite() & ~exact.isfinite()
     if not bool(places.any()):
         return False

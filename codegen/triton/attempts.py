@@ -1,8 +1,8 @@
 """When a kernel does not compile or launch: smaller tiles are tried, then the call is left to other kernels.
 
-What failed is remembered for the process and said once through the log, with the reason: out of shared
-memory or registers, or an error of the compiler. Errors of the device itself (an illegal address) reach
-the next kernel too, and so the user.
+What failed is remembered for the process, said once through the log and in reports (`remarks`), with the
+reason: out of shared memory or registers, or an error of the compiler. Errors of the device itself (an
+illegal address) reach the next kernel too, and so the user.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import TypeVar
 import torch
 
 from attngraph.codegen.triton.plan import Blocks, Plan
+from attngraph.ir.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _failed: set[tuple[Plan, torch.device]] = set()
+_said: dict[ScoreProgram, list[str]] = {}
 P = TypeVar("P", bound=Plan)
 R = TypeVar("R")
 
@@ -45,7 +47,17 @@ def run(plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callab
         except Exception as error:  # compilers and drivers fail in many ways
             _failed.add((chosen, device))
             problem = f"{type(error).__name__}: {error}".strip()
-            _log.warning("%s does not run on %s, smaller tiles are tried: %s", blocks, device, problem)
+            _say(plan, f"{blocks} does not run on {device}, smaller tiles are tried: {problem}")
     if problem:
-        _log.warning("no tiles run on %s, PyTorch's operations instead, for\n%s", device, plan.program)
+        _say(plan, f"no tiles run on {device}, PyTorch's operations instead")
     return otherwise()
+
+
+def _say(plan: Plan, what: str) -> None:
+    _log.warning("%s; for\n%s", what, plan.program)
+    _said.setdefault(plan.program, []).append(what)
+
+
+def remarks(program: ScoreProgram) -> tuple[str, ...]:
+    """What failed for a program in this process, in words."""
+    return tuple(_said.get(program, ()))

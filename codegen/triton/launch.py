@@ -123,6 +123,9 @@ class Forward(Kernel):
             return ""
         return emit(plan_forward(program, operands, reads, (), self._blocks)).source
 
+    def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
+        return attempts.remarks(program)
+
     def _plan_backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> BackwardPlan | None:

@@ -580,6 +580,7 @@ def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool])
     )
     monkeypatch.setattr(decode, "_launch", lambda plan, *rest: (checked(plan), few(plan, *rest))[1])
     monkeypatch.setattr(attempts, "_failed", set())
+    monkeypatch.setattr(attempts, "_said", {})
     monkeypatch.setattr(attempts._log, "warning", lambda text, *rest: said.append(text % rest))
     return said
 
@@ -600,7 +601,9 @@ def test_where_tiles_do_not_fit_smaller_ones_serve_and_the_log_says_so(
 def test_where_no_tiles_run_pytorch_serves_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said = break_kernels(monkeypatch, lambda plan: False)
     agree("s = 2 * dot; keep k <= q", operands())
-    assert "PyTorch's operations instead, for\ns = 2 * dot" in said[-1]
+    assert "PyTorch's operations instead; for\ns = 2 * dot" in said[-1]
+    remarks = attempts.remarks(parse("s = 2 * dot; keep k <= q"))
+    assert len(remarks) == len(said) and "PyTorch's operations instead" in remarks[-1]
     count = len(said)
     agree("s = 2 * dot; keep k <= q", operands())
     assert len(said) == count
