@@ -122,12 +122,15 @@ class Trial:
 
     def witness(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[int, int] | None:
         """A token of the node's value that changes when a later token of an operand does; where the value
-        has no token axis, token 0 stands for all of it."""
+        has no token axis, token 0 stands for all of it. None too where an axis is of another length than
+        the tokens (a convolution's, with its padding): which place is which token's is not known there."""
         order, leaves = self.region(node, {n: a for n, a in resolved.items() if n is not node})
         with_tokens = [
             n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None
         ]
         own = self._token_dimension(node)
+        if own is None and any(self.space.tokens in E.walk(extent) for extent in self._extents(node)):
+            return None
         try:
             run, given = self._inputs(leaves, ROWS, TOKENS, 0)
             before = run.evaluate(order, given)[node]
@@ -145,9 +148,13 @@ class Trial:
         return None
 
     def _token_dimension(self, node: fx.Node) -> int | None:
-        extents = [size_expression(s) for s in node.meta["val"].shape] if isinstance(
-            node.meta.get("val"), Tensor) else []  # fmt: skip
+        extents = self._extents(node)
         return next((place for place, extent in enumerate(extents) if extent is self.space.tokens), None)
+
+    @staticmethod
+    def _extents(node: fx.Node) -> list[Expr]:
+        value = node.meta.get("val")
+        return [size_expression(s) for s in value.shape] if isinstance(value, Tensor) else []
 
     def _changed(self, tensor: Tensor, axes: Axes, token: int) -> Tensor:
         """The tensor with what it holds for one token changed, in all sequences."""

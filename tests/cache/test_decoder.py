@@ -507,6 +507,22 @@ def test_what_lets_a_token_see_a_later_one_is_refused(name: str) -> None:
         attngraph.compile(stirred(make()), cache=True).prefill(ids(1, 5))
 
 
+def test_no_pair_of_tokens_is_claimed_where_none_sees_a_later_one() -> None:
+    class Shortened(nn.Module):
+        """A convolution over earlier tokens: padded on both sides, and the end cut off."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolve = nn.Conv1d(8, 8, 3, padding=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.convolve(x)[..., : x.shape[2]]
+
+    with pytest.raises(NoDecoderError, match="conv1d") as caught:
+        attngraph.compile(stirred(Plain(_causal, layer=Shortened())), cache=True).prefill(ids(1, 5))
+    assert "sees token" not in str(caught.value)
+
+
 def test_keys_that_are_values_are_kept_once() -> None:
     model = stirred(Plain(_causal))
     compiled = attngraph.compile(model, cache=True)
