@@ -14,6 +14,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+from attngraph.cli.progress import Progress
 from attngraph.dump import read_dump
 from attngraph.report import CompileReport, merge
 
@@ -49,12 +50,16 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         DumpError: the dump cannot be read, or the page not written.
     """
+    tell = Progress()
+    tell(f"reading {options.dump}")
     report = merge(read_dump(options.dump))
     if options.json:
         print(json.dumps({**json.loads(report.to_json()), "parts": _parts(report)}, indent=2))
         if options.out is None and not options.open:
             return 0
+    tell("drawing the page")
     page = report.to_html(options.out or options.dump / PAGE, options.dump.resolve().name)
+    tell.done()
     print(page, file=sys.stderr if options.json else sys.stdout)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
         print(f"attngraph: no browser was found; open {page} yourself.", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph import pipeline
+from attngraph.cli.progress import Progress
 from attngraph.cli.target import TargetError
 from attngraph.dump import Dump, notes_of, read_graph_file
 from attngraph.ir.graph import ProgramGraph
@@ -53,13 +54,17 @@ def run(options: argparse.Namespace) -> int:
             importlib.import_module(name)
         except ImportError as problem:
             raise TargetError(f"--import {name}: {problem}") from problem
+    tell = Progress()
+    tell(f"reading {options.file}")
     graph = read_graph_file(options.file)
     _describe_attentions(graph)
     dump = None if options.dump is None else Dump(options.dump)
     try:
-        result = pipeline.run(graph, passes, dump)
+        result = pipeline.run(graph, passes, dump, tell)
     except ValueError as problem:
         raise TargetError(str(problem)) from problem
+    finally:
+        tell.done()
     if options.json:
         records = [{k: v for k, v in asdict(r).items() if k != "text"} for r in result.records]
         print(json.dumps({"passes": records, "missed": [asdict(m) for m in result.missed]}, indent=2))

@@ -124,8 +124,8 @@ def _boxes(chart: Chart) -> list[Box]:
             )
             place[line.value] = before
             continue
-        place[line.value] = len(boxes)
         reads = tuple(place[name] for name in names)
+        place[line.value] = len(boxes)  # after: a text may say that a value reads itself
         boxes.append(Box((line,), line.value, reads, band, line.value in chart.outside))
     return boxes
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attngraph
@@ -261,6 +261,7 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 
 
+@example([], [") {", "  %1 = softmax(%1) : f32[2]  # m.py:2", "}"])
 @given(st.lists(PIECES, max_size=40), st.lists(PIECES, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_any_text_has_a_page(before: list[str], after: list[str]) -> None:
