@@ -108,7 +108,7 @@ def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
 
 
 def _not_hidden(program: ScoreProgram, predicates: list[Expr]) -> Causality:
-    shown = " and ".join(format_expr(k.predicate) for k in program.keeps) or "no mask"
+    shown = _masks_in_words(program)
     for q in range(_TRIED):
         for k in range(q + 1, _TRIED + 1):
             places = {Q: E.const(q), K: E.const(k)}
@@ -117,6 +117,17 @@ def _not_hidden(program: ScoreProgram, predicates: list[Expr]) -> Causality:
     if not predicates:
         return Causality(None, f"it sees later tokens ({shown})", (0, 1))
     return Causality(None, f"it could not be shown to hide all later tokens ({shown})")
+
+
+def _masks_in_words(program: ScoreProgram) -> str:
+    """What of a program may hide keys: its masks with their fills, else all of it, if places count in it."""
+    if program.keeps:
+        fills = ("" if k.is_hard else f" else {format_expr(k.fill)}" for k in program.keeps)
+        return " and ".join(
+            f"{format_expr(k.predicate)}{fill}" for k, fill in zip(program.keeps, fills, strict=True)
+        )
+    places = {n for e in program.expressions for n in E.walk(e)} & {Q, K}
+    return "; ".join(str(program).splitlines()) if places else "no mask"
 
 
 def _window(predicate: Expr) -> int | None:

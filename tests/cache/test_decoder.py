@@ -507,6 +507,16 @@ def test_what_lets_a_token_see_a_later_one_is_refused(name: str) -> None:
         attngraph.compile(stirred(make()), cache=True).prefill(ids(1, 5))
 
 
+def test_a_fill_that_leaks_is_named_where_it_lets_tokens_see_later_ones() -> None:
+    class Leaking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:  # [B, C, T], as a layer of Plain takes it
+            later = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).triu(1)
+            return x @ (x.mT @ x).masked_fill(later, -100.0).softmax(-1).mT
+
+    with pytest.raises(NoDecoderError, match=r"sees later tokens \(.*-100\.0.*Token 0 sees token 1"):
+        attngraph.compile(stirred(Plain(layer=Leaking())), cache=True).prefill(ids(1, 5))
+
+
 def test_no_pair_of_tokens_is_claimed_where_none_sees_a_later_one() -> None:
     class Shortened(nn.Module):
         """A convolution over earlier tokens: padded on both sides, and the end cut off."""
