@@ -107,7 +107,7 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
     if fact.kind is Kind.MIXING:
         culprit = tokens.cause(result)
         source = source_of(culprit) or "an unknown line"
-        pair = tokens.witness(culprit)
+        pair = tokens.witness(culprit) or tokens.witness(result)
         seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
         raise NoDecoderError(

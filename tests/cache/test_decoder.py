@@ -486,6 +486,10 @@ WITHOUT = {
     ),
     "flip": (lambda: Plain(_causal, lambda x: x + x.flip(1)), "flip|add.*Token 0 sees token"),
     "a shift ahead": (lambda: Plain(_causal, lambda x: x + torch.roll(x, -1, 1)), "Token 0 sees token 1"),
+    "the next token beside each": (
+        lambda: Plain(_causal, lambda x: x + nn.functional.pad(x[:, 1:], (0, 0, 0, 1))),
+        "Token 0 sees token 1",
+    ),
     "a convolution that looks ahead": (
         lambda: Plain(_causal, layer=nn.Conv1d(8, 8, 3, padding=1)), "conv1d.*Token 0 sees token 1",
     ),
