@@ -185,8 +185,12 @@ class _Fusion:
     def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)
         self.fused += 1
+        # The names that the text gives to sizes: in order of the inputs' dimensions.
+        names = {symbol: f"s{number}" for number, symbol in enumerate(self.graph.hints)}
         shown = " and ".join(
-            "(" + ", ".join(f"{k}={v}" for k, v in s.items()) + ")" for s in verdict.sizes if s
+            "(" + ", ".join(f"{name}={s[symbol]}" for symbol, name in names.items() if symbol in s) + ")"
+            for s in verdict.sizes
+            if s
         )
         self.outcome.notes.append(
             f"fused attention at {source}, checked in float64"
