@@ -129,3 +129,12 @@ def rebuild(node: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
     for current in walk(node):
         done[current] = leaf(current, tuple(done[arg] for arg in current.args))
     return done[node]
+
+
+def is_longer(node: Expr, most: int) -> bool:
+    """Whether the expression, written out, has more than so many operations, numbers and names. What is used
+    several times is written several times."""
+    sizes: dict[Expr, int] = {}
+    for below in walk(node):  # children first
+        sizes[below] = 1 + sum(sizes[a] for a in below.args)
+    return sizes[node] > most

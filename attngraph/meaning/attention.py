@@ -16,6 +16,7 @@ from torch import fx
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
+from attngraph.ir.parser import LONGEST
 from attngraph.ir.score import DOT, WEIGHT, ScoreProgram
 from attngraph.meaning import dot as dots
 from attngraph.meaning import layout, normalised, program, roles
@@ -269,6 +270,9 @@ class Recogniser:
         stray = [x for x in (score, weight, sink) if x is not None and not _is_closed(x)]
         if stray:
             return Refusal("the scores depend on something that is no batch, head, query or key")
+        # Written out, which takes long where parts are used many times; four nodes make a word or more.
+        if any(x is not None and E.is_longer(x, 4 * LONGEST) for x in (score, weight, sink)):
+            return Refusal(f"its scores are a formula of more than {LONGEST} words")
         built = program.build(score, weight, sink)
         return Attention(
             node, tuple(d.node for d in products if d.node is not None), operand_q, operand_k,

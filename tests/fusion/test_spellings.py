@@ -254,3 +254,18 @@ def test_a_buffer_that_repeats_only_up_to_the_traced_length_is_not_taken_for_a_f
     for tokens in (7, 16):
         agreement = compare(model, compiled, qkv(tokens))
         assert agreement, agreement.differences
+
+
+@pytest.mark.parametrize("steps", [3, 16, 60])
+def test_scores_that_are_used_again_and_again_are_refused_before_they_are_written_out(steps: int) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        for _ in range(steps):
+            s = torch.sin(s) * s + torch.cos(s)
+        return s.softmax(-1) @ v
+
+    report = attngraph.explain(model, *torch.randn(3, 2, 2, 7, 8))
+    if steps < 4:
+        assert len(report.attention) == 1
+    else:
+        assert [m.reason for m in report.missed] == ["its scores are a formula of more than 800 words"]
