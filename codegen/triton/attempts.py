@@ -58,6 +58,14 @@ def _say(plan: Plan, what: str) -> None:
     _said.setdefault(plan.program, []).append(what)
 
 
+def note(program: ScoreProgram, what: str) -> None:
+    """Keep what is worth saying of a program in reports, though nothing failed; each thing once."""
+    known = _said.setdefault(program, [])
+    if what not in known:
+        known.append(what)
+        _log.info("%s; for\n%s", what, program)
+
+
 def remarks(program: ScoreProgram) -> tuple[str, ...]:
     """What failed for a program in this process, in words."""
     return tuple(_said.get(program, ()))

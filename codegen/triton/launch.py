@@ -103,6 +103,7 @@ class Forward(Kernel):
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
 
         if found is None:
+            attempts.note(program, "its gradients are computed by PyTorch's operations, in blocks")
             return otherwise()
         return attempts.run(
             found, operands[0].device,

@@ -610,6 +610,16 @@ def test_where_no_tiles_run_pytorch_serves_and_the_log_says_so(monkeypatch: pyte
     compare_gradients("s = 2 * dot; keep k <= q", operands(), [], [])
 
 
+def test_gradients_that_no_kernel_computes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_said", {})
+    monkeypatch.setattr(SMALL, "_plan_backward", lambda *_: None)
+    program, tensors = parse("keep k <= q"), operands()
+    results = REFERENCE.forward(program, tensors, [], ())
+    for _ in range(2):
+        SMALL.backward(program, tensors, [], (), results, results)
+    assert attempts.remarks(program) == ("its gradients are computed by PyTorch's operations, in blocks",)
+
+
 def test_errors_of_the_caller_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     said = break_kernels(monkeypatch, lambda plan: True)
     reads = [torch.randn(4), torch.arange(40) + 40]
