@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from attngraph import hf as hf
     from attngraph import testing as testing
     from attngraph.bisect import bisect as bisect
-    from attngraph.compile import CompiledModule as CompiledModule
     from attngraph.compile import compile as compile
     from attngraph.compile import explain as explain
+    from attngraph.compiled import CompiledModule as CompiledModule
     from attngraph.convert import ConvertedModel as ConvertedModel
     from attngraph.convert import HeadsReport as HeadsReport
     from attngraph.convert import convert_heads as convert_heads
@@ -51,7 +51,8 @@ __version__ = "0.1.0"
 _ROOT = f"{__name__}.compile"
 _WHERE = {
     "bisect": ("bisect",),
-    "compile": ("CompiledModule", "compile", "explain"),
+    "compile": ("compile", "explain"),
+    "compiled": ("CompiledModule",),
     "convert": ("ConvertedModel", "HeadsReport", "convert_heads"),
     "entries": ("AttentionEntry",),
     "errors": (

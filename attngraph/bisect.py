@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attngraph.compile import Options, compile_graph
 from attngraph.errors import PassError
+from attngraph.lower import compile_graph
+from attngraph.options import Options
 from attngraph.runtime.verify import Agreement, compare
 from attngraph.structure import flatten
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Compiled(Protocol):
-    """What compiling a module gives (`compile.CompiledModule`)."""
+    """What compiling a module gives (`compiled.CompiledModule`)."""
 
     @property
     def report(self) -> CompileReport: ...

@@ -40,7 +40,7 @@ MAY_IMPORT = {
 except for what is only for the composition root. `report` imports `page`, which shows it, in a function."""
 ONLY_FROM_THE_ROOT = {"passes", "codegen"}
 ONLY_FROM_THE_COMMAND_LINE = {"fuzz"}
-ROOTS = {"compile", "convert", "cli"}
+ROOTS = {"options", "lower", "convert", "cli"}
 CODEGEN_MAY_ALSO = {"attngraph.meaning.tiles", "attngraph.meaning.causal"}
 
 

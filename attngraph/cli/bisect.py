@@ -10,7 +10,7 @@ from typing import Any
 from attngraph.bisect import bisect
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import add_target, load_target
-from attngraph.compile import BACKENDS, make_options
+from attngraph.options import BACKENDS, make_options
 
 
 def add(commands: Any) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import add_target, load_target, shapes_of
 from attngraph.codegen.benchmark.measure import Measurement, measure
-from attngraph.compile import BACKENDS, CompiledModule, make_options
-from attngraph.passes.absorb_mla import WAYS
+from attngraph.compiled import CompiledModule
+from attngraph.options import ABSORB, BACKENDS, make_options
 from attngraph.runtime.verify import compare
 
 DEMO = (
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         command.add_argument("--json", action="store_true", help="print one JSON object for each target")
         command.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
         command.add_argument(
-            "--absorb", default="auto", choices=WAYS, help="latent attention: the order of multiplication"
+            "--absorb", default="auto", choices=ABSORB, help="latent attention: the order of multiplication"
         )
         command.add_argument(
             "--disable", action="append", default=[], metavar="PASS", help="a pass that is not to run"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attngraph
-from attngraph.compile import MOST_GRAPHS
+from attngraph.compiled import MOST_GRAPHS
 
 Same = Callable[..., None]
 Function = Callable[..., Any]
