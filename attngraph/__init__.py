@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from attngraph.ir.score import ProgramError as ProgramError
     from attngraph.ir.score import ScoreProgram as ScoreProgram
     from attngraph.report import CompileReport as CompileReport
+    from attngraph.runtime.cache_config import CacheConfig as CacheConfig
     from attngraph.runtime.decoder import Decoder as Decoder
     from attngraph.runtime.engine import Engine as Engine
     from attngraph.runtime.engine import Request as Request
-    from attngraph.runtime.kv_cache import CacheConfig as CacheConfig
     from attngraph.runtime.kv_cache import KVCache as KVCache
 
 __version__ = "0.1.0"
@@ -65,7 +65,8 @@ _WHERE = {
     "report": ("CompileReport",),
     "runtime.decoder": ("Decoder",),
     "runtime.engine": ("Engine", "Request"),
-    "runtime.kv_cache": ("CacheConfig", "KVCache"),
+    "runtime.cache_config": ("CacheConfig",),
+    "runtime.kv_cache": ("KVCache",),
 }  # fmt: skip
 """The module of each public name: the imports above, for those who run the program."""
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _WHERE.items() for name in names}

@@ -16,8 +16,8 @@ from attngraph.lower import compile_graph, derive_decoder
 from attngraph.options import Options, make_options
 from attngraph.pipeline import Pass
 from attngraph.report import CompileReport
+from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
-from attngraph.runtime.kv_cache import CacheConfig
 
 
 @overload

@@ -29,9 +29,9 @@ from attngraph.passes.insert_kv_cache import InsertKVCache
 from attngraph.passes.select_kernels import CHOSEN_LATER
 from attngraph.pipeline import Pass
 from attngraph.report import CompileReport
+from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.kv_cache import CacheConfig
 from attngraph.runtime.proof import prove
 from attngraph.runtime.step import Step
 from attngraph.structure import flatten, unflatten

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
 from attngraph.report import CompileReport
 from attngraph.runtime import generate as generating
-from attngraph.runtime.kv_cache import CacheConfig, KVCache
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.state import fingerprint
 from attngraph.runtime.step import Step
 

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph import ProgramGraph
-from attngraph.runtime.kv_cache import CacheConfig, KVCache
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.step import Step
 
 TOLERANCE = 1e-8

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.runtime import kv_cache
+from attngraph.runtime import pages
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever no token has been written to holds NaN."""
-    empty = kv_cache._Pages._empty
+    empty = pages.Pages._empty
 
     def filled(self: Any, members: Any, pages: int) -> Tensor:
         made = empty(self, members, pages)
@@ -34,4 +34,4 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
             else made.fill_(-7 if made.dtype != torch.bool else True)
         )
 
-    monkeypatch.setattr(kv_cache._Pages, "_empty", filled)
+    monkeypatch.setattr(pages.Pages, "_empty", filled)

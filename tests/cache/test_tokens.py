@@ -224,14 +224,14 @@ def test_the_proof_catches_positions_that_are_off_by_one(monkeypatch: pytest.Mon
 
 
 def test_the_proof_catches_what_is_kept_in_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngraph.runtime import kv_cache
+    from attngraph.runtime import pages
 
-    write = kv_cache._Pages.write
+    write = pages.Pages.write
 
     def wrong(self: Any, news: Any, row: Tensor, positions: Tensor, after: Tensor) -> None:
         write(self, news, row, (positions - 1).clamp_min(0), after)
 
-    monkeypatch.setattr(kv_cache._Pages, "write", wrong)
+    monkeypatch.setattr(pages.Pages, "write", wrong)
     model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
     with pytest.raises(NoDecoderError, match="do not give"):
         attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))

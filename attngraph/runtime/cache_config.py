@@ -1,0 +1,49 @@
+"""What a user may ask of a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+LAYOUTS = ("contiguous", "paged")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """How a decoder keeps what it has computed.
+
+    Args:
+        max_length: the most tokens of a row; None: as many as the model takes.
+        dtype: of what is kept; None: as computed.
+        layout: "contiguous" (a row's tokens side by side, growing by doubling) or "paged" (pages of
+            `page` tokens that rows can share: beams, common prefixes, an engine).
+        page: tokens of a page.
+        rollback: how many tokens can be taken back where a window has overwritten older ones.
+        tokens: the name of the model's argument that is generated (None: `decoder_input_ids` where there
+            is one, else the first that is not given).
+        proof: whether prefill and decode are compared with whole sequences, in float64, before first use.
+
+    Raises:
+        ValueError: a value that makes no sense.
+    """
+
+    max_length: int | None = None
+    dtype: torch.dtype | None = None
+    layout: str = "contiguous"
+    page: int = 64
+    rollback: int = 32
+    tokens: str | None = None
+    proof: bool = True
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}.")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length must be at least 1, found {self.max_length}.")
+        if self.page < 1 or self.rollback < 0:
+            raise ValueError(
+                f"page must be positive and rollback not negative: {self.page}, {self.rollback}."
+            )
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating one, found {self.dtype}.")

@@ -1,0 +1,184 @@
+"""Pages of kept values: which row has which, room for more, sharing until one writes, rings for windows.
+
+Values of equal shape are kept in one tensor (an arena), so that a step writes them all at once. In the
+contiguous layout each row has one page, which grows; in the paged layout pages of equal size come from a
+pool and may be shared by rows, until one of them writes (copy on write). Where attention only sees a
+window, a row's pages form a ring.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.cache import Store
+from attngraph.runtime.cache_config import CacheConfig
+
+FEW = 16
+"""New tokens up to which each is copied by itself."""
+
+
+class Pages:
+    """The pages of all stores that are kept for equally long: who has which."""
+
+    def __init__(
+        self, window: int | None, stores: Sequence[Store], config: CacheConfig, device: torch.device
+    ):
+        self.window, self.config, self.device = window, config, device
+        self.ring = 0 if window is None else max(window - 1, 1) + config.rollback
+        self.paged = config.layout == "paged"
+        self.page = config.page if self.paged else self.ring or 1
+        self.rows: list[list[int]] = []
+        self.users: list[int] = []
+        self.free: list[int] = []
+        self.arenas: dict[tuple[Any, ...], tuple[list[Store], Tensor]] = {}
+        self._table: Tensor | None = None
+        kinds: dict[tuple[Any, ...], list[Store]] = {}
+        for store in stores:
+            kinds.setdefault((store.shape, store.row_dim, store.token_dim, store.dtype), []).append(store)
+        for kind, members in kinds.items():
+            self.arenas[kind] = (members, self._empty(members, 0))
+
+    def _empty(self, members: Sequence[Store], pages: int) -> Tensor:
+        first = members[0]
+        shape = list(first.shape)
+        shape[first.row_dim], shape[first.token_dim] = pages, self.page
+        dtype = self.config.dtype if self.config.dtype and first.dtype.is_floating_point else first.dtype
+        return torch.empty((len(members), *shape), dtype=dtype, device=self.device)
+
+    @property
+    def columns(self) -> int:
+        """Pages of a row, at most so far; of a ring always all."""
+        if self.ring:
+            return -(-self.ring // self.page)
+        return max((len(row) for row in self.rows), default=0) or 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row holds before the first is overwritten."""
+        return self.columns * self.page
+
+    def table(self) -> Tensor:
+        if self._table is None:
+            columns = self.columns
+            padded = [row + [0] * (columns - len(row)) for row in self.rows]
+            self._table = torch.tensor(padded, dtype=torch.int64, device=self.device).reshape(-1, columns)
+        return self._table
+
+    def pages_of(self, first: int, last: int) -> range:
+        """Which of a row's pages hold positions first .. last - 1."""
+        if first >= last:
+            return range(0)
+        if self.ring and last - first >= self.capacity:
+            return range(self.columns)
+        if self.ring:
+            start, end = first % self.capacity // self.page, (last - 1) % self.capacity // self.page
+            if (last - 1) // self.capacity > first // self.capacity:
+                return range(self.columns)
+            return range(start, end + 1)
+        return range(first // self.page, (last - 1) // self.page + 1)
+
+    def reserve(self, row: int, first: int, count: int) -> None:
+        """Make sure that a row can write positions first .. first + count - 1 to pages of its own."""
+        pages = self.rows[row]
+        for place in self.pages_of(first, first + count):
+            while len(pages) <= place:
+                pages.append(self._take())
+                self._table = None
+            if self.users[pages[place]] > 1:
+                self._own(pages, place)
+
+    def _own(self, pages: list[int], place: int) -> None:
+        old, new = pages[place], self._take()
+        for members, arena in self.arenas.values():
+            dim = 1 + members[0].row_dim
+            arena.select(dim, new).copy_(arena.select(dim, old))
+        self.users[old] -= 1
+        pages[place] = new
+        self._table = None
+
+    def _take(self) -> int:
+        if not self.free:
+            self._enlarge(max(4, len(self.users)) if self.paged else 1)
+        page = self.free.pop()
+        self.users[page] = 1
+        return page
+
+    def _enlarge(self, more: int) -> None:
+        count = len(self.users)
+        for kind, (members, arena) in self.arenas.items():
+            larger = self._empty(members, count + more)
+            larger.narrow(1 + members[0].row_dim, 0, count).copy_(arena)
+            self.arenas[kind] = members, larger
+        self.users += [0] * more
+        self.free += range(count + more - 1, count - 1, -1)
+
+    def stretch(self, length: int) -> None:
+        """In the contiguous layout: make every row's one page long enough."""
+        if self.paged or self.ring or length <= self.page:
+            return
+        before, self.page = self.page, length
+        for kind, (members, arena) in self.arenas.items():
+            larger = self._empty(members, len(self.users))
+            larger.narrow(1 + members[0].token_dim, 0, before).copy_(arena)
+            self.arenas[kind] = members, larger
+
+    def release(self, row: int, length: int) -> None:
+        """Give back the pages that a row of this length does not need."""
+        pages = self.rows[row]
+        needed = -(-length // self.page) if not self.ring or length < self.capacity else len(pages)
+        if self.ring and length:
+            return  # what a ring holds lies anywhere in it
+        for page in pages[needed:]:
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.free.append(page)
+        if len(pages) > needed:
+            del pages[needed:]
+            self._table = None
+
+    def write(self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, after: Tensor) -> None:
+        """Put new tokens' values at their places."""
+        keep: Tensor | None = positions >= after[row] - self.capacity if self.ring else None
+        if keep is not None:
+            row, positions = row[keep], positions[keep]
+        places: Any
+        if len(row) <= FEW:  # one copy for each costs less than an index that is a tensor
+            at = zip(row.tolist(), positions.tolist(), strict=True)
+            slots = [(r, p % self.capacity) for r, p in at]
+            places = [(self.rows[r][slot // self.page], slot % self.page) for r, slot in slots]
+        else:
+            slot = positions % self.capacity
+            places = self.table()[row, slot // self.page], slot % self.page
+        for members, arena in self.arenas.values():
+            first = members[0]
+            stacked = torch.stack([news[store.name] for store in members])
+            dims = (1 + first.row_dim, 1 + first.token_dim)
+            value = stacked.movedim(dims, (1, 2)).select(1, 0)
+            if keep is not None:
+                value = value[:, keep]
+            held = arena.movedim(dims, (1, 2))
+            if isinstance(places, list):
+                for n, (page, place) in enumerate(places):
+                    held[:, page, place].copy_(value[:, n])
+            else:
+                held[:, places[0], places[1]] = value.to(arena.dtype)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Row n becomes what row rows[n] is: by tables where pages can be shared, else by copying."""
+        old = self.rows
+        self.rows = [list(old[r]) for r in rows]
+        counts = collections.Counter(p for pages in self.rows for p in pages)
+        self.users = [counts.get(page, 0) for page in range(len(self.users))]
+        self.free = [page for page in range(len(self.users) - 1, -1, -1) if not self.users[page]]
+        self._table = None
+        if self.paged:
+            return
+        for pages in self.rows:
+            for place in range(len(pages)):
+                if self.users[pages[place]] > 1:
+                    self._own(pages, place)
