@@ -24,10 +24,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from attngraph.models.attention import merge_heads, split_heads
-from attngraph.models.modern_decoder import ModernDecoderConfig, RMSNorm, SwiGLU
+from attngraph.models.modern_decoder import ModernStack, RMSNorm
 from attngraph.models.positions import RotaryLayout, rotary_angles, rotate_half, rotate_interleaved
 
 ScoreSpelling = Literal["concatenated", "summed", "absorbed"]
@@ -173,44 +172,11 @@ class RotaryLatentAttention(nn.Module):
         return mixed
 
 
-class MLABlock(nn.Module):
-    """Latent attention, then SwiGLU, each added to its input: `[B, T, C]` to `[B, T, C]`."""
+class MLADecoder(ModernStack):
+    """`ModernDecoder` with latent attention: ids int64 `[B, T]` to logits `[B, T, vocab_size]`."""
 
     def __init__(self, config: MLAConfig) -> None:
-        super().__init__()
-        inner = ModernDecoderConfig(width=config.width, hidden=config.hidden)
-        self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
-        self.attention = RotaryLatentAttention(config) if config.rope else LatentAttention(config)
-        self.feed_forward_norm = RMSNorm(config.width, config.norm_epsilon)
-        self.feed_forward = SwiGLU(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        x = x + self.feed_forward(self.feed_forward_norm(x))
-        return x
-
-
-class MLADecoder(nn.Module):
-    """Decoder-only language model: ids int64 `[B, T]` to logits `[B, T, vocab_size]`.
-
-    With `targets` int64 `[B, T]`, where `targets[b, t]` is the token after `ids[b, t]` (or -100 to
-    leave it out), returns `(logits, loss)` with the mean cross entropy as a scalar.
-    """
-
-    def __init__(self, config: MLAConfig) -> None:
-        super().__init__()
+        kind = RotaryLatentAttention if config.rope else LatentAttention
+        attentions = [kind(config) for _ in range(config.layers)]
+        super().__init__(attentions, config.vocab_size, config.width, config.hidden, config.norm_epsilon)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList([MLABlock(config) for _ in range(config.layers)])
-        self.norm = RMSNorm(config.width, config.norm_epsilon)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.embedding(ids)  # [B, T, C]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))  # [B, T, vocab_size]
-        if targets is None:
-            return logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss

@@ -13,6 +13,7 @@ Rotary positions, in either layout of the pairs, are described in `positions`.
 Shapes: ids int64 `[B, T]`, logits `[B, T, vocab_size]`. There is no table, so T has no limit.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -101,13 +102,13 @@ class RotaryAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gated feed-forward, each token on its own: `[B, T, C]` to `[B, T, C]`."""
+    """A gated feed-forward, each token on its own: `[B, T, width]` to the same."""
 
-    def __init__(self, config: ModernDecoderConfig) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.hidden, bias=False)
-        self.up = nn.Linear(config.width, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
@@ -115,14 +116,14 @@ class SwiGLU(nn.Module):
 
 
 class ModernBlock(nn.Module):
-    """Attention, then SwiGLU, each added to its input: `[B, T, C]` to `[B, T, C]`."""
+    """Some attention, then SwiGLU, each added to its input: `[B, T, width]` to the same."""
 
-    def __init__(self, config: ModernDecoderConfig) -> None:
+    def __init__(self, attention: nn.Module, width: int, hidden: int, epsilon: float) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
-        self.attention = RotaryAttention(config)
-        self.feed_forward_norm = RMSNorm(config.width, config.norm_epsilon)
-        self.feed_forward = SwiGLU(config)
+        self.attention_norm = RMSNorm(width, epsilon)
+        self.attention = attention
+        self.feed_forward_norm = RMSNorm(width, epsilon)
+        self.feed_forward = SwiGLU(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -130,23 +131,24 @@ class ModernBlock(nn.Module):
         return x
 
 
-class ModernDecoder(nn.Module):
-    """Decoder-only language model: ids int64 `[B, T]` to logits `[B, T, vocab_size]`.
+class ModernStack(nn.Module):
+    """Decoder-only language model over given attentions: ids int64 `[B, T]` to logits `[B, T, vocab_size]`.
 
     With `targets` int64 `[B, T]`, where `targets[b, t]` is the token after `ids[b, t]` (or -100 to
     leave it out), returns `(logits, loss)` with the mean cross entropy as a scalar.
     """
 
-    def __init__(self, config: ModernDecoderConfig) -> None:
+    def __init__(
+        self, attentions: Iterable[nn.Module], vocab_size: int, width: int, hidden: int, epsilon: float
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList([ModernBlock(config) for _ in range(config.layers)])
-        self.norm = RMSNorm(config.width, config.norm_epsilon)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList([ModernBlock(a, width, hidden, epsilon) for a in attentions])
+        self.norm = RMSNorm(width, epsilon)
+        self.head = nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.embedding(ids)  # [B, T, C]
+        x = self.embedding(ids)  # [B, T, width]
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))  # [B, T, vocab_size]
@@ -154,3 +156,12 @@ class ModernDecoder(nn.Module):
             return logits
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return logits, loss
+
+
+class ModernDecoder(ModernStack):
+    """The stack with grouped queries and rotary positions."""
+
+    def __init__(self, config: ModernDecoderConfig) -> None:
+        attentions = [RotaryAttention(config) for _ in range(config.layers)]
+        super().__init__(attentions, config.vocab_size, config.width, config.hidden, config.norm_epsilon)
+        self.config = config
