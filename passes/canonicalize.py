@@ -4,7 +4,9 @@ Matches assertions about metadata, contiguity and aliasing markers, and, in grap
 gradient flows, `detach`. Each is the identity on values there. What nothing uses goes as well. A
 `view`, which is only possible for some strides, becomes a `reshape`, which has the same elements for
 any: a later pass may then change how a value lies in memory. For the same reason a copy made only to
-be contiguous becomes `contiguous`, which copies nothing where there is nothing to do. An einsum of more
+be contiguous becomes `contiguous`, which copies nothing where there is nothing to do, and a copy of a value
+of the graph's own that is not returned (dropout in eval, where torch is older than 2.15) goes: nothing writes
+to either. An einsum of more
 than two operands is taken two at a time, the two of the smallest result first: an attention may be part
 of it. Refuses nothing.
 """
@@ -39,6 +41,7 @@ class Canonicalize:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         removed: Counter[str] = Counter()
+        returned = {memory_of(node) for node in graph.graph.output_node().all_input_nodes}
         for node in list(graph.graph.nodes):
             target = str(node.target)
             if node.op != "call_function":
@@ -50,17 +53,26 @@ class Canonicalize:
                 removed[op_name(node)] += 1
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
-            elif (
-                target == "aten.clone.default" and node.kwargs.get("memory_format") is torch.contiguous_format
-            ):
-                if memory_of(node.args[0]).op != "placeholder":
+            elif target == "aten.clone.default" and memory_of(node.args[0]).op != "placeholder":
+                if node.kwargs.get("memory_format") is torch.contiguous_format:
                     node.target, node.kwargs = torch.ops.aten.contiguous.default, {}
+                elif _same_strides(node) and node not in returned:
+                    removed[op_name(node)] += 1
+                    node.replace_all_uses_with(node.args[0])
+                    graph.graph.erase_node(node)
             elif target == "aten.einsum.default" and len(node.args[1]) > 2:
                 removed[op_name(node)] += 1
                 _two_at_a_time(graph, node)
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
         return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])
+
+
+def _same_strides(clone: fx.Node) -> bool:
+    """Whether a copy lies in memory as what it copies; compared as text, which adds no condition on sizes."""
+    original: fx.Node = clone.args[0]  # type: ignore[assignment]
+    mine, theirs = clone.meta["val"].stride(), original.meta["val"].stride()
+    return [str(n) for n in mine] == [str(n) for n in theirs]
 
 
 def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:

@@ -98,6 +98,32 @@ def test_copies_made_only_to_be_contiguous_are_made_only_where_needed() -> None:
     assert not any("aten.view" in t for t in targets(graph))
 
 
+def test_a_copy_that_nobody_else_can_write_to_goes() -> None:
+    graph = canonical(lambda x: (x * 2).clone() + 1, torch.randn(3, 4))
+    assert not any("clone" in t for t in targets(graph))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (lambda y: (y, y.clone()))(x * 2),
+        lambda x: (lambda y: (y, y.clone().view(-1)))(x * 2),
+        lambda x: (x * 2)[:, :1].expand(3, 4).clone().as_strided((4, 3), (1, 4)),
+    ],
+    ids=["returned beside it", "a view of it returned", "its strides looked at"],
+)
+def test_a_copy_that_can_be_told_from_its_original_stays(function: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(3, 4)
+    graph = canonical(function, x)
+    assert any("clone" in t for t in targets(graph))
+    found, wanted = attngraph.compile(function)(x), function(x)
+    if isinstance(found, Tensor):
+        assert torch.equal(found, wanted)
+    else:
+        found[0].zero_()
+        assert torch.equal(found[1], wanted[1])
+
+
 def test_what_nothing_uses_goes_and_inputs_stay() -> None:
     def f(x: Tensor, unused: Tensor) -> Tensor:
         x.exp()

@@ -32,6 +32,10 @@ def dumped(make_model: Make, folder: Path) -> dict[str, str]:
     return {p.name: p.read_text() for p in sorted((folder / "graph-0").glob("*.txt"))}
 
 
+OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
+@pytest.mark.skipif(OLDER, reason="before torch 2.15 dropout in eval is captured as a copy")
 @pytest.mark.parametrize("stage", ["canonicalize", "fuse-attention", "select-kernels"])
 def test_the_graph_of_causal_attention_reads_as_written_down(
     stage: str, make_model: Make, tmp_path: Path
