@@ -23,19 +23,21 @@ from torch import fx
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir import expr as E
-from attngraph.ir.cache import CachePlan, Fixed, Store
+from attngraph.ir.cache import CachePlan, Store
 from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Input, Level, Output, ProgramGraph, is_size, op_name, part_of
+from attngraph.ir.graph import Level, Output, ProgramGraph, is_size, op_name
 from attngraph.ir.nodes import ATTENTION, CACHED, parts
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
 from attngraph.ir.source import module_of, source_of
-from attngraph.meaning.element import evaluate_size, size_expression
+from attngraph.meaning.element import size_expression
 from attngraph.meaning.keep import bytes_per_token, choose_kept
 from attngraph.meaning.tokens import Fact, Kind, Tokens
 from attngraph.passes import shift_positions
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.pick_results import pick_results
+from attngraph.passes.step_inputs import StepInputs
+from attngraph.passes.take_fixed import FixedValues
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -125,12 +127,9 @@ class _Step:
     def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens, outcome: Outcome) -> None:
         self.graph, self.ids, self.tokens, self.outcome = graph, ids, tokens, outcome
         self.space, self.meaning = tokens.space, tokens.meaning
-        self.fake = graph.fake_mode()
-        self.last_input = graph.placeholders()[-1]
-        self.inputs: dict[str, fx.Node] = {}
+        self.inputs = StepInputs(graph, ids, tokens)
+        self.fixed = FixedValues(graph, ids, tokens, self.inputs)
         self.stores: dict[fx.Node, Store] = {}
-        self.row_dims: dict[fx.Node, int] = {}
-        self.fixed: dict[fx.Node, Fixed] = {}
         self.expanded = 0
         self.needed = self._needed()
 
@@ -145,22 +144,22 @@ class _Step:
         kept = list(self.stores)
         for node in attentions:
             self._look_at_pages(node)
-        self._take_fixed()
-        pick_results(self.graph, self.tokens, self.ids, kept, self._rows("picked"))
+        self.fixed.take()
+        pick_results(self.graph, self.tokens, self.ids, kept, self.inputs.rows("picked"))
         output = self.graph.graph.output_node()
         values: Any = output.args[0]
         output.args = ((*values, *kept),)
         self.graph.outputs = (*self.graph.outputs, *(Output("pages", self.stores[n].name) for n in kept))
         self.graph.cache = CachePlan(
             tuple(self.stores.values()),
-            tuple(self.fixed.values()),
+            tuple(self.fixed.found.values()),
             self.expanded,
             len(attentions),
             str(self.space.tokens.value),
             most_tokens,
         )
         self.graph.clean()
-        self._drop_unused_inputs()
+        self.inputs.drop_unused()
         self._annotate()
         self._note(attentions)
 
@@ -222,52 +221,14 @@ class _Step:
                 stack += [n for n in node.all_input_nodes if n in self.tokens.facts]
         return found
 
-    # --- inputs ---
-
-    def _input(self, kind: str, name: str, shape: Sequence[Any], dtype: torch.dtype = torch.int64) -> fx.Node:
-        """A new placeholder, or the one of that name."""
-        if name in self.inputs:
-            return self.inputs[name]
-        with self.graph.graph.inserting_after(self.last_input):
-            node = self.graph.graph.placeholder(f"{kind}_{name.replace('.', '_')}")
-        device = self.last_input.meta["val"].device
-        with self.fake:
-            sizes = [self.fake.shape_env.create_unbacked_symint() if s is None else s for s in shape]
-            for size in sizes:
-                if isinstance(size, torch.SymInt):
-                    torch._check(size >= 2)
-            node.meta["val"] = torch.empty(sizes, dtype=dtype, device=device)
-        self.graph.inputs = (*self.graph.inputs, Input(kind, name))
-        self.last_input = self.inputs[name] = node
-        return node
-
-    def _rows(self, name: str) -> fx.Node:
-        """A vector about rows, or about tokens: as long as there are tokens then."""
-        if name not in ("positions", "row"):
-            return self._input("rows", name, [None])
-        made = self._input("rows", name, [])
-        extents = self.ids.meta["val"].shape
-        place = self.space.place(self.tokens[self.ids].axes, self.space.token)
-        with self.fake:
-            made.meta["val"] = torch.empty(
-                [extents[place]], dtype=torch.int64, device=made.meta["val"].device
-            )
-        return made
-
-    def _table(self, window: int | None) -> fx.Node:
-        return self._input("rows", f"table.{window or 'all'}", [None, None])
-
-    def _pages(self, value: fx.Node) -> fx.Node:
-        store = self.stores[value]
-        shape = [n or None for n in store.shape]
-        return self._input("pages", store.name, shape, store.dtype)
-
     # --- positions ---
 
     def _shift(self, node: fx.Node, fact: Fact) -> None:
         builder = Builder(self.graph, node)
         try:
-            new = shift_positions.emit(builder, self.meaning, self.space, node, fact, self._rows("positions"))
+            new = shift_positions.emit(
+                builder, self.meaning, self.space, node, fact, self.inputs.rows("positions")
+            )
         except (shift_positions.NoFormula, NoSize) as problem:
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: it follows from a token's place as {fact.formula!r}, "
@@ -284,10 +245,10 @@ class _Step:
         builder = Builder(self.graph, node)
         if self.tokens[whole.keys[0]].kind is Kind.FIXED:
             window: int | None = None
-            pages = [self._fixed(n) for n in whole.keys]
+            pages = [self.fixed.value(n) for n in whole.keys]
             none = [builder.call(aten.narrow.default, n, 2, 0, 0) for n in pages]
-            new = [self._one_row(builder, n) for n in none]
-            table, held = self._rows_of_fixed(builder, pages[0])
+            new = [self.fixed.one_row(builder, n) for n in none]
+            table, held = self.fixed.rows_of(builder, pages[0])
         else:
             about = node.meta["attention"]
             width = about.heads * (about.head_dim + about.value_dim)
@@ -297,13 +258,13 @@ class _Step:
             if window is None:
                 self._widen(stores)
             pages = [self._replay(builder, n) for n in whole.keys]
-            new, table, held = list(whole.keys), self._table(window), self._rows("first")
+            new, table, held = list(whole.keys), self.inputs.table(window), self.inputs.rows("first")
         self._note_rows(parse(whole.program), whole.reads)
         made = builder.call(
             CACHED[node.target], whole.q,  # type: ignore[index]
             *new, *pages, *whole.weights,
             [self._read(builder, r) for r in whole.reads], list(whole.sizes), whole.program,
-            table, self._rows("starts"), self._rows("first"), held, *whole.chosen,
+            table, self.inputs.rows("starts"), self.inputs.rows("first"), held, *whole.chosen,
         )  # fmt: skip
         made.meta["attention"] = node.meta["attention"]
         for user in list(node.users) if node.target is ATTENTION else [node]:
@@ -320,7 +281,7 @@ class _Step:
         for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
             for dim, index in enumerate(node.args):
                 if index.op == "var" and index.value == "b":
-                    self.row_dims[reads[node.value]] = dim
+                    self.fixed.row_dims[reads[node.value]] = dim
 
     def _widen(self, stores: Sequence[Store]) -> None:
         """Operands of one attention are kept for equally long."""
@@ -337,7 +298,7 @@ class _Step:
             if node in done:
                 return done[node]
             if node in self.stores:
-                done[node] = self._pages(node)
+                done[node] = self.inputs.pages(self.stores[node])
                 return done[node]
             copies = {n: replay(n) for n in node.all_input_nodes if n in self.tokens.facts}
             first = next(iter(copies))
@@ -379,125 +340,13 @@ class _Step:
                     f"scores read a value of each token ({source_of(node)}) without a batch."
                 )
             return builder.call(
-                torch.ops.attngraph.history.default, self._pages(value), node, self._table(store.window),
-                self._rows("starts"), self._rows("first"), store.token_dim,
+                torch.ops.attngraph.history.default, self.inputs.pages(store), node,
+                self.inputs.table(store.window), self.inputs.rows("starts"), self.inputs.rows("first"),
+                store.token_dim,
             )  # fmt: skip
         return node
 
-    # --- what does not depend on the tokens ---
-
-    def _fixed(self, node: fx.Node) -> fx.Node:
-        """A value of the prelude."""
-        if node not in self.fixed:
-            fact = self.tokens[node]
-            place = self.space.place(fact.axes, self.space.row) if self.space.row is not None else None
-            own, together = 1, True
-            if place is None:
-                place = self.row_dims.get(node)
-            elif len(fact.axes[place]) > 1:
-                digits = fact.axes[place]
-                rest = next(d for d in digits if d is not self.space.row)
-                own = int(evaluate_size(rest.args[0], self.graph.hints))
-                together = digits[0] is self.space.row
-            self.fixed[node] = Fixed(f"fixed{len(self.fixed)}", place, own, together)
-        value = node.meta["val"]
-        made = self._input("fixed", self.fixed[node].name, [], value.dtype)
-        made.meta["val"] = value
-        return made
-
-    def _one_row(self, builder: Builder, node: fx.Node) -> fx.Node:
-        """Without tokens, so of whatever row."""
-        return builder.call(aten.narrow.default, node, 0, 0, 1)
-
-    def _rows_of_fixed(self, builder: Builder, pages: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Each row's keys are a page of their own, full from the start."""
-        first = self._rows("first")
-        rows = builder.call(aten.sym_size.int, first, 0)
-        table = builder.call(aten.arange.default, rows, device=first.meta["val"].device)
-        if self.space.row is None:
-            table = builder.call(aten.zeros_like.default, table)
-        keys = builder.call(aten.sym_size.int, pages, 2)
-        held = builder.call(aten.full_like.default, first, keys)
-        return builder.call(aten.unsqueeze.default, table, 1), held
-
-    def _take_fixed(self) -> None:
-        """Cut the graph where values that do not depend on the tokens are used with ones that do, as far
-        as they depend on other arguments; what weights alone give stays."""
-        kinds = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=False))
-        arguments = {
-            n for n, given in kinds.items()
-            if given.kind == "argument" and n in self.tokens.facts and not self.tokens.depends_on_tokens(n)
-        }  # fmt: skip
-        dynamic: set[fx.Node] = set(arguments)
-        for node in self.graph.graph.nodes:
-            if any(n in dynamic for n in node.all_input_nodes) and self._is_fixed(node):
-                dynamic.add(node)
-        for node in list(self.graph.graph.nodes):
-            if node in dynamic or node.op == "output" or node.op == "placeholder":
-                continue
-            for operand in node.all_input_nodes:
-                if operand not in dynamic:
-                    continue
-                node.replace_input_with(operand, self._taken(node, operand))
-        if self.fixed:
-            self.graph.prelude = part_of(self.graph, list(self.fixed))
-
-    def _is_fixed(self, node: fx.Node) -> bool:
-        fact = self.tokens.facts.get(node)
-        return is_size(node) if fact is None else fact.kind is Kind.FIXED
-
-    def _taken(self, node: fx.Node, operand: fx.Node) -> fx.Node:
-        """What stands for a fixed operand in the graph of a step."""
-        if is_size(operand):
-            size = self.meaning.renamed(size_expression(operand.meta["val"]))
-            found: fx.Node = built(Builder(self.graph, node), size, self._known_sizes())
-            return found
-        fact = self.tokens[operand]
-        made = self._fixed(operand)
-        place = self.fixed[operand].row_dim
-        if place is None or node.target in CACHED.values():
-            return made
-        # A value of each sequence beside values of tokens: each token takes its own sequence's.
-        own, wanted = self.tokens.facts.get(node), self.space.token
-        if own is None or self.fixed[operand].own != 1 or len(own.axes) < len(fact.axes):
-            raise NoDecoderError(f"{op_name(node)} at {source_of(node)}: uses a value of each sequence.")
-        builder = Builder(self.graph, node)
-        for _ in range(len(own.axes) - len(fact.axes)):
-            made, place = builder.call(aten.unsqueeze.default, made, 0), place + 1
-        target = self.space.place(own.axes, wanted)
-        if target is None or made.meta["val"].shape[target] != 1 or len(own.axes[target]) > 1:
-            raise NoDecoderError(f"{op_name(node)} at {source_of(node)}: uses a value of each sequence.")
-        made = builder.call(aten.index_select.default, made, place, self._rows("row"))
-        return builder.call(aten.transpose.int, made, place, target)
-
-    def _known_sizes(self) -> dict[Expr, Any]:
-        """Sizes that the tokens and fixed values have, and where."""
-        axes = self.tokens[self.ids].axes
-        found: dict[Expr, Any] = {self.space.tokens: (self.ids, self.space.place(axes, self.space.token))}
-        if self.space.row is not None:
-            found[self.space.rows] = (self.ids, self.space.place(axes, self.space.row))
-        for node, fixed in self.fixed.items():
-            made = self.inputs[fixed.name]
-            for dim, extent in enumerate(node.meta["val"].shape):
-                if not isinstance(extent, int) and dim != fixed.row_dim:
-                    found.setdefault(self.meaning.renamed(size_expression(extent)), (made, dim))
-        return found
-
     # --- at the end ---
-
-    def _drop_unused_inputs(self) -> None:
-        pairs = list(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
-        kept: list[Input] = []
-        for node, given in pairs:
-            if node.users or given.kind in ("parameter", "buffer", "constant"):
-                kept.append(given)
-                if given.kind == "argument" and not self.tokens.depends_on_tokens(node):
-                    user = source_of(next(iter(node.users)))
-                    raise NoDecoderError(f"a size of input {given.name} is needed for every token ({user}).")
-            else:
-                self.graph.graph.erase_node(node)
-        self.graph.inputs = tuple(kept)
-        self.graph.module.recompile()
 
     def _annotate(self) -> None:
         for node, fact in self.tokens.facts.items():
