@@ -3,6 +3,8 @@
     plan.py        what a kernel must know        expression.py  formulas as Triton
     weights.py     what may follow the softmax    helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
+    schedule.py    which of two schedules a kernel gets, and why not the other
+    emit_specialised.py  a plan as warp-specialised source
     launch.py      `triton.forward`, the kernel of the registry
     call.py        what launched kernels are told       device.py      what they run on
     visits.py      which tiles of keys are visited
@@ -10,6 +12,7 @@
     derivative.py  of a score by the dot and by reads   read_gradients.py  whose sums these are
     launch_backward.py  from gradients to gradients
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
+    compiler.py    compiling one kernel            apart.py      in a process that may crash
     attempts.py    what happens when one does not compile
     tuned.py       block sizes that were measured       tuning.py      measuring them
 

@@ -8,18 +8,16 @@ contiguous rows and strides divisible by 16 would cause.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from attngraph.codegen.triton import decode, emit, emit_backward, emit_decode, launch, launch_backward
+from attngraph.codegen.triton.apart import compile_apart
 from attngraph.codegen.triton.call import launch_options
+from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import Plan
 from attngraph.codegen.triton.read_gradients import BackwardPlan
@@ -56,21 +54,12 @@ TARGETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """What one program of a compiled kernel uses: bytes of shared memory, registers of a thread, bytes
-    (NVIDIA) or registers (AMD) of a thread spilled to memory."""
-
-    shared: int
-    registers: int
-    spilled: int
-
-
 def compile_ahead(plan: Plan, target: Target) -> Usage:
     """Compile the forward kernel of a plan (of a `DecodePlan` the one that splits keys) for the target.
 
     Raises:
         RuntimeError: Triton runs as an interpreter in this process, or its tools say nothing readable.
+        CompilationError: a warp-specialised kernel, which another process compiles, did not compile.
     """
     if isinstance(plan, DecodePlan):
         return _compile(decode.load(plan)[0], emit_decode.arguments(plan), plan, target)
@@ -85,24 +74,15 @@ def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, .
 
 
 def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Usage:
-    compiler = importlib.import_module("triton.compiler")
-    gpu = importlib.import_module("triton.backends.compiler").GPUTarget(
-        target.backend, target.architecture, target.warp
-    )
     if not hasattr(kernel, "cache_key"):
         raise RuntimeError("compile_ahead: TRITON_INTERPRET is set; there is nothing to compile.")
-    signature = {name: _type(plan, name) for name in names}
-    ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
-    aligned = [place for place, name in enumerate(signature) if _is_aligned(name, signature[name])]
-    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
-    source = compiler.ASTSource(kernel, signature, ones, attributes)
-    options = launch_options(plan)
-    binary = importlib.import_module("triton").compile(source, target=gpu, options=options)
-    if target.backend == "cuda":
-        registers, spilled = _read_cubin(binary.asm["cubin"])
-    else:
-        registers, spilled = _read_assembly(binary.asm["amdgcn"])
-    return Usage(int(binary.metadata.shared), registers, spilled)
+    signature = tuple((name, _type(plan, name)) for name in names)
+    request = Request(
+        kernel.fn.__code__.co_filename, kernel.__name__, signature,
+        tuple(place for place, (name, kind) in enumerate(signature) if _is_aligned(name, kind)),
+        target.backend, target.architecture, target.warp, tuple(launch_options(plan).items()),
+    )  # fmt: skip
+    return compile_apart(request) if plan.blocks.specialised else compile_kernel(kernel, request)
 
 
 def _type(plan: Plan, name: str) -> str:
@@ -123,24 +103,3 @@ def _type(plan: Plan, name: str) -> str:
 def _is_aligned(name: str, kind: str) -> bool:
     strides = re.fullmatch(r"(query|key|value|grad|new_key|new_value)_[bphs]", name)
     return kind.startswith("*") or strides is not None
-
-
-def _read_cubin(cubin: bytes) -> tuple[int, int]:
-    nvidia = Path(importlib.import_module("triton.backends.nvidia").__path__[0])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [str(nvidia / "bin" / "cuobjdump"), "--dump-resource-usage", str(path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"compile_ahead: cuobjdump says nothing about registers:\n{text}")
-    return int(found[1]), int(found[2])
-
-
-def _read_assembly(text: str) -> tuple[int, int]:
-    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
-    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
-    if registers is None or spilled is None:
-        raise RuntimeError("compile_ahead: the assembly says nothing about registers.")
-    return int(registers[1]), int(spilled[1])

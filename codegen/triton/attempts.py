@@ -1,4 +1,5 @@
-"""When a kernel does not compile or launch: smaller tiles are tried, then the call is left to other kernels.
+"""When a kernel does not compile or launch: a warp-specialised one gives way to the classic schedule, then
+smaller tiles are tried, then the call is left to other kernels.
 
 What failed is remembered for the process, said once through the log and in reports (`remarks`), with the
 reason: out of shared memory or registers, or an error of the compiler. Errors of the device itself (an
@@ -33,10 +34,18 @@ def smaller(blocks: Blocks) -> list[Blocks]:
     return found if found[0] != blocks else found[1:]
 
 
-def run(plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callable[[], R]) -> R:
-    """The call with the first blocks with which it runs, the plan's own first; else the other call."""
+def run(
+    plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callable[[], R],
+    classic: Blocks | None = None,
+) -> R:  # fmt: skip
+    """The call with the first blocks with which it runs, the plan's own first; else the other call.
+
+    Args:
+        classic: what to try after blocks that are warp-specialised.
+    """
     problem = ""
-    for blocks in (plan.blocks, *smaller(plan.blocks)):
+    others = smaller(plan.blocks) if classic is None else [classic, *smaller(classic)]
+    for blocks in (plan.blocks, *others):
         chosen = plan if blocks == plan.blocks else dataclasses.replace(plan, blocks=blocks)
         if (chosen, device) in _failed:
             continue
@@ -47,7 +56,8 @@ def run(plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callab
         except Exception as error:  # compilers and drivers fail in many ways
             _failed.add((chosen, device))
             problem = f"{type(error).__name__}: {error}".strip()
-            _say(plan, f"{blocks} does not run on {device}, smaller tiles are tried: {problem}")
+            next_ = "the classic schedule is" if blocks.specialised else "smaller tiles are"
+            _say(plan, f"{blocks} does not run on {device}, {next_} tried: {problem}")
     if problem:
         _say(plan, f"no tiles run on {device}, PyTorch's operations instead")
     return otherwise()

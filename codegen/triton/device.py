@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -71,6 +73,29 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of NVIDIA's GPUs; None where there is none of them."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
+def with_scratch(device: torch.device, launch: Callable[[], object]) -> None:
+    """Launch a kernel that needs memory of its own (for descriptors), which PyTorch gives. What the caller
+    has told Triton about such memory stays as it is."""
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    def run() -> None:
+        importlib.import_module("triton").set_allocator(allocate)
+        launch()
+
+    contextvars.copy_context().run(run)
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from attngraph.codegen.triton import schedule
 from attngraph.codegen.triton.expression import PRODUCT, Writer, follows_score
 from attngraph.codegen.triton.helpers import helpers
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
@@ -23,6 +24,7 @@ from attngraph.ir import score as S
 from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement
 
 NEGATIVE_INFINITY = 'float("-inf")'
+NEXT_TILE = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
 LISTS = ("tiles", "counts", "row_b", "row_h")
 """Arguments of a kernel that is given lists: see `visits.Visits`."""
 
@@ -34,15 +36,6 @@ class Kernel:
     source: str
     name: str
     arguments: tuple[str, ...]
-
-
-def emit(plan: Plan) -> Kernel:
-    """The kernel of a plan.
-
-    Raises:
-        UnsupportedError: the score program has something that is not written yet; says what.
-    """
-    return Emitter(plan).kernel()
 
 
 def arguments(plan: Plan) -> tuple[str, ...]:
@@ -75,8 +68,20 @@ def name_of(plan: Plan) -> str:
     return f"{kind}attention"
 
 
+def emit(plan: Plan) -> Kernel:
+    """The kernel of a plan, in the schedule that its blocks ask for.
+
+    Raises:
+        UnsupportedError: the score program has something that is not written yet; says what.
+    """
+    from attngraph.codegen.triton.emit_specialised import SpecialisedEmitter
+
+    return (SpecialisedEmitter if plan.blocks.specialised else Emitter)(plan).kernel()
+
+
 class Emitter:
-    """Writes one forward kernel; `emit_decode.py` changes where queries and keys come from."""
+    """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles come and
+    the loops, `emit_decode.py` where queries and keys come from."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -86,17 +91,9 @@ class Emitter:
         self.D, self.Dv = padded(plan.D), padded(plan.Dv)
 
     def kernel(self) -> Kernel:
-        # The bodies come first: they find out what must stand before the loops.
-        whole, edge = self.body(edge=False), self.body(edge=True)
-        start, finish = self.start(), self.finish()
-        lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds()]
-        if self.plan.listed:
-            begin = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
-            lines += ["for i in tl.range(0, whole):", *indented([begin, *whole])]
-            lines += ["for i in tl.range(whole, stop):  # under a mask", *indented([begin, *edge]), *finish]
-        else:
-            lines += ["for start in tl.range(0, whole, BLOCK_K):", *indented(whole)]
-            lines += ["for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *indented(edge), *finish]
+        # The loops come first: they find out what must stand before them.
+        loops, start, finish = self.loops(), self.start(), self.finish()
+        lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds(), *loops, *finish]
         sizes = [a for a in arguments(self.plan) if a.startswith("n")]
         decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
         text = "\n\n\n".join([
@@ -106,6 +103,19 @@ class Emitter:
             "\n".join([decorator, f"def {self.name}(", *self.signature(), "):", *indented(lines)]),
         ])  # fmt: skip
         return Kernel(text + "\n", self.name, arguments(self.plan))
+
+    def loops(self) -> list[str]:
+        """Over whole tiles, then over those at an edge."""
+        whole, edge = self.body(edge=False), self.body(edge=True)
+        if self.plan.listed:
+            return [
+                "for i in tl.range(0, whole):", *indented([NEXT_TILE, *whole]),
+                "for i in tl.range(whole, stop):  # under a mask", *indented([NEXT_TILE, *edge]),
+            ]  # fmt: skip
+        return [
+            "for start in tl.range(0, whole, BLOCK_K):", *indented(whole),
+            "for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *indented(edge),
+        ]  # fmt: skip
 
     def header(self) -> str:
         plan = self.plan
@@ -118,6 +128,7 @@ class Emitter:
             f"# query [B, Hq, Sq, {plan.D}], key [B, Hkv, Skv, {plan.D}], value [B, Hkv, Skv, {plan.Dv}], "
             f"{DTYPES[plan.dtype]};",
             f"# Hkv = {heads}; out [B, Sq, Hq, {plan.Dv}] in memory, lse [B, Hq, Sq].",
+            *self.remark(),
             "",
             "import triton",
             "import triton.language as tl",
@@ -126,6 +137,11 @@ class Emitter:
             f"BLOCK_K = tl.constexpr({plan.blocks.k})",
             *(linear or [f"LOG2E = tl.constexpr({math.log2(math.e)!r})"]),
         ])  # fmt: skip
+
+    def remark(self) -> list[str]:
+        """Of the schedule: why it is not another one."""
+        reason = schedule.obstacle(self.plan)
+        return [] if reason is None else [f"# Not warp-specialised: {reason}."]
 
     def absorb(self) -> str:
         """One step of the online softmax, as a function of the module."""
@@ -169,13 +185,9 @@ class Emitter:
         plan = self.plan
         # The last blocks of a causal head have the most keys, so they go first.
         block = "blocks - 1 - place % blocks" if plan.diagonal else "place % blocks"
-        group = f"h // {plan.group}" if plan.group > 1 else "h"
         q, b, h = "first + tl.arange(0, BLOCK_Q)[:, None]", "place // blocks // Hq", "place // blocks % Hq"
         if plan.wide:
             q, b, h = (f"tl.cast({code}, tl.int64)" for code in (q, b, h))
-        widths = [f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]"]
-        if plan.Dv != plan.D:
-            widths.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
         return [
             "place = tl.program_id(0)",
             "blocks = tl.cdiv(Sq, BLOCK_Q)",
@@ -184,13 +196,31 @@ class Emitter:
             f"h = {h}",
             f"q = {q}  # [BLOCK_Q, 1]",
             "across = tl.arange(0, BLOCK_K)[None, :]",
+            *self.operands(),
+        ]
+
+    def operands(self) -> list[str]:
+        """Where tiles of queries, keys and values come from, and the queries."""
+        return [
             "down = tl.cast(tl.arange(0, BLOCK_K), tl.int64)[:, None]",
-            *widths,
+            *self.widths(),
             *self.head("query", "h", "tl.cast(q, tl.int64)", "d"),
-            *self.head("key", group, "down", "d"),
-            *self.head("value", group, "down", self.dv),
+            *self.head("key", self.group, "down", "d"),
+            *self.head("value", self.group, "down", self.dv),
             f"query_tile = tl.load(query_head, mask={self.inside('q < Sq', 'd')}, other=0.0)",
         ]
+
+    def widths(self) -> list[str]:
+        """The columns of tiles."""
+        lines = [f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]"]
+        if self.plan.Dv != self.plan.D:
+            lines.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
+        return lines
+
+    @property
+    def group(self) -> str:
+        """The head of the keys."""
+        return f"h // {self.plan.group}" if self.plan.group > 1 else "h"
 
     @property
     def dv(self) -> str:
@@ -198,10 +228,13 @@ class Emitter:
 
     def head(self, name: str, head: str, rows: str, columns: str) -> list[str]:
         """The addresses of a tensor's first tile."""
-        return [
-            f"{name}_head = {name} + tl.cast(b, tl.int64) * {name}_b + tl.cast({head}, tl.int64) * {name}_h",
-            f"{name}_head += {rows} * {name}_s + {columns} * {name}_d",
-        ]
+        return [self.base(name, head), f"{name}_head += {rows} * {name}_s + {columns} * {name}_d"]
+
+    def base(self, name: str, head: str) -> str:
+        """The address of a tensor's head."""
+        return (
+            f"{name}_head = {name} + tl.cast(b, tl.int64) * {name}_b + tl.cast({head}, tl.int64) * {name}_h"
+        )
 
     def inside(self, rows: str, columns: str) -> str:
         """The mask of a tile: rows in range, and columns where the width is padded; may be empty."""
@@ -225,25 +258,28 @@ class Emitter:
         return [*lines, f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"]
 
     def loop_bounds(self) -> list[str]:
+        before, whole, stop = self.bounds()
+        return [*before, f"whole = {whole}", f"stop = {stop}"]
+
+    def bounds(self) -> tuple[list[str], str, str]:
+        """Where whole tiles end and where keys do, and the lines that this needs."""
         if self.plan.listed:
             row = "tl.cast(b, tl.int64) * row_b + tl.cast(h, tl.int64) * row_h + first // BLOCK_Q"
-            return [
-                f"row = {row}", "whole = tl.load(counts + 2 * row)", "stop = tl.load(counts + 2 * row + 1)",
-            ]  # fmt: skip
+            return [f"row = {row}"], "tl.load(counts + 2 * row)", "tl.load(counts + 2 * row + 1)"
         if self.plan.diagonal is None:
-            return ["whole = Skv // BLOCK_K * BLOCK_K", "stop = Skv"]
+            return [], "Skv // BLOCK_K * BLOCK_K", "Skv"
         offset = self.plan.diagonal[1]
         if offset is E.ZERO:
-            return [
-                "whole = tl.minimum(first + 1, Skv) // BLOCK_K * BLOCK_K  # every query sees these keys",
-                "stop = tl.minimum(first + BLOCK_Q, Skv)  # and none sees a key from here on",
-            ]
+            return (
+                [], "tl.minimum(first + 1, Skv) // BLOCK_K * BLOCK_K  # every query sees these keys",
+                "tl.minimum(first + BLOCK_Q, Skv)  # no query sees a key from here on",
+            )  # fmt: skip
         shift = self.writer.expression(offset).code
         shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else f"({shift})"
-        return [
-            f"whole = tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K * BLOCK_K",
-            f"stop = tl.minimum(first + BLOCK_Q + {shift}, Skv)",
-        ]
+        return (
+            [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K * BLOCK_K",
+            f"tl.minimum(first + BLOCK_Q + {shift}, Skv)",
+        )  # fmt: skip
 
     def body(self, edge: bool) -> list[str]:
         """One tile: its scores, and the step of the online softmax."""

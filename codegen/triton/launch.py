@@ -17,9 +17,16 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.codegen.triton import attempts, launch_backward, store, tuned, visits
+from attngraph.codegen.triton import apart, attempts, launch_backward, schedule, store, tuned, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
-from attngraph.codegen.triton.device import is_interpreted, name_of, no_device, on, shared_memory
+from attngraph.codegen.triton.device import (
+    is_interpreted,
+    name_of,
+    no_device,
+    on,
+    shared_memory,
+    with_scratch,
+)
 from attngraph.codegen.triton.emit import emit
 from attngraph.codegen.triton.plan import (
     DTYPES,
@@ -86,10 +93,12 @@ class Forward(Kernel):
         if self._is_left(program, operands, reads):
             return self._otherwise.forward(program, operands, reads, sizes)
         _check_reads(program, operands[0], operands[1], reads)
+        plan = plan_forward(program, operands, reads, sizes, self._blocks)
         return attempts.run(
-            plan_forward(program, operands, reads, sizes, self._blocks), operands[0].device,
+            plan, operands[0].device,
             lambda plan: launch_forward(plan, operands, reads, sizes),
             lambda: self._otherwise.forward(program, operands, reads, sizes),
+            classic_blocks(program, operands) if plan.blocks.specialised else None,
         )  # fmt: skip
 
     def backward(
@@ -137,9 +146,11 @@ class Forward(Kernel):
             return None
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
         line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype)
-        blocks = self._blocks or tuned.find(name_of(q.device), line, q.shape[2])
-        blocks = blocks or backward_blocks(
-            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads
+        own = None if self._blocks is None or self._blocks.specialised else self._blocks
+        blocks = (
+            own
+            or tuned.find(name_of(q.device), line, q.shape[2])
+            or backward_blocks(max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads)
         )
         plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
         return launch_backward.plan_gradients(plan, operands, reads)
@@ -162,8 +173,14 @@ def launch_forward(
     arguments += read_arguments(plan, reads)
     arguments += sizes[: plan.program.sizes]
     programs = -(-Sq // plan.blocks.q) * B * Hq
+    kernel, options = load(plan), launch_options(plan)
     with on(q):
-        load(plan)[(programs,)](*arguments, **launch_options(plan))
+        if not plan.blocks.specialised:
+            kernel[(programs,)](*arguments, **options)
+        else:
+            if not is_interpreted():
+                apart.require_specialised(kernel, arguments, options)
+            with_scratch(q.device, lambda: kernel[(programs,)](*arguments, **options))
     return out, lse
 
 
@@ -171,11 +188,28 @@ def plan_forward(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     blocks: Blocks | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the forward kernel that serves one call."""
+    """The plan of the forward kernel that serves one call. Where the blocks that are asked for or were
+    measured are warp-specialised and this call cannot be, it is classic, and its remarks say why."""
     q, _, v = operands
     line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype)
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
-    return _listed(plan_call(program, operands, reads, sizes, found), operands)
+    plan = _listed(plan_call(program, operands, reads, sizes, found), operands)
+    if found is None:
+        plan = schedule.without_measurement(plan, operands)
+    if not plan.blocks.specialised:
+        return plan
+    reason = schedule.obstacle(plan) or schedule.obstacle_of_blocks(plan.blocks)
+    reason = reason or schedule.obstacle_of_call(operands)
+    if reason is None:
+        return plan
+    attempts.note(program, f"the classic schedule instead of the warp-specialised one: {reason}")
+    return dataclasses.replace(plan, blocks=classic_blocks(program, operands))
+
+
+def classic_blocks(program: ScoreProgram, operands: Operands) -> Blocks:
+    """Block sizes that nobody measured."""
+    q, _, v = operands
+    return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared_memory(q.device))
 
 
 def _listed(plan: Plan, operands: Operands) -> Plan:
@@ -190,11 +224,10 @@ def plan_call(
 ) -> Plan:  # fmt: skip
     """What the kernels that serve one call have in common."""
     q, k, v = operands
-    widths = (q.shape[3], v.shape[3])
     return Plan(
-        program, q.dtype, *widths, q.shape[1] // k.shape[1],
+        program, q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1],
         tuple(Read(n, rank, READS[reads[n].dtype], is_wide(reads[n])) for n, rank in program.reads.items()),
-        blocks or choose_blocks(program, *widths, q.dtype, q.shape[2], shared_memory(q.device)),
+        blocks or classic_blocks(program, operands),
         wide=max(*q.shape[:3], k.shape[2], *map(abs, sizes[: program.sizes])) >= SMALL,
     )  # fmt: skip
 

@@ -41,12 +41,14 @@ class UnsupportedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A tile's rows (queries) and columns (keys), and how the GPU works on it."""
+    """A tile's rows (queries) and columns (keys), and how the GPU works on it: with how many warps, with how
+    many tiles of keys on their way, and whether some warps fetch while others compute (`schedule.py`)."""
 
     q: int
     k: int
     warps: int = 4
     stages: int = 2
+    specialised: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ def import_source(source: str, name: str, version: str) -> ModuleType:
     """The module with this source, imported from a file. `name` is its kernel's name, of our making."""
     key = hashlib.sha256(f"{version}\n{source}".encode()).hexdigest()[:16]
     path = directory() / f"{name}_{key}.py"
-    _write(path, source)
+    write(path, source)
     spec = importlib.util.spec_from_file_location(f"attngraph_emitted_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -59,9 +59,9 @@ def _made_private(path: Path) -> bool:
     return is_private(path)
 
 
-def _write(path: Path, source: str) -> None:
-    """Make the file hold the source. Readers see all of it or none: it is renamed into place."""
-    wanted = source.encode()
+def write(path: Path, text: str) -> None:
+    """Make the file hold the text. Readers see all of it or none: it is renamed into place."""
+    wanted = text.encode()
     with contextlib.suppress(FileNotFoundError):
         if not path.is_symlink() and path.read_bytes() == wanted:
             return

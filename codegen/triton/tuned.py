@@ -1,6 +1,7 @@
 """Block sizes that were measured: a small table for each device.
 
-A table is a JSON file of block sizes by pass, dtype, widths and kind of program. Those of devices that we
+A table is a JSON file of block sizes (and schedules) by pass, dtype, widths and kind of program, and for
+attention over a cache of how many programs a multiprocessor should have. Those of devices that we
 measured are shipped in `tuned/`; those that a user measures (`tuning.py`) lie beside the emitted kernels and
 go first. What no table has follows the rules of `plan.py`.
 """
@@ -12,9 +13,7 @@ import functools
 import importlib
 import json
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,8 @@ from attngraph.codegen.triton.plan import (
 from attngraph.ir.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
+SPECIALISED = "warp-specialised"
+"""Stands behind the sizes of such blocks in a table."""
 _SHIPPED = Path(__file__).parent / "tuned"
 
 
@@ -58,7 +59,17 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
 @functools.lru_cache(maxsize=16)
 def table(name: str) -> dict[str, Blocks]:
     """The table of a device: what is shipped, and over it what the user measured."""
-    return {**_read(_SHIPPED / f"{_slug(name)}.json"), **_read(_own(name))}
+    return {line: blocks for path in _paths(name) for line, blocks in _read(path)[0].items()}
+
+
+@functools.lru_cache(maxsize=16)
+def programs(name: str) -> dict[str, int]:
+    """How many programs for each multiprocessor of the device were found best, over a cache."""
+    return {line: count for path in _paths(name) for line, count in _read(path)[1].items()}
+
+
+def _paths(name: str) -> tuple[Path, ...]:
+    return (_SHIPPED / f"{_slug(name)}.json", _own(name)) if name else ()
 
 
 def _own(name: str) -> Path:
@@ -69,42 +80,50 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def _read(path: Path) -> dict[str, Blocks]:
+def _read(path: Path) -> tuple[dict[str, Blocks], dict[str, int]]:
     try:
-        lines = json.loads(path.read_text(encoding="utf-8"))["blocks"]
-        return {str(line): _blocks(numbers) for line, numbers in lines.items()}
+        found = json.loads(path.read_text(encoding="utf-8"))
+        blocks = {str(line): _blocks(numbers) for line, numbers in found["blocks"].items()}
+        return blocks, {str(line): _count(n) for line, n in found.get("programs", {}).items()}
     except FileNotFoundError:
-        return {}
+        return {}, {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         _log.warning("%s is no table of block sizes and is not used: %r", path, problem)
-        return {}
+        return {}, {}
 
 
 def _blocks(numbers: Any) -> Blocks:
-    q, k, warps, stages = numbers
-    sizes = (q, k, warps, stages)
+    *sizes, last = numbers
+    specialised = last == SPECIALISED
+    q, k, warps, stages = sizes = tuple(sizes if specialised else numbers)
     if not all(type(n) is int for n in sizes):
         raise ValueError(f"{numbers} are not four whole numbers")
     powers = all(n & (n - 1) == 0 for n in (q, k, warps))
     if not (powers and 16 <= q <= 256 and 16 <= k <= 256 and 1 <= warps <= 16 and 1 <= stages <= 8):
         raise ValueError(f"{numbers} are no block sizes")
-    return Blocks(*sizes)
+    return Blocks(q, k, warps, stages, specialised)
 
 
-def add(name: str, found: Mapping[str, Blocks]) -> None:
-    """Add lines to the user's table. Readers see the old table or the new one."""
+def _count(number: Any) -> int:
+    if type(number) is not int or not 1 <= number <= 64:
+        raise ValueError(f"{number} is no number of programs")
+    return number
+
+
+def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None = None) -> None:
+    """Add lines to the user's table. Readers see the old table or the new one.
+
+    Args:
+        counts: of some lines, how many programs each multiprocessor should have.
+    """
     path = _own(name)
-    lines = {**_read(path), **found}
+    lines, numbers = _read(path)
+    lines, numbers = {**lines, **found}, {**numbers, **(counts or {})}
     version = importlib.import_module("triton").__version__
     content = {"device": name, "triton": version, "blocks": {
-        line: dataclasses.astuple(blocks) for line, blocks in sorted(lines.items())
-    }}  # fmt: skip
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        line: [*dataclasses.astuple(blocks)[:4], *([SPECIALISED] if blocks.specialised else [])]
+        for line, blocks in sorted(lines.items())
+    }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
+    store.write(path, json.dumps(content, indent=1))
     table.cache_clear()
+    programs.cache_clear()

@@ -1,0 +1,106 @@
+"""Compile one emitted kernel for one GPU, which need not be there, and read what its binary uses.
+
+Also a program of its own that knows nothing of attngraph, for compilations that may take their process with
+them (`apart.py`): a request as JSON on standard input, the answer as JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to compile: the kernel of that name in the module at `path`, for arguments of these types
+    ("constexpr": the number 1), those at the places `aligned` multiples of 16; for which GPU and how."""
+
+    path: str
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    aligned: tuple[int, ...]
+    backend: str
+    architecture: int | str
+    warp: int
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What one program of a compiled kernel uses: bytes of shared memory, registers of a thread, bytes
+    (NVIDIA) or registers (AMD) of a thread spilled to memory; and whether its warps were given different
+    parts of the work, of which some fetch by descriptors."""
+
+    shared: int
+    registers: int
+    spilled: int
+    specialised: bool = False
+
+
+def compile_kernel(kernel: Any, request: Request) -> Usage:
+    """Compile in this process.
+
+    Args:
+        kernel: the function of Triton's that the request names.
+
+    Raises:
+        RuntimeError: the tools of Triton say nothing readable; whatever the compiler raises.
+    """
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget
+    signature = dict(request.signature)
+    ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
+    attributes = {(place,): [["tt.divisibility", 16]] for place in request.aligned}
+    binary = importlib.import_module("triton").compile(
+        compiler.ASTSource(kernel, signature, ones, attributes),
+        target=target(request.backend, request.architecture, request.warp), options=dict(request.options),
+    )  # fmt: skip
+    if request.backend != "cuda":
+        return Usage(int(binary.metadata.shared), *_read_assembly(binary.asm["amdgcn"]))
+    divided = "ttg.warp_specialize" in binary.asm["ttgir"] and "setmaxnreg" in binary.asm["ptx"]
+    fetched = "cp.async.bulk.tensor" in binary.asm["ptx"]
+    return Usage(int(binary.metadata.shared), *_read_cubin(binary.asm["cubin"]), divided and fetched)
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int]:
+    nvidia = Path(importlib.import_module("triton.backends.nvidia").__path__[0])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [str(nvidia / "bin" / "cuobjdump"), "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing about registers:\n{text}")
+    return int(found[1]), int(found[2])
+
+
+def _read_assembly(text: str) -> tuple[int, int]:
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
+    if registers is None or spilled is None:
+        raise RuntimeError("the assembly says nothing about registers.")
+    return int(registers[1]), int(spilled[1])
+
+
+def main() -> None:
+    request = Request(**json.load(sys.stdin))
+    spec = importlib.util.spec_from_file_location("emitted", request.path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    usage = compile_kernel(getattr(module, request.name), request)
+    print(json.dumps(dataclasses.asdict(usage)))
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this file, whose modules are not for others to find
+    main()

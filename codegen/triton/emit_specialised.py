@@ -1,0 +1,57 @@
+"""A plan as a warp-specialised Triton kernel: the same body as `emit.py`, fetched and looped over otherwise.
+
+Tiles come by tensor descriptors, which the TMA unit of sm_90 and later serves and which fill what lies beyond
+a tensor with zeros. The compiler gives fetching and computing to different warps; it does so for one loop
+without branches, so there is no loop of whole tiles: bounds and masks are evaluated in every tile. The
+arguments are those of the classic kernel.
+"""
+
+from __future__ import annotations
+
+from attngraph.codegen.triton import schedule
+from attngraph.codegen.triton.emit import NEXT_TILE, Emitter, indented
+from attngraph.codegen.triton.plan import Plan, UnsupportedError
+
+
+class SpecialisedEmitter(Emitter):
+    """Writes one forward kernel, warp-specialised.
+
+    Raises:
+        UnsupportedError: the plan cannot be (`schedule.py`).
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        reason = schedule.obstacle(plan) or schedule.obstacle_of_blocks(plan.blocks)
+        if reason is not None:
+            raise UnsupportedError(f"warp specialisation: {reason}")
+
+    def remark(self) -> list[str]:
+        return ["# Warp-specialised: some warps fetch tiles while others compute."]
+
+    def operands(self) -> list[str]:
+        return [
+            *self.widths(),
+            *self.descriptor("query", "h", "Sq", self.plan.D, f"BLOCK_Q, {self.D}"),
+            *self.descriptor("key", self.group, "Skv", self.plan.D, f"BLOCK_K, {self.D}"),
+            *self.descriptor("value", self.group, "Skv", self.plan.Dv, f"BLOCK_K, {self.Dv}"),
+            "query_tile = query_rows.load([first, 0])",
+        ]
+
+    def descriptor(self, name: str, head: str, rows: str, width: int, block: str) -> list[str]:
+        """What fetches a tensor's tiles."""
+        what = f"{name}_head, [{rows}, {width}], [{name}_s, 1], [{block}]"
+        return [self.base(name, head), f"{name}_rows = tl.make_tensor_descriptor({what})"]
+
+    def load(self, name: str, columns: str, edge: bool) -> str:
+        return f"{name}_tile = {name}_rows.load([start, 0])"
+
+    def loop_bounds(self) -> list[str]:
+        before, _, stop = self.bounds()
+        return [*before, f"stop = {stop}"]
+
+    def loops(self) -> list[str]:
+        body = self.body(edge=True)
+        if self.plan.listed:
+            return ["for i in tl.range(0, stop, warp_specialize=True):", *indented([NEXT_TILE, *body])]
+        return ["for start in tl.range(0, stop, BLOCK_K, warp_specialize=True):", *indented(body)]

@@ -1,0 +1,349 @@
+"""Warp-specialised kernels without a GPU: who gets one, its source, its binary, and compilations that crash.
+
+What they compute is tested by `interpreted_specialised.py`, in a process of its own.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from attngraph.codegen.triton import ahead, apart, attempts, compiler, device, launch, schedule, store, tuned
+from attngraph.codegen.triton.compiler import Request
+from attngraph.codegen.triton.emit import emit
+from attngraph.codegen.triton.plan import Blocks, Plan, Read, UnsupportedError
+from attngraph.ir.kernels import KERNELS, Operands
+from attngraph.ir.parser import parse
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+BLOCKS = Blocks(128, 64, 4, 2, specialised=True)
+needs_compiler = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1" or device.no_triton() is not None,
+    reason="needs triton as a compiler",
+)
+
+
+def plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **changes: Any) -> Plan:
+    found = Plan(parse(text), torch.bfloat16, D, D, 1, reads, BLOCKS)
+    return dataclasses.replace(found, **changes)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Caches of this test's own, ours and triton's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
+    caches = (store.directory, launch.load, tuned.table, apart._problem)
+    for kept in caches:
+        kept.cache_clear()
+    yield tmp_path / "attngraph" / "triton"
+    for kept in caches:
+        kept.cache_clear()
+
+
+@pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
+def test_specialised_kernels_agree_with_the_reference_in_the_interpreter() -> None:
+    options = ["--import-mode=prepend", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(HERE / "interpreted_specialised.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=HERE.parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+# --- who gets one ---------------------------------------------------------------------------------------
+
+HEAD, ROW, KEY, PAIR = (Read(0, rank, "float") for rank in (1, 2, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (plan("s = 0.125 * dot; keep k <= q"), None),
+        (plan("s = dot + r0[h] * (k - q); keep q - k < 9", reads=(HEAD,), listed=True), None),
+        (plan("sink r0[h]", D=80, reads=(HEAD,)), None),
+        (plan("s = dot + r0[b, k]", reads=(KEY,)), "`r0[b, k]` is read in the loop over keys"),
+        (plan("s = dot + r0[h, k - q]", reads=(KEY,)), "`r0[h, k - q]` is read in the loop over keys"),
+        (plan("keep k < r0[b, q]", reads=(ROW,)), "`r0[b, q]` is read for every query"),
+        (plan("s = r0[int(dot)]", reads=(HEAD,)), "is read in the loop over keys"),
+        (plan("", dtype=torch.float32), "float32 operands"),
+        (plan("", D=320), "wider than 256"),
+        (plan("", wide=True), "32 bits"),
+    ],
+    ids=str,
+)
+def test_a_plan_says_why_it_is_not_specialised(made: Plan, reason: str | None) -> None:
+    found = schedule.obstacle(made)
+    if reason is None:
+        assert found is None and "warp_specialize=True" in emit(made).source
+        return
+    assert found is not None and reason in found
+    with pytest.raises(UnsupportedError, match="warp specialisation"):
+        emit(made)
+    classic = dataclasses.replace(made, blocks=Blocks(64, 64))
+    assert f"# Not warp-specialised: {found}." in emit(classic).source
+
+
+@pytest.mark.parametrize("blocks", [Blocks(128, 64, 8, 2, True), Blocks(32, 64, 4, 2, True)])
+def test_tiles_that_do_not_work_are_refused(blocks: Blocks) -> None:
+    with pytest.raises(UnsupportedError, match="4 warps and 64 or 128 queries"):
+        emit(plan("", blocks=blocks))
+
+
+def fake(length: int = 4096, width: int = 64) -> Operands:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k = (torch.empty(1, heads, length, width, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        return q, k, k
+
+
+def chosen(operands: Operands, text: str = "keep k <= q", blocks: Blocks | None = None) -> Blocks:
+    return launch.plan_forward(parse(text), operands, (), (), blocks).blocks
+
+
+def test_without_a_table_every_kernel_is_classic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the two schedules have been measured."""
+    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
+    assert schedule.UNTUNED == () and not chosen(fake()).specialised
+    monkeypatch.setattr(schedule, "UNTUNED", ((9, 0),))
+    assert chosen(fake()) == Blocks(128, 128, 4, 2, specialised=True)
+    assert chosen(fake(width=128)) == Blocks(128, 64, 4, 2, specialised=True)
+    assert not chosen(fake(length=64)).specialised
+    monkeypatch.setattr(device, "capability", lambda where: (8, 0))
+    assert not chosen(fake()).specialised
+
+
+@pytest.mark.parametrize(
+    ("capability", "serves"), [((9, 0), True), ((10, 0), True), ((8, 0), False), ((12, 0), False)]
+)
+def test_only_gpus_that_it_is_made_for_are_given_it(
+    capability: tuple[int, int], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "_said", {})
+    monkeypatch.setattr(device, "capability", lambda where: capability)
+    assert chosen(fake(), blocks=BLOCKS).specialised == serves
+    wanted = () if serves else (
+        "the classic schedule instead of the warp-specialised one: "
+        f"it is not made for compute capability {capability[0]}.{capability[1]}",
+    )  # fmt: skip
+    assert attempts.remarks(parse("keep k <= q")) == wanted
+
+
+def test_a_report_shows_the_schedule_that_a_table_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.tuned, "find", lambda *_: BLOCKS)
+    source = KERNELS["triton.forward"].source(parse("keep k <= q"), fake(), ())
+    assert "# Warp-specialised: some warps fetch tiles while others compute." in source
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_table_keeps_the_schedule() -> None:
+    tuned.add("A GPU", {"a": BLOCKS, "b": Blocks(64, 32, 4, 2)})
+    assert tuned.table("A GPU") == {"a": BLOCKS, "b": Blocks(64, 32, 4, 2)}
+    text = json.loads(tuned._own("A GPU").read_text())
+    assert text["blocks"] == {"a": [128, 64, 4, 2, "warp-specialised"], "b": [64, 32, 4, 2]}
+
+
+# --- source and binary -------------------------------------------------------------------------------
+
+
+def check_golden(name: str, source: str) -> None:
+    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
+        (GOLDEN / name).write_text(source)
+    assert source == (GOLDEN / name).read_text()
+
+
+def test_the_source_of_a_specialised_kernel() -> None:
+    text = "s = 30.0 * tanh(dot / 240.0); keep q - k < 1024 and k <= q"
+    check_golden("specialised.py.txt", emit(plan(text, group=4, listed=True)).source)
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("s = 0.125 * dot", {}),
+    "causal": ("s = 0.125 * dot; keep k <= q", {}),
+    "shifted": ("s = 0.125 * dot; keep k <= q + n0", {}),
+    "window": ("s = 0.125 * dot; keep q - k < 256 and k <= q", {"listed": True}),
+    "softcap": ("s = 50.0 * tanh(dot * 0.0025); keep k <= q", {}),
+    "slopes": ("s = 0.125 * dot + r0[h] * (k - q); keep k <= q", {"reads": (HEAD,)}),
+    "sink": ("s = 0.125 * dot; keep k <= q; sink r0[h]", {"reads": (HEAD,)}),
+    "lengths": ("s = 0.125 * dot; keep k < r0[b]", {"reads": (Read(0, 1, "int"),), "listed": True}),
+    "dropout": (
+        "s = 0.125 * dot; p = where(random(r0[], b, h, q, k) < 0.1, 0.0, p / 0.9)",
+        {"reads": (Read(0, 0, "int"),)},
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "D", "target"),
+    [
+        pytest.param(k, d, t, marks=[] if (k, d, t) == ("softcap", 128, "sm_90") else pytest.mark.slow)
+        for k in KINDS
+        for d in (64, 128)
+        for t in ("sm_90", "sm_100")
+    ],
+)
+def test_warps_are_given_different_work_and_the_table_says_what_it_takes(
+    kind: str, D: int, target: str, cache: Path
+) -> None:
+    """Run with ATTNGRAPH_UPDATE_GOLDEN=1 (and -m 'slow or not slow') to write the table anew. Its figures
+    hold for the Triton that it names; that sm_90 spills nothing holds for every one."""
+    (text, changes), table = KINDS[kind], GOLDEN / "specialised_usage.json"
+    made = plan(text, D, **changes)
+    made = dataclasses.replace(made, blocks=schedule.specialised_blocks(made))
+    usage = ahead.compile_ahead(made, ahead.TARGETS[target])
+    assert usage.specialised and 0 < usage.shared <= ahead.TARGETS[target].shared
+    assert usage.spilled == 0 or target == "sm_100", usage
+    found = {"blocks": str(made.blocks), **dataclasses.asdict(usage)}
+    known = json.loads(table.read_text()) if table.exists() else {"triton": "", "kernels": {}}
+    version, name = importlib.metadata.version("triton"), f"{target}, {D} wide, {kind}"
+    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
+        known = {"triton": version, "kernels": dict(sorted({**known["kernels"], name: found}.items()))}
+        table.write_text(json.dumps(known, indent=1) + "\n")
+    assert known["kernels"][name] == found or known["triton"] != version
+
+
+# --- compilations that fail -----------------------------------------------------------------------------
+
+
+def request_of(path: Path, content: str) -> Request:
+    path.write_text(content)
+    return Request(str(path), "kernel", (), (), "cuda", 90, 32, ())
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("import os; os.abort()", "was ended by signal 6"),
+        ("raise ValueError('no such layout')", "failed: ValueError: no such layout"),
+        ("import sys; sys.exit(3)", "failed: it said nothing"),
+    ],
+)
+def test_a_compilation_that_crashes_is_a_reason_and_is_not_tried_again(
+    content: str, problem: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(tmp_path / "emitted.py", content)
+    for _ in range(2):
+        with pytest.raises(apart.CompilationError, match=problem):
+            apart.compile_apart(request)
+        monkeypatch.setattr(subprocess, "run", None)  # the second time, nothing is run
+    other = dataclasses.replace(request, architecture=100)
+    with pytest.raises(TypeError):
+        apart.compile_apart(other)
+
+
+def test_what_may_pass_is_tried_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = request_of(tmp_path / "emitted.py", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(apart.CompilationError, match="signal 9"):
+        apart.compile_apart(killed)
+    monkeypatch.setattr(apart, "SECONDS", 0.01)
+    with pytest.raises(apart.CompilationError, match="timed out"):
+        apart.compile_apart(killed)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no_python"))
+    with pytest.raises(apart.CompilationError, match=r"did not end: .*no_python"):
+        apart.compile_apart(killed)
+    assert list(store.directory().glob("compiled_*")) == []
+
+
+def test_a_file_that_is_no_answer_is_not_believed(cache: Path, tmp_path: Path) -> None:
+    request = request_of(tmp_path / "emitted.py", "raise ValueError('no such layout')")
+    path = store.directory() / f"compiled_{apart._key(request)}.json"
+    for content in ("", "[]", '{"shared": 1}', "{"):
+        path.write_text(content)
+        with pytest.raises(apart.CompilationError, match="no such layout"):
+            apart.compile_apart(request)
+        assert "no such layout" in json.loads(path.read_text())["problem"]
+
+
+@pytest.fixture
+def hopper(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
+    monkeypatch.setattr(device, "shared_memory", lambda where: 232_448)
+
+
+def launched(made: Plan) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """What `launch_forward` gives to a kernel."""
+    q, out = torch.empty(2, 4, 300, 64, dtype=torch.bfloat16), torch.empty(2, 4, 300)
+    arguments = [q, q, q, q, out, 4, 300, 300, *q.stride(), *q.stride(), *q.stride()]
+    return launch.load(made), arguments, launch.launch_options(made)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_before_its_first_launch_a_kernel_is_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart.require_specialised(*launched(plan("keep k <= q")))
+    monkeypatch.setattr(subprocess, "run", None)
+    apart.require_specialised(*launched(plan("keep k <= q")))
+    apart._problem.cache_clear()
+    monkeypatch.setattr(device, "shared_memory", lambda where: 65_536)
+    with pytest.raises(apart.CompilationError, match="bytes of shared memory, of which there are 65536"):
+        apart.require_specialised(*launched(plan("keep k <= q")))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_a_kernel_whose_warps_all_do_the_same_is_told() -> None:
+    with pytest.raises(apart.CompilationError, match="it compiled, but its warps all do the same"):
+        apart.require_specialised(*launched(plan("keep k <= q", blocks=Blocks(64, 32, 4, 2))))
+
+
+@needs_compiler
+def test_arguments_are_seen_as_the_launcher_of_triton_sees_them() -> None:
+    from triton.backends.compiler import BaseBackend
+    from triton.runtime.jit import native_specialize_impl
+
+    room = torch.empty(64, dtype=torch.bfloat16)
+    values: list[Any] = [
+        0,
+        1,
+        2,
+        16,
+        24,
+        -1,
+        -32,
+        (1 << 31) - 1,
+        1 << 31,
+        -(1 << 31),
+        1 << 40,
+        room,
+        room[1:],
+    ]
+    values += [torch.empty(4, dtype=dtype) for dtype in apart._POINTERS]
+    for value in values:
+        for is_fixed in (False, True):
+            if is_fixed and isinstance(value, torch.Tensor):
+                continue
+            kind, key = native_specialize_impl(BaseBackend, value, False, not is_fixed, not is_fixed)
+            assert apart._fact(value, is_fixed) == (kind, key == "D"), (value, is_fixed)
+
+
+def test_the_program_that_compiles_knows_nothing_of_ours() -> None:
+    """It runs beside modules of ours whose names others may have."""
+    source = Path(compiler.__file__).read_text()
+    assert "attngraph." not in source and "import torch" not in source
+
+
+@pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
+def test_what_the_caller_told_triton_about_memory_stays() -> None:
+    import triton
+    from triton.runtime import _allocation
+
+    given: list[torch.Tensor] = []
+
+    def mine(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        raise AssertionError
+
+    triton.set_allocator(mine)
+    device.with_scratch(
+        torch.device("cpu"), lambda: given.append(_allocation._allocator.get()(384, 128, None))
+    )
+    assert given[0].nbytes == 384 and _allocation._allocator.get() is mine
