@@ -20,9 +20,11 @@ from attngraph.capture import Captured, Structure
 from attngraph.dump import Dump
 from attngraph.entries import AttentionEntry, CacheEntry, KernelEntry
 from attngraph.errors import NoDecoderError, NotFusedError
+from attngraph.ir.cache import source_for_few
 from attngraph.ir.graph import ProgramGraph
 from attngraph.ir.kernels import KERNELS
-from attngraph.ir.nodes import parts
+from attngraph.ir.latent import absorbed_operands
+from attngraph.ir.nodes import ATTENTION, CACHED, LATENT, parts
 from attngraph.ir.parser import parse
 from attngraph.options import Options
 from attngraph.passes.insert_kv_cache import InsertKVCache
@@ -182,8 +184,7 @@ def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
     """What the report says of each attention."""
     for part in (g for g in (graph.prelude, graph) if g is not None):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
-            chosen_later = node.target in CHOSEN_LATER
-            kernel = KernelEntry("chosen by the number of new tokens") if chosen_later else _kernel(node)
+            kernel = _chosen_later(node) if node.target in CHOSEN_LATER else _kernel(node)
             yield dataclasses.replace(node.meta["attention"], kernel=kernel)
 
 
@@ -195,6 +196,19 @@ def _kernel(node: fx.Node) -> KernelEntry:
     q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
     reads = [r.meta["val"] for r in found.reads]
     return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
+
+
+def _chosen_later(node: fx.Node) -> KernelEntry:
+    """What serves an attention where rows bring one new token, with what is emitted for it."""
+    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    name, text = "", ""
+    if node.target is CACHED[ATTENTION]:
+        q, _, _, *pages, reads, _, program, _, _, _, _, by = args
+        name, text = source_for_few(parse(program), q, (pages[0], pages[1]), reads, by)
+    elif node.target is CACHED[LATENT] and args[-2] != "never":
+        q, _, pages, *ups, reads, _, program, _, _, _, _, _, by = args
+        name, text = source_for_few(parse(program), *absorbed_operands(q, pages, *ups), reads, by)
+    return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", text)
 
 
 def _place_of_logits(structure: Structure) -> int:

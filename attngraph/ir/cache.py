@@ -143,9 +143,28 @@ class CachedKernel(Protocol):
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None: ...  # fmt: skip
 
+    def source(
+        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
+    ) -> str:
+        """The text that is compiled for calls in which each row brings one new token (tensors that hold
+        nothing are fine), "" where this kernel does not serve them."""
+
 
 CACHED: list[CachedKernel] = []
 """Kernels in order of preference; what none of them serves is computed row by row by those of `KERNELS`."""
+
+
+def _candidates(by: str) -> list[CachedKernel]:
+    return [c for c in CACHED if by in ("", c.name, c.name.partition(".")[0])]
+
+
+def source_for_few(
+    program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor], by: str = ""
+) -> tuple[str, str]:
+    """The kernel that serves calls in which each row brings one new token, and the text that is compiled for
+    them; both empty where none that is made from a text does."""
+    texts = ((c.name, c.source(program, q, pages, reads)) for c in _candidates(by))
+    return next((found for found in texts if found[1]), ("", ""))
 
 
 def cached_attention(
@@ -156,11 +175,10 @@ def cached_attention(
     without gradients."""
     parsed = parse(program)
     rows = Rows(table, starts, first, held)
-    for candidate in CACHED:
-        if by in ("", candidate.name, candidate.name.partition(".")[0]):
-            out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
-            if out is not None:
-                return out
+    for candidate in _candidates(by):
+        out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
+        if out is not None:
+            return out
     return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by.partition(".")[0])
 
 

@@ -121,6 +121,14 @@ class _Node:
         return absorbing_pays(self.sizes, rows, q.device.type, q.dtype.itemsize)
 
 
+def absorbed_operands(
+    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int]
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The query, and the keys and values, of the absorbed form."""
+    node = _Node(q, latent, key_up, value_up, values)
+    return node.absorbed_query(q), node.shared(latent)
+
+
 def latent_attention(
     q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int],
     reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",

@@ -18,6 +18,7 @@ from torch import Tensor
 from attngraph.codegen.cpu import source, team
 from attngraph.codegen.cpu.compiled import BLOCK_K, BLOCK_Q, Call, Library, Run, library
 from attngraph.codegen.cpu.source import Plan
+from attngraph.codegen.cpu.terms import UnsupportedError
 from attngraph.ir.cache import Rows, counts
 from attngraph.ir.score import ScoreProgram
 from attngraph.meaning.causal import examine
@@ -50,6 +51,22 @@ class Decode:
             program.text, program, q.dtype, tuple(r.dtype for r in reads), q.shape[3], pages[1].shape[3]
         )
         return None if made is None else made.attend(q, new, pages, reads, tuple(sizes), about)
+
+    def source(
+        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
+    ) -> str:
+        if not q.is_cpu or not pages[0].dtype == pages[1].dtype == q.dtype:
+            return ""
+        if not _serves(program, q.dtype, max(q.shape[3], pages[1].shape[3])):
+            return ""
+        try:
+            return source.write(Plan(program.without_scale, q.dtype, tuple(r.dtype for r in reads))).text
+        except UnsupportedError:
+            return ""
+
+
+def _serves(program: ScoreProgram, dtype: torch.dtype, width: int) -> bool:
+    return dtype in source.ELEMENTS and not program.changes_weights and width <= WIDEST
 
 
 class _Prepared:
@@ -121,7 +138,7 @@ class _Prepared:
 def _prepared(
     program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], width: int
 ) -> _Prepared | None:
-    if dtype not in source.ELEMENTS or program.changes_weights or width > WIDEST:
+    if not _serves(program, dtype, width):
         return None
     found = library(Plan(program.without_scale, dtype, reads))
     return _Prepared(found, program) if isinstance(found, Library) else None

@@ -5,6 +5,7 @@ Serves calls in which some row brings few tokens; long prompts are computed row 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from attngraph.codegen.triton import attempts, store
+from attngraph.codegen.triton import attempts, store, tuned
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
-from attngraph.codegen.triton.device import multiprocessors, no_device, on, shared_memory
+from attngraph.codegen.triton.device import multiprocessors, name_of, no_device, on, shared_memory
 from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
 from attngraph.codegen.triton.launch import unsupported
 from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Read, padded
@@ -28,43 +30,56 @@ FEW = 16
 TALLEST = 64
 """Queries of a tile at most: heads that share a key head, times their new tokens."""
 PROGRAMS = 4
-"""Programs for each multiprocessor that a launch should have, if there are keys enough."""
+"""Programs for each multiprocessor that a launch should have, if there are keys enough, and no table knows
+better."""
 
 
 class Decode:
     """`triton.decode`.
 
     Args:
-        blocks, splits: tile sizes and parts of the keys; None: chosen for the call and the GPU.
+        blocks, splits, programs: tile sizes, parts of the keys, and (where parts are not given) programs for
+            each multiprocessor; None: what was measured, else chosen for the call and the GPU.
     """
 
     name = "triton.decode"
 
-    def __init__(self, blocks: Blocks | None = None, splits: int | None = None) -> None:
-        self._blocks, self._splits = blocks, splits
+    def __init__(
+        self, blocks: Blocks | None = None, splits: int | None = None, programs: int | None = None
+    ) -> None:
+        self._blocks, self._splits, self._programs = blocks, splits, programs
 
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None:  # fmt: skip
-        if no_device(q) is not None or not self._serves(program, q, pages, reads):
+        if q.shape[2] == 0 or no_device(q) is not None or not self._serves(program, q, pages, reads):
             return None
         brought = [n for n in counts(rows).new if n]
         if not brought or min(brought) > FEW:
             return None
-        plan, splits = self._plan(program, q, new, pages, reads, sizes, counts(rows))
+        plan, splits = self.plan(program, q, new, pages, reads, sizes, counts(rows))
         return attempts.run(
             plan,
             q.device,
-            lambda found: _launch(found, q, new, pages, reads, sizes, rows, splits),
+            lambda found: launch_decode(found, q, new, pages, reads, sizes, rows, splits),
             lambda: None,
         )
+
+    def source(
+        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
+    ) -> str:
+        """The module of both kernels. Writing it needs no GPU; on a CPU there is none but for the
+        interpreter."""
+        if no_device(q) is not None or not self._serves(program, q, pages, reads):
+            return ""
+        return emit_decode(self._plan_for(program, q, pages, reads, q.shape[1] // pages[0].shape[1])).source
 
     def _serves(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
     ) -> bool:
         k, v = pages
-        if q.dtype not in DTYPES or not k.dtype == v.dtype == q.dtype or q.shape[2] == 0:
+        if q.dtype not in DTYPES or not k.dtype == v.dtype == q.dtype:
             return False
         if q.dtype is torch.bfloat16 and q.device.type != "cuda":
             return False  # the interpreter computes products of it wrongly
@@ -75,31 +90,50 @@ class Decode:
             return False
         return unsupported(program) is None
 
-    def _plan(
+    def _plan_for(
+        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
+        lanes: int,
+    ) -> DecodePlan:  # fmt: skip
+        """The plan of calls of usual size, of which nobody asks how long they are."""
+        k, v = pages
+        line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
+        blocks = self._blocks or tuned.find(name_of(q.device), line, padded(lanes)) or decode_blocks(
+            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device)
+        )  # fmt: skip
+        return DecodePlan(
+            program, q.dtype, k.shape[3], v.shape[3], q.shape[1] // k.shape[1],
+            tuple(Read(n, r, READS[reads[n].dtype]) for n, r in program.reads.items()), blocks,
+            shared=_is_part(v, k), window=examine(program, True, frozenset()).window or 0,
+        )  # fmt: skip
+
+    def plan(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
     ) -> tuple[DecodePlan, int]:  # fmt: skip
+        """The plan of a call, and in how many parts each row's keys are split."""
         k, v = pages
-        group = q.shape[1] // k.shape[1]
-        shared = _is_part(v, k) and (new[0].shape[2] == 0 or _is_part(new[1], new[0]))
         most, longest = max(about.new), max(about.held)
-        lanes = group * most
-        blocks = self._blocks or decode_blocks(
-            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device)
-        )
-        plan = DecodePlan(
-            program, q.dtype, k.shape[3], v.shape[3], group,
-            tuple(Read(n, r, READS[reads[n].dtype], is_wide(reads[n])) for n, r in program.reads.items()),
-            blocks, max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
-            shared=shared, window=examine(program, True, frozenset()).window or 0,
+        lanes = q.shape[1] // k.shape[1] * most
+        plan = self._plan_for(program, q, pages, reads, lanes)
+        plan = dataclasses.replace(
+            plan, shared=plan.shared and (new[0].shape[2] == 0 or _is_part(new[1], new[0])),
+            reads=tuple(dataclasses.replace(r, wide=is_wide(reads[r.number])) for r in plan.reads),
+            wide=max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
         )  # fmt: skip
-        shares = -(-lanes // blocks.q)
-        wanted = PROGRAMS * multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
-        splits = self._splits or max(1, min(wanted, longest // (4 * blocks.k)))
+        line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
+        programs = self._programs or tuned.programs(name_of(q.device)).get(line, PROGRAMS)
+        shares = -(-lanes // plan.blocks.q)
+        wanted = programs * multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
+        splits = self._splits or max(1, min(wanted, longest // (4 * plan.blocks.k)))
         return plan, splits
 
 
-def _launch(
+def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.dtype) -> str:
+    """The line of a table: "decode of 16 queries, bfloat16, 128 wide, values 128, causal"."""
+    return tuned.key(f"decode of {padded(lanes)} queries", program, D, Dv, dtype)
+
+
+def launch_decode(
     plan: DecodePlan, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
     reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int,
 ) -> Tensor:  # fmt: skip
@@ -140,7 +174,12 @@ def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int) -> Bl
 
 def _is_part(v: Tensor, k: Tensor) -> bool:
     """Whether values are the first places of the keys, in the same memory."""
-    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[3] <= k.shape[3]
+    if v.shape[3] > k.shape[3] or v.stride() != k.stride():
+        return False
+    if isinstance(v, FakeTensor):
+        own = v.untyped_storage()._cdata == k.untyped_storage()._cdata
+        return own and bool(v.storage_offset() == k.storage_offset())
+    return v.data_ptr() == k.data_ptr()
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Measuring block sizes: `tune`, which nothing calls but who asks for it."""
+"""Measuring block sizes, schedules and splits: `tune`, which nothing calls but who asks for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.triton import device, launch, launch_backward, tuned
-from attngraph.codegen.triton.plan import Blocks, padded
+from attngraph.codegen.triton import decode, device, launch, launch_backward, schedule, tuned
+from attngraph.codegen.triton.plan import Blocks, Plan, padded
+from attngraph.ir.cache import Rows, counts
 from attngraph.ir.kernels import Operands
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
@@ -20,19 +22,25 @@ from attngraph.ir.score import ScoreProgram
 _log = logging.getLogger("attngraph.codegen.triton")
 _NUMBERS = 1 << 16
 """Registers of a multiprocessor: tiles beyond it are not tried."""
+_PROGRAMS = (1, 2, 4, 8)
+"""Programs for each multiprocessor that are tried over a cache."""
 Timer = Callable[[Callable[[], object]], float]
 """Seconds (or any unit) that a call takes."""
+C = TypeVar("C")
 
 
 def tune(
     program: ScoreProgram | str, operands: Operands, reads: Sequence[Tensor] = (),
     sizes: Sequence[int] = (), *,
-    gradients: bool = False, timer: Timer | None = None, name: str | None = None,
+    gradients: bool = False, cache: tuple[tuple[Tensor, Tensor], Rows] | None = None,
+    timer: Timer | None = None, name: str | None = None,
 ) -> dict[str, Blocks]:  # fmt: skip
     """Measure choices of block sizes for such calls, and store the fastest for this user and device.
 
     Args:
         operands: q, k, v, as for the op, on the device. gradients: also those of the backward pass.
+        cache: pages of keys and of values, and rows (`ir/cache.py`): what is measured is attention over a
+            cache, to which `operands` are the new tokens.
         timer: by default Triton's own. name: the device's, by default as PyTorch says it.
 
     Returns:
@@ -40,39 +48,68 @@ def tune(
         is the line.
     """
     parsed = parse(program) if isinstance(program, str) else program
-    q, _, v = operands
-    name = device.name_of(q.device) if name is None else name
+    name = device.name_of(operands[0].device) if name is None else name
     clock: Timer = timer or importlib.import_module("triton.testing").do_bench
-    options = list(choices(max(q.shape[3], v.shape[3]), q.dtype, device.shared_memory(q.device)))
+    if cache is not None:
+        return _tune_decode(parsed, operands, cache, reads, sizes, clock, name)
+    q, _, v = operands
     line = functools.partial(tuned.key, program=parsed, D=q.shape[3], Dv=v.shape[3], dtype=q.dtype)
-    found: dict[str, Blocks] = {}
-
-    def measure(step: str, call: Callable[[Blocks], object]) -> None:
-        times: dict[Blocks, float] = {}
-        for blocks in options:
-            try:
-                times[blocks] = clock(functools.partial(call, blocks))
-            except Exception as problem:  # it does not compile, or does not fit
-                _log.info("%s do not run %s: %s: %s", blocks, step, type(problem).__name__, problem)
-        if times:
-            found[line(step)] = min(times, key=lambda blocks: times[blocks])
-
+    options = list(choices(max(q.shape[3], v.shape[3]), q.dtype, device.shared_memory(q.device)))
     plan = launch.plan_forward(parsed, operands, reads, sizes)
+    found: dict[str, Blocks] = {}
 
     def forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
         return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, reads, sizes)
 
-    measure("forward", forward)
+    best = _fastest([*options, *specialised_choices(plan, operands)], forward, clock, "forward")
+    if best is not None:
+        found[line("forward")] = best
     back = launch_backward.plan_gradients(plan, operands, reads)
-    if gradients and back is not None and found:
-        results = forward(next(iter(found.values())))
+    if gradients and back is not None and best is not None:
+        results = forward(best)
         grads = torch.ones_like(results[0]), torch.zeros_like(results[1])
-        measure("backward", lambda blocks: launch_backward.differentiate(
+        best = _fastest(options, lambda blocks: launch_backward.differentiate(
             dataclasses.replace(back, blocks=blocks), operands, reads, sizes, results, grads
-        ))  # fmt: skip
+        ), clock, "backward")  # fmt: skip
+        if best is not None:
+            found[line("backward")] = best
     if found:
         tuned.add(name, found)
     return found
+
+
+def _tune_decode(
+    program: ScoreProgram, operands: Operands, cache: tuple[tuple[Tensor, Tensor], Rows],
+    reads: Sequence[Tensor], sizes: Sequence[int], clock: Timer, name: str,
+) -> dict[str, Blocks]:  # fmt: skip
+    """Tiles, and into how many parts keys are split: for so many programs on each multiprocessor."""
+    (q, *new), (pages, rows) = operands, cache
+    about = counts(rows)
+    lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
+    first = decode.decode_blocks(lanes, width, q.dtype, device.shared_memory(q.device))
+    options = [(blocks, count) for blocks in decode_choices(first, width) for count in _PROGRAMS]
+
+    def attend(choice: tuple[Blocks, int]) -> Tensor:
+        kernel = decode.Decode(choice[0], programs=choice[1])
+        plan, splits = kernel.plan(program, q, (new[0], new[1]), pages, reads, sizes, about)
+        return decode.launch_decode(plan, q, (new[0], new[1]), pages, reads, sizes, rows, splits)
+
+    best = _fastest(options, attend, clock, "decode")
+    if best is None:
+        return {}
+    line = decode.tuned_line(program, lanes, q.shape[3], pages[1].shape[3], q.dtype)
+    tuned.add(name, {line: best[0]}, {line: best[1]})
+    return {line: best[0]}
+
+
+def _fastest(options: Sequence[C], call: Callable[[C], object], clock: Timer, what: str) -> C | None:
+    times: dict[C, float] = {}
+    for option in options:
+        try:
+            times[option] = clock(functools.partial(call, option))
+        except Exception as problem:  # it does not compile, or does not fit
+            _log.info("%s do not run %s: %s: %s", option, what, type(problem).__name__, problem)
+    return min(times, key=lambda option: times[option]) if times else None
 
 
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
@@ -85,3 +122,25 @@ def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
                     fits = (q + 2 * stages * k) * row <= shared
                     if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
                         yield Blocks(q, k, warps, stages)
+
+
+def specialised_choices(plan: Plan, operands: Operands) -> Iterator[Blocks]:
+    """Warp-specialised ones, if the call can be."""
+    if schedule.obstacle(plan) is not None or schedule.obstacle_of_call(operands) is not None:
+        return
+    row, room = padded(max(plan.D, plan.Dv)) * plan.dtype.itemsize, device.shared_memory(operands[0].device)
+    for q in (64, 128):
+        for k in (64, 128):
+            for stages in (2, 3):
+                if (q + 2 * stages * k) * row <= room:
+                    yield Blocks(q, k, 4, stages, specialised=True)
+
+
+def decode_choices(first: Blocks, width: int) -> Iterator[Blocks]:
+    """Block sizes that may be any good over a cache, beside those of the rule: as tall, since the queries of
+    a group are as many as they are."""
+    for k in (16, 32, 64, 128):
+        for warps in (4, 8):
+            for stages in (1, 2, 3):
+                if k * padded(width) <= _NUMBERS // 2:
+                    yield dataclasses.replace(first, k=k, warps=warps, stages=stages)

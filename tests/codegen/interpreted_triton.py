@@ -30,9 +30,11 @@ from attngraph.codegen.triton import (
     launch_backward,
     read_gradients,
     store,
+    tuned,
     visits,
 )
 from attngraph.codegen.triton.decode import Decode
+from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir import evaluate, kernels, ops
@@ -548,18 +550,26 @@ def test_long_prompts_and_what_it_cannot_read_are_left_to_others() -> None:
     assert Decode().attend(parse("keep k <= q"), one[0], one[1], half, [], (), few) is None  # type: ignore[arg-type]
 
 
-def test_a_decoder_of_latent_attention_by_these_kernels() -> None:
+def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = MLAConfig(
         layers=1, width=24, heads=4, latent=16, nope=6, rope=4, value=5, query_rank=8, hidden=16
     )  # fmt: skip
     torch.manual_seed(0)
     model, ids = MLADecoder(config).eval(), torch.randint(0, 256, (2, 5))
     decoder = attngraph.compile(model, cache=True, backend="triton", absorb="always")
+    plans: list[DecodePlan] = []
+    real = decode.launch_decode
+    monkeypatch.setattr(decode, "launch_decode", lambda p, *rest: (plans.append(p), real(p, *rest))[1])
     found, whole = decoder.generate(ids, 3), ids
     with torch.no_grad():
         for _ in range(3):
             whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
     assert torch.equal(found, whole)
+    (entry,) = decoder.report.attention
+    assert entry.kernel.name == "triton.decode for few new tokens"
+    assert plans[-1].shared and entry.kernel.source == decode.emit_decode(plans[-1]).source
 
 
 # --- what does not run, and what was measured ---
@@ -568,7 +578,7 @@ def test_a_decoder_of_latent_attention_by_these_kernels() -> None:
 def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool]) -> list[str]:
     """Make kernels of other plans fail; what the log says."""
     said: list[str] = []
-    real, back, few = launch.launch_forward, launch_backward.differentiate, decode._launch
+    real, back, few = launch.launch_forward, launch_backward.differentiate, decode.launch_decode
 
     def checked(plan: Any) -> None:
         if not runs(plan):
@@ -578,7 +588,7 @@ def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool])
     monkeypatch.setattr(
         launch_backward, "differentiate", lambda plan, *rest: (checked(plan), back(plan, *rest))[1]
     )
-    monkeypatch.setattr(decode, "_launch", lambda plan, *rest: (checked(plan), few(plan, *rest))[1])
+    monkeypatch.setattr(decode, "launch_decode", lambda plan, *rest: (checked(plan), few(plan, *rest))[1])
     monkeypatch.setattr(attempts, "_failed", set())
     monkeypatch.setattr(attempts, "_said", {})
     monkeypatch.setattr(attempts._log, "warning", lambda text, *rest: said.append(text % rest))
@@ -658,6 +668,57 @@ def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -
     other = parse("keep k < q")
     assert launch.plan_forward(other, tensors, (), ()).blocks != fastest
     agree("keep k <= q", tensors, kernel=Forward())
+
+
+def test_both_schedules_are_measured_where_a_call_can_have_both() -> None:
+    tried: list[Blocks] = []
+
+    def timer(call: Callable[[], object]) -> float:
+        tried.append(call.args[0])  # type: ignore[attr-defined]
+        return 1.0 - tried[-1].specialised - tried[-1].k / 1000
+
+    tensors = operands(B=1, Sq=70, Skv=70, dtype=torch.float16)
+    found = attngraph.codegen.triton.tune("keep k <= q", tensors, timer=timer, name="Another GPU")
+    fastest = found["forward, float16, 16 wide, values 16, causal"]
+    assert fastest.specialised and fastest.k == 128 and not all(b.specialised for b in tried)
+    assert tuned.find("Another GPU", "forward, float16, 16 wide, values 16, causal", 4096) == fastest
+    tried.clear()
+    attngraph.codegen.triton.tune("keep k <= q", operands(B=1), timer=timer, name="Another GPU")
+    assert tried and not any(b.specialised for b in tried)
+
+
+def test_tiles_and_splits_over_a_cache_are_measured_stored_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands(B=1, Hq=4, Sq=2, Skv=2)
+    pages = tuple(torch.randn(6, 2, 64, 16) for _ in "kv")
+    held = torch.tensor([150, 180])
+    rows = Rows(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2]), held, held)
+    monkeypatch.setattr(decode, "multiprocessors", lambda where: 3)
+    tried, fastest, plans = [], (Blocks(16, 16, 8, 2), 8), []
+
+    def timer(call: Callable[[], object]) -> float:
+        choice = call.args[0]  # type: ignore[attr-defined]
+        tried.append(choice)
+        if choice[0].stages == 1:
+            raise RuntimeError("out of resources: shared memory")
+        if choice == fastest:
+            call()
+        return 0.5 if choice == fastest else 1.0
+
+    found = attngraph.codegen.triton.tune(
+        "keep k <= q", (q, k, v), cache=((pages[0], pages[1]), rows), timer=timer, name="A GPU/2"
+    )
+    line = "decode of 16 queries, float32, 16 wide, values 16, causal"
+    assert found == {line: fastest[0]} and len(set(tried)) == len(tried) > 20
+    assert tuned.programs("A GPU/2") == {line: 8}
+    real = decode.launch_decode
+    monkeypatch.setattr(decode, "name_of", lambda where: "A GPU/2")
+    monkeypatch.setattr(decode, "launch_decode", lambda *a: (plans.append((a[0], a[-1])), real(*a))[1])
+    program, whole = parse("keep k <= q"), [t[:3].transpose(0, 1).flatten(1, 2) for t in pages]
+    out = Decode().attend(program, q, (k, v), (pages[0], pages[1]), [], (), rows)
+    assert out is not None and plans[0][0].blocks == fastest[0] and plans[0][1] == 2
+    one = [torch.cat([w[:, :150], n[0, :, :1]], 1).unsqueeze(0) for w, n in zip(whole, (k, v), strict=True)]
+    wanted = REFERENCE.forward(parse("keep k <= q + n0"), (q[:, :, :1], one[0], one[1]), [], (150,))[0]
+    torch.testing.assert_close(out[:, :, :1], wanted, rtol=3e-5, atol=3e-5)
 
 
 # --- gradients ---

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from attngraph.codegen.cpu import compiled
-from attngraph.codegen.triton import launch
+from attngraph.codegen.triton import device, launch
+from attngraph.ir.cache import source_for_few
 from attngraph.ir.kernels import KERNELS, Operands
 from attngraph.ir.parser import parse
 
@@ -56,3 +57,31 @@ def test_where_nothing_is_compiled_nothing_is_said() -> None:
     assert said("triton.forward", "p = exp(p)", operands, reads) == ""
     assert said("triton.forward", TEXT, operands, [reads[0].to(torch.int8)]) == ""
     assert said("cpu.compiled", TEXT, operands, [reads[0].to(torch.int8)]) == ""
+
+
+def over_a_cache(device: str, by: str = "", text: str = TEXT, latent: bool = False) -> tuple[str, str]:
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 3, 64, dtype=torch.bfloat16, device=device)
+        keys = torch.empty(9, 2, 16, 64, dtype=torch.bfloat16, device=device)
+        values = keys[..., :48] if latent else torch.empty_like(keys)
+        reads = [torch.empty(4, device=device)]
+    return source_for_few(parse(text), q, (keys, values), reads, by)
+
+
+@pytest.mark.skipif(device.no_triton() is not None, reason="needs triton to be chosen")
+def test_over_a_cache_triton_says_both_of_its_kernels() -> None:
+    name, source = over_a_cache("cuda")
+    functions = [f.name for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)]
+    assert name == "triton.decode" and functions[-2:] == ["decode_causal_attention", "join_parts"]
+    assert "value its first 48" in over_a_cache("cuda", latent=True)[1]
+    assert "value its first" not in source
+
+
+def test_over_a_cache_on_the_cpu_c_is_said() -> None:
+    name, source = over_a_cache("cpu")
+    assert name == "cpu.decode" and "attngraph_decode" in source and "#define BFLOAT16" in source
+
+
+def test_over_a_cache_nothing_is_said_where_nothing_is_compiled() -> None:
+    assert over_a_cache("cuda", "reference") == over_a_cache("cuda", "cpu") == ("", "")
+    assert over_a_cache("cuda", text="p = exp(p)") == over_a_cache("cpu", text="p = exp(p)") == ("", "")
