@@ -179,6 +179,32 @@ def test_the_gpu_benchmark_measures_and_writes_what_it_found(
     assert "GB/s" in shown
 
 
+def test_the_gpu_benchmark_measures_a_part_and_goes_on_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    small = ["bench", "--device", "cpu", "--small", "--json", str(file), "--without", "flex", "flex tuned"]
+    small += ["torch.compile", "--resume"]
+    assert cli.main([*small, "--suite", "attention", "decode", "--only", "causal", "tokens"]) == 0
+    first = json.loads(file.read_text())["rows"]
+    assert {row["cell"] for row in first} == {
+        "causal, 2 heads, 64 tokens, width 16", "causal, 2 heads, 64 tokens, width 16, backward"
+    }  # fmt: skip
+    assert not any(row["name"] in ("flex", "torch.compile") for row in first)
+    (ours,) = (row for row in first if row["name"] == "attngraph, warp-specialised")
+    assert "runs on a GPU" in ours["problem"]
+    assert cli.main([*small, "--minutes", "0"]) == 0
+    assert json.loads(file.read_text())["rows"] == first
+    assert cli.main([*small, "--only", "causal"]) == 0
+    assert json.loads(file.read_text())["rows"] == first, "cells that are known are not measured again"
+    assert cli.main([*small, "--only", "full"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[: len(first)] == first and len(rows) > len(first)
+    file.write_text("[]")
+    assert cli.main([*small, "--only", "causal"]) == 2
+    assert "holds no figures" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_benchmark_of_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--device", "cuda"]) == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from attngraph.cli.progress import Progress
 from attngraph.cli.target import TargetError
 from attngraph.codegen.benchmark import attention_cpu, decoding, gpu, latent
 from attngraph.codegen.benchmark.plot import Bars, draw
+from attngraph.codegen.triton import store
 
 
 def add(commands: Any) -> None:
@@ -32,6 +35,12 @@ def add(commands: Any) -> None:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
     bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")
+    part = bench.add_argument_group("parts of the suites", "on a GPU, where a run takes long")
+    part.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cells with all of these texts")
+    part.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave out these candidates")
+    part.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many")
+    part.add_argument("--resume", action="store_true", help="go on from the cells in the file of --json")
+    part.add_argument("--tune", action="store_true", help="measure our block sizes first, and store them")
     bench.set_defaults(
         batch=None, dump=None, strict=False, backend="auto", inductor=False, absorb="auto", rounds=5,
         no_torch_compile=False, run=run,
@@ -55,16 +64,35 @@ def run(options: argparse.Namespace) -> int:
             _measure_cpu(name, options, len(suites) > 1)
         return 0
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    tell = Progress()
-    about, rows = gpu.run(suites, options.device, dtype, options.small, tell)
+    tell, known = Progress(), _known(options)
+
+    def keep(about: dict[str, Any], rows: list[gpu.Row]) -> None:
+        if options.json:
+            found = {**about, "rows": [asdict(row) for row in (*known, *rows)]}
+            store.write(options.json, json.dumps(found, indent=2) + "\n")
+
+    part = gpu.Part(
+        options.only, options.without, frozenset(row.cell for row in known),
+        time.monotonic() + 60 * options.minutes, options.tune,
+    )  # fmt: skip
+    about, rows = gpu.run(suites, options.device, dtype, options.small, tell, part, keep)
     tell.done()
+    keep(about, rows)
+    rows = [*known, *rows]
     print(gpu.table(about, rows))
-    if options.json:
-        found = {**about, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
     if options.plot:
         _draw(gpu.bars(about, rows), options.plot)
     return 0
+
+
+def _known(options: argparse.Namespace) -> list[gpu.Row]:
+    """What an earlier run found."""
+    if not options.resume or not options.json or not options.json.exists():
+        return []
+    try:
+        return [gpu.Row(**row) for row in json.loads(options.json.read_text())["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise TargetError(f"--resume: {options.json} holds no figures of a GPU: {problem}") from problem
 
 
 _ON_THE_CPU: dict[str, Any] = {"attention": attention_cpu, "decode": decoding, "mla": latent}

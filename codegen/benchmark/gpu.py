@@ -1,18 +1,21 @@
 """Attention on a GPU, in one process and one run: ours beside what else there is, and the card's limits.
 
     attngraph bench --device cuda --suite attention decode mla --json results.json
+    attngraph bench --device cuda --only causal "width 128" --minutes 9 --json results.json --resume
 
 First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
 turns for some rounds with the cache emptied before each; medians are kept. `attention`: our kernels forward
-and backward, the unfused graph where it fits, scaled_dot_product_attention with each of its backends pinned,
-FlexAttention as it comes and tuned, torch.compile of the unfused graph. `decode` and `mla`: one new token
-of each row over a cache, in bytes (and operations) a second. Whole sequences' answers are compared before
-anything is timed; a candidate that cannot be run says why.
+and backward (forward in both schedules), the unfused graph where it fits, scaled_dot_product_attention with
+each of its backends pinned, FlexAttention as it comes and tuned, torch.compile of the unfused graph. `decode`
+and `mla`: one new token of each row over a cache, in bytes (and operations) a second. Whole sequences'
+answers are compared before anything is timed; a candidate that cannot be run says why. A run may be a part of
+all that there is, and go on from a file of earlier ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
@@ -27,7 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attngraph
+from attngraph.codegen import triton
 from attngraph.codegen.benchmark.plot import Bars
+from attngraph.codegen.triton.tuning import run_specialised
 
 ROUNDS = 9
 WINDOW, CAP = 1024, 30.0
@@ -38,6 +43,8 @@ BACKENDS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+SPECIALISED = "attngraph, warp-specialised"
+"""Our kernel in that schedule, whatever tables say of it. Its backward pass is that of the other."""
 Call = Callable[[], Tensor]
 Say = Callable[[str], None]
 
@@ -62,6 +69,26 @@ class Row:
     gbytes: float | None = None
     share: float | None = None
     problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What of a suite is measured: cells whose names hold all of `only` and are not among `done`, without
+    candidates of these names, until `deadline` (of `time.monotonic`). `tune`: measure our block sizes for
+    each cell first, and store them."""
+
+    only: Sequence[str] = ()
+    without: Sequence[str] = ()
+    done: frozenset[str] = frozenset()
+    deadline: float = math.inf
+    tune: bool = False
+
+    def has(self, cell: str) -> bool:
+        return all(text in cell for text in self.only) and cell not in self.done
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
 
 
 class Clock:
@@ -119,6 +146,9 @@ class Case:
     score: Callable[..., Any] | None = None
     mask: Callable[..., Any] | None = None
 
+    def program(self, width: int) -> str:
+        return self.text.format(scale=1 / math.sqrt(width))
+
     def share(self, tokens: int) -> float:
         if "q - k <" in self.text:
             window = min(WINDOW, tokens)
@@ -155,28 +185,43 @@ CASES = {
 
 def attention(
     clock: Clock, sizes: Sequence[tuple[int, int, int]], cases: Sequence[str], dtype: torch.dtype,
-    limit: Limits, say: Say, backward: bool = True,
+    limit: Limits, say: Say, part: Part,
 ) -> Iterator[Row]:  # fmt: skip
     """Cells of (heads, tokens, width), batch 1."""
-    for name in cases:
-        for heads, tokens, width in sizes:
-            cell = f"{name}, {heads} heads, {tokens} tokens, width {width}"
-            say(cell)
-            shape = (1, heads, tokens, width)
-            q, k, v = (torch.randn(shape, device=clock.device).to(dtype).requires_grad_() for _ in "qkv")
-            candidates = _candidates(CASES[name], q, k, v)
-            operations = 4 * heads * tokens**2 * width * CASES[name].share(tokens)
-            yield from _measured(clock, cell, candidates, operations, 0, limit)
-            if backward:
-                grad = torch.randn_like(q)
-                backwards = {n: _backward(call, (q, k, v), grad) for n, call in candidates.items()}
-                yield from _measured(clock, f"{cell}, backward", backwards, 2.5 * operations, 0, limit)
+    for name, (heads, tokens, width) in itertools.product(cases, sizes):
+        cell = f"{name}, {heads} heads, {tokens} tokens, width {width}"
+        wanted = [part.has(cell), part.has(f"{cell}, backward")]
+        if part.is_over or not any(wanted):
+            continue
+        say(cell)
+        _forget()
+        shape = (1, heads, tokens, width)
+        q, k, v = (torch.randn(shape, device=clock.device).to(dtype).requires_grad_() for _ in "qkv")
+        if part.tune:
+            triton.tune(CASES[name].program(width), (q.detach(), k.detach(), v.detach()), gradients=True)
+        candidates = _candidates(CASES[name], q, k, v)
+        operations = 4 * heads * tokens**2 * width * CASES[name].share(tokens)
+        if wanted[0]:
+            yield from _measured(clock, cell, candidates, operations, 0, limit, part)
+        if wanted[1]:
+            grad = torch.randn_like(q)
+            backwards = {n: _backward(c, (q, k, v), grad) for n, c in candidates.items() if n != SPECIALISED}
+            yield from _measured(clock, f"{cell}, backward", backwards, 2.5 * operations, 0, limit, part)
+
+
+def _forget() -> None:
+    """Let go of what the last cell compiled and held. PyTorch compiles a function for few sizes before it
+    runs it as it is written, and from the second on for sizes that it does not know."""
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _candidates(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
     scale = 1 / math.sqrt(q.shape[-1])
-    text, tokens = case.text.format(scale=scale), q.shape[2]
+    text, tokens = case.program(q.shape[-1]), q.shape[2]
     found: dict[str, Call] = {"attngraph": lambda: attngraph.attention(q, k, v, text)}
+    found[SPECIALISED] = lambda: run_specialised(text, (q.detach(), k.detach(), v.detach()))
     if q.shape[1] * tokens**2 * 4 * 3 <= UNFUSED_LIMIT:
         found["unfused"] = lambda: _unfused(case, q, k, v, scale)
         compiled = torch.compile(_unfused)
@@ -232,27 +277,32 @@ def _backward(call: Call, inputs: Sequence[Tensor], grad: Tensor) -> Call:
 
 def decode(
     clock: Clock, cells: Sequence[tuple[int, int]], dtype: torch.dtype, limit: Limits, say: Say,
-    heads: tuple[int, int] = (32, 4), width: int = 128,
+    part: Part, heads: tuple[int, int] = (32, 4), width: int = 128,
 ) -> Iterator[Row]:  # fmt: skip
     """One new token of each row: cells of (rows, kept tokens), grouped heads."""
     for rows, held in cells:
         cell = f"decode, {rows} rows, {held} kept, {heads[0]} heads on {heads[1]}, width {width}"
+        if part.is_over or not part.has(cell):
+            continue
         say(cell)
+        _forget()
         k, v = (torch.randn(rows, heads[1], held, width, device=clock.device).to(dtype) for _ in "kv")
         q = torch.randn(1, heads[0], rows, width, device=clock.device).to(dtype)
         new = [torch.randn(1, heads[1], rows, width, device=clock.device).to(dtype) for _ in "kv"]
-        calls = _over_cache(q, new, (k, v), width)
+        calls = _over_cache(q, new, (k, v), width, part)
         operations, size = 4 * rows * held * heads[0] * width, k.nbytes + v.nbytes
-        yield from _measured(clock, cell, calls, operations, size, limit, compared=False)
+        yield from _measured(clock, cell, calls, operations, size, limit, part, compared=False)
 
 
 def _over_cache(
-    q: Tensor, new: Sequence[Tensor], pages: tuple[Tensor, Tensor], scaled: int
+    q: Tensor, new: Sequence[Tensor], pages: tuple[Tensor, Tensor], scaled: int, part: Part
 ) -> dict[str, Call]:
     """Ours over pages and the new tokens, torch's over the pages alone."""
     where = _rows(pages[0].shape[0], pages[0].shape[2], str(q.device))
     text = f"s = {1 / math.sqrt(scaled)} * dot\nkeep k <= q"
     own = q.permute(2, 1, 0, 3)
+    if part.tune:
+        triton.tune(text, (q, new[0], new[1]), cache=(pages, where))
 
     def ours() -> Tensor:
         found: Tensor = torch.ops.attngraph.cached_attention(q, *new, *pages, [], [], text, *where)
@@ -266,20 +316,23 @@ def _over_cache(
 
 def mla(
     clock: Clock, cells: Sequence[tuple[int, int, int]], dtype: torch.dtype, limit: Limits, say: Say,
-    latent: int = 512, rope: int = 64,
+    part: Part, latent: int = 512, rope: int = 64,
 ) -> Iterator[Row]:  # fmt: skip
     """One new token of each row over latents: cells of (rows, heads, kept tokens)."""
     for rows, heads, held in cells:
         cell = f"mla, {rows} rows, {held} kept, {heads} heads, latent {latent} + {rope}"
+        if part.is_over or not part.has(cell):
+            continue
         say(cell)
+        _forget()
         width = latent + rope
         pages = torch.randn(rows, 1, held, width, device=clock.device).to(dtype)
         q = torch.randn(1, heads, rows, width, device=clock.device).to(dtype)
         new = torch.randn(1, 1, rows, width, device=clock.device).to(dtype)
         parts = (pages, pages[..., :latent])
-        calls = _over_cache(q, (new, new[..., :latent]), parts, 192)
+        calls = _over_cache(q, (new, new[..., :latent]), parts, 192, part)
         operations = 2 * rows * held * heads * (width + latent)
-        yield from _measured(clock, cell, calls, operations, pages.nbytes, limit, compared=False)
+        yield from _measured(clock, cell, calls, operations, pages.nbytes, limit, part, compared=False)
 
 
 def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -291,16 +344,17 @@ def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Te
 
 def _measured(
     clock: Clock, cell: str, calls: dict[str, Call], operations: float, size: float, limit: Limits,
-    compared: bool = True,
+    part: Part, compared: bool = True,
 ) -> Iterator[Row]:  # fmt: skip
     """A row for each candidate: those that run and agree with the first are timed."""
     running: dict[str, Call] = {}
     wanted: Tensor | None = None
-    for name, call in calls.items():
+    for name, call in ((n, c) for n, c in calls.items() if n not in part.without):
         try:
-            found = call().float()
+            found = call().detach().float()
         except Exception as problem:
-            yield Row(cell, name, problem=f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
+            text = (str(problem).splitlines() or [""])[0][:120]
+            yield Row(cell, name, problem=f"{type(problem).__name__}: {text}")
             continue
         if compared and wanted is not None:
             error = float((found - wanted).abs().max())
@@ -318,35 +372,46 @@ def _measured(
 # --- a run ---
 
 SUITES = ("attention", "decode", "mla")
+Keep = Callable[[dict[str, Any], list[Row]], None]
 
 
 def run(
     suites: Sequence[str], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, small: bool = False,
-    say: Say | None = None,
+    say: Say | None = None, part: Part | None = None, keep: Keep | None = None,
 ) -> tuple[dict[str, Any], list[Row]]:  # fmt: skip
-    """Measure suites; about the machine, and all rows. `small`: a few tiny cells, to see that it works."""
+    """Measure suites; about the machine, and all rows. `small`: a few tiny cells, to see that it works.
+
+    Args:
+        part: what of the suites. keep: called with what is known after every cell.
+    """
+    part = part or Part()
     say = say or (lambda what: print(f"... {what}", file=sys.stderr, flush=True))
     clock = Clock(device)
     say("limits of the device")
     limit = limits(clock, dtype, 256 if small else 8192)
-    rows: list[Row] = []
+    found: list[Iterator[Row]] = []
     if "attention" in suites:
         tokens = (64,) if small else (4096, 8192, 16384)
         sizes = [(2 if small else 16, t, d) for d in ((16,) if small else (64, 128)) for t in tokens]
-        rows += attention(clock, sizes, list(CASES), dtype, limit, say)
+        found.append(attention(clock, sizes, list(CASES), dtype, limit, say, part))
     if "decode" in suites:
         cells = [(2, 64)] if small else [(b, t) for b in (1, 8, 64) for t in (4096, 16384, 65536)]
-        rows += decode(clock, cells, dtype, limit, say, *(((4, 2), 16) if small else ()))
+        found.append(decode(clock, cells, dtype, limit, say, part, *(((4, 2), 16) if small else ())))
     if "mla" in suites:
         three = [(2, 4, 64)] if small else [
             (b, h, t) for h in (16, 128) for b in (1, 16, 64) for t in (4096, 16384)
         ]  # fmt: skip
-        rows += mla(clock, three, dtype, limit, say, *((16, 16) if small else ()))
+        found.append(mla(clock, three, dtype, limit, say, part, *((16, 16) if small else ())))
     name = torch.cuda.get_device_name() if clock.is_cuda else "cpu"
     about = {
         "device": name, "torch": torch.__version__, "dtype": str(dtype), "date": time.strftime("%Y-%m-%d"),
         "limits": dataclasses.asdict(limit),
     }  # fmt: skip
+    rows: list[Row] = []
+    for _, cell in itertools.groupby(itertools.chain.from_iterable(found), key=lambda row: row.cell):
+        rows += cell
+        if keep is not None:
+            keep(about, rows)
     return about, rows
 
 

@@ -32,7 +32,7 @@ C = TypeVar("C")
 def tune(
     program: ScoreProgram | str, operands: Operands, reads: Sequence[Tensor] = (),
     sizes: Sequence[int] = (), *,
-    gradients: bool = False, cache: tuple[tuple[Tensor, Tensor], Rows] | None = None,
+    gradients: bool = False, cache: tuple[tuple[Tensor, Tensor], Sequence[Tensor]] | None = None,
     timer: Timer | None = None, name: str | None = None,
 ) -> dict[str, Blocks]:  # fmt: skip
     """Measure choices of block sizes for such calls, and store the fastest for this user and device.
@@ -51,7 +51,7 @@ def tune(
     name = device.name_of(operands[0].device) if name is None else name
     clock: Timer = timer or importlib.import_module("triton.testing").do_bench
     if cache is not None:
-        return _tune_decode(parsed, operands, cache, reads, sizes, clock, name)
+        return _tune_decode(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes, clock, name)
     q, _, v = operands
     line = functools.partial(tuned.key, program=parsed, D=q.shape[3], Dv=v.shape[3], dtype=q.dtype)
     options = list(choices(max(q.shape[3], v.shape[3]), q.dtype, device.shared_memory(q.device)))
@@ -79,11 +79,11 @@ def tune(
 
 
 def _tune_decode(
-    program: ScoreProgram, operands: Operands, cache: tuple[tuple[Tensor, Tensor], Rows],
+    program: ScoreProgram, operands: Operands, pages: tuple[Tensor, Tensor], rows: Rows,
     reads: Sequence[Tensor], sizes: Sequence[int], clock: Timer, name: str,
 ) -> dict[str, Blocks]:  # fmt: skip
     """Tiles, and into how many parts keys are split: for so many programs on each multiprocessor."""
-    (q, *new), (pages, rows) = operands, cache
+    q, *new = operands
     about = counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
     first = decode.decode_blocks(lanes, width, q.dtype, device.shared_memory(q.device))
@@ -110,6 +110,21 @@ def _fastest(options: Sequence[C], call: Callable[[C], object], clock: Timer, wh
         except Exception as problem:  # it does not compile, or does not fit
             _log.info("%s do not run %s: %s: %s", option, what, type(problem).__name__, problem)
     return min(times, key=lambda option: times[option]) if times else None
+
+
+def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
+    """The output, by the warp-specialised schedule: with blocks of a table if it has such, else of the rule.
+
+    Raises:
+        ValueError: the call cannot be warp-specialised; says why. CompilationError: it does not compile.
+    """
+    parsed = parse(program) if isinstance(program, str) else program
+    plan = launch.plan_forward(parsed, operands, (), ())
+    reason = device.no_device(operands[0]) or schedule.obstacle(plan) or schedule.obstacle_of_call(operands)
+    if reason is not None:
+        raise ValueError(reason)
+    blocks = plan.blocks if plan.blocks.specialised else schedule.specialised_blocks(plan)
+    return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, (), ())[0]
 
 
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
