@@ -39,6 +39,7 @@ from attngraph.codegen.triton.plan import (
     Read,
     UnsupportedError,
     backward_blocks,
+    is_linear,
 )
 from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.codegen.triton.read_gradients import BackwardPlan
@@ -147,10 +148,9 @@ class Forward(Kernel):
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
         line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype)
         own = None if self._blocks is None or self._blocks.specialised else self._blocks
-        blocks = (
-            own
-            or tuned.find(name_of(q.device), line, q.shape[2])
-            or backward_blocks(max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads)
+        blocks = own or tuned.find(name_of(q.device), line, q.shape[2])
+        blocks = blocks or backward_blocks(
+            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, is_linear(program)
         )
         plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
         return launch_backward.plan_gradients(plan, operands, reads)

@@ -238,19 +238,23 @@ WIDEST_BACKWARD = 256
 """Wider heads do not leave room for the two sums of a block of keys."""
 _HALF_BACKWARD = {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
 _SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
-_HALF_WITH_READS = {64: Blocks(32, 64, 8, 2), 128: Blocks(32, 64, 8, 2), 256: Blocks(16, 64, 8, 1)}
+_HALF_SCORED = {**_HALF_BACKWARD, 128: Blocks(32, 64, 8, 2)}
+_HALF_WITH_READS = {64: Blocks(32, 32, 8, 2), 128: Blocks(32, 32, 8, 2), 256: Blocks(16, 64, 8, 1)}
 _HALF_IN_LITTLE = {64: Blocks(32, 64, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
 """Where a program has little shared memory: AMD's GPUs, on which fewer warps have more registers."""
 
 
-def backward_blocks(width: int, dtype: torch.dtype, shared: int, has_reads: bool = False) -> Blocks:
-    """Block sizes of the backward kernels. `has_reads`: gradients of reads are summed too."""
+def backward_blocks(
+    width: int, dtype: torch.dtype, shared: int, has_reads: bool = False, linear: bool = True
+) -> Blocks:
+    """Block sizes of the backward kernels, such that up to a width of 128 nothing is spilled on NVIDIA's GPUs
+    (`ahead.py` tells). `has_reads`: gradients of reads are summed too. `linear`: see `is_linear`."""
     if dtype is torch.float32:
         table = _SINGLE_BACKWARD
     elif shared < 100_000:
         table = _HALF_IN_LITTLE
     else:
-        table = _HALF_WITH_READS if has_reads else _HALF_BACKWARD
+        table = _HALF_WITH_READS if has_reads else _HALF_BACKWARD if linear else _HALF_SCORED
     return table[max(64, padded(width))]
 
 

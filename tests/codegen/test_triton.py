@@ -554,10 +554,11 @@ DIFFERENTIATED: dict[str, tuple[Read, ...]] = {
 def test_gradients_compile_for_every_target(D: int, target: str, cache: Path) -> None:
     gpu = ahead.TARGETS[target]
     for text, reads in DIFFERENTIATED.items():
-        blocks = backward_blocks(D, torch.bfloat16, gpu.shared, bool(reads))
+        blocks = backward_blocks(D, torch.bfloat16, gpu.shared, bool(reads), linear(parse(text)))
         made = backward_plan(text, D, reads, dtype=torch.bfloat16, blocks=blocks)
         for usage in ahead.compile_backward_ahead(made, gpu):
             assert 0 < usage.shared <= gpu.shared
+            assert usage.spilled == 0 or D == 256 or gpu.backend == "hip", usage
             assert usage.spilled <= (160 if target == "sm_80" else 64), usage
 
 
