@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import fractions
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._sympy.printers import PythonPrinter
 
 from attngraph.errors import VerificationError
 from attngraph.ir.cache import CachePlan
@@ -195,15 +197,36 @@ def part_of(graph: ProgramGraph, values: Sequence[fx.Node]) -> ProgramGraph:
 
 def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
     """Whether a sympy relation is true (or cannot be judged) for these sizes."""
-    symbols = tuple(condition.free_symbols)
-    if any(str(s) not in sizes for s in symbols):
-        return True
-    return _holds(condition, symbols, tuple(sizes[str(s)] for s in symbols))
+    names, test = _compiled(condition)
+    return any(name not in sizes for name in names) or bool(test(*(sizes[name] for name in names)))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _holds(condition: Any, symbols: tuple[Any, ...], values: tuple[int, ...]) -> bool:
-    return bool(condition.xreplace({s: sympy.Integer(v) for s, v in zip(symbols, values, strict=True)}))
+def _compiled(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
+    """The names in a relation, and the relation as a function of their numbers: sympy needs a thousand times
+    as long to put numbers in and simplify. Names of symbols do not become part of the code."""
+    symbols = sorted(condition.free_symbols, key=str)
+    printer = _PlacesForNames({symbol: f"_{place}" for place, symbol in enumerate(symbols)})
+    code = f"lambda {', '.join(printer.places.values())}: {printer.doprint(condition)}"
+    return tuple(map(str, symbols)), eval(code, {"math": math, "Fraction": fractions.Fraction})
+
+
+class _PlacesForNames(PythonPrinter):
+    """Torch's printer of formulas as Python, for places in place of names, with exact quotients."""
+
+    def __init__(self, places: Mapping[Any, str]) -> None:
+        super().__init__()
+        self.places = places
+
+    def _print_Symbol(self, symbol: Any) -> str:  # noqa: N802
+        return self.places[symbol]
+
+    def _print_Rational(self, number: Any) -> str:  # noqa: N802
+        return f"Fraction({number.p}, {number.q})"
+
+    def _print_Pow(self, power: Any) -> str:  # noqa: N802
+        base, exponent = map(self._print, power.args)
+        return f"(Fraction({base}) ** ({exponent}))" if power.exp.is_negative else super()._print_Pow(power)
 
 
 def is_size(node: fx.Node) -> bool:
@@ -294,10 +317,21 @@ def verify(graph: ProgramGraph) -> None:
         is_attention = str(node.target).startswith("attngraph.attention")
         if graph.level is Level.LOWERED and is_attention and not node.args[6]:
             raise VerificationError(f"{node}: no kernel was chosen for it")
-        checked = (str(node.target), str(node.args), str(node.kwargs))
+        checked = _spelling(node)
         if node.meta.get("inferred") != checked and isinstance(node.meta.get("val"), Tensor):
             _check_shape(node)
             node.meta["inferred"] = checked  # so that only what a pass changed is inferred anew
+
+
+def accept(graph: fx.Graph) -> None:
+    """Take the values that a trace has just inferred for what they are: `verify` looks at what changes."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["inferred"] = _spelling(node)
+
+
+def _spelling(node: fx.Node) -> tuple[str, str, str]:
+    return str(node.target), str(node.args), str(node.kwargs)
 
 
 def infer(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any = None) -> Any:

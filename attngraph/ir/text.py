@@ -7,6 +7,7 @@ same computation are the same text: no addresses, no machine paths, no names tha
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -67,12 +68,26 @@ class _Sizes:
         formula = value.node.expr if isinstance(value, _SYMBOLIC) else value
         if not isinstance(formula, sympy.Basic):
             return str(value)
-        if isinstance(formula, sympy.core.relational.Relational) and formula.lhs.is_number:
-            formula = formula.reversed
-        for name in re.findall(r"\bs\d+\b", str(formula)):
+        for name in _appearing(formula):
             self.names.setdefault(name, f"s{len(self.names)}")
-        known = {s: sympy.Symbol(self.names[str(s)]) for s in formula.free_symbols if str(s) in self.names}
-        return str(formula.xreplace(known))
+        symbols = formula.free_symbols
+        return _renamed(formula, frozenset((s, self.names[str(s)]) for s in symbols if str(s) in self.names))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _appearing(formula: Any) -> tuple[str, ...]:
+    """The names of sizes in a formula, in the order in which it prints."""
+    return tuple(re.findall(r"\bs\d+\b", str(_sizes_first(formula))))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _renamed(formula: Any, names: frozenset[tuple[Any, str]]) -> str:
+    return str(_sizes_first(formula).xreplace({symbol: sympy.Symbol(name) for symbol, name in names}))
+
+
+def _sizes_first(formula: Any) -> Any:
+    is_relation = isinstance(formula, sympy.core.relational.Relational)
+    return formula.reversed if is_relation and formula.lhs.is_number else formula
 
 
 class _Printer:
