@@ -30,7 +30,8 @@ from torch.nn.parameter import is_lazy
 
 from attngraph import exported
 from attngraph.errors import CaptureError
-from attngraph.ir.graph import ProgramGraph
+from attngraph.functional import functional, views_taken_apart
+from attngraph.ir.graph import ProgramGraph, accept
 from attngraph.ir.source import short_path
 from attngraph.runtime.guards import aliases
 from attngraph.runtime.state import Snapshot, fingerprint, has_hooks
@@ -227,14 +228,20 @@ def capture(
                 for place, t in enumerate(tensors)
             )
             dynamic = (shapes,) if tensors else None
-            with _whole_stack_traces(), _quiet(), _without_looking_at_masks():
+            with (
+                _whole_stack_traces(),
+                _quiet(),
+                _without_looking_at_masks(),
+                _without_notes(),
+                views_taken_apart(),
+            ):
                 program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
             structure = flat.recorded.structure
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's own code for it trips over unused inputs.
             program._guards_code = []
-            program = program.run_decompositions({})
+            program = functional(program)
     except Exception as problem:  # torch raises many kinds; each means the same to us
         raise _capture_error(problem) from problem
     finally:
@@ -243,6 +250,7 @@ def capture(
     if flat.recorded.changed:
         raise _side_effect(flat.recorded.changed)
     graph = exported.program_graph(program, flat)
+    accept(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise _side_effect("forward() writes to an argument that shares its memory with another")
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
@@ -276,14 +284,16 @@ def _side_effect(what: str) -> CaptureError:
 
 
 def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int, Any]:
-    """All of a tensor's dimensions, but for the spatial ones of what a model convolves: strides and
-    paddings make sizes of those that no symbolic algebra finishes with. Other sizes get other graphs."""
+    """All of a tensor's dimensions, but for those that `torch._dynamo.mark_static` was called for, and the
+    spatial ones of what a model convolves: strides and paddings make sizes of those that no symbolic algebra
+    finishes with. Other sizes get other graphs."""
     convolves = isinstance(target, nn.Module) and any(
         isinstance(m, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         for m in target.modules()
     )
     fixed = tensor.ndim - 2 if convolves and tensor.ndim >= 4 and tensor.is_floating_point() else tensor.ndim
-    return dict.fromkeys(range(fixed), Dim.AUTO)
+    static = getattr(tensor, "_dynamo_static_indices", ())
+    return dict.fromkeys((d for d in range(fixed) if d not in static), Dim.AUTO)
 
 
 @contextlib.contextmanager
@@ -299,6 +309,18 @@ def _without_looking_at_masks() -> Iterator[None]:
         yield
         return
     with mock.patch.object(module, "_detect_is_causal_mask", hint):
+        yield
+
+
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Leave out two things that take long with symbolic sizes: what ops give on fake tensors is remembered,
+    which takes longer than to work it out again, and it is written down of each value how it lies in
+    memory, which its fake tensor says too."""
+    with (
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+        mock.patch.object(fx.experimental.proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+    ):
         yield
 
 
