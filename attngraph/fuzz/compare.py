@@ -100,8 +100,8 @@ class _Run:
 def _check_call(
     function: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Tensor], case: Case
 ) -> tuple[str, str]:
-    wanted = _run(function, inputs, case.grad)
-    found = _run(compiled, inputs, case.grad)
+    wanted = _run(function, inputs, case)
+    found = _run(compiled, inputs, case)
     if wanted.error:
         if found.error:
             return "eager raises", wanted.error
@@ -123,8 +123,12 @@ def _check_call(
     return "", ""
 
 
-def _run(function: Callable[..., Any], inputs: Sequence[Tensor], grad: bool) -> _Run:
+def _run(function: Callable[..., Any], inputs: Sequence[Tensor], case: Case) -> _Run:
+    grad = case.grad
     given = [x.clone().requires_grad_(grad and x.is_floating_point()) for x in inputs]
+    if case.sizes == "numbers":
+        for tensor in given:
+            torch._dynamo.mark_static(tensor)
     try:
         with contextlib.nullcontext() if grad else torch.no_grad():
             made = function(*given)

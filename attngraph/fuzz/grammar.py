@@ -74,9 +74,11 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "batch2": (2, 3, 1), "heads2": (2, 3, 4, 1),
     "queries2": (2, 3, 4, 5, 6, 7, 8, 9, 11, 1), "keys2": (2, 3, 4, 5, 6, 7, 8, 9, 11, 1),
     "width2": (2, 3, 4, 5, 6, 8), "value_width2": (2, 3, 4, 5, 6, 8),
+    "sizes": ("symbols", "numbers"),
 }  # fmt: skip
 """The choices of each field of a case, the simplest first: how the function is written, then the sizes of
-the first call and (`...2`) of the second. A size of one comes last: traces treat it apart."""
+the first call and (`...2`) of the second; a size of one comes last: traces treat it apart. At the end, whether
+sizes are symbols of the graph, as is usual, or numbers, as where `torch._dynamo.mark_static` says so."""
 
 NEAR_MISSES: Mapping[str, frozenset[Any]] = {
     "scale": frozenset({"after_mask"}),
@@ -141,6 +143,7 @@ class Case:
     keys2: int = 2
     width2: int = 2
     value_width2: int = 2
+    sizes: str = "symbols"
 
     @property
     def is_attention(self) -> bool:

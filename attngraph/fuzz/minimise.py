@@ -76,6 +76,7 @@ def reproducer(case: Case, outcome: Outcome, seed: int, origin: str) -> str:
     return _TEST.format(
         kind=outcome.kind, detail=outcome.detail.splitlines()[0] if outcome.detail else "", origin=origin,
         case=case, function=source.text, calls="\n\n".join(calls), names=names, grad=case.grad,
+        static=case.sizes == "numbers",
         limit=tolerance(case), factor=GRADIENT_FACTOR,
     )  # fmt: skip
 
@@ -93,6 +94,7 @@ import torch.nn.functional as F
 import attngraph
 
 GRAD = {grad}
+STATIC = {static}
 LIMIT = {limit!r}
 
 
@@ -103,6 +105,8 @@ LIMIT = {limit!r}
 def run(function, inputs):
     """Results, arguments after the call, gradients of a fixed random combination of the finite results."""
     given = [x.clone().requires_grad_(GRAD and x.is_floating_point()) for x in inputs]
+    for x in given if STATIC else ():
+        torch._dynamo.mark_static(x)
     with torch.set_grad_enabled(GRAD):
         made = function(*given)
     results = made if isinstance(made, tuple) else (made,)
