@@ -2,8 +2,10 @@
 
 Results (number, shape, dtype, NaN and infinities in the same places, values), then the arguments after the
 call, then gradients of a fixed random combination of the results, at each of a case's sizes in turn,
-through one compiled function. Where eager itself raises there is nothing to compare with, but for one
-thing: the compiled function must raise as well.
+through one compiled function. Every case goes the whole way through `attngraph.compile`; in most of them the
+inputs' sizes are marked as fixed, which makes them numbers in the graph and capturing several times faster,
+in the others they are symbols. Where eager itself raises there is nothing to compare with, but for one thing:
+the compiled function must raise as well.
 """
 
 from __future__ import annotations

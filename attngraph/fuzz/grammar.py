@@ -77,8 +77,8 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "sizes": ("symbols", "numbers"),
 }  # fmt: skip
 """The choices of each field of a case, the simplest first: how the function is written, then the sizes of
-the first call and (`...2`) of the second; a size of one comes last: traces treat it apart. At the end, whether
-sizes are symbols of the graph, as is usual, or numbers, as where `torch._dynamo.mark_static` says so."""
+the first call and (`...2`) of the second; a size of one comes last: traces treat it apart. At the end,
+whether sizes are symbols of the graph, as is usual, or numbers, as `torch._dynamo.mark_static` makes them."""
 
 NEAR_MISSES: Mapping[str, frozenset[Any]] = {
     "scale": frozenset({"after_mask"}),

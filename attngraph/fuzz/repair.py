@@ -51,9 +51,9 @@ def _repairs(c: Case) -> Iterator[tuple[str, Any]]:
         yield "weights", "none"
     if c.numbers == "nan_query":
         yield "grad", False  # where a NaN goes in a backward pass is not promised
-    if c.second:
-        yield "sizes", "symbols"  # it is there to see whether one graph serves both
-    else:
+    if c.sizes == "numbers":
+        yield "second", False  # other sizes would get another graph
+    if not c.second:
         yield from ((f"{name}2", CHOICES[f"{name}2"][0]) for name in _SIZES if name != "repeats")
 
 

@@ -68,14 +68,15 @@ class Unfused:
 class Summary:
     """What a run found.
 
-    `attention` counts graphs that are attention by construction, `fused` those of them in which one was
-    fused, `unfused` says why not the others; `eager_raises` counts graphs with nothing to compare with,
-    `retraced` those that took another graph for the second call.
+    `symbolic` counts graphs whose sizes are symbols, `attention` those that are attention by construction,
+    `fused` those of them in which one was fused, `unfused` says why not the others; `eager_raises` counts
+    graphs with nothing to compare with, `retraced` those that took another graph for the second call.
     """
 
     seed: int
     seconds: float = 0.0
     graphs: int = 0
+    symbolic: int = 0
     attention: int = 0
     fused: int = 0
     eager_raises: int = 0
@@ -93,6 +94,7 @@ class Summary:
         lines = [
             f"attngraph fuzz, seed {self.seed}: {self.graphs} graphs in {self.seconds:.0f} s "
             f"({rate:.0f} a minute), {len(self.failures)} failed",
+            f"  sizes are symbols, as users have them, in {self.symbolic}; fixed numbers in the others",
             f"  attention by construction {self.attention}, of these fused {self.fused}{share}",
             f"  second call took another graph: {self.retraced}; eager itself raises: {self.eager_raises}",
         ]
@@ -211,6 +213,7 @@ class _Run:
     def _count(self, number: int, case: Case, outcome: Outcome) -> None:
         summary = self.summary
         summary.graphs += 1
+        summary.symbolic += case.sizes == "symbols"
         summary.eager_raises += outcome.kind == "eager raises"
         summary.retraced += outcome.graphs > 1
         if outcome.failed:
