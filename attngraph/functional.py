@@ -191,9 +191,8 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:
-    return (
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE) or _COMPOSITE in op.py_kernels
-    )
+    name = op.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE) or _COMPOSITE in op.py_kernels
 
 
 def _hides_a_write(op: torch._ops.OpOverload) -> bool:

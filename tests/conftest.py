@@ -1,5 +1,5 @@
-"""What the tests of attngraph's own packages share: hypothesis settings, random score programs, and
-the meaning of expressions in plain Python, written apart from attngraph's evaluators.
+"""What the tests of attngraph's own packages share: one thread, hypothesis settings, random score
+programs, and the meaning of expressions in plain Python, written apart from attngraph's evaluators.
 
 Everything is handed out as fixtures, so that no test imports from another file of the tests.
 """
@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +32,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.load_profile("attngraph")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_the_same_random_numbers() -> Iterator[None]:
+    """Tiny tensors on many threads spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
 
 COMPARISONS = ("eq", "ne", "le", "lt", "ge", "gt")
 

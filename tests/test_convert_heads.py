@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,6 @@ from attngraph.models.mla import MLAConfig, MLADecoder
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
 H, D, G = 4, 8, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_the_same_random_numbers() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def drawn(model: nn.Module) -> Any:

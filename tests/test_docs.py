@@ -65,20 +65,14 @@ def name_of(page: Path) -> str:
 def test_the_examples_of_a_page_run_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in one namespace; one thread. The code keeps its lines, so that an error points into the page."""
+    """All in one namespace. The code keeps its lines, so that an error points into the page."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
     module = types.ModuleType(f"example_{page.stem.replace('-', '_')}")
     vars(module).update(given(page))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for line, info, code in examples(page):
-            if not reason_not_to_run(info):
-                exec(compile("\n" * line + code, str(page), "exec"), vars(module))
-    finally:
-        torch.set_num_threads(threads)
+    for line, info, code in examples(page):
+        if not reason_not_to_run(info):
+            exec(compile("\n" * line + code, str(page), "exec"), vars(module))
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)

@@ -7,7 +7,6 @@ import copy
 import importlib
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,13 +55,9 @@ BOTH: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
+def registered() -> None:
     attngraph.hf.register()
     attngraph.hf.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(name: str, config: str, settings: dict[str, Any], attention: str = "attngraph") -> Any:

@@ -317,17 +317,27 @@ def verify(graph: ProgramGraph) -> None:
         is_attention = str(node.target).startswith("attngraph.attention")
         if graph.level is Level.LOWERED and is_attention and not node.args[6]:
             raise VerificationError(f"{node}: no kernel was chosen for it")
-        checked = _spelling(node)
-        if node.meta.get("inferred") != checked and isinstance(node.meta.get("val"), Tensor):
+        if isinstance(node.meta.get("val"), Tensor) and not _is_inferred(node):
             _check_shape(node)
-            node.meta["inferred"] = checked  # so that only what a pass changed is inferred anew
+            _note_inferred(node)  # so that only what a pass changed is inferred anew
 
 
 def accept(graph: fx.Graph) -> None:
     """Take the values that a trace has just inferred for what they are: `verify` looks at what changes."""
     for node in graph.nodes:
         if node.op == "call_function":
-            node.meta["inferred"] = _spelling(node)
+            _note_inferred(node)
+
+
+def _note_inferred(node: fx.Node) -> None:
+    node.meta["inferred"] = (_spelling(node), [n.meta.get("val") for n in node.all_input_nodes])
+
+
+def _is_inferred(node: fx.Node) -> bool:
+    """Whether the op and its operands, with their values, are those that the value was inferred from."""
+    spelling, values = node.meta.get("inferred", ("", ()))
+    now = [n.meta.get("val") for n in node.all_input_nodes]
+    return spelling == _spelling(node) and all(a is b for a, b in zip(values, now, strict=True))
 
 
 def _spelling(node: fx.Node) -> tuple[str, str, str]:

@@ -1,8 +1,7 @@
-"""What the tests of decoders share: one thread, and pages in which nothing is zero by chance."""
+"""What the tests of decoders share: pages in which nothing is zero by chance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,15 +9,6 @@ import torch
 from torch import Tensor
 
 from attngraph.runtime import pages
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on many threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -1,25 +1,15 @@
-"""What the tests of fusion share: one thread, and the comparison of a compiled callable with eager."""
+"""What the tests of fusion share: the comparison of a compiled callable with eager."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_the_same_random_numbers() -> Iterator[None]:
-    """Tiny tensors on many threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tensors_of(result: Any) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""What the tests of fuzzing share: one thread, compilers that are wrong on purpose, and eager calls."""
+"""What the tests of fuzzing share: compilers that are wrong on purpose, and eager calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +11,6 @@ import torch
 import attngraph
 from attngraph.fuzz.grammar import Case
 from attngraph.fuzz.source import render
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

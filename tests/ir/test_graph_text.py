@@ -4,7 +4,7 @@ is wrong is named."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +20,6 @@ from attngraph.ir.text import format_file
 from attngraph.models import targets
 from attngraph.passes import DEFAULT_PIPELINE
 from attngraph.passes.absorb_mla import AbsorbMLA
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_the_same_random_numbers() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def whole(graph: ProgramGraph) -> str:

@@ -82,8 +82,3 @@ def heads_of() -> Callable[..., Tensor]:
 @pytest.fixture
 def join() -> Callable[..., Tensor]:
     return join_heads
-
-
-@pytest.fixture(autouse=True)
-def same_random_numbers_for_every_test() -> None:
-    torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""What the tests of passes share: one thread, and a tiny causal attention and its captured graph."""
+"""What the tests of passes share: a tiny causal attention and its captured graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,15 +15,6 @@ from attngraph.models.masked_attention import (
     CausalAttentionConfig,
     CausalSelfAttention,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_the_same_random_numbers() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def causal_model() -> nn.Module:

@@ -1,23 +1,14 @@
-"""What the tests of the runtime share: one thread, small attentions, and equality with eager."""
+"""What the tests of the runtime share: small attentions, and equality with eager."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_the_same_random_numbers() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def attend(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
