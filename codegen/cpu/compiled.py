@@ -22,8 +22,9 @@ from torch import Tensor
 from attngraph.codegen.cpu import soft, source, team, toolchain
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.source import MOST_NUMBERS, MOST_READS, Plan, Source
-from attngraph.codegen.cpu.terms import SMALL, UnsupportedError
+from attngraph.codegen.cpu.terms import SMALL
 from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import evaluate
 from attngraph.ir.kernels import Kernel, Operands
 from attngraph.ir.score import ScoreProgram

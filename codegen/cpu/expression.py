@@ -16,7 +16,6 @@ from attngraph.codegen.cpu.terms import (
     READS,
     TYPES,
     Term,
-    UnsupportedError,
     as_number,
     bits,
     bounds,
@@ -27,6 +26,7 @@ from attngraph.codegen.cpu.terms import (
     number,
     truth,
 )  # fmt: skip
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import evaluate
 from attngraph.ir import expr as E
 from attngraph.ir import score as S

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from attngraph.codegen.cpu.expression import GROUP, INNER, ROW, TILE, Writer
-from attngraph.codegen.cpu.terms import SMALL, UnsupportedError, cast, truth
+from attngraph.codegen.cpu.terms import SMALL, cast, truth
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import parse

@@ -30,10 +30,6 @@ TYPES = {"bool": "int", "int": "int", "long": "int64_t", "float": "float"}
 """C's types of the kinds."""
 
 
-class UnsupportedError(Exception):
-    """A program that is not written as C; the message says what, for `refuse`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Term:
     """Source of an expression that binds as tightly as a name does, and its kind: "bool", "int" (32

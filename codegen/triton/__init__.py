@@ -9,7 +9,6 @@
     call.py        what launched kernels are told       device.py      what they run on
     visits.py      which tiles of keys are visited
     emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
-    derivative.py  of a score by the dot and by reads   read_gradients.py  whose sums these are
     launch_backward.py  from gradients to gradients
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
     compiler.py    compiling one kernel            apart.py      in a process that may crash

@@ -15,12 +15,13 @@ from typing import TypeVar
 
 import torch
 
+from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _failed: set[tuple[Plan, torch.device]] = set()
-_said: dict[ScoreProgram, list[str]] = {}
+_said = Remarks()
 P = TypeVar("P", bound=Plan)
 R = TypeVar("R")
 
@@ -65,17 +66,15 @@ def run(
 
 def _say(plan: Plan, what: str) -> None:
     _log.warning("%s; for\n%s", what, plan.program)
-    _said.setdefault(plan.program, []).append(what)
+    _said.add(plan.program, what)
 
 
 def note(program: ScoreProgram, what: str) -> None:
     """Keep what is worth saying of a program in reports, though nothing failed; each thing once."""
-    known = _said.setdefault(program, [])
-    if what not in known:
-        known.append(what)
+    if _said.add(program, what):
         _log.info("%s; for\n%s", what, program)
 
 
 def remarks(program: ScoreProgram) -> tuple[str, ...]:
     """What failed for a program in this process, in words."""
-    return tuple(_said.get(program, ()))
+    return _said.of(program)

@@ -18,7 +18,7 @@ from attngraph.codegen.triton import schedule
 from attngraph.codegen.triton.expression import PRODUCT, Writer, follows_score
 from attngraph.codegen.triton.helpers import helpers
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
-from attngraph.codegen.triton.weights import Multiple, weight_multiple
+from attngraph.codegen.weights import Multiple, weight_multiple
 from attngraph.ir import expr as E
 from attngraph.ir import score as S
 from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement

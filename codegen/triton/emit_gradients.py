@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngraph.codegen.triton.derivative import ZERO, derivative
+from attngraph.codegen.derivative import ZERO, derivative
 from attngraph.codegen.triton.emit import Emitter
 from attngraph.codegen.triton.plan import DTYPES
 from attngraph.codegen.triton.read_gradients import BackwardPlan, read_gradients

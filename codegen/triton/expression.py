@@ -15,7 +15,8 @@ import math
 
 import torch
 
-from attngraph.codegen.triton.plan import SMALL, Plan, UnsupportedError, is_checked_at_launch
+from attngraph.codegen.triton.plan import SMALL, Plan, is_checked_at_launch
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import evaluate
 from attngraph.ir import expr as E
 from attngraph.ir import score as S

@@ -37,12 +37,12 @@ from attngraph.codegen.triton.plan import (
     Blocks,
     Plan,
     Read,
-    UnsupportedError,
     backward_blocks,
     is_linear,
 )
 from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.codegen.triton.read_gradients import BackwardPlan
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir.kernels import Kernel, Operands
 from attngraph.ir.score import ScoreProgram

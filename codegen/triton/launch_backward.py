@@ -15,11 +15,10 @@ from torch import Tensor
 from attngraph.codegen.triton import device, store, visits
 from attngraph.codegen.triton.call import launch_options, read_arguments
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
-from attngraph.codegen.triton.plan import Plan, UnsupportedError
+from attngraph.codegen.triton.plan import Plan
 from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, Totals, read_gradients
-from attngraph.ir import evaluate
-from attngraph.ir.evaluate import Environment, Tile
-from attngraph.ir.kernels import Operands, gradients
+from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.kernels import Operands
 
 
 def plan_gradients(plan: Plan, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan | None:
@@ -47,7 +46,7 @@ def differentiate(
     of_values = unseen.sum(2).view(B, k.shape[1], -1).sum(2)
     found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
     summed = read_gradients(plan)
-    totals = Totals(plan, reads, sizes, (B, Hq, Sq, Skv))
+    totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv))
     lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
     first: list[Any] = [q, k, v, grad, lse.contiguous(), delta.contiguous(), of_values, *found, Hq, Sq, Skv]
@@ -80,28 +79,8 @@ def differentiate(
                 totals.add_columns(one, sums[number], unseen)
             else:
                 totals.add_pairs(one, unseen, blocks.q, functools.partial(of_pairs, number))
-        _add_sink(plan, q, reads, sizes, lse, delta, totals)
+        totals.add_sink(plan.program, lse, delta)
     return [*found, *totals.results()]
-
-
-def _add_sink(
-    plan: BackwardPlan, q: Tensor, reads: Sequence[Tensor], sizes: Sequence[int], lse: Tensor, delta: Tensor,
-    totals: Totals,
-) -> None:  # fmt: skip
-    """A sink is one more key, whose value is zero: its gradient is -exp(sink - lse) * delta, row by row."""
-    if plan.program.sink is None or not any(reads[n].is_floating_point() for n in plan.wanted):
-        return
-    tile = Tile((0, q.shape[0]), (0, q.shape[1]), (0, q.shape[2]), (0, 1))
-    with torch.enable_grad():
-        inputs = [r.detach().requires_grad_() if n in plan.wanted else r for n, r in enumerate(reads)]
-        sink = evaluate.sink(plan.program, Environment(tile, inputs, sizes, torch.float32, q.device))
-        assert sink is not None
-        sink = sink.expand(*q.shape[:3], 1)
-        of_sink = -(sink.detach() - lse.unsqueeze(3)).exp() * delta.unsqueeze(3)
-        found = gradients(inputs, (sink, sink), (of_sink, torch.zeros_like(of_sink)))
-    for total, grad in zip(totals.totals, found, strict=True):
-        if total is not None and grad is not None:
-            total += grad
 
 
 @functools.lru_cache(maxsize=512)

@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir import score as S
 from attngraph.ir.expr import Expr
@@ -33,10 +34,6 @@ SMALL = 1 << 28
 
 WIDEST = 512
 """Widths of heads beyond this do not fit in the registers of one program."""
-
-
-class UnsupportedError(Exception):
-    """A program that the emitter does not know how to write; the message says what, for `refuse`."""
 
 
 @dataclasses.dataclass(frozen=True)

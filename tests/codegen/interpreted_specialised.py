@@ -15,6 +15,7 @@ from interpreted_triton import no_attempt_fails as no_attempt_fails
 from interpreted_triton import private_cache as private_cache
 from torch import Tensor
 
+from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.triton import apart, attempts, launch, schedule
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
@@ -29,7 +30,7 @@ SERVED = 24
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_said", {})
+    monkeypatch.setattr(attempts, "_said", Remarks())
 
 
 def halves(**shape: int) -> tuple[Tensor, Tensor, Tensor]:

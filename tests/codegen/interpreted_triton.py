@@ -23,16 +23,9 @@ from triton.runtime import interpreter
 
 import attngraph
 import attngraph.codegen
-from attngraph.codegen.triton import (
-    attempts,
-    decode,
-    launch,
-    launch_backward,
-    read_gradients,
-    store,
-    tuned,
-    visits,
-)
+from attngraph.codegen import read_gradients
+from attngraph.codegen.remarks import Remarks
+from attngraph.codegen.triton import attempts, decode, launch, launch_backward, store, tuned, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.launch import Forward
@@ -590,7 +583,7 @@ def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool])
     )
     monkeypatch.setattr(decode, "launch_decode", lambda plan, *rest: (checked(plan), few(plan, *rest))[1])
     monkeypatch.setattr(attempts, "_failed", set())
-    monkeypatch.setattr(attempts, "_said", {})
+    monkeypatch.setattr(attempts, "_said", Remarks())
     monkeypatch.setattr(attempts._log, "warning", lambda text, *rest: said.append(text % rest))
     return said
 
@@ -621,7 +614,7 @@ def test_where_no_tiles_run_pytorch_serves_and_the_log_says_so(monkeypatch: pyte
 
 
 def test_gradients_that_no_kernel_computes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_said", {})
+    monkeypatch.setattr(attempts, "_said", Remarks())
     monkeypatch.setattr(SMALL, "_plan_backward", lambda *_: None)
     program, tensors = parse("keep k <= q"), operands()
     results = REFERENCE.forward(program, tensors, [], ())

@@ -31,7 +31,6 @@ from attngraph.codegen.triton.plan import (
     Blocks,
     Plan,
     Read,
-    UnsupportedError,
     backward_blocks,
     blocks_for,
 )
@@ -46,6 +45,7 @@ from attngraph.codegen.triton.read_gradients import (
     read_gradients,
 )
 from attngraph.codegen.triton.tuning import choices
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir import kernels
 from attngraph.ir.parser import parse
@@ -353,7 +353,7 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
             rank, reads = len(shape), [torch.empty(shape, device="cuda")]
             made = backward_plan(text, reads=(Read(0, rank, "float"),))
             (found,) = read_gradients(made)
-            totals = Totals(made, reads, [69], (2, 2, 70, 90))
+            totals = Totals(made.wanted, reads, [69], (2, 2, 70, 90))
             if found.kind == PAIRS:
                 totals.add_pairs(found, unseen, 32, lambda sums, batch, row: None)
             elif found.kind == ROWS:

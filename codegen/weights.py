@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from attngraph.codegen.triton.plan import UnsupportedError
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import operation

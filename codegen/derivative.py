@@ -1,14 +1,14 @@
 """Derivatives of score expressions: how a score follows the dot, or the score before it.
 
 What stands in a statement is an expression of `dot` and `s`; its derivative by one of them is another
-expression, which the backward kernel writes like any other (by the rules of calculus, pointwise).
+expression, which backward kernels write like any other (by the rules of calculus, pointwise).
 """
 
 from __future__ import annotations
 
 import math
 
-from attngraph.codegen.triton.plan import UnsupportedError
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import operation
