@@ -12,10 +12,33 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import operation
+from attngraph.ir.score import DOT, SCORE, Keep, Statement
 
 ZERO, _ONE = E.const(0.0), E.const(1.0)
 _STEPS = frozenset({"floor", "ceil", "trunc", "round", "sign", "int", "isnan", "random", "read"})
 """Functions that are constant wherever they have a derivative."""
+
+
+def formula_of(statement: Statement) -> Expr:
+    """What a statement puts in the score's place: of a mask, where it hides."""
+    return statement.fill if isinstance(statement, Keep) else statement.value
+
+
+def slopes(statement: Statement, *, is_first: bool) -> tuple[Expr, Expr]:
+    """The derivatives of a statement's formula by the score before it and by the dot. Before the first
+    statement the score is the dot, and the first counts.
+
+    Raises:
+        UnsupportedError: as `derivative`.
+    """
+    formula = formula_of(statement)
+    if not is_first:
+        return derivative(formula, SCORE), derivative(formula, DOT)
+
+    def join(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        return DOT if node is SCORE else E.make(node.op, args, node.value, node.kind) if args else node
+
+    return derivative(E.rebuild(formula, join), DOT), ZERO
 
 
 def derivative(node: Expr, by: Expr) -> Expr:

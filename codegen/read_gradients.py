@@ -42,6 +42,19 @@ PAIRS_AT_ONCE = 1 << 24
 _B, _H, _Q, _K = (S.index(name) for name in S.INDICES)
 
 
+def wanted_gradients(
+    operands: Sequence[Tensor], reads: Sequence[Tensor]
+) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+    """Which of q, k, v want gradients, and the numbers of the floating reads that do.
+
+    Where the tensors say which of them need gradients, the others get none; where none says so (a call of
+    the op in a graph that was traced) all do.
+    """
+    said = any(t.requires_grad for t in (*operands, *reads))
+    numbers = [n for n, r in enumerate(reads) if r.is_floating_point() and (r.requires_grad or not said)]
+    return tuple(t.requires_grad or not said for t in operands), tuple(numbers)
+
+
 @dataclasses.dataclass(frozen=True)
 class ReadGradient:
     """A read whose gradient the kernels sum: who does, and whether a row that sees no key makes it NaN, at

@@ -22,7 +22,7 @@ from attngraph.meaning.intervals import EVERYTHING, Bounds, Box, Cut, Grid, Inte
 
 __all__ = [
     "EVALUATE", "EVERYTHING", "OPEN", "SKIP", "Box", "Cut", "Fill", "Grid", "Interval", "Run", "block_map",
-    "classify", "hidden_below", "interval", "reads_data", "runs",
+    "classify", "hidden_below", "interval", "keeps_minus_infinity", "reads_data", "runs",
 ]  # fmt: skip
 
 SKIP, EVALUATE, OPEN = 0, 1, 2
@@ -133,12 +133,12 @@ def _fates(program: ScoreProgram, grid: Grid, soft: bool) -> tuple[Tensor, dict[
         empty, full[place] = high <= 0, low >= 1
         if statement.is_hard or soft:
             hidden = hidden | empty
-        elif not _keeps_minus_infinity(statement.fill):
+        elif not keeps_minus_infinity(statement.fill):
             hidden = hidden & full[place]
     return hidden, full
 
 
-def _keeps_minus_infinity(fill: Expr) -> bool:
+def keeps_minus_infinity(fill: Expr) -> bool:
     """Whether a fill leaves minus infinity what it is: `s`, or `s` plus or minus what does not undo it."""
     if fill is SCORE:
         return True
@@ -191,7 +191,7 @@ def _hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> 
                 # Fills below must not turn minus infinity into something else.
                 later = program.statements[program.statements.index(statement) + 1 :]
                 fills = [s.fill for s in later if isinstance(s, Keep) and not s.is_hard]
-                if any(any(n is SCORE for n in E.walk(f)) and not _keeps_minus_infinity(f) for f in fills):
+                if any(any(n is SCORE for n in E.walk(f)) and not keeps_minus_infinity(f) for f in fills):
                     return math.inf
                 continue
             low, high = interval(statement.fill, everywhere, names)

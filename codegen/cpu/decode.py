@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import source, team
-from attngraph.codegen.cpu.compiled import BLOCK_K, BLOCK_Q, Call, Library, Run, library
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
+from attngraph.codegen.cpu.library import Library, library
 from attngraph.codegen.cpu.source import Plan
-from attngraph.codegen.cpu.terms import UnsupportedError
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.cache import Rows, counts
 from attngraph.ir.score import ScoreProgram
 from attngraph.meaning.causal import examine
@@ -28,7 +29,7 @@ FEW = 16
 WIDEST = 1024
 LEAST_KEYS = 256
 """Keys that a thread should see at least: with fewer, joining costs more than it saves."""
-_Three, _Two = ctypes.c_int64 * 3, ctypes.c_int64 * 2
+_Two = ctypes.c_int64 * 2
 
 
 class Decode:
@@ -108,10 +109,10 @@ class _Prepared:
         area = (BLOCK_Q + BLOCK_K) * (d + wide) + 64
         scratch = torch.empty(members * area + 8, dtype=torch.float32)
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.q_stride = _Three(*q.stride()[:3])
-        call.k_stride = _Three(*k.stride()[:3])
-        call.v_stride = _Three(*v.stride()[:3])
-        call.out_stride = _Three(*out.stride()[:3])
+        call.q_stride = Three(*q.stride()[:3])
+        call.k_stride = Three(*k.stride()[:3])
+        call.v_stride = Three(*v.stride()[:3])
+        call.out_stride = Three(*out.stride()[:3])
         call.B, call.H, call.Hkv, call.D, call.Dv, call.wide, call.scale = (
             count,
             h,

@@ -19,13 +19,25 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import parse
-from attngraph.ir.score import WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.ir.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.meaning import tiles
 
-__all__ = ["ELEMENTS", "MOST_NUMBERS", "MOST_READS", "SMALL", "Plan", "Source", "write"]
+__all__ = [
+    "ELEMENTS",
+    "MOST_NUMBERS",
+    "MOST_READS",
+    "SMALL",
+    "TILE_ARGUMENTS",
+    "Draft",
+    "Plan",
+    "Source",
+    "function",
+    "write",
+]
 ELEMENTS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 MOST_READS = MOST_NUMBERS = 16
 _FOLDER = Path(__file__).parent / "c"
-_TILE = "int b, int h, int q0, int rows, int k0, int keys"
+TILE_ARGUMENTS = "int b, int h, int q0, int rows, int k0, int keys"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,53 +53,79 @@ class Plan:
 @dataclasses.dataclass(frozen=True)
 class Source:
     """`numbers`: expressions of sizes whose values a call brings, with their kinds; `divisors`: those of
-    them that must be positive."""
+    them that must be positive; `masks`: the indices on which masks depend."""
 
     text: str
     numbers: tuple[tuple[Expr, str], ...]
     divisors: frozenset[Expr]
+    masks: frozenset[str]
 
 
-@functools.lru_cache(maxsize=256)
-def write(plan: Plan) -> Source:
-    """The source of a plan.
+class Draft:
+    """The source of a plan in the making: functions over a tile, and the numbers that they ask of a call.
 
     Raises:
         UnsupportedError: the program has something that is not written as C.
     """
-    program = plan.program
-    if parse(program.text) != program:
-        raise UnsupportedError("a program that was not made by the parser")
-    if len(plan.reads) > MOST_READS:
-        raise UnsupportedError(f"more than {MOST_READS} tensors that are read")
-    numbers: dict[Expr, str] = {}
-    divisors: set[Expr] = set()
-    before = [s for s in program.statements if isinstance(s, (Score, Keep))]
-    unmasked = [s for s in before if isinstance(s, Score)]
-    after = [s for s in program.statements if isinstance(s, Weight)]
 
-    def writer() -> Writer:
-        found = Writer(plan.reads, numbers)
-        found.divisors = divisors
+    def __init__(self, plan: Plan) -> None:
+        if parse(plan.program.text) != plan.program:
+            raise UnsupportedError("a program that was not made by the parser")
+        if len(plan.reads) > MOST_READS:
+            raise UnsupportedError(f"more than {MOST_READS} tensors that are read")
+        self.plan = plan
+        self.numbers: dict[Expr, str] = {}
+        self.divisors: set[Expr] = set()
+        self.defines = [ELEMENTS[plan.dtype]]
+        before = [s for s in plan.program.statements if isinstance(s, (Score, Keep))]
+        self.unmasked = [s for s in before if isinstance(s, Score)]
+        self.parts = [
+            _scores("scores", before, self.writer(), True),
+            _scores("scores_unmasked", self.unmasked, self.writer(), False),
+        ]
+        self.before = before
+        self.masks = frozenset(v.value for keep in plan.program.keeps for v in keep.predicate.free)
+        if tiles.reads_data(plan.program):
+            self.parts.append(fates("fates", plan.program, self.writer()))
+            soft = fates("fates_soft", plan.program, self.writer(), soft=True)
+            self.parts.append(soft if any(not keep.is_hard for keep in plan.program.keeps) else _NO_FILLS)
+            self.defines.append("HAS_FATES 1")
+        if plan.program.sink is not None:
+            self.parts.append(_sink(plan.program.sink, self.writer()))
+            self.defines.append("HAS_SINK")
+
+    def writer(self) -> Writer:
+        found = Writer(self.plan.reads, self.numbers)
+        found.divisors = self.divisors
         return found
 
-    parts = [_scores("scores", before, writer(), True), _scores("scores_unmasked", unmasked, writer(), False)]
-    flags = [ELEMENTS[plan.dtype]]
+    def source(self, *headers: str) -> Source:
+        """All of it: `base.h`, the functions, and the headers that need them."""
+        if len(self.numbers) > MOST_NUMBERS:
+            raise UnsupportedError(f"more than {MOST_NUMBERS} expressions of sizes")
+        lines = ("attngraph, for the scores", *self.plan.program.text.splitlines())
+        head = "".join(f"// {line}\n" for line in lines)
+        defines = "".join(f"#define {flag}\n" for flag in self.defines)
+        base, *others = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("base.h", *headers))
+        text = "\n".join([head + defines, base, *self.parts, *others])
+        return Source(text, tuple(self.numbers.items()), frozenset(self.divisors), self.masks)
+
+
+@functools.lru_cache(maxsize=256)
+def write(plan: Plan) -> Source:
+    """The source of a plan's forward pass.
+
+    Raises:
+        UnsupportedError: the program has something that is not written as C.
+    """
+    draft = Draft(plan)
+    after = [s for s in plan.program.statements if isinstance(s, Weight)]
     if after:
-        parts.append(_weigh(after, writer()))
-        flags.append("HAS_WEIGHTS")
-    if program.sink is not None:
-        parts.append(_sink(program.sink, writer()))
-        flags.append("HAS_SINK")
-    if len(numbers) > MOST_NUMBERS:
-        raise UnsupportedError(f"more than {MOST_NUMBERS} expressions of sizes")
+        draft.parts.append(_weigh(after, draft.writer()))
+        draft.defines.append("HAS_WEIGHTS")
     exact = int(bool(after) and not all(is_multiple(s.value) for s in after))
-    head = "".join(f"// {line}\n" for line in ("attngraph, for the scores", *program.text.splitlines()))
-    defines = "".join(f"#define {flag}\n" for flag in flags) + f"#define EXACT_WEIGHTS {exact}\n"
-    names = ("base.h", "block.h", "loop.h", "decode.h")
-    base, *loops = ((_FOLDER / name).read_text(encoding="utf-8") for name in names)
-    text = "\n".join([head + defines, base, *parts, *loops])
-    return Source(text, tuple(numbers.items()), frozenset(divisors))
+    draft.defines.append(f"EXACT_WEIGHTS {exact}")
+    return draft.source("block.h", "pass.h", "loop.h", "decode.h")
 
 
 def is_multiple(node: Expr) -> bool:
@@ -134,8 +172,8 @@ def _scores(name: str, statements: Sequence[Statement], writer: Writer, masked: 
     if masked:
         lines.append("s = j < keys ? s : -INFINITY;")
     lines += ["row[j] = s;", "best = s > best ? s : best;"]
-    head = f"static void {name}(Call *c, {_TILE}, float *S, float *top) {{"
-    return _function(
+    head = f"static void {name}(Call *c, {TILE_ARGUMENTS}, float *S, float *top) {{"
+    return function(
         head, writer, lines, ["float best = top[i];"], ["top[i] = best;"], "reduction(max : best)"
     )
 
@@ -143,10 +181,43 @@ def _scores(name: str, statements: Sequence[Statement], writer: Writer, masked: 
 def _weigh(statements: Sequence[Statement], writer: Writer) -> str:
     _statements(statements, "p", writer)
     lines = ["float p = row[j];", *writer.lines[INNER], "row[j] = j < keys ? p : 0.0f;"]
-    return _function(f"static void weigh(Call *c, {_TILE}, float *S) {{", writer, lines, [], [], "")
+    return function(f"static void weigh(Call *c, {TILE_ARGUMENTS}, float *S) {{", writer, lines, [], [], "")
 
 
-def _function(
+_NO_FILLS = "#define fates_soft fates\n"
+
+
+def fates(name: str, program: ScoreProgram, writer: Writer, soft: bool = False) -> str:
+    """What `tiles.block_map` asks of a block, by looking at each element: whether any has weight, and whether
+    any mask hides anything."""
+    lines = writer.lines[INNER]
+    lines.append("int hides = 0, opens = 1;")
+    for statement in program.statements:
+        if isinstance(statement, Score) or (
+            isinstance(statement, Weight) and not tiles.keeps_zero(statement.value)
+        ):
+            lines.append("hides = 0;")
+        if not isinstance(statement, Keep):
+            continue
+        is_hidden = statement.is_hard or soft
+        if any(n in (DOT, SCORE) for n in E.walk(statement.predicate)):
+            lines.append("opens = 0;" if is_hidden else "opens = hides = 0;")
+            continue
+        kept = truth(writer.expression(statement.predicate))
+        place = f"kept{len(lines)}"
+        lines.append(f"const int {place} = {kept} & 1;")
+        lines.append(f"opens &= {place};")
+        if is_hidden:
+            lines.append(f"hides |= !{place};")
+        elif not tiles.keeps_minus_infinity(statement.fill):
+            lines.append(f"hides &= {place};")
+    body = [*lines, "seen |= !hides & (j < keys);", "shut |= !opens & (j < keys);"]
+    after = ["*found |= seen | shut << 1;", "if (*found == 3) return;"]
+    head = f"static void {name}(Call *c, {TILE_ARGUMENTS}, float *S, int *found) {{"
+    return function(head, writer, body, ["int seen = 0, shut = 0;"], after, "reduction(| : seen, shut)")
+
+
+def function(
     head: str, writer: Writer, lines: list[str], before: list[str], after: list[str], reductions: str
 ) -> str:
     """A loop over a tile around `lines`, with the writer's lines where they belong."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import soft
+from attngraph.codegen.read_gradients import wanted_gradients
 from attngraph.ir import kernels
 from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.kernels import Operands
@@ -64,13 +65,23 @@ class Tiled(kernels.Kernel):
             return reference.backward(program, operands, reads, sizes, results, grads)
         dtype = kernels.accumulation_dtype(q.dtype)
         work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
-        totals: list[Tensor | None] = [
-            torch.zeros_like(t) if t.is_floating_point() else None for t in (work.q, work.k, work.v, *reads)
+        each, numbers = wanted_gradients(operands, reads)
+        needed = [*each, *(n in numbers for n in range(len(reads)))]
+        totals = [
+            torch.zeros_like(t) if need else None
+            for t, need in zip((work.q, work.k, work.v, *reads), needed, strict=True)
         ]
         for tile in work.tiles():
             work.add_gradients(tile, (grads[0], grads[1]), totals)
         inputs = (q, k, v, *reads)
-        return [t if t is None else t.to(like.dtype) for t, like in zip(totals, inputs, strict=True)]
+        return [
+            total.to(like.dtype)
+            if total is not None
+            else torch.zeros_like(like)
+            if like.is_floating_point()
+            else None
+            for total, like in zip(totals, inputs, strict=True)
+        ]
 
 
 class _Work:
@@ -142,11 +153,13 @@ class _Work:
                     break
         place = (slice(*tile.b), slice(None), slice(*tile.q))
         with torch.enable_grad():
-            q = self.q[place].detach().requires_grad_()
-            reads = [r.detach().requires_grad_() if r.is_floating_point() else r for r in self.reads]
+            q = self.q[place].detach().requires_grad_(totals[0] is not None)
+            reads = [
+                r.detach().requires_grad_(t is not None) for r, t in zip(self.reads, totals[3:], strict=True)
+            ]
             spans = [(slice(*tile.b), slice(None), slice(run.start, run.stop)) for run in runs]
-            ks = [self.k[s].detach().requires_grad_() for s in spans]
-            vs = [self.v[s].detach().requires_grad_() for s in spans]
+            ks = [self.k[s].detach().requires_grad_(totals[1] is not None) for s in spans]
+            vs = [self.v[s].detach().requires_grad_(totals[2] is not None) for s in spans]
             parts = [self._part(tile, run, k, v, reads) for run, k, v in zip(runs, ks, vs, strict=True)]
             outputs = kernels.attend(self.program, q * self.scale, parts)
             wanted = (grads[0][place].to(outputs[0].dtype), grads[1][place])

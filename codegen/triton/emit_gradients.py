@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngraph.codegen.derivative import ZERO, derivative
+from attngraph.codegen.derivative import ZERO, derivative, formula_of, slopes
 from attngraph.codegen.triton.emit import Emitter
 from attngraph.codegen.triton.plan import DTYPES
 from attngraph.codegen.triton.read_gradients import BackwardPlan, read_gradients
@@ -74,11 +74,11 @@ class TileEmitter(Emitter):
     def forward(self, number: int, statement: Statement) -> None:
         """A statement, leaving what its derivatives need."""
         writer = self.writer
-        slopes = [
-            *self.slopes(number, statement),
-            *(derivative(_formula(statement), r.node) for r in self.reads),
+        found = [
+            *slopes(statement, is_first=number == 0),
+            *(derivative(formula_of(statement), r.node) for r in self.reads),
         ]
-        if any(n in (DOT, SCORE) for slope in slopes for n in E.walk(slope)):
+        if any(n in (DOT, SCORE) for slope in found for n in E.walk(slope)):
             writer.inside.append(f"before{number} = s")
         if isinstance(statement, Score):
             self.score(statement)
@@ -90,18 +90,10 @@ class TileEmitter(Emitter):
         code = fill.code if fill.is_integer else self.narrow(fill.code)
         writer.inside.append(f"s = tl.where(kept{number}, s, {code})")
 
-    def slopes(self, number: int, statement: Statement) -> tuple[Expr, Expr]:
-        """The derivatives of a statement's formula by the score before it and by the dot. Before the first
-        statement the score is the dot, and the first counts."""
-        formula = _formula(statement)
-        if number == 0:
-            return derivative(_joined(formula), DOT), ZERO
-        return derivative(formula, SCORE), derivative(formula, DOT)
-
     def backward(self, number: int, statement: Statement, wanted: Sequence[int]) -> None:
         """`ds` of a statement's result becomes that of what it was made from."""
-        lines, formula = self.writer.inside, _formula(statement)
-        by_score, by_dot = self.slopes(number, statement)
+        lines, formula = self.writer.inside, formula_of(statement)
+        by_score, by_dot = slopes(statement, is_first=number == 0)
         others = {f"of_read{i}": derivative(formula, self.reads[i].node) for i in wanted}
         others["of_dot"] = by_dot
         if any(n in (DOT, SCORE) for slope in (by_score, *others.values()) for n in E.walk(slope)):
@@ -136,14 +128,3 @@ class TileEmitter(Emitter):
     @property
     def exact(self) -> str:
         return ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
-
-
-def _formula(statement: Statement) -> Expr:
-    return statement.fill if isinstance(statement, Keep) else statement.value
-
-
-def _joined(formula: Expr) -> Expr:
-    """A first statement's formula, where the score is the dot itself."""
-    return E.rebuild(
-        formula, lambda n, args: DOT if n is SCORE else E.make(n.op, args, n.value, n.kind) if args else n
-    )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from attngraph.codegen.triton import schedule
 from attngraph.codegen.triton.emit import NEXT_TILE, Emitter, indented
-from attngraph.codegen.triton.plan import Plan, UnsupportedError
+from attngraph.codegen.triton.plan import Plan
+from attngraph.codegen.unsupported import UnsupportedError
 
 
 class SpecialisedEmitter(Emitter):

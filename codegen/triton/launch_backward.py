@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngraph.codegen.read_gradients import wanted_gradients
 from attngraph.codegen.triton import device, store, visits
 from attngraph.codegen.triton.call import launch_options, read_arguments
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
@@ -22,13 +23,8 @@ from attngraph.ir.kernels import Operands
 
 
 def plan_gradients(plan: Plan, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan | None:
-    """The plan of a call's backward kernels, or None if there are none for it.
-
-    Where the tensors say which of them need gradients, the others get none; where none says so (a call of
-    the op in a graph that was traced) all do.
-    """
-    said = any(t.requires_grad for t in (*operands, *reads))
-    wanted = [n for n, r in enumerate(reads) if r.is_floating_point() and (r.requires_grad or not said)]
+    """The plan of a call's backward kernels, or None if there are none for it."""
+    _, wanted = wanted_gradients(operands, reads)
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)}
     found = BackwardPlan(**fields, wanted=tuple(n for n in wanted if n in plan.program.reads))
     return found if has_backward(found) else None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import compiled, toolchain
+from attngraph.codegen.cpu import library, toolchain
 from attngraph.ir import kernels
 from attngraph.ir.kernels import KERNELS
 from attngraph.ir.parser import parse
@@ -23,7 +23,7 @@ SOURCE = "int answer(void) { return 42; }\n"
 @pytest.fixture(autouse=True)
 def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "_libraries", {})
+    monkeypatch.setattr(library, "_libraries", {})
     for cached in (toolchain.compiler, toolchain._identity, toolchain._temporary):
         cached.cache_clear()
     yield
@@ -178,9 +178,9 @@ def test_a_compiler_that_fails_is_reported_once_and_pytorch_computes(
 @pytest.mark.usefixtures("cc")
 def test_seconds_of_compiling_are_told() -> None:
     program = parse("s = 0.25 * dot; keep k <= q and q - k < 11")
-    assert compiled.compile_seconds(program) == 0
+    assert library.compile_seconds(program) == 0
     KERNELS["cpu.compiled"].forward(program, operands(), [], [])
-    assert 0 < compiled.compile_seconds(program) < 300
+    assert 0 < library.compile_seconds(program) < 300
 
 
 @pytest.mark.usefixtures("forbid_compiling", "cc")

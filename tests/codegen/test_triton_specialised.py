@@ -17,10 +17,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.triton import ahead, apart, attempts, compiler, device, launch, schedule, store, tuned
 from attngraph.codegen.triton.compiler import Request
 from attngraph.codegen.triton.emit import emit
-from attngraph.codegen.triton.plan import Blocks, Plan, Read, UnsupportedError
+from attngraph.codegen.triton.plan import Blocks, Plan, Read
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.kernels import KERNELS, Operands
 from attngraph.ir.parser import parse
 
@@ -128,7 +130,7 @@ def test_without_a_table_every_kernel_is_classic(monkeypatch: pytest.MonkeyPatch
 def test_only_gpus_that_it_is_made_for_are_given_it(
     capability: tuple[int, int], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "_said", {})
+    monkeypatch.setattr(attempts, "_said", Remarks())
     monkeypatch.setattr(device, "capability", lambda where: capability)
     assert chosen(fake(), blocks=BLOCKS).specialised == serves
     wanted = () if serves else (

@@ -25,6 +25,9 @@ typedef struct {
     int64_t B, H, Hkv, Sq, Sk, D, Dv, wide; /* wide: Dv rounded up to whole vectors */
     const uint8_t *map[2];              /* blocks: 0 nothing to see, 1 evaluate masks, 2 masks keep all */
     int64_t map_stride[2][3];           /* b, h, block of queries; map[0] also leaves out finite fills */
+    const uint8_t *known[2];            /* where maps are made while running: what follows from sizes alone */
+    int64_t known_stride[2][3], lines[2][2]; /* lines: b and h that have lines of their own, or 1 */
+    int64_t next_line, made;            /* shared counters */
     double hidden;                      /* no score behind a finite fill exceeds it */
     float scale;
     int32_t together;                   /* (b, key head) pairs of a round */
@@ -47,7 +50,28 @@ typedef struct {
     int64_t parts;                      /* of the keys, each seen by an item of its own */
     float *partial;                     /* [item][part][BLOCK_Q * (wide + 2)] */
     int64_t *arrived;                   /* [item], zeros */
+    const struct Gradients *gradients;  /* backward.h */
 } Call;
+
+/* What a backward pass is told besides. Items are blocks of queries of a head, (b, h, block) in this order. */
+struct Gradients {
+    const void *grad;                   /* of out */
+    const float *grad_lse;              /* [B, H, Sq] */
+    int64_t grad_stride[3];
+    int64_t wanted;                     /* OF_Q | OF_K | OF_V */
+    float *grad_q;                      /* [B, H, Sq, D] */
+    void *grad_k, *grad_v;              /* [B, Hkv, Sk, D or Dv] */
+    float *q_packed, *grad_packed;      /* [item][BLOCK_Q][wide_k], times scale, and [item][BLOCK_Q][wide] */
+    float *rows;                        /* [item][3][BLOCK_Q]: base, unit, delta */
+    uint8_t *choice;                    /* [item]: the map that serves, 2 for none */
+    int64_t *added;                     /* [item], zeros: 1 + the last block of keys that was added */
+    int64_t *counters;                  /* [4], zeros */
+    float *sums[MOST_READS];            /* [B, H, Sq or Sk]: of reads by rows or by columns */
+    /* One read by pairs: sums of rows first .. first + count - 1, for each batch (from `batch` on) and head
+       of its own, or over all. */
+    float *pairs;
+    int64_t owner_stride, row_stride, first, count, batch, owners, number, each_batch, each_head;
+};
 
 /* ---- elements ---- */
 

@@ -14,8 +14,9 @@ enum { LANES = 4, STEP_N = 2 };
 enum { STEP_Q = 6 };
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. */
-INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda,
+/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. Places
+   of A are `lda` apart from row to row and `step` along the depth, so that it may lie turned. */
+INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
                            const float *restrict B, int64_t ldb, int64_t depth, int rows, const float *by,
                            const int vectors) {
     for (int row = 0; row < rows; row += STEP_Q) {
@@ -36,7 +37,7 @@ INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict
 #pragma GCC unroll 8
             for (int i = 0; i < STEP_Q; ++i)
 #pragma GCC unroll 8
-                for (int j = 0; j < vectors; ++j) sum[i][j] += a[i * lda + d] * right[j];
+                for (int j = 0; j < vectors; ++j) sum[i][j] += a[i * lda + d * step] * right[j];
         }
 #pragma GCC unroll 8
         for (int i = 0; i < STEP_Q; ++i)
@@ -45,15 +46,27 @@ INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict
     }
 }
 
-static void multiply(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, const float *restrict B,
-                     int64_t ldb, int64_t depth, int rows, int64_t columns, const float *by) {
+INLINE void multiply_panels(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
+                     const float *restrict B, int64_t ldb, int64_t depth, int rows, int64_t columns, const float *by) {
     int64_t n = 0;
     for (; n + STEP_N * LANES <= columns; n += STEP_N * LANES)
-        by ? multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, by, STEP_N)
-           : multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, 0, STEP_N);
+        by ? multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, by, STEP_N)
+           : multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, 0, STEP_N);
     for (; n < columns; n += LANES)
-        by ? multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, by, 1)
-           : multiply_panel(C + n, ldc, A, lda, B + n, ldb, depth, rows, 0, 1);
+        by ? multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, by, 1)
+           : multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, 0, 1);
+}
+
+static void multiply(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, const float *restrict B,
+                     int64_t ldb, int64_t depth, int rows, int64_t columns, const float *by) {
+    multiply_panels(C, ldc, A, lda, 1, B, ldb, depth, rows, columns, by);
+}
+
+/* The same with A turned: [depth][rows]. */
+static void multiply_turned(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda,
+                            const float *restrict B, int64_t ldb, int64_t depth, int rows, int64_t columns,
+                            const float *by) {
+    multiply_panels(C, ldc, A, 1, lda, B, ldb, depth, rows, columns, by);
 }
 
 static int64_t blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }

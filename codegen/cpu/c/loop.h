@@ -1,79 +1,15 @@
-/* The loop over tiles: flash attention (Dao et al. 2022; online softmax of Milakov and Gimelshein 2018)
-   around the program's own functions, written above:
-
-       scores(c, b, h, q0, rows, k0, keys, S, top)        scores of a tile in place, tops of its rows
-       scores_unmasked(...)                               the same where every mask keeps everything
-       weigh(c, b, h, q0, rows, k0, keys, S)              the statements `p = ...`, if HAS_WEIGHTS
-       sink(c, b, h, q)                                   if HAS_SINK
-
-   S is [BLOCK_Q][BLOCK_K]. */
+/* Attention: each block of queries of a head makes its pass over packed keys and values (pass.h). */
 
 /* Lay one block of keys out with the width outermost, and its values as rows of whole vectors, both in
    float32 and padded with zeros. */
 static void pack(const Call *c, int64_t head, int64_t k0, float *to_k, float *to_v) {
     int64_t b = head / c->Hkv, h = head % c->Hkv;
     int keys = (int)smaller(BLOCK_K, c->Sk - k0);
-    const Element *k = (const Element *)c->k + b * c->k_stride[0] + h * c->k_stride[1] + k0 * c->k_stride[2];
-    const Element *v = (const Element *)c->v + b * c->v_stride[0] + h * c->v_stride[1] + k0 * c->v_stride[2];
-    for (int64_t d = 0; d < c->D; ++d) {
-        for (int j = 0; j < keys; ++j) to_k[d * BLOCK_K + j] = widen(k[j * c->k_stride[2] + d]);
-        for (int j = keys; j < BLOCK_K; ++j) to_k[d * BLOCK_K + j] = 0;
-    }
-    for (int j = 0; j < BLOCK_K; ++j) {
-        float *row = to_v + j * c->wide;
-        int64_t d = 0;
-        if (j < keys)
-            for (; d < c->Dv; ++d) row[d] = widen(v[j * c->v_stride[2] + d]);
-        for (; d < c->wide; ++d) row[d] = 0;
-    }
+    turn_rows(at_token(c->k, c->k_stride, b, h, k0), c->k_stride[2], keys, c->D, to_k);
+    widen_rows(at_token(c->v, c->v_stride, b, h, k0), c->v_stride[2], keys, c->Dv, 1, to_v, BLOCK_K, c->wide);
 }
 
-static void dots(const Call *c, const Place *at, Block *t, int64_t k0) {
-    multiply(t->S, BLOCK_K, t->Q, c->D, at->k + k0 * c->D, BLOCK_K, c->D, at->padded, BLOCK_K, 0);
-}
-
-static void weigh_values(const Call *c, const Place *at, Block *t, int64_t k0, const float *decay) {
-    multiply(t->O, c->wide, t->S, BLOCK_K, at->v + k0 * c->wide, c->wide, BLOCK_K, at->padded, c->wide, decay);
-}
-
-static void score(Call *c, const Place *at, Block *t, int64_t k0, int class) {
-    int keys = (int)smaller(BLOCK_K, c->Sk - k0);
-    if (class == 2 && keys == BLOCK_K)
-        scores_unmasked(c, at->b, at->h, at->q0, at->rows, k0, BLOCK_K, t->S, t->next);
-    else
-        scores(c, at->b, at->h, at->q0, at->rows, k0, keys, t->S, t->next);
-}
-
-/* One pass over the blocks of keys that the map does not leave out. With `values` the output is gathered
-   on the way, by weights that are not divided yet. */
-static void pass(Call *c, const Place *at, Block *t, const uint8_t *map, int values) {
-    for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
-    memset(t->sums, 0, sizeof t->sums);
-    if (values) memset(t->O, 0, sizeof(float) * BLOCK_Q * c->wide);
-    for (int64_t k0 = 0; k0 < c->Sk; k0 += BLOCK_K) {
-        int class = map ? map[k0 / BLOCK_K] : 1;
-        if (class == 0) continue;
-        dots(c, at, t, k0);
-        score(c, at, t, k0, class);
-        exponentials(at, t);
-#ifdef HAS_WEIGHTS
-        if (values) weigh(c, at->b, at->h, at->q0, at->rows, k0, (int)smaller(BLOCK_K, c->Sk - k0), t->S);
-#endif
-        if (values) weigh_values(c, at, t, k0, t->decay);
-    }
-    for (int i = 0; i < at->rows; ++i) {
-        float sum = 0;
-        for (int l = 0; l < LANES; ++l) sum += t->sums[i * LANES + l];
-#ifdef HAS_SINK
-        float other = sink(c, at->b, at->h, at->q0 + i), top = t->top[i];
-        float joint = maximum(top, other); /* infinite or NaN: the total is NaN */
-        t->decay[i] = joint == joint && top == -INFINITY ? 0.0f : exp_(top - joint);
-        sum = sum * t->decay[i] + exp_(other - joint);
-        t->top[i] = joint;
-#endif
-        t->total[i] = t->top[i] == -INFINITY ? NAN : sum;
-    }
-}
+static const float *keys_of(const Call *c, const Place *at, int64_t k0) { return at->k + k0 * c->D; }
 
 #ifdef HAS_WEIGHTS
 /* The output by weights that are divided before the program changes them, as the statements say. */
@@ -105,10 +41,7 @@ static int is_hidden(const Call *c, const Place *at, const Block *t) {
 
 static void attend_block(Call *c, const Place *at, Block *t) {
     const uint8_t *map[2];
-    for (int n = 0; n < 2; ++n)
-        map[n] = c->map[n] ? c->map[n] + at->b * c->map_stride[n][0] + at->h * c->map_stride[n][1] +
-                                 at->q0 / BLOCK_Q * c->map_stride[n][2]
-                           : 0;
+    lines_of(c, at->b, at->h, at->q0, map);
     const int values = !EXACT_WEIGHTS;
     const uint8_t *used = map[0];
     if (map[0]) pass(c, at, t, used, values);
@@ -144,17 +77,9 @@ static void attend_item(Call *c, Block *t, int64_t head, int64_t item, const flo
     Place at = {head / c->Hkv, head % c->Hkv * group + item / steps, (steps - 1 - item % steps) * BLOCK_Q, 0, 0, k, v};
     at.rows = (int)smaller(BLOCK_Q, c->Sq - at.q0);
     at.padded = (at.rows + STEP_Q - 1) / STEP_Q * STEP_Q;
-    const Element *q = (const Element *)c->q + at.b * c->q_stride[0] + at.h * c->q_stride[1] + at.q0 * c->q_stride[2];
-    for (int i = 0; i < at.padded; ++i)
-        for (int64_t d = 0; d < c->D; ++d)
-            t->Q[i * c->D + d] = i < at.rows ? widen(q[i * c->q_stride[2] + d]) * c->scale : 0.0f;
+    widen_rows(at_token(c->q, c->q_stride, at.b, at.h, at.q0), c->q_stride[2], at.rows, c->D, c->scale, t->Q,
+               at.padded, c->D);
     attend_block(c, &at, t);
-}
-
-static int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
-
-static void wait_for(int64_t *counter, int64_t wanted) {
-    while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < wanted) sched_yield();
 }
 
 /* One member of the team. Heads are done in rounds of a few, whose keys and values are packed first, in
@@ -166,6 +91,7 @@ void attngraph_attend(Call *c) {
     Block t;
     t.Q = c->scratch + take(&c->slot) * c->scratch_size;
     t.O = t.Q + BLOCK_Q * c->D;
+    make_maps(c, t.S);
     for (int64_t first = 0, number = 0; first < heads; first += c->together, ++number) {
         struct Round *round = c->rounds + number;
         int64_t here = smaller(c->together, heads - first);

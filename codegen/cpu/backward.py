@@ -1,0 +1,121 @@
+"""The backward pass of a call: gradients of q, k, v and of what scores read, by the library of its plan.
+
+Memory is linear in the tokens: rows of queries and of the output's gradient are laid out once in float32,
+and so is the gradient of q summed. Only gradients that somebody wants are computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import team
+from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run, Three
+from attngraph.codegen.cpu.source import MOST_READS
+from attngraph.codegen.cpu.source_backward import BackwardPlan
+from attngraph.codegen.read_gradients import COLUMNS, PAIRS, ROWS, Totals, read_gradients, wanted_gradients
+from attngraph.ir.kernels import Operands
+from attngraph.ir.score import ScoreProgram
+
+OF_Q, OF_K, OF_V = 1, 2, 4
+_TURNED = 66
+"""BLOCK_K rounded up to rows of a register block, as in c/backward.h."""
+
+
+class Gradients(ctypes.Structure):
+    """`struct Gradients` of c/base.h, field by field."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p), ("grad_lse", ctypes.c_void_p), ("grad_stride", Three),
+        ("wanted", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (
+            "grad_q", "grad_k", "grad_v", "q_packed", "grad_packed", "rows", "choice", "added", "counters")),
+        ("sums", ctypes.c_void_p * MOST_READS), ("pairs", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in (
+            "owner_stride", "row_stride", "first", "count", "batch", "owners", "number", "each_batch",
+            "each_head")),
+    )  # fmt: skip
+
+
+def plan_gradients(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan:
+    """The plan of a call's backward pass."""
+    numbers = tuple(n for n in wanted_gradients(operands, reads)[1] if n in program.reads)
+    dtypes = tuple(r.dtype for r in reads)
+    return BackwardPlan(program.without_scale, operands[0].dtype, dtypes, numbers)
+
+
+def differentiate(
+    run: Run, plan: BackwardPlan, operands: Operands, results: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+) -> list[Tensor | None] | None:  # fmt: skip
+    """Gradients of q, k, v and of every floating read (zeros where none is wanted), or None where the
+    library cannot serve the call's arguments."""
+    both = results[0], grads[0].to(results[0].dtype)
+    out, grad = (t if t.stride(-1) == 1 else t.contiguous() for t in both)
+    lse, grad_lse = (t.to(torch.float32).contiguous() for t in (results[1], grads[1]))
+    if not run.set_all(out, lse):
+        return None
+    call, g = run.call, Gradients()
+    B, H, Sq, D = run.q.shape
+    Hkv, Sk, Dv = run.k.shape[1], run.k.shape[2], run.v.shape[3]
+    each, _ = wanted_gradients(operands, run.reads)
+    found = [_gradient(t, is_wanted) for t, is_wanted in zip(operands, each, strict=True)]
+    if each[0]:
+        found[0] = torch.empty((B, H, Sq, D), dtype=torch.float32)
+    summed = read_gradients(plan.program, plan.wanted)
+    lengths = {ROWS: Sq, COLUMNS: Sk}
+    sums = [torch.empty((B, H, lengths[s.kind])) if s.kind in lengths else None for s in summed]
+    items, width = B * H * -(-Sq // BLOCK_Q), run.padded(D)
+    g.grad, g.grad_lse, g.grad_stride = grad.data_ptr(), grad_lse.data_ptr(), Three(*grad.stride()[:3])
+    g.wanted = sum(bit for bit, is_wanted in zip((OF_Q, OF_K, OF_V), each, strict=True) if is_wanted)
+    g.grad_q, g.grad_k, g.grad_v = (t.data_ptr() for t in found)
+    g.q_packed, g.grad_packed = (run.floats(items * BLOCK_Q * wide) for wide in (width, call.wide))
+    g.rows = run.floats(items * 3 * BLOCK_Q)
+    g.choice = run.hold(torch.empty(items, dtype=torch.uint8))
+    g.added, g.counters = run.zeros(items), run.zeros(4)
+    for place, total in enumerate(sums):
+        g.sums[place] = None if total is None else total.data_ptr()
+    members = max(1, min(torch.get_num_threads(), B * Hkv * -(-Sk // BLOCK_K)))
+    call.scratch_size = (2 * BLOCK_Q + BLOCK_K + _TURNED) * width + BLOCK_K * (D + Dv) + _TURNED * call.wide
+    call.scratch = run.floats(members * call.scratch_size)
+    call.gradients = ctypes.cast(ctypes.byref(g), ctypes.c_void_p)
+    team.run(run.made.code.attngraph_differentiate, call, members)
+    totals = Totals(plan.wanted, run.reads, run.sizes, (B, H, Sq, Sk))
+    seen = torch.zeros((B, H, Sq))  # rows that see no key are NaN in the sums already
+    for number, one in enumerate(summed):
+        total = sums[number]
+        if one.kind == PAIRS:
+            compute = functools.partial(_sum_pairs, run, g, members, number, one.owned)
+            totals.add_pairs(one, seen, BLOCK_Q, compute)
+        elif one.kind == ROWS and total is not None:
+            totals.add_rows(one, total, seen)
+        elif total is not None:
+            totals.add_columns(one, total, seen)
+    if call.bad:
+        return None
+    if run.program.sink is not None:
+        delta = (grad.float() * out.float()).sum(-1) - grad_lse
+        totals.add_sink(run.program, lse, delta)
+    return [*(t.to(like.dtype) for t, like in zip(found, operands, strict=True)), *totals.results()]
+
+
+def _gradient(like: Tensor, is_wanted: bool) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype) if is_wanted else like.new_zeros(()).expand(like.shape)
+
+
+def _sum_pairs(
+    run: Run, g: Gradients, members: int, number: int, owned: tuple[bool, bool], here: Tensor, batch: int,
+    row: int,
+) -> None:  # fmt: skip
+    """Write sums `[batches or 1, H or 1, rows, Sk]` of a read from a batch and a row on."""
+    g.pairs, g.owner_stride, g.row_stride = here.data_ptr(), here.stride(1), here.stride(2)
+    g.first, g.count, g.batch, g.number = row, here.shape[2], batch, number
+    g.owners = here.shape[0] * here.shape[1]
+    g.each_batch, g.each_head = owned
+    g.counters = run.zeros(4)
+    run.call.slot = 0
+    team.run(run.made.code.attngraph_sum_pairs, run.call, members)

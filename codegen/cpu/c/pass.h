@@ -1,0 +1,137 @@
+/* What forward and backward have in common: one pass of a block of queries over the blocks of keys (flash
+   attention, Dao et al. 2022; online softmax of Milakov and Gimelshein 2018) around the program's own
+   functions, written above:
+
+       scores(c, b, h, q0, rows, k0, keys, S, top)        scores of a tile in place, tops of its rows
+       scores_unmasked(...)                               the same where every mask keeps everything
+       weigh(c, b, h, q0, rows, k0, keys, S)              the statements `p = ...`, if HAS_WEIGHTS
+       sink(c, b, h, q)                                   if HAS_SINK
+       fates(c, b, h, q0, rows, k0, keys, S, found)       if HAS_FATES: 1 in `found` if anything is seen, 2 if
+       fates_soft(...)                                    anything is masked; soft: finite fills hide too
+
+   S is [BLOCK_Q][BLOCK_K]. */
+
+/* A block of keys with the width outermost, [D][BLOCK_K]: loop.h and backward.h say where it is. */
+static const float *keys_of(const Call *c, const Place *at, int64_t k0);
+
+/* Rows of elements as rows of whole vectors in float32, padded with zeros, and times a number. */
+static void widen_rows(const Element *from, int64_t stride, int count, int64_t width, float by, float *to,
+                       int to_rows, int64_t to_width) {
+    for (int i = 0; i < to_rows; ++i, to += to_width) {
+        int64_t d = 0;
+        if (i < count)
+            for (; d < width; ++d) to[d] = widen(from[i * stride + d]) * by;
+        for (; d < to_width; ++d) to[d] = 0;
+    }
+}
+
+/* The same with the width outermost: [width][BLOCK_K]. */
+static void turn_rows(const Element *from, int64_t stride, int count, int64_t width, float *to) {
+    for (int64_t d = 0; d < width; ++d) {
+        for (int j = 0; j < count; ++j) to[d * BLOCK_K + j] = widen(from[j * stride + d]);
+        for (int j = count; j < BLOCK_K; ++j) to[d * BLOCK_K + j] = 0;
+    }
+}
+
+static const Element *at_token(const void *data, const int64_t *stride, int64_t b, int64_t h, int64_t token) {
+    return (const Element *)data + b * stride[0] + h * stride[1] + token * stride[2];
+}
+
+static void dots(const Call *c, const Place *at, Block *t, int64_t k0) {
+    multiply(t->S, BLOCK_K, t->Q, c->D, keys_of(c, at, k0), BLOCK_K, c->D, at->padded, BLOCK_K, 0);
+}
+
+static void weigh_values(const Call *c, const Place *at, Block *t, int64_t k0, const float *decay) {
+    multiply(t->O, c->wide, t->S, BLOCK_K, at->v + k0 * c->wide, c->wide, BLOCK_K, at->padded, c->wide, decay);
+}
+
+static void score(Call *c, const Place *at, Block *t, int64_t k0, int class) {
+    int keys = (int)smaller(BLOCK_K, c->Sk - k0);
+    if (class == 2 && keys == BLOCK_K)
+        scores_unmasked(c, at->b, at->h, at->q0, at->rows, k0, BLOCK_K, t->S, t->next);
+    else
+        scores(c, at->b, at->h, at->q0, at->rows, k0, keys, t->S, t->next);
+}
+
+/* One pass over the blocks of keys that the map does not leave out. With `values` the output is gathered
+   on the way, by weights that are not divided yet. */
+static void pass(Call *c, const Place *at, Block *t, const uint8_t *map, int values) {
+    for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
+    memset(t->sums, 0, sizeof t->sums);
+    if (values) memset(t->O, 0, sizeof(float) * BLOCK_Q * c->wide);
+    for (int64_t k0 = 0; k0 < c->Sk; k0 += BLOCK_K) {
+        int class = map ? map[k0 / BLOCK_K] : 1;
+        if (class == 0) continue;
+        dots(c, at, t, k0);
+        score(c, at, t, k0, class);
+        exponentials(at, t);
+#ifdef HAS_WEIGHTS
+        if (values) weigh(c, at->b, at->h, at->q0, at->rows, k0, (int)smaller(BLOCK_K, c->Sk - k0), t->S);
+#endif
+        if (values) weigh_values(c, at, t, k0, t->decay);
+    }
+    for (int i = 0; i < at->rows; ++i) {
+        float sum = 0;
+        for (int l = 0; l < LANES; ++l) sum += t->sums[i * LANES + l];
+#ifdef HAS_SINK
+        float other = sink(c, at->b, at->h, at->q0 + i), top = t->top[i];
+        float joint = maximum(top, other); /* infinite or NaN: the total is NaN */
+        t->decay[i] = joint == joint && top == -INFINITY ? 0.0f : exp_(top - joint);
+        sum = sum * t->decay[i] + exp_(other - joint);
+        t->top[i] = joint;
+#endif
+        t->total[i] = t->top[i] == -INFINITY ? NAN : sum;
+    }
+}
+
+static int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
+
+INLINE void rest(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Waits are for what another is just doing, mostly short: who yields at once on a busy machine does not come
+   back for milliseconds. */
+static void wait_for(int64_t *counter, int64_t wanted) {
+    for (int turns = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) < wanted; ++turns)
+        turns < 4096 ? rest() : (void)sched_yield();
+}
+
+/* The maps' lines of a block of queries; null where there is no map. */
+static void lines_of(const Call *c, int64_t b, int64_t h, int64_t q0, const uint8_t *line[2]) {
+    for (int n = 0; n < 2; ++n)
+        line[n] = c->map[n] ? c->map[n] + b * c->map_stride[n][0] + h * c->map_stride[n][1] +
+                                  q0 / BLOCK_Q * c->map_stride[n][2]
+                            : 0;
+}
+
+#if HAS_FATES
+/* Make the maps of masks that read tensors, line by line, before anything is taken: what is known of a block
+   stands, what is not is looked at element by element. */
+static void make_maps(Call *c, float *S) {
+    int64_t steps = blocks(c->Sq, BLOCK_Q), count[2];
+    for (int n = 0; n < 2; ++n) count[n] = c->known[n] ? c->lines[n][0] * c->lines[n][1] * steps : 0;
+    for (int64_t item; (item = take(&c->next_line)) < count[0] + count[1]; take(&c->made)) {
+        int n = item >= count[0];
+        int64_t line = n ? item - count[0] : item, q0 = line % steps * BLOCK_Q;
+        int64_t b = line / steps / c->lines[n][1], h = line / steps % c->lines[n][1];
+        const uint8_t *known = c->known[n] + b * c->known_stride[n][0] + h * c->known_stride[n][1] +
+                               line % steps * c->known_stride[n][2];
+        uint8_t *map = (uint8_t *)c->map[n] + line * blocks(c->Sk, BLOCK_K);
+        for (int64_t k0 = 0; k0 < c->Sk; k0 += BLOCK_K, ++map, ++known) {
+            *map = *known;
+            if (*known != 1) continue;
+            int found = 0, keys = (int)smaller(BLOCK_K, c->Sk - k0), rows = (int)smaller(BLOCK_Q, c->Sq - q0);
+            (n ? fates : fates_soft)(c, b, h, q0, rows, k0, keys, S, &found);
+            *map = !(found & 1) ? 0 : found == 1 ? 2 : 1;
+        }
+    }
+    wait_for(&c->made, count[0] + count[1]);
+}
+#else
+static void make_maps(Call *c, float *S) { (void)c, (void)S; }
+#endif

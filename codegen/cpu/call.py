@@ -1,0 +1,165 @@
+"""What a library is told at a call: `Call` of c/base.h, and how it is filled from tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import soft
+from attngraph.codegen.cpu.library import Library
+from attngraph.codegen.cpu.source import MOST_NUMBERS, MOST_READS
+from attngraph.codegen.cpu.terms import SMALL
+from attngraph.ir import evaluate
+from attngraph.ir.kernels import Operands
+from attngraph.ir.score import ScoreProgram
+from attngraph.meaning import tiles
+from attngraph.meaning.tiles import Cut, Grid
+
+Three = ctypes.c_int64 * 3
+BLOCK_Q, BLOCK_K = 48, 64
+"""Queries and keys of a tile, as in c/base.h."""
+
+
+class _Read(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 6), ("size", ctypes.c_int64 * 6))
+
+
+class Call(ctypes.Structure):
+    """`Call` of c/base.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_int64) for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv", "wide")),
+        ("map", ctypes.c_void_p * 2), ("map_stride", (ctypes.c_int64 * 3) * 2),
+        ("known", ctypes.c_void_p * 2), ("known_stride", Three * 2), ("lines", (ctypes.c_int64 * 2) * 2),
+        ("next_line", ctypes.c_int64), ("made", ctypes.c_int64),
+        ("hidden", ctypes.c_double), ("scale", ctypes.c_float),
+        ("together", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("k_packed", "v_packed", "scratch")),
+        ("scratch_size", ctypes.c_int64), ("rounds", ctypes.c_void_p),
+        ("slot", ctypes.c_int64), ("bad", ctypes.c_int64),
+        ("whole", ctypes.c_int64 * MOST_NUMBERS), ("real", ctypes.c_float * MOST_NUMBERS),
+        ("read", _Read * MOST_READS),
+        *((name, ctypes.c_void_p) for name in ("table", "starts", "first", "held")),
+        *((name, ctypes.c_int64) for name in ("columns", "page", "window")),
+        ("k_new", ctypes.c_void_p), ("v_new", ctypes.c_void_p),
+        ("k_new_stride", ctypes.c_int64 * 2), ("v_new_stride", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in ("step", "member", "parts")),
+        ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p), ("gradients", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class Run:
+    """One call of a library."""
+
+    def __init__(
+        self, made: Library, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor],
+        sizes: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.made, self.reads, self.sizes = made, reads, sizes
+        self.scale = 1.0 if program.scale is None else program.scale
+        self.program = program.without_scale
+        self.q, self.k, self.v = (t if t.stride(-1) == 1 else t.contiguous() for t in operands)
+        self.call = Call()
+        self.held: list[Tensor] = []
+
+    def hold(self, tensor: Tensor) -> int:
+        """Where a tensor lies, which is kept as long as this call."""
+        self.held.append(tensor)
+        return tensor.data_ptr()
+
+    def floats(self, count: int) -> int:
+        return self.hold(torch.empty(count, dtype=torch.float32))
+
+    def zeros(self, count: int) -> int:
+        return self.hold(torch.zeros(count, dtype=torch.int64))
+
+    def set_all(self, out: Tensor, lse: Tensor) -> bool:
+        """Everything that forward and backward are both told; False where the library cannot serve it."""
+        if not (self.set_numbers() and self.set_reads()):
+            return False
+        call = self.call
+        for name, tensor in (("q", self.q), ("k", self.k), ("v", self.v), ("out", out)):
+            setattr(call, name, tensor.data_ptr())
+            setattr(call, f"{name}_stride", Three(*tensor.stride()[:3]))
+        call.lse = lse.data_ptr()
+        call.B, call.H, call.Sq, call.D = self.q.shape
+        call.Hkv, call.Sk, call.Dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
+        call.wide = self.padded(call.Dv)
+        call.scale = self.scale
+        self.set_maps()
+        return True
+
+    def padded(self, width: int) -> int:
+        """A width rounded up to whole vectors."""
+        return -(-width // self.made.lanes) * self.made.lanes
+
+    def set_numbers(self) -> bool:
+        """Values of the expressions of sizes; False if one does not fit the C that was written."""
+        one = evaluate.Tile((0, 1), (0, 1), (0, 1), (0, 1))
+        env = evaluate.Environment(one, (), self.sizes, torch.float32, torch.device("cpu"))
+        if max(*self.q.shape, *self.k.shape) >= SMALL:
+            return False
+        for place, (node, kind) in enumerate(self.made.source.numbers):
+            value = evaluate.evaluate(node, env, {})
+            assert isinstance(value, (int, float))
+            is_float = isinstance(value, float)
+            if is_float != (kind == "float") or (node in self.made.source.divisors and value < 1):
+                return False
+            if is_float:
+                self.call.real[place] = value
+            elif abs(value) >= SMALL:
+                return False
+            else:
+                self.call.whole[place] = int(value)
+        return True
+
+    def set_reads(self) -> bool:
+        """Where the read tensors are; False for one whose places do not fit 32 bits."""
+        for number in self.program.reads:
+            read, entry = self.reads[number], self.call.read[number]
+            if read.ndim > 6 or read.numel() == 0:
+                return False
+            last = sum((n - 1) * stride for n, stride in zip(read.shape, read.stride(), strict=True))
+            if last >= 1 << 31 or min(read.stride(), default=0) < 0:
+                return False
+            entry.data = read.data_ptr()
+            for axis in range(read.ndim):
+                entry.stride[axis], entry.size[axis] = read.stride(axis), read.shape[axis]
+        return True
+
+    def set_maps(self) -> None:
+        """Maps of blocks: `map[1]` without what is masked, `map[0]` also without what finite fills hide.
+        Where masks read tensors, what follows from sizes alone is given, and the library makes the rest."""
+        if not self.program.keeps:
+            return
+        self._set_map(1)
+        if soft.has_finite_fill(self.program):
+            dot = soft.largest_score(self.program, self.scale, self.q, self.k, self.reads)
+            self.call.hidden = tiles.hidden_below(self.program, dot, self.sizes)
+            if not math.isinf(self.call.hidden):
+                self._set_map(0)
+
+    def _set_map(self, place: int) -> None:
+        (b, h, sq, _), sk, call = self.q.shape, self.k.shape[2], self.call
+        cuts = (Cut(0, b, 1), Cut(0, h, 1), Cut(0, sq, BLOCK_Q), Cut(0, sk, BLOCK_K))
+        found = tiles.block_map(self.program, Grid(*cuts, self.sizes), soft=place == 0)
+        if tiles.reads_data(self.program):
+            call.known[place], call.known_stride[place] = self.hold(found), _steps(found)
+            rows, columns = found.shape[2:]
+            free = self.made.source.masks
+            b, h = (b if "b" in free else 1), (h if "h" in free else 1)
+            call.lines[place][0], call.lines[place][1] = b, h
+            found = torch.empty((b, h, rows, columns), dtype=torch.uint8)
+        call.map[place], call.map_stride[place] = self.hold(found), _steps(found)
+
+
+def _steps(found: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """Strides of a map; 0 where one line serves all."""
+    strides = found.stride()
+    return Three(*(0 if axis < 2 and found.shape[axis] == 1 else strides[axis] for axis in range(3)))
