@@ -1,14 +1,14 @@
 """Canonicalize: take out what computes nothing.
 
-Matches assertions about metadata, contiguity and aliasing markers, and, in graphs through which no
-gradient flows, `detach`. Each is the identity on values there. What nothing uses goes as well. A
-`view`, which is only possible for some strides, becomes a `reshape`, which has the same elements for
-any: a later pass may then change how a value lies in memory. For the same reason a copy made only to
-be contiguous becomes `contiguous`, which copies nothing where there is nothing to do, and a copy of a value
-of the graph's own that is not returned (dropout in eval, where torch is older than 2.15) goes: nothing writes
-to either. An einsum of more
-than two operands is taken two at a time, the two of the smallest result first: an attention may be part
-of it. Refuses nothing.
+Matches assertions about metadata, contiguity and aliasing markers, and, where no gradient flows (a mask
+that is built under `no_grad`), `detach`. Each is the identity on values there. What nothing uses goes
+as well. A `view`, which is only possible for some strides, becomes a `reshape`, which has the same
+elements for any: a later pass may then change how a value lies in memory. For the same reason a copy
+made only to be contiguous becomes `contiguous`, which copies nothing where there is nothing to do, and a
+copy of a value of the graph's own that is not returned (dropout in eval, where torch is older than 2.15)
+goes: nothing writes to either. What is copied into a tensor stands for the copy. An einsum of more than
+two operands is taken two at a time, the two of the smallest result first: an attention may be part of it.
+Refuses nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Canonicalize:
     def run(self, graph: ProgramGraph) -> Outcome:
         removed: Counter[str] = Counter()
         returned = {memory_of(node) for node in graph.graph.output_node().all_input_nodes}
+        differentiable = _differentiable(graph)
         for node in list(graph.graph.nodes):
             target = str(node.target)
             if node.op != "call_function":
@@ -49,7 +50,9 @@ class Canonicalize:
             if target.startswith(_ASSERTIONS):
                 removed[op_name(node)] += 1
                 graph.graph.erase_node(node)
-            elif target.startswith(_IDENTITY) or (target.startswith("aten.detach.") and not graph.gradients):
+            elif target.startswith(_IDENTITY) or (
+                target.startswith("aten.detach.") and node not in differentiable
+            ):
                 removed[op_name(node)] += 1
                 node.replace_all_uses_with(node.args[0])
                 graph.graph.erase_node(node)
@@ -63,6 +66,9 @@ class Canonicalize:
             elif target == "aten.einsum.default" and len(node.args[1]) > 2:
                 removed[op_name(node)] += 1
                 _two_at_a_time(graph, node)
+            elif target == "aten.copy.default":
+                removed[op_name(node)] += 1
+                _copied(graph, node, node in returned)
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
         return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])
@@ -73,6 +79,34 @@ def _same_strides(clone: fx.Node) -> bool:
     original: fx.Node = clone.args[0]  # type: ignore[assignment]
     mine, theirs = clone.meta["val"].stride(), original.meta["val"].stride()
     return [str(n) for n in mine] == [str(n) for n in theirs]
+
+
+def _differentiable(graph: ProgramGraph) -> set[fx.Node]:
+    """The nodes to which a gradient may come: what is computed from floating inputs by floating numbers."""
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes if graph.gradients else ():
+        value = node.meta.get("val")
+        floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        several = isinstance(value, (tuple, list))
+        from_some = node.op == "placeholder" or any(n in found for n in node.all_input_nodes)
+        if from_some and (floating or several):
+            found.add(node)
+    return found
+
+
+def _copied(graph: ProgramGraph, node: fx.Node, returned: bool) -> None:
+    """Replace a copy into a tensor, which has no derivative, by what it then holds."""
+    builder = Builder(graph, node)
+    whole, value = node.args[:2]
+    wanted, found = node.meta["val"], value.meta["val"]  # type: ignore[union-attr]
+    if found.dtype != wanted.dtype:
+        value = builder.call(torch.ops.aten._to_copy.default, value, dtype=wanted.dtype)
+    if found.shape != wanted.shape:
+        value = builder.call(torch.ops.aten.expand_as.default, value, whole)
+    if returned:
+        value = builder.call(torch.ops.aten.clone.default, value)
+    node.replace_all_uses_with(value)  # type: ignore[arg-type]
+    graph.graph.erase_node(node)
 
 
 def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:

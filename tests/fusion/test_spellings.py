@@ -196,6 +196,29 @@ def qkv(tokens: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(3, 2, 4, tokens, 8, dtype=torch.float64).unbind())
 
 
+@torch.no_grad()
+def causal_without_gradients(tokens: int) -> Tensor:
+    return torch.full((tokens, tokens), -torch.inf).triu(1)
+
+
+def causal_in_bytes(tokens: int) -> Tensor:
+    return torch.zeros(tokens, tokens).masked_fill(
+        torch.triu(torch.ones(1, tokens, tokens), 1).type(torch.uint8)[0] != 0, -torch.inf
+    )
+
+
+@pytest.mark.parametrize("mask", [causal_without_gradients, causal_in_bytes])
+def test_a_mask_of_positions_is_no_tensor_that_is_read(mask: Callable[[int], Tensor]) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT + mask(q.shape[2]).to(q)).softmax(-1) @ v
+
+    q, k, v = (t.requires_grad_() for t in qkv(7))
+    compiled = attngraph.compile(model)
+    compiled(q, k, v)
+    assert compiled.report.attention[0].mask == "causal"
+    assert "r0" not in compiled.report.attention[0].program
+
+
 def test_a_causal_buffer_is_read_as_causal() -> None:
     compiled = attngraph.compile(Buffered(torch.ones(16, 16).tril()))
     compiled(*qkv(7))
