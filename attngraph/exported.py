@@ -6,7 +6,8 @@ in the terms of `ir/graph.py`: inputs by what they stand for, writes as results,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -17,6 +18,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.errors import CaptureError
 from attngraph.ir.graph import Input, Level, Output, ProgramGraph
+
+_WRITTEN_OUT = frozenset(
+    {
+        "absolute", "negative", "multiply", "subtract", "divide", "true_divide", "greater", "greater_equal",
+        "less", "less_equal", "not_equal", "clip", "float_power", "concatenate", "hstack", "vstack",
+        "row_stack", "dstack", "column_stack", "atleast_1d", "atleast_2d", "atleast_3d", "fliplr", "flipud",
+        "meshgrid", "broadcast_tensors", "take_along_dim", "ger", "linalg_matmul", "linalg_multi_dot",
+        "chain_matmul", "linalg_vecdot", "cosine_similarity", "special_softmax", "special_log_softmax",
+        "special_logsumexp", "special_expit", "special_exp2", "special_erf", "special_erfc",
+        "special_expm1", "special_log1p",
+    }
+)  # fmt: skip
+"""Ops that torch itself only writes down as others; the same computation, in eager too."""
 
 
 def hints(arguments: Sequence[fx.Node]) -> dict[str, int]:
@@ -76,6 +90,18 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or _enters_vmap(n))
     module.recompile()
+
+
+@functools.cache
+def written_out() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of ops that are other names, or compositions, of ops with element rules."""
+    known = torch.export.default_decompositions()
+    return {op: known[op] for op in known if _is_written_out(str(op))}
+
+
+def _is_written_out(op: str) -> bool:
+    namespace, name, *_ = op.split(".")
+    return namespace == "aten" and name in _WRITTEN_OUT
 
 
 def inline_vmap(program: ExportedProgram) -> None:

@@ -20,6 +20,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from attngraph.exported import written_out
 from attngraph.ir.graph import infer
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     May change the program that is given."""
     found = _Writes(program)
     if not found.are_plain():
-        taken_apart: ExportedProgram = program.run_decompositions({})
+        taken_apart: ExportedProgram = program.run_decompositions(written_out())
         return taken_apart
     graph = program.graph
     for write, pure in found.pure.items():
@@ -74,6 +75,7 @@ def _composite_views() -> dict[Any, Callable[..., Any]]:
         op = getattr(getattr(aten, packet), which or "default")
         if _may_alias(op) and not op._schema.is_mutable and _COMPOSITE not in op.py_kernels:
             found[op] = op.decompose
+    found |= {op: op.decompose for op in written_out()}
     found[aten.dropout.default] = lambda x, p, train: NotImplemented if train and p != 0 else x
     return found
 

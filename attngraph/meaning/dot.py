@@ -58,7 +58,7 @@ def look_into(
             return False
         own: torch.dtype = tensor.meta["val"].dtype
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
-            return False
+            return _is_whole(meaning.elementwise(read))
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
             return is_exact(meaning.elementwise(read), own)
         if not meaning.contracts(tensor) and _is_long(meaning.elementwise(read)):
@@ -81,6 +81,13 @@ def _rounds(node: fx.Node) -> torch.dtype | None:
     own: torch.dtype = node.meta["val"].dtype
     converts = dtype.is_floating_point and not own.is_floating_point and own != torch.bool
     return dtype if (converts and node.op == "call_function") or name in _ROUNDING else None
+
+
+def _is_whole(node: Expr) -> bool:
+    """Whether it is seen to be a whole number (a selection of such), so that rounding changes nothing."""
+    if node.op == "where":
+        return all(_is_whole(a) for a in node.args[1:])
+    return node.op == "const" and node.kind == "int"
 
 
 _ROUNDING = (["floor"], ["ceil"], ["trunc"], ["round"])

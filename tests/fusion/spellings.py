@@ -1318,3 +1318,58 @@ def products_of_which_one_is_capped(q, k, v, q_more, k_more):
 @mutant(lambda: (*qkv(), normal(B, H, T, 4), normal(B, H, T, 4), normal(H, 1, 1)))
 def products_of_which_one_is_gated_by_head(q, k, v, q_more, k_more, gate):
     return (q @ k.mT + gate * (q_more @ k_more.mT)).softmax(-1) @ v
+
+
+# --- ops by their other names, and ops that torch writes with others ----------------------------
+
+
+@spelling(with_padding)
+def ops_by_their_other_names(q, k, v, keep):
+    scores = torch.multiply(torch.linalg.matmul(q, k.swapdims(-1, -2)), 0.5)
+    drop = torch.not_equal(keep[:, None, None].int(), 1)
+    scores = torch.subtract(scores, torch.divide(drop.to(q.dtype), 1e-9))
+    return torch.linalg.matmul(torch.special.softmax(scores, -1), v)
+
+
+@spelling(qkv)
+def mask_joined_of_two_pieces(q, k, v):
+    t = q.shape[2]
+    memory, own = torch.zeros(t, 2), torch.full((t, t), -INF).triu(1)
+    mask = torch.hstack([memory, own])[:, 2:].to(q.dtype)
+    return (q @ k.mT + mask).softmax(-1) @ v
+
+
+@spelling(cross)
+def a_column_is_assigned(q, k, v):
+    scores = q @ k.mT
+    scores[..., 0] = -INF
+    return scores.softmax(-1) @ v
+
+
+@spelling(qkv)
+def the_diagonal_is_filled(q, k, v):
+    scores = q @ k.mT
+    scores.diagonal(dim1=-2, dim2=-1).fill_(-1e9)
+    return scores.softmax(-1) @ v
+
+
+@spelling(qkv)
+def minus_infinity_filled_into_zeros(q, k, v):
+    t = q.shape[2]
+    return (q @ k.mT + torch.zeros(t, t).fill_(-INF).triu(1).to(q.dtype)).softmax(-1) @ v
+
+
+@spelling(qkv)
+def written_into_an_empty_tensor(q, k, v):
+    out = torch.empty_like(q)
+    for h in range(H):
+        out[:, h] = (q[:, h] @ k[:, h].mT).softmax(-1) @ v[:, h]
+    return out
+
+
+COUNT["written_into_an_empty_tensor"] = H
+
+
+@spelling(qkv)
+def leaky_scores(q, k, v):
+    return F.leaky_relu(q @ k.mT, 0.2).softmax(-1) @ v

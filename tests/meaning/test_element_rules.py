@@ -314,6 +314,30 @@ ROWS: list[Row] = [
             "isnan",
         )
     ],
+    *[H(f"{n}.default", 2 * f(2, 3)) for n in ("silu", "expm1", "log_sigmoid", "leaky_relu", "hardtanh")],
+    H("log1p.default", pos(2, 3)),
+    H("isinf.default", torch.tensor([1.0, math.inf, -math.inf])),
+    H("leaky_relu.default", 2 * f(2, 3), 0.2),
+    H("hardtanh.default", 8 * f(2, 3), 0, 6),
+    H("elu.default", 2 * f(2, 3)),
+    H("elu.default", 2 * f(2, 3), 1.7, 1.1, 0.5),
+    H("softplus.default", 2 * f(2, 3)),
+    H("softplus.default", 8 * f(2, 3), 2, 3),
+    H("addcmul.default", f(2, 3), f(3), f(2, 1), value=0.5),
+    H("addcdiv.default", f(2, 3), f(3), f(2, 1), value=-2),
+    H("lerp.Scalar", f(2, 3), f(3), 0.3),
+    H("lerp.Tensor", f(2, 3), f(3), f(2, 1)),
+    H("fill.Scalar", f(2, 3), -math.inf),
+    H("fill.Tensor", f(2, 3), f()),
+    *[
+        H("diagonal.default", f(3, 4, 5), offset, a, b)
+        for offset, a, b in ((0, 0, 1), (1, -1, 0), (-2, 1, 2))
+    ],
+    *[
+        H("diagonal_scatter.default", f(4, 4, 2), f(2, 4 - abs(offset)), offset, 0, 1)
+        for offset in (0, 1, -2)
+    ],
+    H("addmv.default", f(3), f(3, 4), f(4), alpha=0.5, beta=2),
     *[H(f"{n}.default", pos(2, 3)) for n in ("log", "log2", "sqrt", "rsqrt")],
     *[
         H(f"{n}.default", i(6))

@@ -66,7 +66,7 @@ def tensordot(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return value
 
 
-@rule(CONTRACTION, "addmm.default", "baddbmm.default", "addbmm.default")
+@rule(CONTRACTION, "addmm.default", "baddbmm.default", "addbmm.default", "addmv.default")
 def addmm(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     if "addbmm" in str(node.target) and "baddbmm" not in str(node.target):
         raise Unliftable("addbmm sums over the batch")

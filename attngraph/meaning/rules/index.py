@@ -29,10 +29,13 @@ def arange(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return M.add(first, M.mul(at[0], step))
 
 
-@rule(INDEX, "full.default", "full_like.default", "new_full.default", "scalar_tensor.default")
+@rule(
+    INDEX, "full.default", "full_like.default", "new_full.default", "scalar_tensor.default", "fill.Scalar",
+    "fill.Tensor",
+)  # fmt: skip
 def full(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     place = 2 if "new_full" in str(node.target) else 0 if "scalar_tensor" in str(node.target) else 1
-    value = argument(node, place, "fill_value")
+    value = argument(node, place, "value" if "aten.fill." in str(node.target) else "fill_value")
     if isinstance(value, fx.Node) and context.is_tensor(value):
         found = context.read(value, ())
         if context.kind(node) != found.kind:

@@ -212,6 +212,34 @@ def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return M.where(M.eq(at[dim], place), inner, context.read(whole, at))
 
 
+@rule(MOVEMENT, "diagonal.default")
+def diagonal(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    rows, columns, offset = _diagonal(node, len(at) + 1, 1)
+    places = list(at[:-1])
+    for dim, start in sorted(((rows, max(0, -offset)), (columns, max(0, offset)))):
+        places.insert(dim, M.add(at[-1], E.const(start)))
+    return context.read(node.args[0], tuple(places))
+
+
+@rule(MOVEMENT, "diagonal_scatter.default")
+def diagonal_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """The second operand on a diagonal of two dimensions, the first elsewhere."""
+    rows, columns, offset = _diagonal(node, len(at), 2)
+    others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
+    place = M.sub(at[rows], E.const(max(0, -offset)))
+    on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
+    return M.where(on_it, context.read(node.args[1], (*others, place)), context.read(node.args[0], at))
+
+
+def _diagonal(node: fx.Node, rank: int, first: int) -> tuple[int, int, int]:
+    """The two dimensions of a diagonal, and its offset."""
+    offset, rows, columns = (
+        argument(node, first + i, name, default)
+        for i, (name, default) in enumerate(zip(("offset", "dim1", "dim2"), (0, 0, 1), strict=True))
+    )
+    return axis(rows, rank), axis(columns, rank), int(offset)
+
+
 def _start(context: Meaning, node: fx.Node, extent: Expr, argument_place: int = 2) -> Expr:
     start = argument(node, argument_place, "start")
     first = context.integer(0 if start is None else start)

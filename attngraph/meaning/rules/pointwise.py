@@ -97,6 +97,72 @@ _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"
 _register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
 
 
+_register(("silu.default",), lambda x: M.mul(x, M.function("sigmoid", x)), 1)
+_register(("log1p.default",), lambda x: M.log(M.add(E.ONE, x)), 1)
+_register(("expm1.default",), lambda x: M.sub(M.exp(x), E.ONE), 1)
+_register(("isinf.default",), lambda x: M.eq(M.absolute(M.number(x)), E.INF), 1)
+
+
+@rule(POINTWISE, "leaky_relu.default")
+def leaky_relu(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    value = operand(context, node.args[0], at)
+    slope = context.scalar(argument(node, 1, "negative_slope", 0.01))
+    return M.where(M.lt(E.ZERO, value), value, M.mul(slope, value))
+
+
+@rule(POINTWISE, "elu.default")
+def elu(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    value = operand(context, node.args[0], at)
+    alpha, scale, inner = (
+        context.scalar(argument(node, place, name, 1))
+        for place, name in ((1, "alpha"), (2, "scale"), (3, "input_scale"))
+    )
+    below = M.mul(alpha, scale, M.sub(M.exp(M.mul(inner, value)), E.ONE))
+    return M.where(M.lt(E.ZERO, value), M.mul(scale, value), below)
+
+
+@rule(POINTWISE, "softplus.default")
+def softplus(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    value = operand(context, node.args[0], at)
+    beta, threshold = (
+        context.scalar(argument(node, i, n, d)) for i, n, d in ((1, "beta", 1), (2, "threshold", 20))
+    )
+    inner = M.mul(beta, value)
+    return M.where(M.lt(threshold, inner), value, M.mul(M.recip(beta), _log_of_one_plus(inner)))
+
+
+@rule(POINTWISE, "log_sigmoid.default")
+def log_sigmoid(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    return M.neg(_log_of_one_plus(M.neg(operand(context, node.args[0], at))))
+
+
+def _log_of_one_plus(exponent: Expr) -> Expr:
+    """log(1 + e^x), in a form that does not overflow."""
+    below = M.exp(M.neg(M.absolute(exponent)))
+    return M.add(_maximum(exponent, E.ZERO), M.log(M.add(E.ONE, below)))
+
+
+@rule(POINTWISE, "hardtanh.default")
+def hardtanh(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    low, high = (
+        context.scalar(argument(node, i, n, d)) for i, n, d in ((1, "min_val", -1), (2, "max_val", 1))
+    )
+    return _minimum(_maximum(operand(context, node.args[0], at), low), high)
+
+
+@rule(POINTWISE, "addcmul.default", "addcdiv.default")
+def addcmul(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    whole, a, b = (operand(context, x, at) for x in node.args[:3])
+    times = context.scalar(argument(node, 3, "value", 1))
+    return M.add(whole, M.mul(times, a, M.recip(b) if "div" in str(node.target) else b))
+
+
+@rule(POINTWISE, "lerp.Scalar", "lerp.Tensor")
+def lerp(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    start, end, weight = (operand(context, x, at) for x in node.args[:3])
+    return M.add(start, M.mul(weight, M.sub(end, start)))
+
+
 _COMPARE: dict[str, Callable[[Expr, Expr], Expr]] = {
     "eq": M.eq, "ne": M.ne, "le": M.le, "lt": M.lt,
     "ge": lambda a, b: M.le(b, a), "gt": lambda a, b: M.lt(b, a),
