@@ -20,8 +20,11 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from attngraph.ir import evaluate
+from attngraph.ir import expr as E
 from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.graph import is_size
+from attngraph.ir.parser import parse
+from attngraph.ir.score import Keep
 from attngraph.meaning.element import evaluate_size, size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.rules.movement import argument
@@ -29,6 +32,9 @@ from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 TOLERANCE = 1e-10
 """Largest accepted difference, relative to 1 + |value|, in float64."""
+LARGEST_SUM = 1e10
+"""A number of this size that is added to all scores of a row leaves six digits of them in float64; a larger
+one leaves nothing that two orders of adding could tell apart."""
 MOST_BYTES = 4 << 30
 SEED = 2**31 + 12345
 
@@ -79,6 +85,7 @@ def _same_value(
     sizes: Sequence[dict[str, int]], example: dict[str, int], gradients: bool,
 ) -> Verdict:  # fmt: skip
     order = region((old, new), leaves)
+    tolerance = TOLERANCE + _rounding(order)
     worst = 0.0
     tried: list[dict[str, int]] = []
     problem = ""
@@ -97,7 +104,8 @@ def _same_value(
             continue
         tried.append(chosen)
         for what, expected, actual in pairs:
-            error, difference = _compare(expected, actual, 0.0 if what == "value" else _largest(expected))
+            scale = 0.0 if what == "value" else _largest(expected)
+            error, difference = _compare(expected, actual, scale, tolerance)
             if difference:
                 shown = ", ".join(f"{k}={v}" for k, v in chosen.items())
                 return Verdict(error, tuple(tried), f"its {what} differs at sizes ({shown}): {difference}")
@@ -107,6 +115,15 @@ def _same_value(
             if problem:
                 return Verdict(worst, tuple(tried), problem)
     return Verdict(worst, tuple(tried), "" if tried else problem)
+
+
+def _rounding(order: Sequence[fx.Node]) -> float:
+    """What float64 rounds scores by where a mask subtracts a number from all of a row: masks and biases may
+    have been added in another order."""
+    texts = [str(n.args[5]) for n in order if str(n.target) == "attngraph.attention.default"]
+    fills = [s.fill for text in texts for s in parse(text).statements if isinstance(s, Keep)]
+    added = [abs(n.value) for f in fills if f.op != "const" for n in E.walk(f) if n.op == "const"]
+    return 4 * torch.finfo(torch.float64).eps * max((x for x in added if x <= LARGEST_SUM), default=0.0)
 
 
 def _drowned(
@@ -362,7 +379,9 @@ def _largest(tensor: Tensor) -> float:
     return float(torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
 
 
-def _compare(expected: Tensor, actual: Tensor, scale: float) -> tuple[float, str]:
+def _compare(
+    expected: Tensor, actual: Tensor, scale: float, tolerance: float = TOLERANCE
+) -> tuple[float, str]:
     """The largest error relative to 1 + |value| + `scale`, and where it is if it is too large. (Where terms
     cancel, gradients round as their largest ones do.)"""
     if expected.shape != actual.shape:
@@ -375,7 +394,7 @@ def _compare(expected: Tensor, actual: Tensor, scale: float) -> tuple[float, str
         return 0.0, ""
     error = (expected - actual).abs() / (1 + expected.abs() + scale)
     worst = float(error.max())
-    if worst <= TOLERANCE:
+    if worst <= tolerance:
         return worst, ""
     place = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
     return worst, (

@@ -63,12 +63,17 @@ def look_into(
             return is_exact(meaning.elementwise(read), own)
         if not meaning.contracts(tensor) and _is_long(meaning.elementwise(read)):
             return False
-        if str(tensor.target).split(".")[1:2] not in _COSTLY:
+        if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         return pairs or meaning.index_expression(tensor, read.args) is not None
 
     return meaning.lift(node, through, into_sums=False)
+
+
+def _is_scaling(node: fx.Node) -> bool:
+    """Whether a division is by a number."""
+    return str(node.target).startswith("aten.div.") and not isinstance(node.args[1], fx.Node)
 
 
 def _rounds(node: fx.Node) -> torch.dtype | None:

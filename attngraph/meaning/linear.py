@@ -57,7 +57,7 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
     if not values and ones is not None:
         values = [E.read(ones, keys, "float")]
     found = dots.find_dot(meaning, read, keys, values[0].free if len(values) == 1 else frozenset())
-    if found is None or len(values) != 1:
+    if found is None or len(values) != 1 or values[0].op != "read":
         return None
     dot, score = found
     if any(n is not DOT and n.op == "read" for n in E.walk(score)):

@@ -1373,3 +1373,22 @@ COUNT["written_into_an_empty_tensor"] = H
 @spelling(qkv)
 def leaky_scores(q, k, v):
     return F.leaky_relu(q @ k.mT, 0.2).softmax(-1) @ v
+
+
+@spelling(lambda: (*with_padding(), normal(T, T)))
+def a_mask_is_added_before_a_bias(q, k, v, keep, bias):
+    scores = q @ k.mT + 1e9 * (keep[:, None, None].to(q.dtype) - 1)
+    return (scores + bias[: q.shape[2], : q.shape[2]]).softmax(-1) @ v
+
+
+@spelling(with_padding)
+def the_smaller_of_two_masks(q, k, v, keep):
+    causal = torch.ones(q.shape[2], q.shape[2], dtype=q.dtype).tril()
+    shown = torch.minimum(keep[:, None, None].to(q.dtype), causal)
+    return (q @ k.mT + (shown - 1) * 1e9).softmax(-1) @ v
+
+
+@spelling(lambda: (normal(D), normal(S, D), normal(S, D + 2)))
+def one_query_multiplied_and_summed(q, k, v):
+    weights = ((k * q).sum(1) / D**0.5).softmax(0)
+    return (weights[:, None] * v).sum(0)

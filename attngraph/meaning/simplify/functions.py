@@ -100,12 +100,22 @@ def function(name: str, *args: Expr) -> Expr:
     )
     if name in ("min", "max") and all(a.op == "const" and a is not E.NAN for a in args):
         return E.const((min if name == "min" else max)(a.value for a in args))
+    if name in ("min", "max") and all(_is_choice(a) for a in args):
+        place = next(i for i, a in enumerate(args) if a.op == "where")
+        condition, *branches = args[place].args
+        return M.where(condition, *(function(name, *args[:place], b, *args[place + 1 :]) for b in branches))
     if name in ("min", "max") and kind == "int":
         for lesser, greater in (args, args[::-1]):
             low, _ = ranges.bounds(ranges.subtract(ranges.polynomial(greater), ranges.polynomial(lesser)))
             if low is not None and ranges.is_nonnegative(low):
                 return greater if name == "max" else lesser
     return E.make(name, args, None, kind)
+
+
+def _is_choice(node: Expr) -> bool:
+    """Whether it is a number, or one of two, other than NaN."""
+    numbers = node.args[1:] if node.op == "where" else (node,)
+    return all(n.op == "const" and n is not E.NAN for n in numbers)
 
 
 def narrow(node: Expr, limit: float) -> Expr:
