@@ -49,14 +49,26 @@ def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
         return []
     if behind is None:
         assert ahead is not None
-        return ["causal" if E.is_const(ahead, 0) else f"k - q <= {format_expr(ahead)}"]
+        return ["causal" if E.is_const(ahead, 0) else f"k - q <= {_shown(ahead)}"]
     if ahead is None:
-        return [f"q - k <= {format_expr(behind)}"]
+        return [f"q - k <= {_shown(behind)}"]
     if E.is_const(ahead, 0):
         return ["causal", f"window({format_expr(M.add(behind, E.ONE))})"]
     if ahead is behind:
         return [f"window(+-{format_expr(ahead)})"]
     return [f"window(-{format_expr(behind)}, +{format_expr(ahead)})"]
+
+
+def _shown(node: Expr) -> str:
+    """A distance, with what is taken from it behind a minus sign."""
+    terms = [M.coefficient(t) for t in (node.args if node.op == "add" else (node,)) if t.op != "const"]
+    if not any(factor < 0 for factor, _ in terms):
+        return format_expr(node)
+    numbers = [int(t.value) for t in node.args if t.op == "const"] if node.op == "add" else []
+    signed = [(factor, format_expr(M.scale(abs(factor), rest))) for factor, rest in terms]
+    signed = sorted(signed, key=lambda t: t[0] < 0) + [(n, str(abs(n))) for n in numbers if n]
+    text = "".join(f" {'-' if factor < 0 else '+'} {shown}" for factor, shown in signed)
+    return text.removeprefix(" + ").removeprefix(" ")
 
 
 def distance_limit(node: Expr) -> tuple[str, Expr] | None:

@@ -219,6 +219,26 @@ def test_a_mask_of_positions_is_no_tensor_that_is_read(mask: Callable[[int], Ten
     assert "r0" not in compiled.report.attention[0].program
 
 
+MASKS: dict[str, Callable[[int, int], Tensor]] = {
+    "causal & window(3)": lambda q, k: torch.ones(q, k).tril() - torch.ones(q, k).tril(-3),
+    "k - q <= n0 - n1": lambda q, k: torch.ones(q, k).tril(k - q),
+}
+
+
+@pytest.mark.parametrize("words", list(MASKS))
+def test_a_mask_is_told_in_few_words(words: str) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(MASKS[words](q.shape[2], k.shape[2]) == 0, -torch.inf).softmax(-1) @ v
+
+    q, (k, v) = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 9, 8)
+    compiled = attngraph.compile(model)
+    if "window" in words:
+        compiled(*torch.randn(3, 2, 4, 7, 8))
+    else:
+        compiled(q, k, v)
+    assert compiled.report.attention[0].mask == words
+
+
 def test_a_causal_buffer_is_read_as_causal() -> None:
     compiled = attngraph.compile(Buffered(torch.ones(16, 16).tril()))
     compiled(*qkv(7))

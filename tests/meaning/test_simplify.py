@@ -349,6 +349,12 @@ EQUAL: dict[str, tuple[Expr, Expr]] = {
         M.where(FLAG, X, M.add(E.NEG_INF, E.NEG_INF)),
     ),
     "(1 - p) * -1e9": (M.mul(M.sub(E.const(1.0), FLAG), E.const(-1e9)), M.where(FLAG, E.ZERO, E.const(-1e9))),
+    "k <= j and k <= j + 2": (M.and_(M.le(K, J), M.le(K, M.add(J, E.const(2)))), M.le(K, J)),
+    "k > j or k > j - 3": (M.or_(M.lt(J, K), M.lt(M.sub(J, E.const(3)), K)), M.lt(M.sub(J, E.const(3)), K)),
+    "min of two masks": (
+        M.function("min", M.where(FLAG, E.ONE, E.ZERO), M.where(M.le(K, J), E.ONE, E.ZERO)),
+        M.where(M.and_(FLAG, M.le(K, J)), E.ONE, E.ZERO),
+    ),
     "|k - j| <= 2": (
         M.le(M.absolute(M.sub(K, J)), E.const(2)),
         M.and_(M.le(K, M.add(J, E.const(2))), M.le(J, M.add(K, E.const(2)))),

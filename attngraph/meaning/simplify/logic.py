@@ -167,9 +167,41 @@ def _junction(op: str, unit: Expr, zero: Expr, args: tuple[Expr, ...]) -> Expr:
             return zero
         elif arg is not unit:
             kept[arg] = None
+    for weaker in _implied(op, list(kept)):
+        del kept[weaker]
     if len(kept) <= 1:
         return next(iter(kept), unit)
     return E.make(op, tuple(sorted(kept, key=lambda a: a.serial)), None, "bool")
+
+
+MOST_COMPARED = 8
+"""Comparisons of one junction that are held against each other."""
+
+
+def _implied(op: str, parts: list[Expr]) -> list[Expr]:
+    """Comparisons of integers that say nothing beside another one of the junction."""
+    limits = _limits(parts)
+    superfluous: list[Expr] = []
+    for part, terms in limits.items():
+        others = [x for x in limits if x is not part and x not in superfluous]
+        # terms <= 0 follows from larger <= 0.
+        pairs = [(limits[x], terms) if op == "and" else (terms, limits[x]) for x in others]
+        if any(_never_less(larger, smaller) for larger, smaller in pairs):
+            superfluous.append(part)
+    return superfluous
+
+
+def _limits(parts: list[Expr]) -> dict[Expr, Polynomial]:
+    """Comparisons of integers as what is at most zero; none where there are many."""
+    found = [p for p in parts if p.op == "le" and all(a.kind == "int" for a in p.args)]
+    if not 1 < len(found) <= MOST_COMPARED:
+        return {}
+    return {p: ranges.subtract(*(ranges.polynomial(a) for a in p.args)) for p in found}
+
+
+def _never_less(larger: Polynomial, smaller: Polynomial) -> bool:
+    low, _ = ranges.bounds(ranges.subtract(larger, smaller))
+    return low is not None and ranges.is_nonnegative(low)
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
