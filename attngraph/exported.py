@@ -161,7 +161,10 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
     for spec in program.graph_signature.input_specs:
         kind = kinds.get(spec.kind.name)
         if kind is None:
-            raise CaptureError(f"cannot capture an input of kind {spec.kind.name}", spec.kind.name)
+            reason = "an object that is no tensor, a random generator for one, is an input of the graph"
+            if spec.kind.name != "CUSTOM_OBJ":
+                reason = f"an input of kind {spec.kind.name}"
+            raise CaptureError(f"cannot capture the model: {reason}", reason)
         name = str(spec.target)
         placeholder = getattr(spec.arg, "name", "")
         if kind == "argument":

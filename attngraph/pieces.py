@@ -44,7 +44,7 @@ class Pieces:
         self.parts: list[Piece] = []
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            self.parts.append(Piece(module, compile_part))
+            self.parts.append(Piece(module, compile_part, _place()))
             return self.parts[-1]
 
         self.run: Callable[..., Any] = torch.compile(target, backend=backend)
@@ -65,15 +65,25 @@ class Pieces:
 
     def report(self) -> CompileReport:
         stops = [*self.breaks, *(Break(p.problem.reason, p.problem.source) for p in self.parts if p.problem)]
-        found = reporting.merge([part.compiled.report for part in self.parts])
-        return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(found.graphs, 1))
+        graphs = sum(part.compiled.report.graphs for part in self.parts)
+        # torch.compile captures a piece again for other sizes: what is told is the latest of each.
+        latest = {part.place: part for part in self.parts}
+        found = reporting.merge([part.compiled.report for part in latest.values()])
+        return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(graphs, 1))
+
+
+def _place() -> object:
+    """Which stretch of the user's code torch.compile is capturing."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return object() if current is None else (current.frame_id, current.compiled_autograd_id)
 
 
 class Piece:
     """One graph of torch.compile's as a callable of ours. It takes what torch.compile passes (sizes
     among the tensors) and works sizes out from the tensors instead, so that they stay dynamic."""
 
-    def __init__(self, module: fx.GraphModule, compile_part: Compile) -> None:
+    def __init__(self, module: fx.GraphModule, compile_part: Compile, place: object = None) -> None:
+        self.place = place
         # torch.compile goes on reading its own graph, so ours is a copy.
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))

@@ -165,6 +165,9 @@ class Recogniser:
         elif parts.sink is not None:
             parts = dataclasses.replace(parts, sink=M.sub(parts.sink, shift))
         found = dots.find_dot(meaning, score, parts.keys, parts.value.free)
+        found = found or dots.dot_of_width_one(
+            score, parts.keys, parts.value.free, parts.value.value.meta["val"].dtype
+        )
         if found is None:
             return Refusal("the scores are no product of a query side and a key side over a shared dimension")
         dot, score = found

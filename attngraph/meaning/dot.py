@@ -134,6 +134,31 @@ def find_dot(
     return next(iter(varied or found), None)
 
 
+def dot_of_width_one(
+    score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr], dtype: torch.dtype
+) -> tuple[Dot, Expr] | None:
+    """The two sides of scores that no contraction makes: one number of a query and one of a key. Where they
+    are multiplied that is the dot; where they are not (added, say, under a function) the score reads them."""
+
+    def is_side(node: Expr) -> bool:
+        return node.op == "read" and isinstance(node.value, fx.Node) and node.value.meta["val"].dtype == dtype
+
+    for product in (n for n in E.walk(score) if n.op == "mul"):
+        q = [f for f in product.args if is_side(f) and f.free.isdisjoint(keys) and f.free - of_value]
+        k = [f for f in product.args if is_side(f) and not f.free.isdisjoint(keys)]
+        if len(q) == 1 and len(k) == 1:
+            rest = (f for f in product.args if f not in (q[0], k[0]))
+            return _sides_alone(q[0], k[0]), M.substitute(score, {product: M.mul(DOT, *rest)})
+    sides = [n for n in E.walk(score) if is_side(n)]
+    query = next((n for n in sides if n.free.isdisjoint(keys) and n.free - of_value), None)
+    key = next((n for n in sides if not n.free.isdisjoint(keys) and not n.free - of_value - set(keys)), None)
+    return None if query is None or key is None else (_sides_alone(query, key), score)
+
+
+def _sides_alone(q: Expr, k: Expr) -> Dot:
+    return Dot((), ((q, 1.0),), ((k, 1.0),))
+
+
 def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, float, Expr]]:
     """Contractions that are added to the dot in the score, each with its factor relative to the dot's and
     with the score without it: a.b + c.d is one dot of joined vectors."""

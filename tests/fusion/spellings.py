@@ -1392,3 +1392,15 @@ def the_smaller_of_two_masks(q, k, v, keep):
 def one_query_multiplied_and_summed(q, k, v):
     weights = ((k * q).sum(1) / D**0.5).softmax(0)
     return (weights[:, None] * v).sum(0)
+
+
+@spelling(lambda: (normal(B, T, H), normal(B, T, H), normal(B, T, H, D), torch.rand(B, T, T) < 0.6))
+def graph_attention(of_query, of_key, v, edges):
+    scores = F.leaky_relu(of_query[:, :, None] + of_key[:, None], 0.2)
+    scores = scores.masked_fill(~edges[..., None], -9e15)
+    return torch.einsum("bqkh,bkhd->bqhd", scores.softmax(2), v)
+
+
+@spelling(lambda: (normal(B, T), normal(B, S), normal(B, S, D)))
+def scores_are_an_outer_product(a, b, v):
+    return (0.5 * a[:, :, None] * b[:, None]).softmax(-1) @ v

@@ -50,6 +50,16 @@ def test_a_model_that_branches_on_data_runs_in_pieces_and_says_where_it_broke(sa
     assert "captured in pieces" in str(report)
 
 
+def test_a_piece_that_is_captured_again_for_other_sizes_is_told_once() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    model.register_forward_hook(lambda module, given, result: (result[0] * 2, result[1]))
+    compiled = attngraph.compile(model)
+    for tokens in (5, 6, 7):
+        x = torch.randn(2, tokens, 8)
+        compiled(x, x, x, need_weights=False)
+    assert len(compiled.report.attention) == 1
+
+
 def _line_of(text: str) -> int:
     with open(__file__, encoding="utf-8") as lines:
         return next(n for n, line in enumerate(lines, 1) if text in line)
