@@ -1404,3 +1404,8 @@ def graph_attention(of_query, of_key, v, edges):
 @spelling(lambda: (normal(B, T), normal(B, S), normal(B, S, D)))
 def scores_are_an_outer_product(a, b, v):
     return (0.5 * a[:, :, None] * b[:, None]).softmax(-1) @ v
+
+
+@spelling(cross, NOT_YET)
+def cosine_by_its_function(q, k, v):
+    return (10 * F.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1)).softmax(-1) @ v
