@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "page": {"files", "entries", "errors", "ir", "report", "picture"},
     "runtime": {"ir", "errors", "structure", "capture", "report", "runtime"},
     "exported": {"ir", "errors"},
-    "functional": {"ir"},
+    "functional": {"ir", "exported"},
     "capture": {"exported", "functional", "ir", "errors", "structure", "runtime"},
     "pieces": {"entries", "report", "errors"},
     "passes": CORE | {"passes"},
