@@ -14,7 +14,7 @@ from torch import fx
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, infer
 from attngraph.ir.source import ORIGIN
-from attngraph.meaning.attention import Operand
+from attngraph.meaning.claim import Operand
 from attngraph.meaning.layout import Step
 
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ class Builder:
             if view.factor != 1:
                 node = self.call(aten.mul.Tensor, node, view.factor)
             parts.append(node)
-        return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, -1)
+        return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, operand.along)
 
 
 def built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:

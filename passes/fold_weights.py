@@ -21,7 +21,7 @@ from attngraph.ir.graph import Input, ProgramGraph, part_of
 from attngraph.ir.source import source_of
 from attngraph.meaning import layout
 from attngraph.meaning import simplify as M
-from attngraph.meaning.attention import merge_digits
+from attngraph.meaning.claim import merge_digits
 from attngraph.meaning.digits import joined, split_digits
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.latent import Latents, Obstacle

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import networkx as nx
@@ -29,15 +29,18 @@ from attngraph.ir.parser import parse
 from attngraph.ir.score import ProgramError
 from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
-from attngraph.meaning.attention import SOFTMAX_LIKE, Attention, Recogniser, Refusal
+from attngraph.meaning.attention import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.check import Verdict
+from attngraph.meaning.claim import Attention
 from attngraph.meaning.element import Meaning, evaluate_size, size_expression, to_sympy
+from attngraph.meaning.normalised import Refusal
 from attngraph.meaning.program import Seed
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 
 log = logging.getLogger(__name__)
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
+ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ class _Fusion:
         for node in list(self.graph.graph.nodes):
             claim = self._examine(node)
             if isinstance(claim, Refusal):
-                for place in self._exponentials(node):
+                for place in self.recogniser.exponentials(node):
                     self.reasons[place] = claim
         if self.graph.gradients:
             self._own_results()
@@ -109,11 +112,6 @@ class _Fusion:
             if condition not in self.graph.conditions:
                 self.graph.conditions += (condition,)
 
-    def _exponentials(self, node: fx.Node) -> Iterable[fx.Node]:
-        if str(node.target) in SOFTMAX_LIKE:
-            return (node,)
-        return frozenset().union(*(self.recogniser.near(n) for n in node.all_input_nodes))
-
     def _fuse(self, claim: Attention) -> Refusal | None:
         """Check the claim and carry it out, or say why not."""
         old = claim.node
@@ -144,7 +142,7 @@ class _Fusion:
         """Why the weights or the scores would still be computed after fusing, if they would."""
         view = dependence(self.graph.graph)
         view.remove_node(claim.node)
-        starts = [("weights", n) for n in self._exponentials(claim.node) if n is not claim.node]
+        starts = [("weights", n) for n in self.recogniser.exponentials(claim.node) if n is not claim.node]
         starts += [("scores", node) for node in claim.scores]
         for what, start in starts:
             for node in nx.descendants(view, start):
@@ -219,7 +217,7 @@ class _Fusion:
         alive = set(self.graph.graph.nodes)
         for node in self.graph.graph.nodes:
             if str(node.target) in SOFTMAX_LIKE and node not in self.reasons:
-                self.reasons[node] = Refusal(NO_VALUES)
+                self.reasons[node] = Refusal(ONE_KEY if _is_of_one_key(node) else NO_VALUES)
         for node, why in self.reasons.items():
             if node not in alive:
                 continue
@@ -227,6 +225,12 @@ class _Fusion:
             self.outcome.missed.append(Missed(why.reason, source, module_of(node)))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {why.reason}")
+
+
+def _is_of_one_key(node: fx.Node) -> bool:
+    """Whether a softmax runs over a dimension of one element."""
+    dim = node.args[1] if len(node.args) > 1 else None
+    return isinstance(dim, int) and node.meta["val"].shape[dim] == 1
 
 
 def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:

@@ -30,7 +30,7 @@ from attngraph.ir.score import Keep, ScoreProgram, Statement
 from attngraph.ir.source import source_of
 from attngraph.meaning import check, layout, masks
 from attngraph.meaning import simplify as M
-from attngraph.meaning.attention import merge_digits
+from attngraph.meaning.claim import merge_digits
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category
 from attngraph.passes.build import Builder, NoSize

@@ -24,7 +24,8 @@ from attngraph.ir.linear import linear_attention
 from attngraph.ir.score import INDICES, Keep, Score, Weight
 from attngraph.ir.source import source_of
 from attngraph.meaning import check, linear
-from attngraph.meaning.attention import Attention, Recogniser
+from attngraph.meaning.attention import Recogniser
+from attngraph.meaning.claim import Attention
 from attngraph.meaning.element import Meaning, evaluate_size
 from attngraph.meaning.program import Seed
 from attngraph.passes.build import Builder, NoSize

@@ -10,24 +10,31 @@ checks the claim in float64 before anything is replaced (`meaning/check.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
-from attngraph.ir.parser import LONGEST
-from attngraph.ir.score import DOT, WEIGHT, ScoreProgram
+from attngraph.ir.score import DOT
 from attngraph.meaning import dot as dots
-from attngraph.meaning import layout, normalised, program, roles
+from attngraph.meaning import joined as joined_keys
+from attngraph.meaning import layout, normalised, roles
 from attngraph.meaning import simplify as M
+from attngraph.meaning.claim import (
+    Attention,
+    Operand,
+    Views,
+    beside_keys,
+    divisors,
+    in_order,
+    program_indices,
+    side_by_side,
+    write,
+)  # fmt: skip
 from attngraph.meaning.digits import Digits, extent, split_digits
 from attngraph.meaning.digits import joined as digits_joined
-from attngraph.meaning.element import Meaning, has_data, is_part
-from attngraph.meaning.layout import Step
+from attngraph.meaning.element import Meaning, is_part
 from attngraph.meaning.normalised import Refusal, Unnormalised
-from attngraph.meaning.program import Source
-from attngraph.meaning.roles import Roles
 from attngraph.meaning.rules import Category, Unliftable
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
@@ -36,49 +43,6 @@ _EXPONENTIALS = SOFTMAX_LIKE | {
     f"aten.{n}" for n in (*LOG_SOFTMAX, "exp.default", "exp2.default", "logsumexp.default", "pow.Scalar")
 }
 _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """A tensor of the graph, the views that present it as `[B, H, S, D]`, and a number to multiply it by."""
-
-    base: fx.Node
-    steps: tuple[Step, ...]
-    factor: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """Views of tensors of the graph, one beside the other along the last dimension."""
-
-    views: tuple[View, ...]
-
-    @property
-    def bases(self) -> tuple[fx.Node, ...]:
-        return tuple(view.base for view in self.views)
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """A claim: `node` equals attention(q, k, v, reads, sizes, program), seen through `output`.
-
-    `scores` are the nodes that compute the dot, if the model has some: several, if it adds up products that
-    are the dot of joined vectors. `heads`, `kv_heads`, `head_dim` and `value_dim` are size expressions.
-    """
-
-    node: fx.Node
-    scores: tuple[fx.Node, ...]
-    q: Operand
-    k: Operand
-    v: Operand
-    program: ScoreProgram
-    reads: tuple[Source, ...]
-    sizes: tuple[Expr, ...]
-    output: tuple[Step, ...]
-    heads: Expr
-    kv_heads: Expr
-    head_dim: Expr
-    value_dim: Expr
 
 
 class Recogniser:
@@ -91,6 +55,7 @@ class Recogniser:
         self._roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self._near: dict[fx.Node, frozenset[fx.Node]] = {}
         self._unnormalised: set[fx.Node] = set()
+        self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
@@ -125,12 +90,15 @@ class Recogniser:
 
     def examine(self, node: fx.Node) -> Attention | Refusal | None:
         """What this node is; None where nothing about it looks like attention."""
-        if not self._is_root(node):
+        joins = joined_keys.is_sum(node) and len(self._parts_below(node)) > 1
+        if not joins and not self._is_root(node):
             return None
         try:
-            found = self._examine(node)
+            found = self._examine_parts(node) if joins else self._examine(node)
         except Unliftable as problem:
             found = Refusal(str(problem))
+        if isinstance(found, (Refusal, Attention)) and not joins:
+            self._parts[node] = frozenset((node,))
         if isinstance(found, Refusal) and self.meaning.obstacles:
             return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
         if isinstance(found, Unnormalised):
@@ -138,6 +106,21 @@ class Recogniser:
             self._near.pop(node, None)
             return None
         return found
+
+    def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The exponentials that weigh the sum of `node`, or its parts."""
+        if str(node.target) in SOFTMAX_LIKE:
+            return frozenset((node,))
+        places = (node, *self._parts_below(node)) if joined_keys.is_sum(node) else (node,)
+        return frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
+
+    def _parts_below(self, node: fx.Node) -> frozenset[fx.Node]:
+        """Sums weighted by exponentials, none an attention by itself, that this node moves or adds up."""
+        if node not in self._parts:
+            moves = self.meaning.category(node) is Category.MOVEMENT or joined_keys.is_sum(node)
+            below = node.all_input_nodes if moves else ()
+            self._parts[node] = frozenset().union(*map(self._parts_below, below))
+        return self._parts[node]
 
     def _is_root(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not self.meaning.is_tensor(node):
@@ -150,9 +133,7 @@ class Recogniser:
 
     def _examine(self, node: fx.Node) -> Attention | Refusal | Unnormalised | None:
         meaning = self.meaning
-        shape = meaning.shape(node)
-        output = tuple(E.var(f"o{d}", length) for d, length in enumerate(shape))
-        at = tuple(E.ZERO if E.is_const(v.args[0], 1) else v for v in output)
+        output, at = meaning.places(node)
         lifted = meaning.lift(meaning.element(node, at), lambda r: bool(self.near(r.value)))
         parts = normalised.weighted_sum(lifted, meaning.elementwise)
         if not isinstance(parts, normalised.WeightedSum):
@@ -185,6 +166,30 @@ class Recogniser:
                     break
             else:
                 return claim
+
+    def _examine_parts(self, node: fx.Node) -> Attention | Refusal | None:
+        """Attention whose keys come in parts that the model multiplies separately."""
+        meaning, dtype = self.meaning, node.meta["val"].dtype
+        output, at = meaning.places(node)
+        lifted = meaning.lift(
+            meaning.element(node, at), lambda r: bool(self._parts_below(r.value) or self.near(r.value))
+        )
+        parts = joined_keys.weighted_parts(lifted, meaning.elementwise)
+        if parts is None:
+            return None
+        pieces: list[joined_keys.Piece] = []
+        for part in parts:
+            of_value = part.value.free
+            score = dots.look_into(meaning, part.score, part.keys, of_value, dtype)
+            found = dots.find_dot(meaning, score, part.keys, of_value)
+            if found is None:
+                return None
+            weight = dots.look_into(meaning, part.weight, part.keys, of_value, dtype)
+            score = dots.look_into(meaning, found[1], part.keys, of_value, dtype)
+            pieces.append(
+                joined_keys.Piece(part.keys[0], found[0], score, weight, dots.chain(meaning, part.value))
+            )
+        return joined_keys.claim(meaning, node, output, pieces)
 
     def _may_join(self, other: dots.Dot, dot: dots.Dot, parts: normalised.WeightedSum) -> bool:
         """Whether a second product can be a part of the dot: its key side is one of keys, no table of
@@ -221,7 +226,7 @@ class Recogniser:
         weight = dots.look_into(meaning, parts.weight, parts.keys, of_value, dtype)
         sink = parts.sink and dots.look_into(meaning, parts.sink, parts.keys, of_value, dtype)
         values = dots.chain(meaning, parts.value)
-        parts = dataclasses.replace(parts, keys=_in_order(parts.keys, dot.k[0][0]))
+        parts = dataclasses.replace(parts, keys=in_order(parts.keys, dot.k[0][0]))
         # Where an operand is deepest a view of something, variables may appear divided: cut them.
         products = (dot, *(other for other, _ in joined))
         qs, ks, v = [d.q[-1][0] for d in products], [d.k[-1][0] for d in products], values[-1][0]
@@ -244,11 +249,11 @@ class Recogniser:
             k=frozenset().union(*(M.substitute(k, cut).free for k in ks)),
             v=M.substitute(v, cut).free,
             scores=M.substitute(M.mul(M.number(score), weight), cut).free,
-            beside_keys=_beside_keys(M.substitute(score, cut), parts.keys, digits),
+            beside_keys=beside_keys(M.substitute(score, cut), parts.keys, digits),
         )
         if isinstance(assigned, Refusal):
             return assigned
-        views = _Views(meaning, assigned, cut)
+        views = Views(meaning, assigned, cut)
         inners = [tuple(d for i in product.inner for d in digits_of(i)) for product in products]
         try:
             sides_q = [
@@ -261,155 +266,14 @@ class Recogniser:
             ]
             side_v = views.operand(values, assigned.kv_heads, assigned.keys, assigned.values)
         except layout.NoView:
-            return Refusal("an operand is no view of a tensor of the model", _divisors((*qs, *ks, v)))
-        rename = _program_indices(assigned, cut)
-        operand_q, operand_k, factor = _side_by_side(sides_q, sides_k, [1.0, *(f for _, f in joined)])
+            return Refusal("an operand is no view of a tensor of the model", divisors((*qs, *ks, v)))
+        operand_q, operand_k, factor = side_by_side(sides_q, sides_k, [1.0, *(f for _, f in joined)])
         scaled = M.mul(E.const(factor), DOT) if factor != 1 else DOT
-        score = M.substitute(score, {DOT: scaled, **rename})
-        weight = M.substitute(weight, rename)
         if side_v.factor != 1:
             weight = M.mul(E.const(side_v.factor), weight)
-        sink = None if sink is None else M.substitute(sink, rename)
-        stray = [x for x in (score, weight, sink) if x is not None and not _is_closed(x)]
-        if stray:
-            return Refusal("the scores depend on something that is no batch, head, query or key")
-        # Written out, which takes long where parts are used many times; four nodes make a word or more.
-        if any(x is not None and E.is_longer(x, 4 * LONGEST) for x in (score, weight, sink)):
-            return Refusal(f"its scores are a formula of more than {LONGEST} words")
-        built = program.build(score, weight, sink)
-        return Attention(
-            node, tuple(d.node for d in products if d.node is not None), operand_q, operand_k,
-            Operand((dataclasses.replace(side_v, factor=1.0),)), built.program, built.reads, built.sizes,
-            tuple(views.output(tuple(digits_of(o) for o in output), output)),
-            heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
-            head_dim=M.add(*map(extent, inners)), value_dim=extent(assigned.values),
+        operand_v = Operand((dataclasses.replace(side_v, factor=1.0),))
+        return write(
+            node, tuple(d.node for d in products if d.node is not None), (operand_q, operand_k, operand_v),
+            assigned, program_indices(assigned, cut), (M.substitute(score, {DOT: scaled}), weight, sink),
+            tuple(views.output(tuple(digits_of(o) for o in output), output)), M.add(*map(extent, inners)),
         )  # fmt: skip
-
-
-def _side_by_side(
-    q: Sequence[View], k: Sequence[View], factors: Sequence[float]
-) -> tuple[Operand, Operand, float]:
-    """One dot of joined vectors for a sum of products: what differs in their factors is put on the queries,
-    and the first one's factor is returned for all."""
-    whole = [a.factor * b.factor * c for a, b, c in zip(q, k, factors, strict=True)]
-    scaled = (dataclasses.replace(v, factor=f / whole[0]) for v, f in zip(q, whole, strict=True))
-    plain = (dataclasses.replace(v, factor=1.0) for v in k)
-    return Operand(tuple(scaled)), Operand(tuple(plain)), whole[0]
-
-
-def _divisors(reads: Iterable[Expr]) -> frozenset[str]:
-    """The sizes by which indices of the reads are divided: as numbers they could be made digits of."""
-    divided = [n.args[1] for r in reads for n in E.walk(r) if n.op in ("floordiv", "mod")]
-    return frozenset(n.value for divisor in divided for n in E.walk(divisor) if n.op == "size")
-
-
-def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
-    """The keys as the dimensions of a tensor have them: the order in which they need not be moved."""
-    place = {k: next((i for i, a in enumerate(read.args) if k in a.free), len(read.args)) for k in keys}
-    return tuple(sorted(keys, key=place.__getitem__))
-
-
-def _beside_keys(score: Expr, keys: tuple[Expr, ...], digits: dict[Expr, Digits]) -> frozenset[Expr]:
-    """Variables that stand in one index formula with a key: `k <= q`, `k - q`."""
-    places = {d for key in keys for d in digits.get(key, (key,))}
-    found: set[Expr] = set()
-    for node in E.walk(score):
-        is_formula = node.op in ("le", "lt", "eq", "add", "abs") and node.args[0].kind == "int"
-        if is_formula and not has_data(node) and not node.free.isdisjoint(places):
-            found |= node.free - places
-    return frozenset(found)
-
-
-def _is_closed(node: Expr) -> bool:
-    return all(v.value in ("b", "h", "q", "k") for v in node.free) and not any(
-        n.op in E.BINDERS for n in E.walk(node)
-    )
-
-
-def _program_indices(assigned: Roles, cut: dict[Expr, Expr]) -> dict[Expr, Expr]:
-    """Each digit as a formula of the program's b, h, q, k; each cut variable through its digits."""
-    mapping: dict[Expr, Expr] = {}
-    for name, digits in (
-        ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries), ("k", assigned.keys),
-    ):  # fmt: skip
-        whole = E.var(name, extent(digits))
-        below: Expr = E.ONE
-        for place, digit in enumerate(reversed(digits)):
-            value = M.floordiv(whole, below)
-            leading = place == len(digits) - 1
-            mapping[digit] = value if leading else M.mod(value, digit.args[0])
-            below = M.mul(below, digit.args[0])
-    for variable, spelled in cut.items():
-        mapping[variable] = M.substitute(spelled, mapping)
-    return mapping
-
-
-class _Views:
-    """Presents operands and the result in the op's layout."""
-
-    def __init__(self, meaning: Meaning, assigned: Roles, cut: dict[Expr, Expr]) -> None:
-        self.meaning, self.assigned, self.cut = meaning, assigned, cut
-
-    def operand(
-        self, chain: tuple[tuple[Expr, float], ...], heads: Digits, rows: Digits, columns: Digits
-    ) -> View:
-        """The operand as `[batch, heads, rows, columns]`, from the deepest tensor that allows it."""
-        wanted = (self.assigned.batch, heads, rows, columns)
-        for read, factor in reversed(chain):
-            index = tuple(M.substitute(i, self.cut) for i in read.args)
-            whole, index = merge_digits(wanted, index)
-            try:
-                steps = layout.solve(self.meaning.shape(read.value), index, whole, whole)
-            except layout.NoView:
-                continue
-            return View(read.value, tuple(steps), factor)
-        raise layout.NoView
-
-    def output(self, dimensions: tuple[Digits, ...], output: tuple[Expr, ...]) -> list[Step]:
-        """Steps from `[B, Hq, Sq, Dv]` to the shape of the node."""
-        assigned = self.assigned
-        have = (*assigned.batch, *assigned.heads, *assigned.queries, *assigned.values)
-        want = [d for dimension in dimensions for d in dimension]
-        steps = [Step("reshape", (), tuple(v.args[0] for v in have))]
-        order = tuple(have.index(d) for d in want)
-        if order != tuple(range(len(order))):
-            steps.append(Step("permute", order))
-        if any(len(dimension) != 1 for dimension in dimensions):
-            steps.append(Step("reshape", (), tuple(v.args[0] for v in output)))
-        packed = (assigned.batch, assigned.heads, assigned.queries, assigned.values)
-        return steps if any(len(p) != 1 for p in packed) else steps[1:]
-
-
-def merge_digits(wanted: layout.Roles, index: tuple[Expr, ...]) -> tuple[layout.Roles, tuple[Expr, ...]]:
-    """Join neighbouring digits of a role that the index only ever uses together."""
-    merged: list[Digits] = []
-    for role in wanted:
-        kept = list(role)
-        place = 0
-        while place + 1 < len(kept):
-            slow, fast = kept[place], kept[place + 1]
-            both = E.var(f"{slow.value}&{fast.value}", M.mul(slow.args[0], fast.args[0]))
-            pair = M.add(M.mul(slow, fast.args[0]), fast)
-            tried = tuple(_replace_pair(i, slow, fast, both) for i in index)
-            if any(t is None for t in tried):
-                place += 1
-                continue
-            del pair
-            index = tuple(t for t in tried if t is not None)
-            kept[place : place + 2] = [both]
-        merged.append(tuple(kept))
-    return tuple(merged), index
-
-
-def _replace_pair(index: Expr, slow: Expr, fast: Expr, both: Expr) -> Expr | None:
-    """`index` with slow * extent(fast) + fast written as `both`; None where they occur otherwise."""
-    if slow not in index.free and fast not in index.free:
-        return index
-    if slow not in index.free or fast not in index.free:
-        return None
-    replaced = M.substitute(index, {slow: E.ZERO, fast: both})
-    spelled = M.substitute(replaced, {both: M.add(M.mul(slow, fast.args[0]), fast)})
-    return replaced if spelled is index else None
-
-
-__all__ = ["SOFTMAX_LIKE", "WEIGHT", "Attention", "Operand", "Recogniser", "Refusal"]

@@ -118,6 +118,11 @@ class Meaning:
         sizes = {n: self.named(n) for n in E.walk(whole) if n.op == "size"}
         return M.substitute(whole, sizes)
 
+    def places(self, node: fx.Node) -> tuple[Indices, Indices]:
+        """A variable for each dimension of a node, and the index of any one of its elements."""
+        output = tuple(E.var(f"o{d}", length) for d, length in enumerate(self.shape(node)))
+        return output, tuple(E.ZERO if E.is_const(v.args[0], 1) else v for v in output)
+
     def part_shape(self, node: fx.Node, part: int) -> Indices:
         return tuple(self.renamed(size_expression(s)) for s in node.meta["val"][part].shape)
 

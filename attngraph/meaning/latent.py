@@ -27,7 +27,7 @@ from attngraph.ir.graph import op_name
 from attngraph.ir.source import source_of
 from attngraph.meaning import layout, ranges
 from attngraph.meaning import simplify as M
-from attngraph.meaning.attention import View, merge_digits
+from attngraph.meaning.claim import View, merge_digits
 from attngraph.meaning.digits import joined, split_digits
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Unliftable

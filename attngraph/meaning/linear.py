@@ -15,8 +15,10 @@ from attngraph.ir.score import DOT, WEIGHT
 from attngraph.meaning import dot as dots
 from attngraph.meaning import normalised
 from attngraph.meaning import simplify as M
-from attngraph.meaning.attention import Attention, Recogniser, Refusal
+from attngraph.meaning.attention import Recogniser
+from attngraph.meaning.claim import Attention
 from attngraph.meaning.element import Meaning
+from attngraph.meaning.normalised import Refusal
 from attngraph.meaning.rules import Category, Unliftable
 
 SUMS = ("aten.sum.dim_IntList",)
@@ -39,9 +41,7 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
     """
     meaning = recogniser.meaning
     try:
-        shape = meaning.shape(node)
-        output = tuple(E.var(f"o{d}", length) for d, length in enumerate(shape))
-        at = tuple(E.ZERO if E.is_const(v.args[0], 1) else v for v in output)
+        output, at = meaning.places(node)
         lifted = meaning.lift(meaning.element(node, at), lambda r: _is_scores(recogniser, r.value))
     except Unliftable:
         return None

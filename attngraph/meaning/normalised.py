@@ -160,16 +160,21 @@ def _match_normaliser(
     found = _match_terms(score, terms, keys)
     if found is not None or not any(t.op == "sum" for t in terms):
         return found
-    # The softmax may run over the keys as one dimension or as several, or over more than these keys:
-    # take it apart where its scores were joined.
+    # The softmax may run over the keys as one dimension or as several, or over more than these keys.
+    return _match_terms(look(score), pieces_of(terms, look, M.FEW), keys)
+
+
+def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
+    """The terms of a normaliser, taken apart where its scores were joined; pieces of at most `few` elements
+    element by element."""
     parts: list[Expr] = []
     for term in terms:
         variables, inner = open_sums(look(term))
         split = [inner]
         for variable in reversed(variables):
-            split = [piece for body in split for piece in M.pieces(variable, body)]
+            split = [piece for body in split for piece in M.pieces(variable, body, few)]
         parts += split
-    return _match_terms(look(score), parts, keys)
+    return parts
 
 
 def _match_terms(score: Expr, terms: Sequence[Expr], keys: tuple[Expr, ...]) -> Matched | Refusal | None:
@@ -297,3 +302,44 @@ def _split_value(
         return Refusal("two tensors are multiplied as values; multiply them into one beforehand")
     weight = M.mul(*weights, *(v for v in values if v is not main[0]))
     return WeightedSum(keys, score, weight, main[0], sink)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerator:
+    """A sum over keys of exp(score) / normaliser times the rest: `weighted` with p for that quotient, and the
+    reciprocal of the normaliser, of which nothing is known yet."""
+
+    keys: tuple[Expr, ...]
+    score: Expr
+    weighted: Expr
+    inverse: Expr
+
+    def split(self) -> WeightedSum | Refusal:
+        """With weight and value apart."""
+        return _split_value(self.weighted, self.keys, self.score, None)
+
+
+def numerator(meaning: Expr) -> Numerator | None:
+    """A term as a sum weighted by one exponential over something; None where it is none."""
+    opened = _open_sum(meaning)
+    if opened is None:
+        return None
+    keys, body = opened
+    for product in E.walk(body):
+        if product.op == "mul":
+            weights = [f for f in product.args if f.op == "exp" and not f.free.isdisjoint(keys)]
+            inverses = [f for f in product.args if f.op == "recip" and f.free.isdisjoint(keys)]
+            if len(weights) == len(inverses) == 1:
+                weighted = _replace(body, weights[0], inverses[0])
+                if any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(weighted)):
+                    return None
+                return Numerator(keys, weights[0].args[0], weighted, inverses[0])
+    return None
+
+
+def is_normaliser(piece: Expr, part: Numerator, look: Look) -> bool:
+    """Whether a term of a normaliser is the sum of the exponentials of this part's scores."""
+    variables, inner = open_sums(piece)
+    if inner.op != "exp" or not variables:
+        return False
+    return isinstance(_match_sum(look(part.score), variables, inner.args[0], part.keys), tuple)

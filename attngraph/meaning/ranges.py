@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from attngraph.ir.expr import Expr
+from attngraph.ir.expr import Expr, walk
 
 Monomial = tuple[Expr, ...]
 Polynomial = dict[Monomial, int]
@@ -110,22 +110,39 @@ def _atom_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
             return {}, None
         case "mod" if is_positive(polynomial(atom.args[1])):
             return {}, subtract(polynomial(atom.args[1]), {(): 1})
+        case "floordiv" if _is_of_sizes(atom):
+            return {(atom,): 1}, {(atom,): 1}
         case "floordiv" if is_positive(polynomial(atom.args[1])):
-            low, high = bounds(polynomial(atom.args[0]))
-            at_least_zero = low is not None and is_nonnegative(low)
-            divisor = polynomial(atom.args[1])
-            if high is not None and set(high) <= {()} and set(divisor) == {()}:
-                high = {(): high.get((), 0) // divisor[()]}
-                high = {a: c for a, c in high.items() if c}
-            elif high is not None and not is_nonnegative(high):
-                high = None  # what is negative grows when it is divided
-            return ({} if at_least_zero else None), high
+            return _quotient_bounds(atom)
         case "where" | "min" | "max" if atom.kind == "int":
             branches = atom.args[1:] if atom.op == "where" else atom.args
             lows, highs = zip(*(bounds(polynomial(branch)) for branch in branches), strict=True)
             # A minimum is at least the lesser lower bound and at most any upper one; and so on.
             return _extreme(lows, -1, atom.op == "max"), _extreme(highs, 1, atom.op == "min")
     return None, None
+
+
+def _is_of_sizes(atom: Expr) -> bool:
+    """Whether an atom is a quotient of sizes alone, at least 0: a size like any other, and its own bound."""
+    if atom.op != "floordiv" or atom.free or any(n.op not in _OF_SIZES for n in walk(atom)):
+        return False
+    return is_positive(polynomial(atom.args[1])) and _quotient_bounds(atom)[0] is not None
+
+
+_OF_SIZES = ("size", "const", "add", "mul", "floordiv")
+
+
+def _quotient_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
+    """The bounds of a quotient by a positive number."""
+    low, high = bounds(polynomial(atom.args[0]))
+    at_least_zero = low is not None and is_nonnegative(low)
+    divisor = polynomial(atom.args[1])
+    if high is not None and set(high) <= {()} and set(divisor) == {()}:
+        high = {(): high.get((), 0) // divisor[()]}
+        high = {a: c for a, c in high.items() if c}
+    elif high is not None and not is_nonnegative(high):
+        high = None  # what is negative grows when it is divided
+    return ({} if at_least_zero else None), high
 
 
 def _extreme(limits: Sequence[Polynomial | None], sign: int, either: bool) -> Polynomial | None:
@@ -152,9 +169,29 @@ def _is_extent(size: Expr) -> bool:
 
 
 def is_nonnegative(a: Polynomial) -> bool:
-    """Whether a >= 0 for all sizes >= 1 (a polynomial over sizes only): every factor is
-    nonnegative once each size n is written 1 + n'."""
-    return all(factor >= 0 for factor in _shifted(a).values())
+    """Whether a >= 0 for all sizes >= 1 (a polynomial over sizes only): every factor is nonnegative once
+    each size n is written 1 + n', or once quotients of sizes are at their limits."""
+    if all(factor >= 0 for factor in _shifted(a).values()):
+        return True
+    if not any(map(_is_of_sizes, (atom for atoms in a for atom in atoms))):
+        return False
+    least = _least(a)
+    return least is not None and all(factor >= 0 for factor in _shifted(least).values())
+
+
+def _least(a: Polynomial) -> Polynomial | None:
+    """A lower limit of a polynomial over sizes, without the quotients in it."""
+    found: Polynomial = {}
+    for atoms, factor in a.items():
+        term: Polynomial = {(): factor}
+        for atom in atoms:
+            own: Polynomial = {(atom,): 1}
+            limit = _quotient_bounds(atom)[factor < 0] if _is_of_sizes(atom) else own
+            if limit is None:
+                return None
+            term = multiply(term, limit)
+        found = add(found, term)
+    return found
 
 
 def is_positive(a: Polynomial) -> bool:
@@ -164,11 +201,14 @@ def is_positive(a: Polynomial) -> bool:
 def _shifted(a: Polynomial) -> Polynomial:
     found: Polynomial = {}
     for atoms, factor in a.items():
-        if any(atom.op != "size" or not _is_extent(atom) for atom in atoms):
-            return {(): -1}  # not over extents: nothing can be said
         term: Polynomial = {(): factor}
         for atom in atoms:
-            term = multiply(term, {(): 1, (atom,): 1})
+            if atom.op == "size" and _is_extent(atom):
+                term = multiply(term, {(): 1, (atom,): 1})
+            elif _is_of_sizes(atom):
+                term = multiply(term, {(atom,): 1})
+            else:
+                return {(): -1}  # not over extents: nothing can be said
         found = add(found, term)
     return found
 

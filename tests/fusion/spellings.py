@@ -700,6 +700,16 @@ def transformer_xl(q, k, v, positions, u, w):
     return s.masked_fill(~causal(t), -INF).softmax(-1) @ v
 
 
+@spelling(lambda: (normal(B, 2 * T + 2, H * D), normal(H, 64, D)))
+def relative_shift_over_every_second_token(x, positions):
+    x = x[:, 1::2].unflatten(-1, (H, D)).transpose(1, 2)
+    t = x.shape[2] - 1
+    q, k, v = x[:, :, :t], x[:, :, 1:], x[:, :, 1:]
+    shifted = F.pad(torch.einsum("bhqd,hpd->bhqp", q, positions[:, : 2 * t - 1]), (1, 0))
+    shifted = shifted.view(*q.shape[:2], 2 * t, t)[:, :, 1:].view(*q.shape[:2], t, 2 * t - 1)[..., :t]
+    return ((q @ k.mT + shifted) / math.sqrt(D)).softmax(-1) @ v
+
+
 @spelling(lambda: (*qkv(), normal(1, H, 16, 16)))
 def bias_cut_from_a_larger_one(q, k, v, bias):
     t = q.shape[2]
@@ -914,6 +924,47 @@ def vmapped_mask(q, k, v):
     return (q @ k.mT).masked_fill(~keep, -INF).softmax(-1) @ v
 
 
+# --- keys in parts that are multiplied separately ----------------------------------------------
+
+
+def prefixed() -> tuple[Tensor, ...]:
+    return (*qkv(), normal(B, H, S, D), normal(B, H, S, D))
+
+
+@spelling(prefixed)
+def keys_and_values_in_two_parts(q, k, v, more_k, more_v):
+    p = torch.cat([q @ more_k.mT, q @ k.mT], -1).div(math.sqrt(D)).softmax(-1)
+    return p[..., : more_k.shape[2]] @ more_v + p[..., more_k.shape[2] :] @ v
+
+
+@spelling(lambda: (*prefixed(), normal(B, S + T)))
+def parts_split_under_one_mask(q, k, v, more_k, more_v, mask):
+    p = torch.softmax(torch.cat([q @ more_k.mT, q @ k.mT], -1) + mask[:, None, None], -1)
+    first, second = p.split([more_k.shape[2], k.shape[2]], -1)
+    return torch.einsum("bhqk,bhkd->bqhd", second, v) + (first @ more_v).transpose(1, 2)
+
+
+@spelling(lambda: (*qkv(), normal(B, H, S, D), normal(B, H, S, D), normal(B, H, S, D), normal(B, H, S, D)))
+def keys_in_three_parts(q, k, v, a, a_values, c, c_values):
+    n, m = a.shape[2], a.shape[2] + k.shape[2]
+    p = torch.cat([q @ a.mT, q @ k.mT, q @ c.mT], -1).softmax(-1)
+    return p[..., :n] @ a_values + p[..., n:m] @ v + p[..., m:] @ c_values
+
+
+def with_shared_keys() -> tuple[Tensor, ...]:
+    blocks = tuple(normal(B, H, 3, T, D) for _ in "qkv")
+    return *blocks, normal(B, H, S, D), normal(B, H, S, D), normal(B, 3, S + T)
+
+
+@spelling(with_shared_keys)
+def shared_keys_beside_those_of_each_block(q, k, v, shared_k, shared_v, mask):
+    n = shared_k.shape[2]
+    s = [torch.einsum("bhnqd,bhkd->bhnqk", q, shared_k), torch.einsum("bhnqd,bhnkd->bhnqk", q, k)]
+    p = (torch.cat(s, -1) + mask[:, None, :, None]).softmax(-1)
+    own = torch.einsum("bhnqk,bhnkd->bhnqd", p[..., n:], v)
+    return own + torch.einsum("bhnqk,bhkd->bhnqd", p[..., :n], shared_v)
+
+
 # --- near misses -----------------------------------------------------------------------------
 
 
@@ -925,6 +976,26 @@ def softmax_over_queries(q, k, v):
 @near_miss(qkv)
 def softmax_over_heads(q, k, v):
     return (q @ k.mT).softmax(1) @ v
+
+
+@near_miss(prefixed)
+def parts_of_which_a_key_is_left_out(q, k, v, more_k, more_v):
+    n = more_k.shape[2]
+    p = torch.cat([q @ more_k.mT, q @ k.mT], -1).softmax(-1)
+    return p[..., : n - 1] @ more_v[:, :, : n - 1] + p[..., n:] @ v
+
+
+@near_miss(prefixed)
+def parts_of_which_a_key_counts_twice(q, k, v, more_k, more_v):
+    n = more_k.shape[2]
+    p = torch.cat([q @ more_k.mT, q @ k.mT], -1).softmax(-1)
+    return p[..., :n] @ more_v + p[..., n - 1 :] @ F.pad(v, (0, 0, 1, 0))
+
+
+@near_miss(prefixed)
+def parts_with_queries_of_their_own(q, k, v, more_k, more_v):
+    p = torch.cat([q @ more_k.mT, (q + 1).tanh() @ k.mT], -1).softmax(-1)
+    return p[..., : more_k.shape[2]] @ more_v + p[..., more_k.shape[2] :] @ v
 
 
 @near_miss(lambda: (*qkv(), normal(H, H)))

@@ -322,6 +322,12 @@ def test_bound_variables_are_renamed_alike_and_free_ones_not_captured() -> None:
     assert M.canonical_binders(nested) is not M.canonical_binders(swapped)
 
 
+HALF = M.floordiv(M.add(N0, E.ONE), E.const(2))
+LESS = M.sub(HALF, E.ONE)
+"""Sizes that may be 0, as far as anybody knows, unless a variable runs up to them."""
+ROW, COLUMN = E.var("row", LESS), E.var("column", LESS)
+SHIFTED = M.add(COLUMN, M.mul(ROW, M.sub(M.mul(E.const(2), LESS), E.ONE)), LESS)
+
 EQUAL: dict[str, tuple[Expr, Expr]] = {
     "x - x": (M.sub(X, X), E.ZERO),
     "2x + 3x": (M.add(M.mul(E.const(2), X), M.mul(E.const(3), X)), M.mul(E.const(5), X)),
@@ -336,6 +342,17 @@ EQUAL: dict[str, tuple[Expr, Expr]] = {
     "(6i + k) % 6": (M.mod(M.add(M.mul(I, E.const(6)), K), E.const(6)), K),
     "(n0 i + j) // n0": (M.floordiv(M.add(M.mul(I, N0), J), N0), I),
     "(n0 i + j) % n0": (M.mod(M.add(M.mul(I, N0), J), N0), J),
+    "(m m - 2 m + 1) // (m - 1)": (
+        M.floordiv(M.add(M.mul(HALF, HALF), M.mul(E.const(-2), HALF), E.ONE), LESS),
+        LESS,
+    ),
+    "(j m - j) % (m - 1)": (M.mod(M.mul(J, LESS), LESS), E.ZERO),
+    "a relative shift by a size from others": (M.floordiv(SHIFTED, M.mul(E.const(2), LESS)), ROW),
+    "its other digit": (M.mod(SHIFTED, M.mul(E.const(2), LESS)), M.add(LESS, COLUMN, M.neg(ROW))),
+    "both digits of j by m - 1": (
+        M.mod(M.add(M.mul(LESS, M.floordiv(J, LESS)), M.mod(J, LESS)), HALF),
+        M.mod(J, HALF),
+    ),
     "k < 6": (M.lt(K, E.const(6)), E.TRUE),
     "j < n0": (M.lt(J, N0), E.TRUE),
     "k <= j is j >= k": (M.le(K, J), M.not_(M.lt(J, K))),

@@ -29,9 +29,10 @@ from attngraph.meaning.simplify.division import floordiv, mod
 from attngraph.meaning.simplify.functions import absolute, exp, function, log, narrow, power
 from attngraph.meaning.simplify.logic import and_, eq, le, lt, ne, not_, or_, where
 from attngraph.meaning.simplify.rebuild import canonical_binders, construct, raw, substitute
-from attngraph.meaning.simplify.sums import pieces, total
+from attngraph.meaning.simplify.sums import FEW, pieces, total
 
 __all__ = [
+    "FEW",
     "absolute",
     "add",
     "and_",

@@ -23,10 +23,10 @@ def total(variable: Expr, body: Expr) -> Expr:
     return E.make("sum", (variable, body), None, "int" if body.kind == "int" else "float")
 
 
-def pieces(variable: Expr, body: Expr) -> list[Expr]:
+def pieces(variable: Expr, body: Expr, few: int = FEW) -> list[Expr]:
     """The sum of `body` over the variable as terms that add up to it: the range is cut wherever a
-    comparison of the variable with a size or a number changes its answer. Of a piece of few elements
-    each is a term of its own."""
+    comparison of the variable with a size or a number changes its answer. Of a piece of at most `few`
+    elements each is a term of its own."""
     extent = variable.args[0]
     bounds = _ordered([E.ZERO, *_thresholds(variable, body), extent])
     if bounds is None:
@@ -34,7 +34,7 @@ def pieces(variable: Expr, body: Expr) -> list[Expr]:
     found = []
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         length = M.sub(stop, start)
-        if length.op == "const" and length.value <= FEW:
+        if length.op == "const" and length.value <= few:
             found += [M.substitute(body, {variable: M.add(E.const(n), start)}) for n in range(length.value)]
             continue
         place = E.var(f"{variable.value}:{number}", length)
