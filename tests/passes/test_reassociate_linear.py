@@ -125,3 +125,15 @@ def test_a_function_of_the_scores_is_no_linear_attention(power: int) -> None:
     inputs = qkv(7)
     assert torch.allclose(compiled(*inputs), curved(*inputs), atol=1e-10)
     assert not notes(compiled)
+
+
+def test_products_with_joined_products_are_left_without_a_fault() -> None:
+    def joined(x: Tensor, w: Tensor, y: Tensor, u: Tensor, z: Tensor, t: Tensor) -> Tensor:
+        return (x @ w) @ torch.cat([y @ u, z @ t], -2).mT
+
+    rows = [torch.randn(2, tokens, 4, dtype=torch.float64) for tokens in (9, 6, 7)]
+    x, y, z = rows
+    w, u, t = torch.randn(3, 4, 5, dtype=torch.float64).unbind()
+    compiled = attngraph.compile(joined)
+    assert torch.equal(compiled(x, w, y, u, z, t), joined(x, w, y, u, z, t))
+    assert not any("error of the compiler" in note for note in notes(compiled))
