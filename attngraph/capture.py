@@ -33,6 +33,7 @@ from attngraph.errors import CaptureError
 from attngraph.functional import functional, views_taken_apart
 from attngraph.ir.graph import ProgramGraph, accept
 from attngraph.ir.source import short_path
+from attngraph.replaced import replaced
 from attngraph.runtime.guards import aliases
 from attngraph.runtime.state import Snapshot, fingerprint, has_hooks
 from attngraph.structure import TreeSpec, flatten, is_value, unflatten
@@ -304,11 +305,7 @@ def _without_looking_at_masks() -> Iterator[None]:
     def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return bool(is_causal)
 
-    module = nn.modules.transformer
-    if not hasattr(module, "_detect_is_causal_mask"):
-        yield
-        return
-    with mock.patch.object(module, "_detect_is_causal_mask", hint):
+    with replaced(nn.modules.transformer, "_detect_is_causal_mask", hint):
         yield
 
 
@@ -318,8 +315,8 @@ def _without_notes() -> Iterator[None]:
     which takes longer than to work it out again, and it is written down of each value how it lies in
     memory, which its fake tensor says too."""
     with (
-        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
-        mock.patch.object(fx.experimental.proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+        replaced(torch._dynamo.config, "fake_tensor_cache_enabled", False),
+        replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", lambda value: None),
     ):
         yield
 
@@ -328,16 +325,13 @@ def _without_notes() -> Iterator[None]:
 def _whole_stack_traces() -> Iterator[None]:
     """Let traces record the user's own lines. Torch keeps only frames of functions called `forward`,
     which loses the line where a helper function computes; its tracer lets the choice be overridden."""
-    if not hasattr(fx.proxy.TracerBase, "_filter_traceback_frames"):
-        yield  # lines are then those of the enclosing forward
-        return
 
     def below_wrapper(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         names = [(f.filename, f.name) for f in frames]
         start = names.index((__file__, "forward")) + 1 if (__file__, "forward") in names else 0
         return traceback.StackSummary.from_list(frames[start:])
 
-    with mock.patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
+    with replaced(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
         yield
 
 

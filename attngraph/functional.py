@@ -13,7 +13,6 @@ import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -22,10 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.exported import written_out
 from attngraph.ir.graph import infer
+from attngraph.replaced import replaced
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_MAKE_FX = "torch.export._trace.make_fx"
 _FRESH = frozenset({aten.matmul.default, aten.linear.default, aten.softmax.int, aten.log_softmax.int})
 """Composite ops whose results share no memory with their operands; the schemas of such ops need not say."""
 
@@ -34,7 +33,7 @@ _FRESH = frozenset({aten.matmul.default, aten.linear.default, aten.softmax.int, 
 def views_taken_apart() -> Iterator[None]:
     """Let torch.export write the ops that composite views consist of, not the views."""
     traced = functools.partial(make_fx, decomposition_table=_composite_views())
-    with mock.patch(_MAKE_FX, traced):
+    with replaced("torch.export._trace", "make_fx", traced):
         yield
 
 
