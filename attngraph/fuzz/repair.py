@@ -51,6 +51,10 @@ def _repairs(c: Case) -> Iterator[tuple[str, Any]]:
         yield "weights", "none"
     if c.numbers == "nan_query":
         yield "grad", False  # where a NaN goes in a backward pass is not promised
+        if c.weights == "nan_to_num" or "times" in (c.apply, c.apply2):
+            yield "numbers", "normal"  # masks that multiply, and rows that see a key, are taken to be numbers
+    if c.weights == "masked" and c.mask not in _POSITION_MASKS:
+        yield "grad", False  # the NaN of a row that sees no key does not reach keys that weights hide
     if c.sizes == "numbers":
         yield "second", False  # other sizes would get another graph
     if not c.second:

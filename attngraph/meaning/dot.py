@@ -46,7 +46,8 @@ def look_into(
     """Scores or weights in terms of contractions and data, looking through everything elementwise.
 
     A function of data that does not vary over query and key together (slopes, gates, decays) is left
-    as the vector that the model computed: reading that is cheaper than computing it for every pair.
+    as the vector that the model computed: reading that is cheaper than computing it for every pair, unless
+    it is one of two numbers.
     `of_value` are the variables of the values, so that the others can be told for queries. What the
     model rounds to fewer digits than `dtype` has, it rounds: that is left as well, and so are masks and
     biases whose formula is longer than anybody would want to read.
@@ -66,9 +67,16 @@ def look_into(
         if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
-        return pairs or meaning.index_expression(tensor, read.args) is not None
+        if pairs or meaning.index_expression(tensor, read.args) is not None:
+            return True
+        return _is_choice(meaning.elementwise(read))
 
     return meaning.lift(node, through, into_sums=False)
+
+
+def _is_choice(node: Expr) -> bool:
+    """Whether it is one of two numbers, which costs nothing to compute: the logarithm of a mask, say."""
+    return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
 
 
 def _is_scaling(node: fx.Node) -> bool:

@@ -872,6 +872,11 @@ def padding_added(q, k, v, keep):
     return (bias[:, None, None] + q @ k.mT / 3).softmax(-1) @ v
 
 
+@spelling(with_padding)
+def logarithm_of_the_padding_added(q, k, v, keep):
+    return (q @ k.mT / 3 + keep[:, None, None].to(q.dtype).log()).softmax(-1) @ v
+
+
 @spelling(lambda: (*qkv(), torch.ones(B, T, dtype=torch.int64)))
 def padding_of_integers_times_the_smallest_float(q, k, v, mask):
     drop = (1.0 - mask[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min

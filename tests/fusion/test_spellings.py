@@ -219,6 +219,28 @@ def test_a_mask_of_positions_is_no_tensor_that_is_read(mask: Callable[[int], Ten
     assert "r0" not in compiled.report.attention[0].program
 
 
+def test_the_logarithm_of_the_padding_is_told_as_padding() -> None:
+    function, inputs = spellings.MUST_FUSE["logarithm_of_the_padding_added"]
+    compiled = attngraph.compile(function)
+    compiled(*inputs())
+    assert compiled.report.attention[0].mask.startswith("padding(r0)")
+
+
+def test_a_mask_that_multiplies_minus_infinity_gives_nan_as_eager_does(compare: Compare) -> None:
+    def times_after_infinities(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(~keep[:, None, None], -torch.inf)
+        causal = torch.ones(q.shape[2], k.shape[2]).tril().to(q.dtype)
+        return (scores * causal - 1e9 * (1 - causal)).softmax(-1) @ v
+
+    inputs = spellings.with_padding()
+    assert not inputs[3].all()
+    expected = times_after_infinities(*inputs)
+    assert expected.isnan().any() and not expected.isnan().all()
+    with torch.no_grad():
+        same = compare(times_after_infinities, attngraph.compile(times_after_infinities), inputs)
+    assert same, same.differences
+
+
 MASKS: dict[str, Callable[[int, int], Tensor]] = {
     "causal & window(3)": lambda q, k: torch.ones(q, k).tril() - torch.ones(q, k).tril(-3),
     "k - q <= n0 - n1": lambda q, k: torch.ones(q, k).tril(k - q),

@@ -365,6 +365,11 @@ EQUAL: dict[str, tuple[Expr, Expr]] = {
         M.add(M.where(FLAG, E.const(0.0), E.NEG_INF), M.where(FLAG, X, E.NEG_INF)),
         M.where(FLAG, X, M.add(E.NEG_INF, E.NEG_INF)),
     ),
+    "the logarithm of a mask": (M.log(FLAG), M.where(FLAG, E.const(0.0), E.NEG_INF)),
+    "zero times what is masked": (
+        M.mul(E.const(0.0), M.where(FLAG, X, E.NEG_INF)),
+        M.where(FLAG, E.const(0.0), E.NAN),
+    ),
     "(1 - p) * -1e9": (M.mul(M.sub(E.const(1.0), FLAG), E.const(-1e9)), M.where(FLAG, E.ZERO, E.const(-1e9))),
     "k <= j and k <= j + 2": (M.and_(M.le(K, J), M.le(K, M.add(J, E.const(2)))), M.le(K, J)),
     "k > j or k > j - 3": (M.or_(M.lt(J, K), M.lt(M.sub(J, E.const(3)), K)), M.lt(M.sub(J, E.const(3)), K)),

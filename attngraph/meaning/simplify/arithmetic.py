@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.meaning import ranges
@@ -30,7 +32,9 @@ def add(*terms: Expr) -> Expr:
         term = stack.pop()
         if term.op == "add":
             stack.extend(reversed(term.args))
-        elif term.op == "const" and term is not E.NAN:
+        elif term is E.NAN:
+            return E.NAN
+        elif term.op == "const":
             constant += term.value
             is_float |= term.kind == "float"
         else:
@@ -138,7 +142,9 @@ def mul(*factors: Expr) -> Expr:
     if E.NAN in rest:
         return E.NAN
     if constant == 0:
-        return E.ZERO if all(r.kind == "int" for r in rest) else E.const(0.0)
+        if all(r.kind == "int" for r in rest):
+            return E.ZERO
+        return M.where(M.or_(*(_is_infinite(r) for r in rest)), E.NAN, E.const(0.0))
     rest = _cancel(rest)
     if not rest:
         return E.const(constant)
@@ -154,6 +160,19 @@ def mul(*factors: Expr) -> Expr:
     rest.sort(key=lambda t: t.serial)
     args = tuple(rest) if constant == 1 else (E.const(constant), *rest)
     return E.make("mul", args, None, kind_of(args))
+
+
+def _is_infinite(node: Expr) -> Expr:
+    """Where a masked value is infinite or NaN by a number that is written in it (`-inf` at keys that are left
+    out): zero times that is NaN. Of what is computed the formula says nothing: it is taken to be finite."""
+    if node.op == "const":
+        return E.FALSE if node is not E.NAN and math.isfinite(node.value) else E.TRUE
+    if node.op == "where":
+        condition, a, b = node.args
+        return M.where(condition, _is_infinite(a), _is_infinite(b))
+    if node.op in ("add", "mul"):
+        return M.or_(*(_is_infinite(a) for a in node.args))
+    return E.FALSE
 
 
 LARGEST_CONSTANT = 1000.0

@@ -76,17 +76,29 @@ _PYTHON: dict[str, Callable[[float], float]] = {
 }  # fmt: skip
 
 
+def _of_number(name: str, value: float) -> Expr | None:
+    """A function of a number: minus infinity for the logarithm of zero, NaN where there is none."""
+    if name not in _PYTHON or math.isinf(value):
+        return None
+    if name in ("log", "log2") and value == 0:
+        return E.NEG_INF
+    try:
+        return E.const(_PYTHON[name](value))
+    except ValueError:
+        return E.NAN
+    except OverflowError:
+        return None
+
+
 def function(name: str, *args: Expr) -> Expr:
     """A pointwise function that has no algebra of its own: constants are folded, and it goes into
     a selection between two constants."""
     args = tuple(M.number(a) for a in args)
     if len(args) == 1:
         (x,) = args
-        if x.op == "const" and x is not E.NAN and name in _PYTHON and not math.isinf(x.value):
-            try:
-                return E.const(_PYTHON[name](x.value))
-            except (ValueError, OverflowError):
-                pass
+        found = _of_number(name, x.value) if x.op == "const" and x is not E.NAN else None
+        if found is not None:
+            return found
         if x.op == "where" and all(a.op == "const" for a in x.args[1:]):
             return M.where(x.args[0], *(function(name, a) for a in x.args[1:]))
         if name in ("floor", "ceil", "trunc", "round", "int") and x.kind == "int":
