@@ -172,7 +172,8 @@ class Totals:
                 self._add(found.node, distances, Tile(own, (0, H), (0, 1), (1 - self.Sq, self.Skv)))
 
     def add_sink(self, program: ScoreProgram, lse: Tensor, delta: Tensor) -> None:
-        """The sink's: it is one more key, whose value is zero, so -exp(sink - lse) * delta, row by row."""
+        """The sink's: it is one more key, whose value is zero, so -exp(sink - lse) * delta, row by row. `lse`
+        may be float64, where single rows need it."""
         if program.sink is None or not any(self.reads[n].is_floating_point() for n in self.wanted):
             return
         tile = Tile((0, self.B), (0, self.Hq), (0, self.Sq), (0, 1))
@@ -183,7 +184,7 @@ class Totals:
             sink = evaluate.sink(program, Environment(tile, inputs, self.sizes, torch.float32, lse.device))
             assert sink is not None
             sink = sink.expand(*lse.shape, 1)
-            of_sink = -(sink.detach() - lse.unsqueeze(3)).exp() * delta.unsqueeze(3)
+            of_sink = -(sink.detach() - lse.unsqueeze(3)).exp().to(sink.dtype) * delta.unsqueeze(3)
             found = gradients(inputs, (sink, sink), (of_sink, torch.zeros_like(of_sink)))
         for total, grad in zip(self.totals, found, strict=True):
             if total is not None and grad is not None:

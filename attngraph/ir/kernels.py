@@ -18,6 +18,8 @@ from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.score import ScoreProgram
 
 Operands = tuple[Tensor, Tensor, Tensor]
+TRUSTED = 128.0
+"""Beyond this a row's log-sum-exp in float32 holds too few digits of the sum."""
 
 
 class Kernel(Protocol):

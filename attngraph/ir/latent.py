@@ -21,7 +21,7 @@ here has gradients.
 
 is the same over a cache whose pages hold latents (`ir/cache.py`). Expanded, a row's pages are projected up
 a block at a time, and what the blocks give is joined by their log-sum-exp, so memory does not grow with what
-is kept.
+is kept (but for rows whose scores are all far from zero: these are projected up at once).
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ def _expanded_by_blocks(
         length = BLOCK if _joins(program) else max(1, total)
         parts = [attend(start, min(start + length, total)) for start in range(oldest, total, length)]
         if len(parts) > 1:
-            out = _joined(parts) if all(part.is_clear for part in parts) else attend(oldest, total).out
+            joins = all(part.is_clear for part in parts) and _tell_shares(parts)
+            out = _joined(parts) if joins else attend(oldest, total).out
         else:
             out = parts[0].out if parts else attend(oldest, total).out
         outs.append(out)
@@ -245,6 +246,13 @@ class _Part(NamedTuple):
 def _is_a_number(tensor: Tensor) -> bool:
     """Whether nothing in it makes a score NaN: no NaN, and no infinity but the negative one of masks."""
     return not tensor.is_floating_point() or bool((tensor < math.inf).all())
+
+
+def _tell_shares(parts: Sequence[_Part]) -> bool:
+    """Whether the blocks' log-sum-exps tell their shares of every row: not of one whose scores are all far
+    from zero, as those are that a finite fill masks."""
+    top = torch.stack([part.lse for part in parts]).amax(0).abs()
+    return not bool(((top > kernels.TRUSTED) & top.isfinite()).any())
 
 
 def _joined(parts: Sequence[_Part]) -> Tensor:

@@ -31,7 +31,7 @@ _POINTERS = {
 _OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
     f"grad_{name}" for name in ("query", "key", "value")
 }
-_NUMBERS = {"lse", "delta", "unseen", "part_acc", "part_m", "part_l"}
+_NUMBERS = {"lse", "delta", "tops", "totals", "unseen", "part_acc", "part_m", "part_l"}
 _PLACES = {"table", "starts", "first", "held"}
 _LISTS = {"tiles", "counts", "column_tiles", "column_counts"}
 

@@ -2,7 +2,8 @@
 
 As in FlashAttention-2 (Dao 2023, algorithm 2) weights are computed again from the scores and the rows'
 log-sum-exp (`emit_gradients.py`), but in two kernels: one program for each block of queries sums what its
-keys give to dq, one for each block of keys what the queries of all its heads give to dk and dv. Both sum for
+keys give to dq (and first, where a log-sum-exp is far from zero, the row's weights), one for each block of
+keys what the queries of all its heads give to dk and dv. Both sum for
 the program's reads what belongs to their rows and columns (`read_gradients.py`); what belongs to single pairs
 of a query and a key has a kernel of its own for each read. Sums are taken in one order, so the same call
 gives the same gradients.
@@ -15,7 +16,7 @@ import math
 from attngraph.codegen.triton.emit import LISTS, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.emit_gradients import TileEmitter
 from attngraph.codegen.triton.helpers import helpers
-from attngraph.codegen.triton.plan import DTYPES
+from attngraph.codegen.triton.plan import DTYPES, stays_trusted
 from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, read_gradients
 from attngraph.ir import expr as E
 
@@ -38,13 +39,18 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
 
 
 def arguments(plan: BackwardPlan) -> tuple[str, ...]:
-    """The arguments of each kernel in order: tensors, rows' numbers, what a row that sees no key gives to
-    all values (`unseen` `[B, Hkv]`: NaN, as its weights are, or zero), results (dense), lengths, strides,
-    where sums for reads go, what kernels of pairs need, then reads and sizes as in `emit.arguments`."""
-    found = [*_TENSORS, "lse", "delta", "unseen", "grad_query", "grad_key", "grad_value", "Hq", "Sq", "Skv"]
+    """The arguments of each kernel in order: tensors, rows' numbers (`tops` and `totals`, which the first
+    kernel makes for the others), what a row that sees no key gives to all values (`unseen` `[B, Hkv]`: NaN,
+    as its weights are, or zero), results (dense), lengths, strides, where sums for reads go, what kernels of
+    pairs need, then reads and sizes as in `emit.arguments`."""
+    found = [*_TENSORS, *_rows(plan), "unseen", "grad_query", "grad_key", "grad_value", "Hq", "Sq", "Skv"]
     found += [f"{tensor}_{axis}" for tensor in _TENSORS for axis in "bhsd"]
     found += _LISTS if plan.listed else ()
     return (*found, *_arguments_for_reads(plan), *names_of_reads(plan))
+
+
+def _rows(plan: BackwardPlan) -> tuple[str, ...]:
+    return ("lse", "delta", *(() if stays_trusted(plan.program) else ("tops", "totals")))
 
 
 def _arguments_for_reads(plan: BackwardPlan) -> tuple[str, ...]:
@@ -95,23 +101,17 @@ class _BackwardEmitter(TileEmitter):
 
     def signature(self) -> list[str]:
         names = list(arguments(self.plan))
-        counts = [
-            4,
-            6,
-            3,
-            4,
-            4,
-            4,
-            4,
-            len(_LISTS) if self.plan.listed else 0,
-            len(_arguments_for_reads(self.plan)),
-        ]
+        counts = [4, len(_rows(self.plan)), 4, 3, 4, 4, 4, 4, len(_LISTS) if self.plan.listed else 0]
+        counts.append(len(_arguments_for_reads(self.plan)))
         counts += [1 + read.rank + len(self.plan.guarded_axes(read.number)) for read in self.plan.reads]
         rows = []
         for count in [*counts, self.plan.program.sizes]:
             rows.append(names[:count])
             names = names[count:]
         return [f"    {', '.join(row)}," for row in rows if row]
+
+    def long(self, code: str) -> str:
+        return f"tl.cast({code}, tl.int64)" if self.plan.wide else code
 
     # --- the two kernels ---
 
@@ -121,59 +121,43 @@ class _BackwardEmitter(TileEmitter):
         if plan.Dv != plan.D:
             widths.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
         heads = "Hq" if axis == "q" else f"(Hq // {plan.group})" if plan.group > 1 else "Hq"
-        long = "tl.cast({}, tl.int64)".format if plan.wide else "{}".format
         owner = "h" if axis == "q" else "kv"
         return [
             "place = tl.program_id(0)",
             f"blocks = tl.cdiv({'Sq' if axis == 'q' else 'Skv'}, BLOCK_{axis.upper()})",
             f"first = (place % blocks) * BLOCK_{axis.upper()}",
-            f"b = {long(f'place // blocks // {heads}')}",
-            f"{owner} = {long(f'place // blocks % {heads}')}",
+            f"b = {self.long(f'place // blocks // {heads}')}",
+            f"{owner} = {self.long(f'place // blocks % {heads}')}",
             *widths,
-        ]
-
-    def rows_of_queries(self) -> list[str]:
-        """Tiles of the queries q of head h."""
-        return [
-            *self.address("query", "h", "q", "d", "q < Sq"),
-            *self.address("grad", "h", "q", self.dv, "q < Sq"),
-            "row = (tl.cast(b, tl.int64) * Hq + h) * Sq + q",
-            "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
-            "row_delta = tl.load(delta + row, mask=q < Sq, other=0.0)",
-        ]
-
-    def tiles_of_keys(self) -> list[str]:
-        """Tiles of the keys of head kv whose places are `at` `[BLOCK_K, 1]`."""
-        return [
-            *self.address("key", "kv", "at", "d", "at < Skv"),
-            *self.address("value", "kv", "at", self.dv, "at < Skv"),
-        ]
-
-    def address(self, name: str, head: str, rows: str, columns: str, mask: str) -> list[str]:
-        where = f"tl.cast(b, tl.int64) * {name}_b + tl.cast({head}, tl.int64) * {name}_h"
-        return [
-            f"{name}_rows = {name} + {where} + tl.cast({rows}, tl.int64) * {name}_s",
-            f"{name}_tile = tl.load({name}_rows + {columns} * {name}_d, "
-            f"mask={self.inside(mask, columns)}, other=0.0)",
         ]
 
     def of_queries(self) -> list[str]:
         summed = self.numbers(ROWS)
-        tile, before = self.tile(summed)
-        stop, lines = ("Skv", []) if self.plan.listed else self.stop()
-        long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
-        body = [
-            f"k = {long('start + tl.arange(0, BLOCK_K)[None, :]')}",
+        tile, _ = self.tile(summed, within="k < Skv")  # rows that are none are not stored
+        first, look, last = ([], [], []) if self.is_trusted else self.far_rows()
+        before = list(self.writer.before)
+        stop, lines = self.limit("k") if self.plan.listed else self.stop()
+        keys = [
+            f"k = {self.long('start + tl.arange(0, BLOCK_K)[None, :]')}",
             "at = start + tl.arange(0, BLOCK_K)[:, None]",
-            *self.tiles_of_keys(), *tile, self.added("sum", "ds", "key_tile"),
+        ]
+        body = [
+            *keys, *self.tiles_of_keys(), *tile, self.added("sum", "ds", "key_tile"),
             *(f"sum{i} += tl.sum(of_read{i}, 1, keep_dims=True)" for i in summed),
         ]  # fmt: skip
+        if not self.is_trusted:
+            # The queries are loaded in here, so that they are not held in registers for both loops.
+            body_of_look = [*keys, *self.tile_of_queries(), *self.tile_of_keys("key"), *look]
+            look = self.over("k", "0", f"tl.where(is_far, {stop}, 0)", body_of_look, ", num_stages=1")
+            last += [f"tl.store({name}s + row, row_{name}, mask=q < Sq)" for name in ("top", "total")]
         kv = f"h // {self.plan.group}" if self.plan.group > 1 else "h"
         return [
             *self.places("q"),
             f"kv = {kv}",
-            f"q = {long('first + tl.arange(0, BLOCK_Q)[:, None]')}",
-            *self.rows_of_queries(), *before, *lines,
+            f"q = {self.long('first + tl.arange(0, BLOCK_Q)[:, None]')}",
+            "row = tl.cast(place // blocks, tl.int64) * Sq + q",
+            "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
+            *before, *lines, *first, *look, *last, *self.rows_of_queries(),
             f"sum = tl.zeros([BLOCK_Q, {self.D}], tl.float32)",
             *(f"sum{i} = tl.zeros([BLOCK_Q, 1], tl.float32)" for i in summed),
             *self.over("k", "0", stop, body),
@@ -187,19 +171,19 @@ class _BackwardEmitter(TileEmitter):
         summed = self.numbers(COLUMNS)
         tile, before = self.tile(summed)
         begin, lines = ("0", []) if self.plan.listed else self.begin_of_queries()
-        long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
+        stop, limit = self.limit("q") if self.plan.listed else ("Sq", [])
         body = [
-            f"q = {long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
-            *self.rows_of_queries(), *before, *tile,
+            f"q = {self.long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
+            *self.numbers_of_rows(), *self.rows_of_queries(), *before, *tile,
             self.added("sum_value", "tl.trans(p)", "grad_tile"),
             self.added("sum_key", "tl.trans(ds)", "query_tile"),
             *(f"sum{i} += tl.sum(of_read{i}, 0, keep_dims=True)" for i in summed),
         ]  # fmt: skip
-        loop = self.over("q", begin, "Sq", body)
         column = "(tl.cast(b, tl.int64) * Hq + h) * Skv + k"
         heads = [
             f"h = kv * {self.plan.group} + member",
-            *(f"sum{i} = tl.zeros([1, BLOCK_K], tl.float32)" for i in summed), *loop,
+            *(f"sum{i} = tl.zeros([1, BLOCK_K], tl.float32)" for i in summed),
+            *limit, *self.over("q", begin, stop, body),
             *(f"tl.store(sums{i} + {column}, sum{i}, mask=k < Skv)" for i in summed),
         ]  # fmt: skip
         stores = []
@@ -216,31 +200,35 @@ class _BackwardEmitter(TileEmitter):
         return [
             *self.places("k"),
             "at = first + tl.arange(0, BLOCK_K)[:, None]",
-            f"k = {long('first + tl.arange(0, BLOCK_K)[None, :]')}",
+            f"k = {self.long('first + tl.arange(0, BLOCK_K)[None, :]')}",
             *self.tiles_of_keys(), *lines,
             f"sum_key = tl.zeros([BLOCK_K, {self.D}], tl.float32)",
             f"sum_value = tl.zeros([BLOCK_K, {self.Dv}], tl.float32)",
             f"for member in range({self.plan.group}):", *indented(heads), *stores,
         ]  # fmt: skip
 
-    def over(self, axis: str, begin: str, stop: str, body: list[str]) -> list[str]:
-        """The loop over a block of queries' blocks of keys, or over a block of keys' blocks of queries."""
-        own, other, extent = ("BLOCK_Q", "BLOCK_K", "Skv") if axis == "k" else ("BLOCK_K", "BLOCK_Q", "Sq")
-        if not self.plan.listed:
-            return [f"for start in tl.range({begin}, {stop}, {other}):", *indented(body)]
-        tiles, counts, b, h = _LISTS[:4] if axis == "k" else _LISTS[4:]
-        start = f"start = tl.load({tiles} + line * tl.cdiv({extent}, {other}) + i) * {other}"
-        return [
+    def limit(self, axis: str) -> tuple[str, list[str]]:
+        """How many blocks are listed for a block of queries, or of keys."""
+        own, (_, counts, b, h) = ("BLOCK_Q", _LISTS[:4]) if axis == "k" else ("BLOCK_K", _LISTS[4:])
+        return "stop", [
             f"line = tl.cast(b, tl.int64) * {b} + tl.cast(h, tl.int64) * {h} + first // {own}",
-            f"for i in tl.range(0, tl.load({counts} + 2 * line + 1)):", *indented([start, *body]),
-        ]  # fmt: skip
+            f"stop = tl.load({counts} + 2 * line + 1)",
+        ]
+
+    def over(self, axis: str, begin: str, stop: str, body: list[str], options: str = "") -> list[str]:
+        """A loop over a block of queries' blocks of keys, or over a block of keys' blocks of queries."""
+        block, extent = ("BLOCK_K", "Skv") if axis == "k" else ("BLOCK_Q", "Sq")
+        if not self.plan.listed:
+            return [f"for start in tl.range({begin}, {stop}, {block}{options}):", *indented(body)]
+        tiles = _LISTS[0] if axis == "k" else _LISTS[4]
+        start = f"start = tl.load({tiles} + line * tl.cdiv({extent}, {block}) + i) * {block}"
+        return [f"for i in tl.range(0, {stop}{options}):", *indented([start, *body])]
 
     def of_pairs(self, number: int) -> list[str]:
         """A read's own kernel: each program sums one tile over the batches and heads that the read does not
         tell apart. The grid is of those that it does, of blocks of keys and of blocks of queries."""
         tile, before = self.tile([number])
         shift, lines = ("0", []) if self.plan.diagonal is None else self.shift()
-        long = "tl.cast({}, tl.int64)".format if self.plan.wide else "{}".format
         each_batch, each_head = self.reads[number].owned
         b, h = {
             (True, True): ("batch + owner // Hq", "owner % Hq"), (True, False): ("batch + owner", "member"),
@@ -251,8 +239,9 @@ class _BackwardEmitter(TileEmitter):
         if self.plan.diagonal is not None:
             members = f"tl.where(first < start + BLOCK_Q + {shift}, {members}, 0)"
         body = [
-            f"b = {long(b)}", f"h = {long(h)}", f"kv = h // {self.plan.group}",
-            *self.rows_of_queries(), *self.tiles_of_keys(), *before, *tile, f"sum += of_read{number}",
+            f"b = {self.long(b)}", f"h = {self.long(h)}", f"kv = h // {self.plan.group}",
+            *self.numbers_of_rows(), *self.rows_of_queries(), *self.tiles_of_keys(), *before, *tile,
+            f"sum += of_read{number}",
         ]  # fmt: skip
         width = [f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]"]
         return [
@@ -262,9 +251,9 @@ class _BackwardEmitter(TileEmitter):
             "start = first_row + row_in_sums",
             f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]",
             *(width if self.plan.Dv != self.plan.D else []),
-            f"q = {long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
+            f"q = {self.long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
             "at = first + tl.arange(0, BLOCK_K)[:, None]",
-            f"k = {long('first + tl.arange(0, BLOCK_K)[None, :]')}",
+            f"k = {self.long('first + tl.arange(0, BLOCK_K)[None, :]')}",
             *lines,
             "sum = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)",
             f"for member in tl.range(0, {members}):", *indented(body),

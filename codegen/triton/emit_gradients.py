@@ -1,7 +1,9 @@
 """What the backward kernels compute of a tile of queries and keys: weights, and the gradients of scores.
 
-Weights are computed again from the scores and the rows' log-sum-exp. With p the weights and
-delta = rowsum(dout * out) - dlse:
+Weights are computed again from the scores, as exp(s - top) / total. For most rows top is zero and total is
+the exponential of their log-sum-exp. Where that is far from zero (all keys masked by a finite fill, large
+scores) it holds too few digits of the sum in float32, so the kernel of queries looks at such rows first: top
+is their largest score, and total is summed anew. With p the weights and delta = rowsum(dout * out) - dlse:
 
     ds = p * (f * (dout . v) - delta)         f: what the program makes of a weight, as a multiple
 
@@ -14,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attngraph.codegen.derivative import ZERO, derivative, formula_of, slopes
-from attngraph.codegen.triton.emit import Emitter
-from attngraph.codegen.triton.plan import DTYPES
+from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
+from attngraph.codegen.triton.plan import DTYPES, stays_trusted
 from attngraph.codegen.triton.read_gradients import BackwardPlan, read_gradients
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
+from attngraph.ir.kernels import TRUSTED
 from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement
 
-_WITHIN = "(q < Sq) & (k < Skv)"
+WITHIN = "(q < Sq) & (k < Skv)"
 
 
 class TileEmitter(Emitter):
@@ -30,11 +33,86 @@ class TileEmitter(Emitter):
     def __init__(self, plan: BackwardPlan) -> None:
         super().__init__(plan)
         self.reads = read_gradients(plan)
+        self.rate = "RATE" if plan.is_linear else "LOG2E"
+        self.is_trusted = stays_trusted(plan.program)
         self._written: set[str] = set()
 
-    def tile(self, wanted: Sequence[int] = ()) -> tuple[list[str], list[str]]:
+    def tile_of_queries(self) -> list[str]:
+        return self.address("query", "h", "q", "d", "q < Sq")
+
+    def rows_of_queries(self) -> list[str]:
+        """Tiles of the queries q of head h, and of what belongs to them."""
+        return [
+            *self.tile_of_queries(),
+            *self.address("grad", "h", "q", self.dv, "q < Sq"),
+            "row_delta = tl.load(delta + row, mask=q < Sq, other=0.0)",
+        ]
+
+    def numbers_of_rows(self) -> list[str]:
+        """What weights are computed with, as the first kernel left it."""
+        names = ("lse",) if self.is_trusted else ("top", "total")
+        return [
+            "row = (tl.cast(b, tl.int64) * Hq + h) * Sq + q",
+            *(f"row_{name} = tl.load({name if name == 'lse' else name + 's'} + row, mask=q < Sq, other=0.0)"
+              for name in names),
+        ]  # fmt: skip
+
+    def tiles_of_keys(self) -> list[str]:
+        """Tiles of the keys of head kv whose places are `at` `[BLOCK_K, 1]`."""
+        return [*self.tile_of_keys("key"), *self.tile_of_keys("value")]
+
+    def tile_of_keys(self, name: str) -> list[str]:
+        return self.address(name, "kv", "at", "d" if name == "key" else self.dv, "at < Skv")
+
+    def address(self, name: str, head: str, rows: str, columns: str, mask: str) -> list[str]:
+        where = f"tl.cast(b, tl.int64) * {name}_b + tl.cast({head}, tl.int64) * {name}_h"
+        return [
+            f"{name}_rows = {name} + {where} + tl.cast({rows}, tl.int64) * {name}_s",
+            f"{name}_tile = tl.load({name}_rows + {columns} * {name}_d, "
+            f"mask={self.inside(mask, columns)}, other=0.0)",
+        ]
+
+    def far_rows(self) -> tuple[list[str], list[str], list[str]]:
+        """Of rows whose log-sum-exp is not trusted: lines that tell whether a block has any (`is_far`), those
+        that join a tile to `row_top` and `row_sum`, and those that make `row_top` and `row_total` (logarithms
+        to base 2) of these and of the other rows. Written after `tile`, whose lines of queries they share."""
+        writer = self.writer
+        writer.begin_body()
+        for statement in self.plan.statements:
+            self.score(statement)
+        first = [
+            f'far = (tl.abs(row_lse) > {TRUSTED}) & (tl.abs(row_lse) < float("inf"))',
+            "is_far = tl.max(tl.cast(far, tl.int32)) > 0",
+            f"row_top = tl.zeros([BLOCK_Q, 1], tl.float32) + {NEGATIVE_INFINITY}",
+            "row_sum = tl.zeros([BLOCK_Q, 1], tl.float32)",
+        ]
+        tile = [
+            f"dot = {self.dot()}", "s = dot", *writer.inside,
+            f"s = tl.where(k < Skv, s, {NEGATIVE_INFINITY})",
+            "top = tl.maximum(row_top, tl.max(s, 1, keep_dims=True))",
+            f"base = tl.where(top == {NEGATIVE_INFINITY}, 0.0, top)  # a row may have no key yet",
+            f"row_sum = row_sum * tl.exp2((row_top - base) * {self.rate})",
+            f"row_sum += tl.sum(tl.exp2((s - base) * {self.rate}), 1, keep_dims=True)",
+            "row_top = top",
+        ]  # fmt: skip
+        last = []
+        if self.plan.program.sink is not None:
+            sink = writer.expression(self.plan.program.sink)
+            code = self.as_float32(sink.code) if sink.is_integer else self.narrow(sink.code)
+            last += [
+                f"far = far & (row_top > {NEGATIVE_INFINITY})  # else there is but the sink",
+                f"sink = tl.zeros([BLOCK_Q, 1], tl.float32) + {code}",
+                f"row_sum += tl.exp2(sink * LOG2E - row_top * {self.rate})",
+            ]
+        last += [
+            "row_top = tl.where(far, row_top, 0.0)",
+            "row_total = tl.where(far, tl.log2(row_sum), row_lse * LOG2E)",
+        ]
+        return first, tile, last
+
+    def tile(self, wanted: Sequence[int] = (), within: str = WITHIN) -> tuple[list[str], list[str]]:
         """Lines that make `p` (weights), `ds` (the gradient of the dot) and `of_read<i>` for the wanted of
-        `reads`, and the lines that they need of the queries alone."""
+        `reads`, all zero but `within` the tile, and the lines that they need of the queries alone."""
         plan, writer, factor = self.plan, self.writer, self.multiple.factor
         writer.begin_body()
         writer.before.clear()
@@ -46,10 +124,12 @@ class TileEmitter(Emitter):
         multiple = writer.expression(factor).code
         lines = [f"dot = {self.dot()}", "s = dot", *writer.inside]
         writer.inside.clear()
-        unit = "s * RATE - row_lse * LOG2E" if plan.is_linear else "(s - row_lse) * LOG2E"
+        unit = f"(s - row_top) * {self.rate} - row_total"
+        if self.is_trusted:
+            unit = "(s - row_lse) * LOG2E"
         weigh = "" if self.multiple.is_plain else f" * ({multiple})"
         lines += [
-            f"p = tl.where({_WITHIN}, tl.exp2({unit}), 0.0)",
+            f"p = tl.where({within}, tl.exp2({unit}), 0.0)",
             *([] if self.multiple.keeps_nan else ["p = tl.where(p == p, p, 0.0)"]),
             f"weighed = {self.product_of('grad_tile', 'value_tile')}",
             f"ds = p * (weighed{weigh} - row_delta)",
@@ -66,7 +146,7 @@ class TileEmitter(Emitter):
             lines.append(f"ds = ds * {plan.program.scale!r}")
         # At places that are none, a row's delta or a formula may be NaN or infinite, times zero.
         names = ["ds", *(n for n in sorted(self._written) if n != "of_dot")]
-        lines += [f"{name} = tl.where({_WITHIN}, {name}, 0.0)" for name in names]
+        lines += [f"{name} = tl.where({within}, {name}, 0.0)" for name in names]
         if weigh:
             lines.append(f"p = p{weigh}")
         return lines, list(writer.before)

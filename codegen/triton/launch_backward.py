@@ -16,7 +16,7 @@ from attngraph.codegen.read_gradients import wanted_gradients
 from attngraph.codegen.triton import device, store, visits
 from attngraph.codegen.triton.call import launch_options, read_arguments
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
-from attngraph.codegen.triton.plan import Plan
+from attngraph.codegen.triton.plan import Plan, stays_trusted
 from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, Totals, read_gradients
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.kernels import Operands
@@ -45,7 +45,10 @@ def differentiate(
     totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv))
     lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
-    first: list[Any] = [q, k, v, grad, lse.contiguous(), delta.contiguous(), of_values, *found, Hq, Sq, Skv]
+    rows = [lse.contiguous(), delta.contiguous()]
+    if not stays_trusted(plan.program):
+        rows += torch.empty((2, B, Hq, Sq), dtype=torch.float32, device=q.device)
+    first: list[Any] = [q, k, v, grad, *rows, of_values, *found, Hq, Sq, Skv]
     first += [stride for tensor in (q, k, v, grad) for stride in tensor.stride()]
     lists: list[Any] = []
     for turned in (False, True) if plan.listed else ():
@@ -75,8 +78,14 @@ def differentiate(
                 totals.add_columns(one, sums[number], unseen)
             else:
                 totals.add_pairs(one, unseen, blocks.q, functools.partial(of_pairs, number))
-        totals.add_sink(plan.program, lse, delta)
+        totals.add_sink(plan.program, _exactly(plan, *rows[2:]) if rows[2:] else lse, delta)
     return [*found, *totals.results()]
+
+
+def _exactly(plan: BackwardPlan, tops: Tensor, totals: Tensor) -> Tensor:
+    """The log-sum-exp of rows in float64: as `tops` and `totals` have it, float32 would not."""
+    scale = plan.program.scale or 1.0 if plan.is_linear else 1.0
+    return tops.double() * scale + totals.double() * math.log(2)
 
 
 @functools.lru_cache(maxsize=512)

@@ -16,8 +16,10 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir import expr as E
 from attngraph.ir import score as S
 from attngraph.ir.expr import Expr
+from attngraph.ir.kernels import TRUSTED
 from attngraph.ir.parser import parse
 from attngraph.ir.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.meaning import tiles
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Dtypes of queries, keys and values, and Triton's names of them."""
@@ -154,6 +156,32 @@ def is_linear(program: ScoreProgram) -> bool:
         return False
     predicates = [n for s in program.keeps for n in E.walk(s.predicate)]
     return all(s.is_hard for s in program.keeps) and DOT not in predicates and SCORE not in predicates
+
+
+@functools.lru_cache(maxsize=1024)
+def stays_trusted(program: ScoreProgram) -> bool:
+    """Whether no row's log-sum-exp leaves what is trusted, whatever the operands (softcapped scores)."""
+    score, sink = _FINITE, (math.inf, -math.inf)
+    for statement in program.statements:
+        if isinstance(statement, Score):
+            score = _interval(statement.value, score)
+        elif isinstance(statement, Keep) and not statement.is_hard:
+            fill = _interval(statement.fill, score)
+            score = min(score[0], fill[0]), max(score[1], fill[1])
+        elif isinstance(statement, S.Sink):
+            sink = _interval(statement.value, score)
+    # No sum has 2**64 terms.
+    return min(sink[0], score[0]) >= -TRUSTED and max(sink[1], score[1]) <= TRUSTED - 64 * math.log(2)
+
+
+_FINITE = (-3e38, 3e38)
+
+
+def _interval(formula: Expr, score: tiles.Interval) -> tiles.Interval:
+    if any(n.op == "size" for n in E.walk(formula)):
+        return tiles.EVERYTHING
+    place = 0.0, math.inf
+    return tiles.interval(formula, tiles.Box(place, place, place, place), {"dot": _FINITE, "s": score})
 
 
 def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None:

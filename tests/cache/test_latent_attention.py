@@ -139,6 +139,16 @@ def test_any_rows_pages_and_blocks(
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
+@pytest.mark.parametrize("absorb", ["always", "never"])
+def test_rows_whose_scores_are_all_far_from_zero(absorb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There float32 holds too few digits of a log-sum-exp to join blocks of keys of unlike lengths by it."""
+    monkeypatch.setattr(latent, "BLOCK", 4)
+    case = Case([(5, 1), (0, 3), (17, 2), (9, 1)], 3, 0, (4, 2), torch.float32)
+    for program in ("keep k < 0 else -1e9\nkeep k <= q", "keep k < 4 and q < 6 else -3e38\nkeep k <= q"):
+        found, wanted = case.cached(program, absorb), case.packed(case.wanted(program))
+        torch.testing.assert_close(found.double(), wanted, rtol=5e-5, atol=5e-5)
+
+
 def test_a_nan_among_the_kept_tokens_is_not_taken_for_a_block_that_shows_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

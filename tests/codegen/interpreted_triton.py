@@ -97,6 +97,10 @@ def agree(
     return found
 
 
+def quarters(tensor: Tensor) -> Tensor:
+    return tensor.mul(4).round().div(4)
+
+
 def bias(*shape: int) -> Tensor:
     return torch.linspace(-2, 2, torch.Size(shape).numel()).sin().view(shape)
 
@@ -440,6 +444,7 @@ DECODED = (
     "keep k <= q and r1[b, q] == r1[b, k]",
     "keep k <= q and q - k < 4",
     "keep k <= q; p = 0.5 * p",
+    "keep k < 4 and q < 6 else -1e9; keep k <= q",
 )
 
 
@@ -991,3 +996,41 @@ def test_gradients_that_no_kernel_gives_are_computed_in_blocks(text: str) -> Non
     wanted = REFERENCE.backward(program, tensors, reads, (), results, grads)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+# Scores that float32 has exactly, of which a row's log-sum-exp in float32 says nothing but the largest one.
+FAR = (
+    ("keep k <= q - 9 else -1e9", "_"),
+    ("keep k <= q - 9 else -3.4028234663852886e+38", "_"),
+    ("keep k <= q - 9 else s - 1000000.0", "_"),
+    ("keep k <= q - 9 else -1e9; keep k < 30; p = 0.5 * p", "_"),
+    ("keep q - k < 9; keep k <= q - 9 else -1e9", "_"),
+    ("s = 0.25 * dot + 10000.0 + r0[h, q, k]; keep k <= q", "hqk"),
+    ("s = 1000000.0 - 0.25 * dot * r0[b, k]", "bk"),
+    ("s = dot * r0[h] - 1000000.0; keep k <= q + 3", "h"),
+    ("s = 0.25 * dot + r1[b, q] - 10000.0; sink r0[h] - 10000.0", "h bq"),
+    ("keep k < q; sink r0[h] - 10000.0", "h"),
+    ("keep k <= q - 9 else -1e9; keep k < q; p = where(isnan(p), 0.0, p)", "_"),
+)
+
+
+@pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(("text", "shapes"), FAR, ids=[text for text, _ in FAR])
+def test_gradients_of_rows_whose_scores_are_all_far_from_zero(text: str, shapes: str) -> None:
+    sizes = (2, 2, 1, 35, 50, 16, 24)
+    torch.manual_seed(0)
+    q, k, v = operands(*sizes)
+    reads = [torch.randint(-2, 3, r.shape).float() for r in drawn(shapes, sizes)]
+    compare_gradients(text, (q.round(), quarters(k), v), reads, [])
+
+
+LARGE = ("", "s = 0.5 * dot", "s = 0.5 * dot; keep k <= q", "keep k <= q; sink -1.5")
+
+
+@pytest.mark.parametrize("text", LARGE)
+@pytest.mark.parametrize("height", [-1e4, 1e4, -1e6, 1e6])
+def test_gradients_of_large_products(text: str, height: float) -> None:
+    q, k, v = operands(1, 4, 2, 35, 50, 17, 24)
+    q, k = q.mul(2).round(), quarters(k)  # float32 has their products exactly
+    q[..., 0], k[..., 0] = height, 1.0  # what is large is the same for all keys of a row
+    compare_gradients(text, (q, k, v), [], [])

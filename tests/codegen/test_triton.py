@@ -617,6 +617,21 @@ def test_the_source_of_gradients(name: str, text: str, reads: tuple[Read, ...]) 
     check_golden(f"{name}_backward.py.txt", source)
 
 
+@pytest.mark.parametrize(
+    ("text", "bounded"),
+    [
+        ("s = 30.0 * tanh(dot / 30.0); keep k <= q", True), ("s = 50.0 * tanh(dot); sink 3.0", True),
+        ("s = 90.0 * tanh(dot)", False), ("s = 30.0 * tanh(dot); keep k <= q else -1e9", False),
+        ("s = tanh(dot) * n0", False), ("s = tanh(dot); sink -200.0", False),
+        ("s = tanh(dot) + r0[h]", False), ("keep k <= q", False),
+    ],
+)  # fmt: skip
+def test_rows_are_looked_at_first_where_their_scores_may_be_far_from_zero(text: str, bounded: bool) -> None:
+    reads = (Read(0, 1, "float"),) if "r0" in text else ()
+    source = emit_backward(backward_plan(text, reads=reads)).source
+    assert ("is_far" in source) != bounded and ("tops" in source) != bounded
+
+
 def test_the_source_of_decoding_latents() -> None:
     program = parse("s = 0.1352337788608801 * dot; keep k <= q")
     made = DecodePlan(program, torch.bfloat16, 576, 512, 16, (), Blocks(16, 64, 8, 2), shared=True)
