@@ -5,6 +5,8 @@ The algebra here is small. Whatever way a softmax was written, its meaning is
 times the values. This file takes the meaning of one element apart into these pieces:
 
     out = sum over k of  f(p[k]) * v[k]        p[k] = exp(x[k]) / (sum over j of exp(x[j]) + exp(sink))
+
+Weights are linear: where they are a sum over several softmaxes (differential attention), so is `out`.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class Unnormalised:
     """A sum weighted by exponentials whose normaliser is not in sight (it may come later)."""
 
 
-def weighted_sum(meaning: Expr, look: Look) -> WeightedSum | Refusal | Unnormalised | None:
-    """Take the meaning of one element apart; None where no exponential weighs a sum.
+def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusal | Unnormalised | None:
+    """Take the meaning of one element apart into sums that it adds up, each weighed by one softmax; None
+    where no exponential weighs a sum.
 
     Args:
         look: looks into the reads of an expression, through whatever is elementwise.
@@ -67,9 +70,57 @@ def weighted_sum(meaning: Expr, look: Look) -> WeightedSum | Refusal | Unnormali
     keys, body = opened
     if sum(1 for _ in E.walk(body)) > LARGEST_MEANING:
         return Refusal("its meaning is too large to be looked into")
-    exponentials = [n for n in E.walk(body) if n.op == "exp" and any(k in n.free for k in keys)]
-    if not exponentials:
+    if not _exponentials(body, keys):
         return None
+    found: list[WeightedSum] = []
+    for part in _by_softmax(body, keys):
+        taken = _weighted_sum(part, keys, look)
+        if not isinstance(taken, WeightedSum):
+            return taken
+        found.append(taken)
+    return tuple(found)
+
+
+def _exponentials(node: Expr, keys: tuple[Expr, ...]) -> frozenset[Expr]:
+    return frozenset(n for n in E.walk(node) if n.op == "exp" and not n.free.isdisjoint(keys))
+
+
+def _by_softmax(node: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
+    """What a node adds up, one term for each softmax: sums of several are multiplied out."""
+    if len(_exponentials(node, keys)) < 2:
+        return [node]
+    if node.op == "add":
+        return _gathered([part for term in node.args for part in _by_softmax(term, keys)], keys)
+    if node.op == "sum":  # of a few that were stacked
+        terms = M.pieces(node.args[0], node.args[1])
+        return _by_softmax(M.add(*terms), keys) if len(terms) > 1 else [node]
+    if node.op == "where":
+        condition, yes, no = node.args
+        zero = E.const(0.0)
+        shown = [M.where(condition, part, zero) for part in _by_softmax(yes, keys)]
+        hidden = [M.where(condition, zero, part) for part in _by_softmax(no, keys)]
+        return _gathered([*shown, *hidden], keys)
+    if node.op == "mul":
+        for place, factor in enumerate(node.args):
+            parts = _by_softmax(factor, keys)
+            if len(parts) > 1:
+                rest = M.mul(*node.args[:place], *node.args[place + 1 :])
+                return _gathered([t for p in parts for t in _by_softmax(M.mul(rest, p), keys)], keys)
+    return [node]
+
+
+def _gathered(terms: list[Expr], keys: tuple[Expr, ...]) -> list[Expr]:
+    """Terms of the same exponentials added up; those of none go to any others."""
+    groups: dict[frozenset[Expr], list[Expr]] = {}
+    for term in terms:
+        if not E.is_const(term, 0):
+            groups.setdefault(_exponentials(term, keys), []).append(term)
+    plain = groups.pop(frozenset(), [])
+    first, *others = groups.values()
+    return [M.add(*first, *plain), *(M.add(*same) for same in others)]
+
+
+def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum | Refusal | Unnormalised:
     found = _normalise(body, keys, look) or _normalise(_in_exponents(look(body)), keys, look)
     if found is None:
         if not any(f.op == "recip" for f in E.walk(body)):
@@ -80,8 +131,8 @@ def weighted_sum(meaning: Expr, look: Look) -> WeightedSum | Refusal | Unnormali
     if isinstance(found, Refusal):
         return found
     weighted, score, sink = found
-    if any(n.op == "exp" and any(k in n.free for k in keys) for n in E.walk(weighted)):
-        return Refusal("two different softmaxes weigh one sum")
+    if _exponentials(weighted, keys):
+        return Refusal("its weights are a function of two softmaxes that is no sum of them")
     return _split_value(weighted, keys, score, sink)
 
 
