@@ -74,7 +74,9 @@ class _Fusion:
             refused = self._examine(node)
             if refused is not None:
                 for place in self.recogniser.exponentials(node):
-                    self.reasons[place] = refused
+                    # Why a sum is no attention tells more than why a gate of it is no part of one.
+                    if not (self.recogniser.is_product(node) and place in self.reasons):
+                        self.reasons[place] = refused
         if self.graph.gradients:
             self._own_results()
         self.graph.clean()

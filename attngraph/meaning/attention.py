@@ -112,7 +112,9 @@ class Recogniser:
         """The exponentials that weigh the sum of `node`, or its parts."""
         if str(node.target) in SOFTMAX_LIKE:
             return frozenset((node,))
-        places = (node, *self._parts_below(node)) if joined_keys.is_sum(node) else (node,)
+        places = [node]
+        if joined_keys.is_sum(node) or self.is_product(node):
+            places += frozenset().union(*map(self._parts_below, node.all_input_nodes))
         return frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
 
     def _parts_below(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -123,19 +125,32 @@ class Recogniser:
             self._parts[node] = frozenset().union(*map(self._parts_below, below))
         return self._parts[node]
 
+    def is_product(self, node: fx.Node) -> bool:
+        """Whether a node multiplies, element by element or more."""
+        return node.op == "call_function" and str(node.target).startswith(_ROOTS)
+
     def _is_root(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not self.meaning.is_tensor(node):
             return False
         if str(node.target) == "aten.scaled_dot_product_attention.default":
             return True
         category = self.meaning.category(node)
-        may_be = category is Category.CONTRACTION or str(node.target).startswith(("aten.sum.", *_ROOTS))
+        may_be = (
+            category is Category.CONTRACTION
+            or self.is_product(node)
+            or str(node.target).startswith("aten.sum.")
+        )
         return may_be and any(self.near(n) for n in node.all_input_nodes)
 
     def _examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | Unnormalised | None:
         meaning = self.meaning
         output, at = meaning.places(node)
-        lifted = meaning.lift(meaning.element(node, at), lambda r: bool(self.near(r.value)))
+        # A factor of the result may hold what the weights were divided by: then both are looked into.
+        gated = self.is_product(node)
+        lifted = meaning.lift(
+            meaning.element(node, at),
+            lambda r: bool(self.near(r.value) or (gated and self._parts_below(r.value))),
+        )
         sums = normalised.weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums

@@ -141,6 +141,8 @@ def write(
     score, weight, sink = (None if x is None else M.substitute(x, rename) for x in formulas)
     assert score is not None and weight is not None
     written = [x for x in (score, weight, sink) if x is not None]
+    if any(n.op == "sum" for x in written for n in E.walk(x)):
+        return Refusal("its weights depend on a sum over the keys that they are not simply divided by")
     if not all(map(is_closed, written)):
         return Refusal("the scores depend on something that is no batch, head, query or key")
     # Written out, which takes long where parts are used many times; four nodes make a word or more.

@@ -68,6 +68,7 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
     if opened is None:
         return None
     keys, body = opened
+    body = _with_one_divisor(body)
     if sum(1 for _ in E.walk(body)) > LARGEST_MEANING:
         return Refusal("its meaning is too large to be looked into")
     if not _exponentials(body, keys):
@@ -79,6 +80,50 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
             return taken
         found.append(taken)
     return tuple(found)
+
+
+def _with_one_divisor(node: Expr) -> Expr:
+    """Gates of a row's total as a part of what the row is divided by: sigmoid(log Z - c) / Z is
+    1 / (Z + exp(c))."""
+
+    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        if current.op == "sigmoid" and _adds_logarithm(args[0]):
+            return M.recip(M.add(E.ONE, M.exp(M.neg(args[0]))))
+        made = current if current.op == "var" else M.construct(current, args)
+        return _join_divisors(made) if made.op == "mul" else _complement(made)
+
+    return E.rebuild(node, replace)
+
+
+def _complement(node: Expr) -> Expr:
+    """1 - 1 / (1 + x) as 1 / (1 + 1 / x)."""
+    factor, rest = M.coefficient(M.sub(node, E.ONE))
+    if node.op == "add" and factor == -1 and rest.op == "recip" and rest.args[0].op == "add":
+        x = M.sub(rest.args[0], E.ONE)
+        if x.op != "add":
+            return M.recip(M.add(E.ONE, M.recip(x)))
+    return node
+
+
+def _adds_logarithm(node: Expr) -> bool:
+    """Whether a number is the logarithm of a sum, perhaps with something added."""
+    terms = (M.coefficient(term) for term in (node.args if node.op == "add" else (node,)))
+    return any(n in (1, -1) and t.op == "log" and any(x.op == "sum" for x in E.walk(t)) for n, t in terms)
+
+
+def _join_divisors(product: Expr) -> Expr:
+    """x / Z / (a + b / Z) as x / (a * Z + b)."""
+    divisors = [f.args[0] for f in product.args if f.op == "recip"]
+    for inner, outer in itertools.permutations(divisors, 2):
+        factors = [f for term in outer.args for f in factors_of(term)] if outer.op == "add" else []
+        name = M.canonical_binders(inner)
+        again = [f for f in factors if f.op == "recip" and M.canonical_binders(f.args[0]) is name]
+        if again:
+            terms = M.substitute(outer, dict.fromkeys(again, M.recip(inner))).args
+            whole = M.add(*(M.mul(inner, term) for term in terms))
+            rest = [f for f in product.args if f not in (M.recip(inner), M.recip(outer))]
+            return M.mul(*rest, M.recip(whole))
+    return product
 
 
 def _exponentials(node: Expr, keys: tuple[Expr, ...]) -> frozenset[Expr]:

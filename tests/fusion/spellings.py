@@ -1036,6 +1036,63 @@ def the_other_softmax_of_the_next_key(q, k, v, q_less, k_less):
     return ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-1).roll(1, -1)) @ v
 
 
+# --- sinks written as gates ----------------------------------------------------------------------
+
+
+def with_sink() -> tuple[Tensor, ...]:
+    return (*qkv(), normal(H))
+
+
+@spelling(with_sink)
+def gate_of_the_rows_total(q, k, v, sink):
+    s = (q @ k.mT).masked_fill(~causal(q.shape[2]), -INF)
+    gate = (torch.logsumexp(s, -1) - sink.view(1, -1, 1)).sigmoid()
+    return ((s.softmax(-1) @ v) * gate.unsqueeze(-1)).transpose(1, 2)
+
+
+@spelling(with_sink)
+def divided_by_one_plus_a_ratio_of_totals(q, k, v, sink):
+    s = q @ k.mT
+    top = s.amax(-1, keepdim=True)
+    e = (s - top).exp()
+    total = e.sum(-1, keepdim=True)
+    out = (e / total @ v).transpose(1, 2)
+    return out / (1 + torch.exp(sink[:, None, None] - top - total.log())).transpose(1, 2)
+
+
+@spelling(lambda: (*with_sink(), normal(H, D)))
+def weights_gated_by_one_minus_the_sink(q, k, v, sink, key):
+    s = q @ k.mT
+    empty = torch.einsum("bhqd,hd->bhq", q, key) + sink[:, None]
+    gate = 1 - torch.sigmoid(empty - s.logsumexp(-1))
+    return (s.softmax(-1) * gate.unsqueeze(-1)) @ v
+
+
+@near_miss(with_sink)
+def gate_of_twice_the_total(q, k, v, sink):
+    s = q @ k.mT
+    return (s.softmax(-1) @ v) * (2 * s.logsumexp(-1, keepdim=True) - sink[:, None, None]).sigmoid()
+
+
+@near_miss(with_sink)
+def gate_that_closes_with_the_total(q, k, v, sink):
+    s = q @ k.mT
+    return (s.softmax(-1) @ v) * (sink[:, None, None] - s.logsumexp(-1, keepdim=True)).sigmoid()
+
+
+@near_miss(qkv)
+def gate_of_the_columns_total(q, k, v):
+    s = q @ k.mT
+    return (s.softmax(-1) @ v) * s.logsumexp(-2).unsqueeze(-1).sigmoid()
+
+
+@near_miss(with_sink)
+def gated_and_the_total_returned(q, k, v, sink):
+    s = q @ k.mT
+    total = s.logsumexp(-1, keepdim=True)
+    return (s.softmax(-1) @ v) * (total - sink[:, None, None]).sigmoid(), total
+
+
 # --- near misses -----------------------------------------------------------------------------
 
 
