@@ -147,11 +147,17 @@ class _Fusion:
         starts = [("weights", n) for n in self.recogniser.exponentials(old) if n is not old]
         starts += [("scores", node) for claim in claims for node in claim.scores]
         reads = {read for claim in claims for read in claim.reads}
+        sinks = {read for claim in claims for read in claim.sinks}
         for what, start in starts:
             for node in nx.descendants(view, start):
                 if node.op == "output":
                     results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
                     place = f"the model's results ({', '.join(map(source_of, results))})"
+                elif node in sinks and what == "scores":
+                    return (
+                        "a number is added to its normaliser after its scores were shifted by a number "
+                        f"computed from them ({source_of(node)}): leave out the one or the other"
+                    )
                 elif node in reads:
                     place = f"its own mask or bias ({source_of(node)})"
                 else:

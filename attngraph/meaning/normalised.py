@@ -170,6 +170,11 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
     if found is None:
         if not any(f.op == "recip" for f in E.walk(body)):
             return Unnormalised()
+        if _is_banded(body, keys):
+            return Refusal(
+                "its softmax runs over places that depend on query and key together, such as distances in a "
+                "band: give each query a score for each key, and mask those outside the band"
+            )
         return Refusal(
             "exponentials are summed, but what they are divided by is not their sum over the same keys"
         )
@@ -179,6 +184,21 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
     if _exponentials(weighted, keys):
         return Refusal("its weights are a function of two softmaxes that is no sum of them")
     return _split_value(weighted, keys, score, sink)
+
+
+def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
+    """Whether exponentials are read at a place that mixes a key with something else, and are summed over
+    that place as a whole to normalise them."""
+    mixed: set[tuple[object, int]] = set()
+    summed: set[tuple[object, int]] = set()
+    bound = {n.args[0] for n in E.walk(body) if n.op == "sum"}
+    for read in (n for e in E.walk(body) if e.op == "exp" for n in E.walk(e) if n.op == "read"):
+        for axis, place in enumerate(read.args):
+            if place in bound:
+                summed.add((read.value, axis))
+            elif not place.free.isdisjoint(keys) and not place.free <= set(keys):
+                mixed.add((read.value, axis))
+    return not mixed.isdisjoint(summed)
 
 
 def factors_of(node: Expr) -> tuple[Expr, ...]:

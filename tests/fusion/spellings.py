@@ -1235,6 +1235,23 @@ def distance_scores(q, k, v):
     return (-torch.cdist(q, k)).softmax(-1) @ v
 
 
+@near_miss(qkv)
+def softmax_over_distances_in_a_band(q, k, v):
+    i = torch.arange(q.shape[2])
+    behind = i[:, None] - i
+    in_band = (behind >= 0) & (behind < 3)
+    s = torch.gather(F.pad(q @ k.mT, (2, 0)), -1, (i[:, None] + torch.arange(3)).expand(*q.shape[:2], -1, -1))
+    p = F.pad(s.softmax(-1), (0, 1))
+    return p.gather(-1, torch.where(in_band, 2 - behind, 3).expand(*q.shape[:2], -1, -1)) @ v
+
+
+@near_miss(qkv)
+def small_number_beside_exponentials_that_were_shifted(q, k, v):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
 # --- mutants: one thing changed ------------------------------------------------------------------
 
 
