@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -71,10 +71,12 @@ class _Fusion:
         for node in self.graph.attentions():
             self._adopt(node)
         for node in list(self.graph.graph.nodes):
-            claim = self._examine(node)
-            if isinstance(claim, Refusal):
+            refused = self._examine(node)
+            if refused is not None:
                 for place in self.recogniser.exponentials(node):
-                    self.reasons[place] = claim
+                    # Why a sum is no attention tells more than why a gate of it is no part of one.
+                    if not (self.recogniser.is_product(node) and place in self.reasons):
+                        self.reasons[place] = refused
         if self.graph.gradients:
             self._own_results()
         self.graph.clean()
@@ -85,12 +87,12 @@ class _Fusion:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
         return self.outcome
 
-    def _examine(self, node: fx.Node) -> Attention | Refusal | None:
+    def _examine(self, node: fx.Node) -> Refusal | None:
         """Recognise a node and fuse it. A fault of ours leaves the node alone, as any other reason does."""
         try:
-            claim = self.recogniser.examine(node)
+            found = self.recogniser.examine(node)
             self._require_equal_sizes()
-            return self._fuse(claim) if isinstance(claim, Attention) else claim
+            return self._fuse(node, found) if isinstance(found, tuple) else found
         except Exception as problem:
             log.exception("could not examine %s at %s", node, source_of(node))
             return Refusal(f"an error of the compiler, please report it: {type(problem).__name__}: {problem}")
@@ -112,16 +114,15 @@ class _Fusion:
             if condition not in self.graph.conditions:
                 self.graph.conditions += (condition,)
 
-    def _fuse(self, claim: Attention) -> Refusal | None:
-        """Check the claim and carry it out, or say why not."""
-        old = claim.node
-        elsewhere = self._used_elsewhere(claim)
+    def _fuse(self, old: fx.Node, claims: Sequence[Attention]) -> Refusal | None:
+        """Check the claims, whose sum the node is said to be, and carry them out, or say why not."""
+        elsewhere = self._used_elsewhere(old, claims)
         if elsewhere is not None:
             return Refusal(elsewhere)
         builder = Builder(self.graph, old)
         try:
-            new, leaves = _build(builder, claim)
-            verdict = self._check(claim, new, leaves)
+            new, leaves = _build(builder, claims)
+            verdict = self._check(old, new, leaves)
         except (NoSize, ProgramError) as problem:
             builder.discard()
             return Refusal(str(problem))
@@ -134,40 +135,48 @@ class _Fusion:
             return Refusal(f"a fused node would not compute the same: {verdict.problem}")
         old.replace_all_uses_with(new)
         self.graph.graph.erase_node(old)
-        whole = next(n for n in builder.made if n.target is torch.ops.attngraph.attention.default)
-        whole.meta["attention"] = self._entry(claim, verdict, whole)
+        wholes = [n for n in builder.made if n.target is torch.ops.attngraph.attention.default]
+        for claim, whole in zip(claims, wholes, strict=True):
+            whole.meta["attention"] = self._entry(claim, verdict, whole)
         return None
 
-    def _used_elsewhere(self, claim: Attention) -> str | None:
+    def _used_elsewhere(self, old: fx.Node, claims: Sequence[Attention]) -> str | None:
         """Why the weights or the scores would still be computed after fusing, if they would."""
         view = dependence(self.graph.graph)
-        view.remove_node(claim.node)
-        starts = [("weights", n) for n in self.recogniser.exponentials(claim.node) if n is not claim.node]
-        starts += [("scores", node) for node in claim.scores]
+        view.remove_node(old)
+        starts = [("weights", n) for n in self.recogniser.exponentials(old) if n is not old]
+        starts += [("scores", node) for claim in claims for node in claim.scores]
+        reads = {read for claim in claims for read in claim.reads}
+        sinks = {read for claim in claims for read in claim.sinks}
         for what, start in starts:
             for node in nx.descendants(view, start):
                 if node.op == "output":
                     results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
                     place = f"the model's results ({', '.join(map(source_of, results))})"
-                elif node in claim.reads:
+                elif node in sinks and what == "scores":
+                    return (
+                        "a number is added to its normaliser after its scores were shifted by a number "
+                        f"computed from them ({source_of(node)}): leave out the one or the other"
+                    )
+                elif node in reads:
                     place = f"its own mask or bias ({source_of(node)})"
                 else:
                     continue
                 return f"its {what} are also used in {place}, so fusing would not remove them"
         return None
 
-    def _check(self, claim: Attention, new: fx.Node, leaves: list[fx.Node]) -> Verdict:
-        key = self._fingerprint(claim, new, leaves)
+    def _check(self, old: fx.Node, new: fx.Node, leaves: list[fx.Node]) -> Verdict:
+        key = self._fingerprint(old, new, leaves)
         if key not in self.checked:
             sizes = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
             self.checked[key] = check.same_value(
-                claim.node, new, leaves, self.values, sizes, self.graph.hints, self.graph.gradients
+                old, new, leaves, self.values, sizes, self.graph.hints, self.graph.gradients
             )
         return self.checked[key]
 
-    def _fingerprint(self, claim: Attention, new: fx.Node, leaves: list[fx.Node]) -> Any:
+    def _fingerprint(self, old: fx.Node, new: fx.Node, leaves: list[fx.Node]) -> Any:
         """Equal for equal layers: the region, and the contents of the buffers in it."""
-        order = check.region((claim.node, new), leaves)
+        order = check.region((old, new), leaves)
         begins = [n for n in order if n in leaves or n.op == "placeholder"]
         known = {n: self._content(self.values[n]) if n in self.values else None for n in begins}
         return check.fingerprint(order, known)
@@ -266,15 +275,33 @@ def _number(extent: Expr, hints: Mapping[str, int]) -> int:
     return int(evaluate_size(extent, hints))
 
 
-def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:
-    """The nodes of a claim, and the tensors of the model that they are computed from."""
-    leaves = [base for operand in (claim.q, claim.k, claim.v) for base in operand.bases]
-    widest = functools.reduce(torch.promote_types, (n.meta["val"].dtype for n in leaves))
+def _build(builder: Builder, claims: Sequence[Attention]) -> tuple[fx.Node, list[fx.Node]]:
+    """The nodes of the claims' sum, and the tensors of the model that they are computed from."""
+    leaves: list[fx.Node] = []
+    seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout draw the same numbers
+    results = [_build_one(builder, claim, leaves, seeds) for claim in claims]
+    whole = results[0]
+    for result in results[1:]:
+        whole = builder.call(torch.ops.aten.add.Tensor, whole, result)
+    wanted = claims[0].node.meta["val"].dtype
+    if whole.meta["val"].dtype != wanted:
+        whole = builder.call(torch.ops.aten._to_copy.default, whole, dtype=wanted)
+    return whole, list(dict.fromkeys(leaves))
+
+
+def _build_one(
+    builder: Builder, claim: Attention, leaves: list[fx.Node], seeds: dict[Seed, fx.Node]
+) -> fx.Node:
+    bases = [base for operand in (claim.q, claim.k, claim.v) for base in operand.bases]
+    widest = functools.reduce(torch.promote_types, (n.meta["val"].dtype for n in bases))
     operands = [builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v)]
+    leaves += bases
     reads: list[fx.Node] = []
     for read in claim.reads:
         if isinstance(read, Seed):
-            reads.append(builder.call(torch.ops.attngraph.seed.default))
+            if read not in seeds:
+                seeds[read] = builder.call(torch.ops.attngraph.seed.default)
+            reads.append(seeds[read])
         else:
             reads.append(read)
             leaves.append(read)
@@ -282,9 +309,4 @@ def _build(builder: Builder, claim: Attention) -> tuple[fx.Node, list[fx.Node]]:
     whole = builder.call(
         torch.ops.attngraph.attention.default, *operands, reads, sizes, str(claim.program), ""
     )
-    out = builder.call(operator.getitem, whole, 0)
-    out = builder.view(out, claim.output)
-    wanted = claim.node.meta["val"].dtype
-    if out.meta["val"].dtype != wanted:
-        out = builder.call(torch.ops.aten._to_copy.default, out, dtype=wanted)
-    return out, list(dict.fromkeys(leaves))
+    return builder.view(builder.call(operator.getitem, whole, 0), claim.output)

@@ -74,7 +74,7 @@ class Recogniser:
             return frozenset()
         if category is Category.CONTRACTION and node not in self._unnormalised:
             return frozenset()
-        if category is Category.REDUCTION and "sum" not in str(node.target):
+        if category is Category.REDUCTION and not any(n in str(node.target) for n in ("sum", "mean")):
             return frozenset()
         return frozenset().union(*(self.near(n) for n in node.all_input_nodes))
 
@@ -88,8 +88,9 @@ class Recogniser:
             )
         return self._indices[node]
 
-    def examine(self, node: fx.Node) -> Attention | Refusal | None:
-        """What this node is; None where nothing about it looks like attention."""
+    def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
+        """The attentions whose sum this node is, mostly one; None where nothing about it looks like
+        attention."""
         joins = joined_keys.is_sum(node) and len(self._parts_below(node)) > 1
         if not joins and not self._is_root(node):
             return None
@@ -97,7 +98,7 @@ class Recogniser:
             found = self._examine_parts(node) if joins else self._examine(node)
         except Unliftable as problem:
             found = Refusal(str(problem))
-        if isinstance(found, (Refusal, Attention)) and not joins:
+        if isinstance(found, (Refusal, tuple)) and not joins:
             self._parts[node] = frozenset((node,))
         if isinstance(found, Refusal) and self.meaning.obstacles:
             return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
@@ -111,7 +112,9 @@ class Recogniser:
         """The exponentials that weigh the sum of `node`, or its parts."""
         if str(node.target) in SOFTMAX_LIKE:
             return frozenset((node,))
-        places = (node, *self._parts_below(node)) if joined_keys.is_sum(node) else (node,)
+        places = [node]
+        if joined_keys.is_sum(node) or self.is_product(node):
+            places += frozenset().union(*map(self._parts_below, node.all_input_nodes))
         return frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
 
     def _parts_below(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -122,22 +125,48 @@ class Recogniser:
             self._parts[node] = frozenset().union(*map(self._parts_below, below))
         return self._parts[node]
 
+    def is_product(self, node: fx.Node) -> bool:
+        """Whether a node multiplies, element by element or more."""
+        return node.op == "call_function" and str(node.target).startswith(_ROOTS)
+
     def _is_root(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not self.meaning.is_tensor(node):
             return False
         if str(node.target) == "aten.scaled_dot_product_attention.default":
             return True
         category = self.meaning.category(node)
-        may_be = category is Category.CONTRACTION or str(node.target).startswith(("aten.sum.", *_ROOTS))
+        may_be = (
+            category is Category.CONTRACTION
+            or self.is_product(node)
+            or str(node.target).startswith("aten.sum.")
+        )
         return may_be and any(self.near(n) for n in node.all_input_nodes)
 
-    def _examine(self, node: fx.Node) -> Attention | Refusal | Unnormalised | None:
+    def _examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | Unnormalised | None:
         meaning = self.meaning
         output, at = meaning.places(node)
-        lifted = meaning.lift(meaning.element(node, at), lambda r: bool(self.near(r.value)))
-        parts = normalised.weighted_sum(lifted, meaning.elementwise)
-        if not isinstance(parts, normalised.WeightedSum):
-            return parts
+        # A factor of the result may hold what the weights were divided by: then both are looked into.
+        gated = self.is_product(node)
+        lifted = meaning.lift(
+            meaning.element(node, at),
+            lambda r: bool(self.near(r.value) or (gated and self._parts_below(r.value))),
+        )
+        sums = normalised.weighted_sums(lifted, meaning.elementwise)
+        if not isinstance(sums, tuple):
+            return sums
+        found: list[Attention] = []
+        for parts in sums:
+            claim = self._claim_sum(node, output, parts)
+            if isinstance(claim, Refusal):
+                return claim
+            found.append(claim)
+        return tuple(found)
+
+    def _claim_sum(
+        self, node: fx.Node, output: tuple[Expr, ...], parts: normalised.WeightedSum
+    ) -> Attention | Refusal:
+        """The claim for one sum weighed by one softmax."""
+        meaning = self.meaning
         score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free, node.meta["val"].dtype)
         # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
         score, shift = normalised.split_by(score, parts.keys)
@@ -167,7 +196,7 @@ class Recogniser:
             else:
                 return claim
 
-    def _examine_parts(self, node: fx.Node) -> Attention | Refusal | None:
+    def _examine_parts(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """Attention whose keys come in parts that the model multiplies separately."""
         meaning, dtype = self.meaning, node.meta["val"].dtype
         output, at = meaning.places(node)
@@ -189,7 +218,8 @@ class Recogniser:
             pieces.append(
                 joined_keys.Piece(part.keys[0], found[0], score, weight, dots.chain(meaning, part.value))
             )
-        return joined_keys.claim(meaning, node, output, pieces)
+        claim = joined_keys.claim(meaning, node, output, pieces)
+        return (claim,) if isinstance(claim, Attention) else claim
 
     def _may_join(self, other: dots.Dot, dot: dots.Dot, parts: normalised.WeightedSum) -> bool:
         """Whether a second product can be a part of the dot: its key side is one of keys, no table of

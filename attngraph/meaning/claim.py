@@ -14,7 +14,7 @@ from torch import fx
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.parser import LONGEST
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.score import ScoreProgram, Sink
 from attngraph.meaning import layout, program
 from attngraph.meaning import simplify as M
 from attngraph.meaning.digits import Digits, extent
@@ -67,6 +67,12 @@ class Attention:
     kv_heads: Expr
     head_dim: Expr
     value_dim: Expr
+
+    @property
+    def sinks(self) -> frozenset[Source]:
+        """What the program's sinks read."""
+        sinks = [s.value for s in self.program.statements if isinstance(s, Sink)]
+        return frozenset(self.reads[n.value] for x in sinks for n in E.walk(x) if n.op == "read")
 
 
 def side_by_side(
@@ -141,6 +147,8 @@ def write(
     score, weight, sink = (None if x is None else M.substitute(x, rename) for x in formulas)
     assert score is not None and weight is not None
     written = [x for x in (score, weight, sink) if x is not None]
+    if any(n.op == "sum" for x in (weight, sink) if x is not None for n in E.walk(x)):
+        return Refusal("its weights depend on a sum over the keys otherwise than those of a softmax do")
     if not all(map(is_closed, written)):
         return Refusal("the scores depend on something that is no batch, head, query or key")
     # Written out, which takes long where parts are used many times; four nodes make a word or more.

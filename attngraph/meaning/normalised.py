@@ -5,6 +5,8 @@ The algebra here is small. Whatever way a softmax was written, its meaning is
 times the values. This file takes the meaning of one element apart into these pieces:
 
     out = sum over k of  f(p[k]) * v[k]        p[k] = exp(x[k]) / (sum over j of exp(x[j]) + exp(sink))
+
+Weights are linear: where they are a sum over several softmaxes (differential attention), so is `out`.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class Unnormalised:
     """A sum weighted by exponentials whose normaliser is not in sight (it may come later)."""
 
 
-def weighted_sum(meaning: Expr, look: Look) -> WeightedSum | Refusal | Unnormalised | None:
-    """Take the meaning of one element apart; None where no exponential weighs a sum.
+def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusal | Unnormalised | None:
+    """Take the meaning of one element apart into sums that it adds up, each weighed by one softmax; None
+    where no exponential weighs a sum.
 
     Args:
         look: looks into the reads of an expression, through whatever is elementwise.
@@ -65,24 +68,137 @@ def weighted_sum(meaning: Expr, look: Look) -> WeightedSum | Refusal | Unnormali
     if opened is None:
         return None
     keys, body = opened
+    body = _with_one_divisor(body)
     if sum(1 for _ in E.walk(body)) > LARGEST_MEANING:
         return Refusal("its meaning is too large to be looked into")
-    exponentials = [n for n in E.walk(body) if n.op == "exp" and any(k in n.free for k in keys)]
-    if not exponentials:
+    if not _exponentials(body, keys):
         return None
+    found: list[WeightedSum] = []
+    for part in _by_softmax(body, keys):
+        taken = _weighted_sum(part, keys, look)
+        if not isinstance(taken, WeightedSum):
+            return taken
+        found.append(taken)
+    return tuple(found)
+
+
+def _with_one_divisor(node: Expr) -> Expr:
+    """Gates of a row's total as a part of what the row is divided by: sigmoid(log Z - c) / Z is
+    1 / (Z + exp(c))."""
+
+    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        if current.op == "sigmoid" and _adds_logarithm(args[0]):
+            return M.recip(M.add(E.ONE, M.exp(M.neg(args[0]))))
+        made = current if current.op == "var" else M.construct(current, args)
+        return _join_divisors(made) if made.op == "mul" else _complement(made)
+
+    return E.rebuild(node, replace)
+
+
+def _complement(node: Expr) -> Expr:
+    """1 - 1 / (1 + x) as 1 / (1 + 1 / x)."""
+    factor, rest = M.coefficient(M.sub(node, E.ONE))
+    if node.op == "add" and factor == -1 and rest.op == "recip" and rest.args[0].op == "add":
+        x = M.sub(rest.args[0], E.ONE)
+        if x.op != "add":
+            return M.recip(M.add(E.ONE, M.recip(x)))
+    return node
+
+
+def _adds_logarithm(node: Expr) -> bool:
+    """Whether a number is the logarithm of a sum, perhaps with something added."""
+    terms = (M.coefficient(term) for term in (node.args if node.op == "add" else (node,)))
+    return any(n in (1, -1) and t.op == "log" and any(x.op == "sum" for x in E.walk(t)) for n, t in terms)
+
+
+def _join_divisors(product: Expr) -> Expr:
+    """x / Z / (a + b / Z) as x / (a * Z + b)."""
+    divisors = [f.args[0] for f in product.args if f.op == "recip"]
+    for inner, outer in itertools.permutations(divisors, 2):
+        factors = [f for term in outer.args for f in factors_of(term)] if outer.op == "add" else []
+        name = M.canonical_binders(inner)
+        again = [f for f in factors if f.op == "recip" and M.canonical_binders(f.args[0]) is name]
+        if again:
+            terms = M.substitute(outer, dict.fromkeys(again, M.recip(inner))).args
+            whole = M.add(*(M.mul(inner, term) for term in terms))
+            rest = [f for f in product.args if f not in (M.recip(inner), M.recip(outer))]
+            return M.mul(*rest, M.recip(whole))
+    return product
+
+
+def _exponentials(node: Expr, keys: tuple[Expr, ...]) -> frozenset[Expr]:
+    return frozenset(n for n in E.walk(node) if n.op == "exp" and not n.free.isdisjoint(keys))
+
+
+def _by_softmax(node: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
+    """What a node adds up, one term for each softmax: sums of several are multiplied out."""
+    if len(_exponentials(node, keys)) < 2:
+        return [node]
+    if node.op == "add":
+        return _gathered([part for term in node.args for part in _by_softmax(term, keys)], keys)
+    if node.op == "sum":  # of a few that were stacked
+        terms = M.pieces(node.args[0], node.args[1])
+        return _by_softmax(M.add(*terms), keys) if len(terms) > 1 else [node]
+    if node.op == "where":
+        condition, yes, no = node.args
+        zero = E.const(0.0)
+        shown = [M.where(condition, part, zero) for part in _by_softmax(yes, keys)]
+        hidden = [M.where(condition, zero, part) for part in _by_softmax(no, keys)]
+        return _gathered([*shown, *hidden], keys)
+    if node.op == "mul":
+        for place, factor in enumerate(node.args):
+            parts = _by_softmax(factor, keys)
+            if len(parts) > 1:
+                rest = M.mul(*node.args[:place], *node.args[place + 1 :])
+                return _gathered([t for p in parts for t in _by_softmax(M.mul(rest, p), keys)], keys)
+    return [node]
+
+
+def _gathered(terms: list[Expr], keys: tuple[Expr, ...]) -> list[Expr]:
+    """Terms of the same exponentials added up; those of none go to any others."""
+    groups: dict[frozenset[Expr], list[Expr]] = {}
+    for term in terms:
+        if not E.is_const(term, 0):
+            groups.setdefault(_exponentials(term, keys), []).append(term)
+    plain = groups.pop(frozenset(), [])
+    first, *others = groups.values()
+    return [M.add(*first, *plain), *(M.add(*same) for same in others)]
+
+
+def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum | Refusal | Unnormalised:
     found = _normalise(body, keys, look) or _normalise(_in_exponents(look(body)), keys, look)
     if found is None:
         if not any(f.op == "recip" for f in E.walk(body)):
             return Unnormalised()
+        if _is_banded(body, keys):
+            return Refusal(
+                "its softmax runs over places that depend on query and key together, such as distances in a "
+                "band: give each query a score for each key, and mask those outside the band"
+            )
         return Refusal(
             "exponentials are summed, but what they are divided by is not their sum over the same keys"
         )
     if isinstance(found, Refusal):
         return found
     weighted, score, sink = found
-    if any(n.op == "exp" and any(k in n.free for k in keys) for n in E.walk(weighted)):
-        return Refusal("two different softmaxes weigh one sum")
+    if _exponentials(weighted, keys):
+        return Refusal("its weights are a function of two softmaxes that is no sum of them")
     return _split_value(weighted, keys, score, sink)
+
+
+def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
+    """Whether exponentials are read at a place that mixes a key with something else, and are summed over
+    that place as a whole to normalise them."""
+    mixed: set[tuple[object, int]] = set()
+    summed: set[tuple[object, int]] = set()
+    bound = {n.args[0] for n in E.walk(body) if n.op == "sum"}
+    for read in (n for e in E.walk(body) if e.op == "exp" for n in E.walk(e) if n.op == "read"):
+        for axis, place in enumerate(read.args):
+            if place in bound:
+                summed.add((read.value, axis))
+            elif not place.free.isdisjoint(keys) and not place.free <= set(keys):
+                mixed.add((read.value, axis))
+    return not mixed.isdisjoint(summed)
 
 
 def factors_of(node: Expr) -> tuple[Expr, ...]:

@@ -970,6 +970,134 @@ def shared_keys_beside_those_of_each_block(q, k, v, shared_k, shared_v, mask):
     return own + torch.einsum("bhnqk,bhkd->bhnqd", p[..., :n], shared_v)
 
 
+# --- weights that are a sum of softmaxes --------------------------------------------------------
+
+
+def two_scores() -> tuple[Tensor, ...]:
+    return (*qkv(), normal(B, H, T, D), normal(B, H, T, D))
+
+
+@spelling(lambda: (*two_scores(), normal(H)))
+def differential(q, k, v, q_less, k_less, less):
+    keep = causal(q.shape[2])
+    first, second = ((a @ b.mT).masked_fill(~keep, -INF).softmax(-1) for a, b in ((q, k), (q_less, k_less)))
+    return (first - (less.exp() + 0.2)[:, None, None] * second) @ v
+
+
+@spelling(lambda: (normal(B, T, 3 * H * D), normal(())))
+def differential_by_pairs_of_heads(x, less):
+    q, k, v = x.unflatten(-1, (3, -1)).unbind(2)
+    q, k = (a.unflatten(-1, (H, D)).transpose(1, 2) for a in (q, k))
+    p = (q @ k.mT / math.sqrt(D)).softmax(-1).unflatten(1, (H // 2, 2))
+    return (p[:, :, 0] - less * p[:, :, 1]) @ v.unflatten(-1, (H // 2, 2 * D)).transpose(1, 2)
+
+
+@spelling(lambda: (*two_scores(), normal(B, 1, T, 1)))
+def mixed_by_a_gate_of_the_query_and_masked(q, k, v, q_more, k_more, gate):
+    gate = gate.sigmoid()
+    p = gate * (q @ k.mT).softmax(-1) + (1 - gate) * (q_more @ k_more.mT).softmax(-1)
+    return p.tril() @ v
+
+
+@spelling(two_scores)
+def mean_of_a_stack(q, k, v, q_more, k_more):
+    return torch.stack([(q @ k.mT).softmax(-1), (q_more @ k_more.mT).softmax(-1)]).mean(0) @ v
+
+
+@spelling(lambda: (*qkv(), normal(T, T)))
+def near_and_far_weights_and_fixed_ones(q, k, v, fixed):
+    s, i = q @ k.mT, torch.arange(q.shape[2])
+    near = s.masked_fill((i[:, None] - i).abs() > 1, -INF).softmax(-1)
+    return (0.5 * near + 0.25 * (s.softmax(-1) + fixed)) @ v
+
+
+COUNT["differential"] = COUNT["differential_by_pairs_of_heads"] = COUNT["mean_of_a_stack"] = 2
+COUNT["mixed_by_a_gate_of_the_query_and_masked"] = COUNT["near_and_far_weights_and_fixed_ones"] = 2
+
+
+@near_miss(two_scores)
+def difference_divided_by_its_own_sum(q, k, v, q_less, k_less):
+    p = ((q @ k.mT).softmax(-1) - 0.5 * (q_less @ k_less.mT).softmax(-1)).tril()
+    return p / p.sum(-1, keepdim=True) @ v
+
+
+@near_miss(two_scores)
+def softmaxes_multiplied(q, k, v, q_more, k_more):
+    return ((q @ k.mT).softmax(-1) * (q_more @ k_more.mT).softmax(-1)) @ v
+
+
+@near_miss(two_scores)
+def difference_cut_off_at_zero(q, k, v, q_less, k_less):
+    return ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-1)).relu() @ v
+
+
+@near_miss(two_scores)
+def one_of_two_over_queries(q, k, v, q_less, k_less):
+    return ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-2)) @ v
+
+
+@mutant(two_scores)
+def the_other_softmax_of_the_next_key(q, k, v, q_less, k_less):
+    return ((q @ k.mT).softmax(-1) - (q_less @ k_less.mT).softmax(-1).roll(1, -1)) @ v
+
+
+# --- sinks written as gates ----------------------------------------------------------------------
+
+
+def with_sink() -> tuple[Tensor, ...]:
+    return (*qkv(), normal(H))
+
+
+@spelling(with_sink)
+def gate_of_the_rows_total(q, k, v, sink):
+    s = (q @ k.mT).masked_fill(~causal(q.shape[2]), -INF)
+    gate = (torch.logsumexp(s, -1) - sink.view(1, -1, 1)).sigmoid()
+    return ((s.softmax(-1) @ v) * gate.unsqueeze(-1)).transpose(1, 2)
+
+
+@spelling(with_sink)
+def divided_by_one_plus_a_ratio_of_totals(q, k, v, sink):
+    s = q @ k.mT
+    top = s.amax(-1, keepdim=True)
+    e = (s - top).exp()
+    total = e.sum(-1, keepdim=True)
+    out = (e / total @ v).transpose(1, 2)
+    return out / (1 + torch.exp(sink[:, None, None] - top - total.log())).transpose(1, 2)
+
+
+@spelling(lambda: (*with_sink(), normal(H, D)))
+def weights_gated_by_one_minus_the_sink(q, k, v, sink, key):
+    s = q @ k.mT
+    empty = torch.einsum("bhqd,hd->bhq", q, key) + sink[:, None]
+    gate = 1 - torch.sigmoid(empty - s.logsumexp(-1))
+    return (s.softmax(-1) * gate.unsqueeze(-1)) @ v
+
+
+@near_miss(with_sink)
+def gate_of_twice_the_total(q, k, v, sink):
+    s = q @ k.mT
+    return (s.softmax(-1) @ v) * (2 * s.logsumexp(-1, keepdim=True) - sink[:, None, None]).sigmoid()
+
+
+@near_miss(with_sink)
+def gate_that_closes_with_the_total(q, k, v, sink):
+    s = q @ k.mT
+    return (s.softmax(-1) @ v) * (sink[:, None, None] - s.logsumexp(-1, keepdim=True)).sigmoid()
+
+
+@near_miss(qkv)
+def gate_of_the_columns_total(q, k, v):
+    s = q @ k.mT
+    return (s.softmax(-1) @ v) * s.logsumexp(-2).unsqueeze(-1).sigmoid()
+
+
+@near_miss(with_sink)
+def gated_and_the_total_returned(q, k, v, sink):
+    s = q @ k.mT
+    total = s.logsumexp(-1, keepdim=True)
+    return (s.softmax(-1) @ v) * (total - sink[:, None, None]).sigmoid(), total
+
+
 # --- near misses -----------------------------------------------------------------------------
 
 
@@ -1110,6 +1238,23 @@ def additive_scores(q, k, v):
 @near_miss(qkv)
 def distance_scores(q, k, v):
     return (-torch.cdist(q, k)).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def softmax_over_distances_in_a_band(q, k, v):
+    i = torch.arange(q.shape[2])
+    behind = i[:, None] - i
+    in_band = (behind >= 0) & (behind < 3)
+    s = torch.gather(F.pad(q @ k.mT, (2, 0)), -1, (i[:, None] + torch.arange(3)).expand(*q.shape[:2], -1, -1))
+    p = F.pad(s.softmax(-1), (0, 1))
+    return p.gather(-1, torch.where(in_band, 2 - behind, 3).expand(*q.shape[:2], -1, -1)) @ v
+
+
+@near_miss(qkv)
+def small_number_beside_exponentials_that_were_shifted(q, k, v):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v
 
 
 # --- mutants: one thing changed ------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
@@ -173,6 +174,21 @@ def test_the_error_is_at_most_twice_that_of_eager_in_the_same_dtype(name: str, d
     error, allowed = ((t.double() - exact.double()).nan_to_num(0, 0, 0).abs().max() for t in (mine, eager))
     slack = torch.finfo(dtype).eps * exact.nan_to_num(0, 0, 0).abs().max()
     assert error <= 2 * allowed + slack
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_softmaxes_under_one_dropout_lose_the_same_weights(together: bool) -> None:
+    def model(a: Tensor, b: Tensor, c: Tensor, d: Tensor, v: Tensor) -> Tensor:
+        first, second = (a @ b.mT).softmax(-1), (c @ d.mT).softmax(-1)
+        if together:
+            return F.dropout(first - second, 0.5) @ v
+        return (F.dropout(first, 0.5) - F.dropout(second, 0.5)) @ v
+
+    q, k, v = qkv(7)
+    compiled = attngraph.compile(model)
+    difference = compiled(q, k, q.clone(), k.clone(), v)
+    assert len(compiled.report.attention) == 2, compiled.report.missed
+    assert torch.equal(difference, torch.zeros_like(v)) == together
 
 
 # --- masks that stand in a buffer ----------------------------------------------------------------
