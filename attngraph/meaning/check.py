@@ -24,7 +24,7 @@ from attngraph.ir import expr as E
 from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.graph import is_size
 from attngraph.ir.parser import parse
-from attngraph.ir.score import Keep
+from attngraph.ir.score import Keep, Score
 from attngraph.meaning.element import evaluate_size, size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.rules.movement import argument
@@ -86,6 +86,7 @@ def _same_value(
 ) -> Verdict:  # fmt: skip
     order = region((old, new), leaves)
     tolerance = TOLERANCE + _rounding(order)
+    steep = {f"gradient for {leaf}": factor for leaf, factor in _factors(order).items()}
     worst = 0.0
     tried: list[dict[str, int]] = []
     problem = ""
@@ -104,7 +105,7 @@ def _same_value(
             continue
         tried.append(chosen)
         for what, expected, actual in pairs:
-            scale = 0.0 if what == "value" else _largest(expected)
+            scale = 0.0 if what == "value" else _largest(expected) + steep.get(what, 0.0)
             error, difference = _compare(expected, actual, scale, tolerance)
             if difference:
                 shown = ", ".join(f"{k}={v}" for k, v in chosen.items())
@@ -124,6 +125,22 @@ def _rounding(order: Sequence[fx.Node]) -> float:
     fills = [s.fill for text in texts for s in parse(text).statements if isinstance(s, Keep)]
     added = [abs(n.value) for f in fills if f.op != "const" for n in E.walk(f) if n.op == "const"]
     return 4 * torch.finfo(torch.float64).eps * max((x for x in added if x <= LARGEST_SUM), default=0.0)
+
+
+def _factors(order: Sequence[fx.Node]) -> dict[fx.Node, float]:
+    """The largest number by which the scores multiply each tensor that they read (a mask, mostly): its
+    gradient is as many times that of the scores, rounding included."""
+    found: dict[fx.Node, float] = {}
+    for node in (n for n in order if str(n.target) == "attngraph.attention.default"):
+        reads: Any = node.args[3]
+        scores = [s.value for s in parse(str(node.args[5])).statements if isinstance(s, Score)]
+        for product in (n for score in scores for n in E.walk(score) if n.op == "mul"):
+            numbers = [abs(n.value) for n in product.args if n.op == "const" and n is not E.NAN]
+            numbers = [number for number in numbers if number <= LARGEST_SUM]
+            for read in (n for n in E.walk(product) if n.op == "read"):
+                tensor = reads[read.value]
+                found[tensor] = max([found.get(tensor, 0.0), *numbers])
+    return found
 
 
 def _drowned(

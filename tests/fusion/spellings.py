@@ -883,6 +883,11 @@ def padding_of_integers_times_the_smallest_float(q, k, v, mask):
     return (q @ k.mT + drop).softmax(-1) @ v
 
 
+@spelling(lambda: (*qkv(), (torch.rand(B, T) > 0.3).to(torch.float64)))
+def padding_of_numbers_times_a_million(q, k, v, mask):
+    return (q @ k.mT - 1e6 * (1 - mask[:, None, None])).softmax(-1) @ v
+
+
 @spelling(with_padding)
 def a_token_put_in_front_of_the_padding(q, k, v, keep):
     k, v = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0))
