@@ -45,6 +45,13 @@ _EXPONENTIALS = SOFTMAX_LIKE | {
 _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
 
 
+def _is_mean_of_stack(node: fx.Node) -> bool:
+    """Whether a node is the mean of tensors that were stacked: a sum of a few."""
+    stack = node.args[0]
+    is_mean = str(node.target).startswith("aten.mean.") and isinstance(stack, fx.Node)
+    return is_mean and str(stack.target).startswith(("aten.stack.", "aten.cat."))  # type: ignore[union-attr]
+
+
 class Recogniser:
     """Recognition over one graph. Nodes must be asked about in the graph's order."""
 
@@ -74,7 +81,7 @@ class Recogniser:
             return frozenset()
         if category is Category.CONTRACTION and node not in self._unnormalised:
             return frozenset()
-        if category is Category.REDUCTION and not any(n in str(node.target) for n in ("sum", "mean")):
+        if category is Category.REDUCTION and not ("sum" in str(node.target) or _is_mean_of_stack(node)):
             return frozenset()
         return frozenset().union(*(self.near(n) for n in node.all_input_nodes))
 

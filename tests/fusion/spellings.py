@@ -989,12 +989,12 @@ def differential(q, k, v, q_less, k_less, less):
     return (first - (less.exp() + 0.2)[:, None, None] * second) @ v
 
 
-@spelling(lambda: (normal(B, T, 3 * H * D), normal(())))
+@spelling(lambda: (normal(B, T, 3 * H * D), normal(5)))
 def differential_by_pairs_of_heads(x, less):
     q, k, v = x.unflatten(-1, (3, -1)).unbind(2)
     q, k = (a.unflatten(-1, (H, D)).transpose(1, 2) for a in (q, k))
     p = (q @ k.mT / math.sqrt(D)).softmax(-1).unflatten(1, (H // 2, 2))
-    return (p[:, :, 0] - less * p[:, :, 1]) @ v.unflatten(-1, (H // 2, 2 * D)).transpose(1, 2)
+    return (p[:, :, 0] - less.exp().mean() * p[:, :, 1]) @ v.unflatten(-1, (H // 2, 2 * D)).transpose(1, 2)
 
 
 @spelling(lambda: (*two_scores(), normal(B, 1, T, 1)))
