@@ -65,6 +65,8 @@ class Builder:
             "add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
             "max": torch.sym_max, "min": torch.sym_min,
         }  # fmt: skip
+        if value.op not in functions:
+            raise NoSize(f"a size has no {value.op}")
         args = [self.size(a) for a in value.args]
         node = args[0]
         for arg in args[1:]:

@@ -22,8 +22,10 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, memory_of, op_name
+from attngraph.meaning.element import size_expression
+from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
-from attngraph.passes.build import Builder
+from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 
 LETTERS = string.ascii_letters
@@ -69,9 +71,23 @@ class Canonicalize:
             elif target == "aten.copy.default":
                 removed[op_name(node)] += 1
                 _copied(graph, node, node in returned)
+            elif target == "aten.sym_size.int" and node.args[0].op != "placeholder":
+                _take_from_inputs(graph, node)
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
         return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])
+
+
+def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:
+    """Compute a size from those of inputs, so that the tensor it was taken from need not exist for it."""
+    builder = Builder(graph, node)
+    try:
+        size = builder.size(size_expression(node.meta["val"]))
+    except (NoSize, Unliftable):  # it follows from data
+        builder.discard()
+        return
+    node.replace_all_uses_with(size)
+    graph.graph.erase_node(node)
 
 
 def _same_strides(clone: fx.Node) -> bool:

@@ -124,6 +124,17 @@ def test_a_copy_that_can_be_told_from_its_original_stays(function: Callable[[Ten
         assert torch.equal(found[1], wanted[1])
 
 
+def test_a_size_of_a_value_is_computed_from_sizes_of_inputs() -> None:
+    def masked(q: Tensor, k: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])
+        keep = torch.vmap(torch.vmap(lambda a, b: b <= a, (None, 0)), (0, None))(places, places)
+        return (q @ k.mT).masked_fill(~keep, -torch.inf)
+
+    graph = canonical(masked, torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8))
+    sizes = [n for n in graph.graph.nodes if n.target is torch.ops.aten.sym_size.int]
+    assert sizes and all(n.args[0].op == "placeholder" for n in sizes)
+
+
 def test_what_nothing_uses_goes_and_inputs_stay() -> None:
     def f(x: Tensor, unused: Tensor) -> Tensor:
         x.exp()
