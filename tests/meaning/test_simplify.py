@@ -401,6 +401,11 @@ def test_nan_times_zero_is_not_zero(number: Callable[..., Any]) -> None:
     assert math.isnan(number(M.add(E.NAN, E.ONE), {}, None))
 
 
+def test_an_infinite_factor_is_not_multiplied_into_a_sum(number: Callable[..., Any]) -> None:
+    found = M.mul(M.exp(E.const(1e9)), M.add(X, Y))
+    assert number(found, {}, lambda name, _: {"x": -1.3, "y": 0.7}[name]) == -math.inf
+
+
 def test_constants_stay_real_numbers(number: Callable[..., Any]) -> None:
     for base, exponent in ((-8.0, 1 / 3), (-1, 0.5), (-2.0, -0.3)):
         found = M.power(E.const(base), E.const(exponent))

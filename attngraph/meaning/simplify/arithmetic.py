@@ -151,7 +151,7 @@ def mul(*factors: Expr) -> Expr:
     selected = _distribute_selection(constant, rest)
     if selected is not None:
         return selected
-    if len(rest) == 1 and rest[0].op == "add" and not _drowns(constant, rest[0]):
+    if len(rest) == 1 and rest[0].op == "add" and math.isfinite(constant) and not _drowns(constant, rest[0]):
         return add(*(mul(E.const(constant), t) for t in rest[0].args)) if constant != 1 else rest[0]
     if all(r.kind == "int" for r in rest) and any(r.op == "add" for r in rest):
         return _multiply_out(constant, rest)
