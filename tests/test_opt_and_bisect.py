@@ -144,7 +144,7 @@ def test_files_that_cannot_be_read_are_told_with_exit_code_two(
         torch.ones(3, 4).tril(), torch.tensor(3), torch.zeros(0, 5), torch.randn(2, 3).mT,
         torch.randn(7).bfloat16(), torch.tensor([True, False]), torch.arange(5).to(torch.uint8),
     ],
-    ids=str,
+    ids=["triangle", "number", "empty", "transposed", "bfloat16", "bool", "uint8"],
 )  # fmt: skip
 def test_contents_of_tensors_come_back_as_they_were(tensor: Tensor) -> None:
     found = decode(json.loads(json.dumps(encode(tensor))))
