@@ -27,7 +27,8 @@ _WRITTEN_OUT = frozenset(
         "meshgrid", "broadcast_tensors", "take_along_dim", "ger", "linalg_matmul", "linalg_multi_dot",
         "chain_matmul", "linalg_vecdot", "cosine_similarity", "special_softmax", "special_log_softmax",
         "special_logsumexp", "special_expit", "special_exp2", "special_erf", "special_erfc",
-        "special_expm1", "special_log1p",
+        "special_expm1", "special_log1p", "special_round", "fix", "relu6", "selu", "isfinite", "isclose",
+        "isreal", "diag",
     }
 )  # fmt: skip
 """Ops that torch itself only writes down as others; the same computation, in eager too."""

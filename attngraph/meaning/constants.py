@@ -1,7 +1,7 @@
 """What the values of a known tensor say, as a formula of the index.
 
-A buffer that holds a lower triangle, a band, a range or a single number is read as that formula.
-The formula must give every value of the tensor exactly: one odd entry and it is refused.
+A buffer that holds a lower triangle, a band, equal blocks, a range or a single number is read as that
+formula. The formula must give every value of the tensor exactly: one odd entry and it is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:
     if len(kept) == 1:
         return _progression(squeezed, at[kept[0]])
     if len(kept) == 2:
-        return _band(squeezed, at[kept[0]], at[kept[1]])
+        row, column = at[kept[0]], at[kept[1]]
+        return _band(squeezed, row, column) or _blocks(squeezed, row, column)
     return None
 
 
@@ -68,6 +69,20 @@ def _band(values: Tensor, row: Expr, column: Expr) -> Expr | None:
     if high < columns - 1:
         conditions.append(M.le(distance, E.const(high)))
     return M.where(M.and_(*conditions), E.const(within[0].item()), E.const(outside[0].item()))
+
+
+def _blocks(values: Tensor, row: Expr, column: Expr) -> Expr | None:
+    """One value in equal blocks along the diagonal, another elsewhere."""
+    first, other = values[0, 0], values[0, -1]
+    high, wide = (int((line == first).to(torch.int8).argmin()) for line in (values[:, 0], values[0]))
+    if not high or not wide:
+        return None
+    rows, columns = (torch.arange(n, device=values.device) for n in values.shape)
+    same = rows[:, None] // high == columns // wide
+    if not torch.equal(values, torch.where(same, first, other)):
+        return None
+    inside = M.eq(M.floordiv(row, E.const(high)), M.floordiv(column, E.const(wide)))
+    return M.where(inside, E.const(first.item()), E.const(other.item()))
 
 
 def _limits(inside: Tensor) -> tuple[int, int] | None:

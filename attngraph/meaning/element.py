@@ -24,6 +24,7 @@ from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.meaning import constants, ranges, rules
 from attngraph.meaning import simplify as M
+from attngraph.meaning.known import FEW_OPS, MANY_OPS, Known
 from attngraph.meaning.rules import PARTS, RULES, Category, Unliftable
 
 Indices = tuple[Expr, ...]
@@ -71,6 +72,7 @@ class Meaning:
                     if a is not b and a.op != "const":
                         self._same[a] = b
         self.values = dict(values or {})
+        self._known = Known(self.values)
         self.assumed: set[fx.Node] = set()
         self.obstacles: set[str] = set()
         self.required: set[tuple[Expr, Expr]] = set()
@@ -138,7 +140,9 @@ class Meaning:
             return PARTS[name][0]
         if name == "aten.einsum.default" and rules.sums_nothing(node):
             return Category.POINTWISE
-        return RULES[name].category if name in RULES else None
+        if name in RULES:
+            return RULES[name].category
+        return None if self._known.writers(node) is None else Category.INDEX
 
     def contracts(self, node: fx.Node) -> bool:
         """Whether a contraction stands among what the node's elements are made of, elementwise."""
@@ -216,12 +220,28 @@ class Meaning:
         return found
 
     def _by_rule(self, node: fx.Node, at: Indices) -> Expr:
-        if node.op == "placeholder" and node in self.values:
-            found = constants.describe(self.values[node], at)
-            if found is None:
-                raise Unliftable("a tensor whose values follow no known pattern")
-            self.assumed.add(node)
+        writers = self._known.writers(node)
+        if writers is None:
+            return self._by_its_rule(node, at)
+        if node.op != "placeholder" and len(writers) <= FEW_OPS:
+            with contextlib.suppress(Unliftable):
+                return self._by_its_rule(node, at)
+        found = self._by_values(node, at)
+        if found is not None:
             return found
+        if node.op == "placeholder" or len(writers) > MANY_OPS:
+            raise Unliftable("a tensor whose values follow no known pattern")
+        return self._by_its_rule(node, at)
+
+    def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
+        """What the values of a known tensor say; it is then taken for granted that they stay."""
+        values = self._known.values(node)
+        found = None if values is None else constants.describe(values, at)
+        if found is not None:
+            self.assumed |= self._known.sources(node)
+        return found
+
+    def _by_its_rule(self, node: fx.Node, at: Indices) -> Expr:
         if is_part(node):
             source: Any = node.args[0]
             if str(source.target) in PARTS:

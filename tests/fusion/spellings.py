@@ -1632,6 +1632,49 @@ def scores_are_an_outer_product(a, b, v):
     return (0.5 * a[:, :, None] * b[:, None]).softmax(-1) @ v
 
 
+@spelling(qkv)
+def mask_written_entry_by_entry(q, k, v):
+    mask = torch.empty(T, T, dtype=torch.bool)
+    for row in range(T):
+        for column in range(T):
+            mask[row, column] = row - 2 <= column <= row
+    return (q @ k.mT).masked_fill(~mask, -INF).softmax(-1) @ v
+
+
+@mutant(qkv)
+def mask_with_an_odd_entry_written(q, k, v):
+    mask = torch.empty(T, T, dtype=torch.bool)
+    for row in range(T):
+        for column in range(T):
+            mask[row, column] = column <= row
+    mask[5, 2] = False
+    return (q @ k.mT).masked_fill(~mask, -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def mask_at_the_indices_of_a_triangle(q, k, v):
+    mask = torch.zeros(T, T)
+    mask[tuple(torch.triu_indices(T, T, 1))] = -INF
+    return (q @ k.mT + mask).softmax(-1) @ v
+
+
+@spelling(qkv)
+def mask_from_three_diagonals(q, k, v):
+    band = sum(torch.diag(torch.ones(q.shape[-2] - abs(offset)), offset) for offset in (-1, 0, 1))
+    return (q @ k.mT).masked_fill(band == 0, -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def finite_entries_of_a_mask_are_kept(q, k, v):
+    mask = torch.full((q.shape[-2], k.shape[-2]), -INF).triu(1)
+    return torch.where(torch.isfinite(mask), q @ k.mT, -1e9).softmax(-1) @ v
+
+
+@spelling(qkv)
+def clipped_to_six(q, k, v):
+    return F.relu6(q @ k.mT).softmax(-1) @ v
+
+
 @spelling(cross, NOT_YET)
 def cosine_by_its_function(q, k, v):
     return (10 * F.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1)).softmax(-1) @ v

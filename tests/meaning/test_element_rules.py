@@ -337,6 +337,9 @@ ROWS: list[Row] = [
         H("diagonal_scatter.default", f(4, 4, 2), f(2, 4 - abs(offset)), offset, 0, 1)
         for offset in (0, 1, -2)
     ],
+    *[H("diag_embed.default", f(2, 3), *where) for where in ((), (1,), (-2,), (1, 0, -1), (-1, 2, 0))],
+    H("mul.Tensor", m(2, 3), m(3)),
+    H("isnan.default", torch.tensor([math.nan, 0.0, math.inf])),
     H("addmv.default", f(3), f(3, 4), f(4), alpha=0.5, beta=2),
     *[H(f"{n}.default", pos(2, 3)) for n in ("log", "log2", "sqrt", "rsqrt")],
     *[

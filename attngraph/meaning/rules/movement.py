@@ -231,11 +231,21 @@ def diagonal_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return M.where(on_it, context.read(node.args[1], (*others, place)), context.read(node.args[0], at))
 
 
-def _diagonal(node: fx.Node, rank: int, first: int) -> tuple[int, int, int]:
+@rule(MOVEMENT, "diag_embed.default")
+def diag_embed(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """A vector on a diagonal of two dimensions, zero elsewhere."""
+    rows, columns, offset = _diagonal(node, len(at), 1, (-2, -1))
+    others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
+    place = M.sub(at[rows], E.const(max(0, -offset)))
+    on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
+    return M.where(on_it, context.read(node.args[0], (*others, place)), E.ZERO)
+
+
+def _diagonal(node: fx.Node, rank: int, first: int, dims: tuple[int, int] = (0, 1)) -> tuple[int, int, int]:
     """The two dimensions of a diagonal, and its offset."""
     offset, rows, columns = (
         argument(node, first + i, name, default)
-        for i, (name, default) in enumerate(zip(("offset", "dim1", "dim2"), (0, 0, 1), strict=True))
+        for i, (name, default) in enumerate(zip(("offset", "dim1", "dim2"), (0, *dims), strict=True))
     )
     return axis(rows, rank), axis(columns, rank), int(offset)
 

@@ -50,6 +50,10 @@ def _truth(value: Expr) -> Expr:
     return value if value.kind == "bool" else M.ne(value, E.ZERO)
 
 
+def _product(a: Expr, b: Expr) -> Expr:
+    return M.and_(a, b) if a.kind == b.kind == "bool" else M.mul(a, b)
+
+
 def _invert(value: Expr) -> Expr:
     return M.not_(value) if value.kind == "bool" else M.sub(E.const(-1), value)
 
@@ -76,10 +80,10 @@ _register(("neg.default",), M.neg, 1)
 _register(("abs.default",), M.absolute, 1)
 _register(("square.default",), lambda x: M.mul(x, x), 1)
 _register(("relu.default",), lambda x: _maximum(x, E.ZERO), 1)
-_register(("isnan.default",), lambda x: E.make("isnan", (x,), None, "bool"), 1)
+_register(("isnan.default",), _unary("isnan"), 1)
 _register(("logical_not.default",), lambda x: M.not_(_truth(x)), 1)
 _register(("bitwise_not.default",), _invert, 1)
-_register(_names("mul"), M.mul, 2)
+_register(_names("mul"), _product, 2)
 _register((*_names("pow"), "pow.Tensor_Scalar", "pow.Tensor_Tensor"), M.power, 2)
 _register(_names("remainder"), M.mod, 2)
 _register(("floor_divide.default", "floor_divide.Scalar"), M.floordiv, 2)

@@ -78,7 +78,7 @@ _PYTHON: dict[str, Callable[[float], float]] = {
 
 def _of_number(name: str, value: float) -> Expr | None:
     """A function of a number: minus infinity for the logarithm of zero, NaN where there is none."""
-    if name not in _PYTHON or math.isinf(value):
+    if name not in _PYTHON or (math.isinf(value) and name != "abs"):
         return None
     if name in ("log", "log2") and value == 0:
         return E.NEG_INF
@@ -96,6 +96,8 @@ def function(name: str, *args: Expr) -> Expr:
     args = tuple(M.number(a) for a in args)
     if len(args) == 1:
         (x,) = args
+        if name == "isnan" and (x.op == "const" or x.kind == "int"):
+            return E.const(x is E.NAN)
         found = _of_number(name, x.value) if x.op == "const" and x is not E.NAN else None
         if found is not None:
             return found

@@ -72,7 +72,10 @@ def _compare(op: str, a: Expr, b: Expr) -> Expr:
 
 
 def _compare_selection(compare: Callable[[Expr, Expr], Expr], a: Expr, b: Expr) -> Expr | None:
-    """A comparison of a selection (with a number in it) and a number goes into the selection."""
+    """A comparison of a selection (with a number in it) and a number goes into the selection, and so does
+    one of two selections by the same condition."""
+    if a.op == b.op == "where" and a.args[0] is b.args[0]:
+        return where(a.args[0], compare(a.args[1], b.args[1]), compare(a.args[2], b.args[2]))
     if a.op == "where" and b.op == "const" and any(x.op == "const" for x in a.args[1:]):
         return where(a.args[0], compare(a.args[1], b), compare(a.args[2], b))
     if b.op == "where" and a.op == "const" and any(x.op == "const" for x in b.args[1:]):

@@ -1,0 +1,185 @@
+"""The values of tensors that depend on no input of a call: masks that a loop wrote row by row, tables put
+together from blocks, anything made of fixed sizes and known tensors.
+
+Such a tensor is computed once, as the model would, and `constants.py` then says what its values mean.
+`element.py` asks where an op has no element rule, or where so many ops wrote one table that their rules
+together would be a formula as long as the table. Nothing here looks at what the values are for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.meaning.constants import MOST_ELEMENTS
+from attngraph.meaning.rules import RULES, Category, load
+
+FEW_OPS, MANY_OPS = 8, 64
+"""A table that more than a few ops wrote is looked at whole first, one that more than many wrote only so."""
+
+
+class Known:
+    """What is known of the values in one graph.
+
+    Args:
+        given: the tensors that are known when compiling, by placeholder.
+    """
+
+    def __init__(self, given: Mapping[fx.Node, Tensor]) -> None:
+        load()
+        self.given = given
+        self._writers: dict[fx.Node, frozenset[fx.Node] | None] = {}
+        self._values: dict[fx.Node, Tensor | None] = {}
+
+    def writers(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        """The ops, and the known tensors, that a value is made of; None where it depends on an input, a
+        varying size or a random number. More than `MANY_OPS` are not told one by one."""
+        if node in self._writers:
+            return self._writers[node]
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            missing = [n for n in _operands(current) if n not in self._writers]
+            if missing and self._is_fixed(current):
+                pending.extend(missing)
+                continue
+            pending.pop()
+            self._writers[current] = self._gathered(current)
+        return self._writers[node]
+
+    def values(self, node: fx.Node) -> Tensor | None:
+        """The tensor that the model computes there in every call, or None where that is not known."""
+        if node not in self._values:
+            self._values[node] = None if self.writers(node) is None else self._computed(node)
+        return self._values[node]
+
+    def sources(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The given tensors that known values were computed from."""
+        found: set[fx.Node] = set()
+        seen, pending = {node}, [node]
+        while pending:
+            current = pending.pop()
+            if current in self.given:
+                found.add(current)
+            for operand in _operands(current):
+                if operand not in seen:
+                    seen.add(operand)
+                    pending.append(operand)
+        return frozenset(found)
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        """Whether the node itself brings in nothing that differs from call to call."""
+        if node.op == "placeholder":
+            return node in self.given
+        if node.op != "call_function" or any(_varies(a) for a in (*node.args, *node.kwargs.values())):
+            return False
+        value = node.meta.get("val")
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+                return False
+            if any(_varies(extent) for extent in tensor.shape) or tensor.numel() > MOST_ELEMENTS:
+                return False
+        if node.target is operator.getitem:
+            return True
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+            return False
+        return target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags
+
+    def _gathered(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        if not self._is_fixed(node):
+            return None
+        found = {node}
+        for operand in _operands(node):
+            theirs = self._writers[operand]
+            if theirs is None:
+                return None
+            if len(found) <= MANY_OPS:
+                found |= theirs
+        return frozenset(found)
+
+    def _computed(self, node: fx.Node) -> Tensor | None:
+        """None where memory that nothing was written to shows in the result."""
+        order, last = _in_order(node)
+        result = self._run(order, last, 0)
+        if any("empty" in str(n.target) for n in order):
+            again = self._run(order, last, 1)
+            return result if torch.equal(result, again) else None
+        return result
+
+    def _run(self, order: list[fx.Node], last: Mapping[fx.Node, int], unwritten: int) -> Tensor:
+        """The last value of `order`; unwritten memory is filled with the number `unwritten`."""
+        made: dict[fx.Node, Any] = {}
+        with torch.no_grad():
+            for place, current in enumerate(order):
+                made[current] = (
+                    self.given[current] if current in self.given else _run(current, made, unwritten)
+                )
+                for operand in _operands(current):
+                    if last[operand] == place:
+                        made.pop(operand, None)
+        result: Tensor = made[order[-1]]
+        return result
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values this one's depend on."""
+    return [n for n in node.all_input_nodes if n is not _pattern(node) and _is_data(n.meta.get("val"))]
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it is a tensor, or are several, and no size."""
+    return isinstance(value, (Tensor, tuple, list))
+
+
+def _pattern(node: fx.Node) -> Any:
+    """The operand of which an op takes dtype and device alone (`zeros_like`), if it has one."""
+    rule = RULES.get(str(node.target))
+    from_index = node.op == "call_function" and rule is not None and rule.category is Category.INDEX
+    return node.args[0] if from_index and node.args and node.args[0] not in node.args[1:] else None
+
+
+def _varies(argument: Any) -> bool:
+    """Whether a size that is no number is among the arguments of an op."""
+    if isinstance(argument, (list, tuple)):
+        return any(_varies(a) for a in argument)
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        return value is None or (not _is_data(value) and _varies(value))
+    symbolic = isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return symbolic and not argument.node.expr.is_number
+
+
+def _in_order(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
+    """What a value is computed from, in the order of the graph, and where each is used last."""
+    seen, pending = {node}, [node]
+    while pending:
+        for operand in _operands(pending.pop()):
+            if operand not in seen:
+                seen.add(operand)
+                pending.append(operand)
+    order = [n for n in node.graph.nodes if n in seen]
+    last = {operand: place for place, n in enumerate(order) for operand in _operands(n)}
+    return order, last
+
+
+def _run(node: fx.Node, made: Mapping[fx.Node, Any], unwritten: int) -> Any:
+    """The value of one op. What stands for a tensor that only gives its dtype has the result's shape."""
+
+    def value(operand: fx.Node) -> Any:
+        if operand in made:
+            return made[operand]
+        given = operand.meta["val"]
+        if not isinstance(given, Tensor):
+            return float(given) if isinstance(given, (float, torch.SymFloat)) else int(given)
+        return torch.empty(node.meta["val"].shape, dtype=given.dtype, device=given.device)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    target: Any = node.target
+    result = target(*args, **kwargs)
+    return result.fill_(unwritten) if "empty" in str(target) else result
