@@ -9,7 +9,8 @@ arguments are those of the classic kernel.
 from __future__ import annotations
 
 from attngraph.codegen.triton import schedule
-from attngraph.codegen.triton.emit import NEXT_TILE, Emitter, indented
+from attngraph.codegen.triton.emit import NEXT_TILE, Emitter
+from attngraph.codegen.triton.module import indented
 from attngraph.codegen.triton.plan import Plan
 from attngraph.codegen.unsupported import UnsupportedError
 
@@ -28,7 +29,7 @@ class SpecialisedEmitter(Emitter):
             raise UnsupportedError(f"warp specialisation: {reason}")
 
     def remark(self) -> list[str]:
-        return ["# Warp-specialised: some warps fetch tiles while others compute."]
+        return ["Warp-specialised: some warps fetch tiles while others compute."]
 
     def operands(self) -> list[str]:
         return [

@@ -90,7 +90,7 @@ class Plan:
             raise UnsupportedError("a program that was not made by the parser")
 
     @functools.cached_property
-    def statements(self) -> tuple[Statement, ...]:
+    def statements(self) -> tuple[Score | Keep, ...]:
         """What is computed of each score, masks in their smallest parts; without the scale where
         `rate` holds it."""
         program = self.program.without_scale if self.is_linear else self.program
