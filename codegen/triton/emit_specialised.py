@@ -3,7 +3,8 @@
 Tiles come by tensor descriptors, which the TMA unit of sm_90 and later serves and which fill what lies beyond
 a tensor with zeros. The compiler gives fetching and computing to different warps; it does so for one loop
 without branches, so there is no loop of whole tiles: bounds and masks are evaluated in every tile. The
-arguments are those of the classic kernel.
+arguments are those of the classic kernel, and so is the end: the output is stored by pointers, once for each
+block of queries, which a descriptor would need more shared memory for.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Caches of this test's own, ours and triton's; where ours holds emitted kernels and tables."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
-    caches = (store.directory, launch.load, tuned.table, tuned.programs, apart._problem)
+    caches = (store.directory, launch.load, tuned.tables, apart._problem)
     for kept in caches:
         kept.cache_clear()
     yield tmp_path / "attngraph" / "triton"

@@ -348,7 +348,7 @@ def random_programs(data: st.DataObject, language: types.SimpleNamespace) -> Non
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_compiled_equals_the_reference_on_random_programs(
     data: st.DataObject, language: types.SimpleNamespace
 ) -> None:

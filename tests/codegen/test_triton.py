@@ -347,6 +347,18 @@ def test_a_table_that_is_none_is_not_used(text: str, cache: Path, caplog: pytest
     assert "is no table of block sizes" in caplog.text
 
 
+def test_a_table_of_another_triton_is_told_and_begun_anew(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.directory()
+    (cache / "tuned_a_gpu.json").write_text('{"triton": "2.0", "blocks": {"a": [64, 64, 4, 2]}}')
+    assert tuned.table("A GPU") == {"a": Blocks(64, 64, 4, 2)} and tuned.programs("A GPU") == {}
+    assert caplog.text.count("was measured with Triton 2.0") == 1
+    tuned.add("A GPU", {"b": Blocks(32, 32, 4, 1)})
+    assert tuned.table("A GPU") == {"b": Blocks(32, 32, 4, 1)}
+    assert caplog.text.count("was measured with") == 1
+
+
 @pytest.mark.usefixtures("cache")
 def test_what_a_user_measured_goes_before_what_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -106,6 +106,12 @@ def test_formulas_mean_what_the_evaluator_says(formula: str) -> None:
     agree(f"s = {text}", operands(B=1, Skv=1), (x, integers), (3,))
 
 
+def test_elements_may_lie_further_apart_than_32_bits_count() -> None:
+    room = torch.empty((1 << 31) + 4096, dtype=torch.bool)  # of which little is ever touched
+    mask = room.as_strided((2, 40), (100, (1 << 31) // 39)).copy_(torch.rand(2, 40) < 0.7)
+    agree("s = 0.25 * dot; keep r0[b, k]", operands(), (mask,))
+
+
 def agree_on_random_programs(language: Any, examples: int) -> None:
     """Twice the reference's own error is allowed, by the reference in float64."""
     tensors = operands(Hq=4, Sq=18, Skv=21)
