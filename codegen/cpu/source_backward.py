@@ -21,6 +21,7 @@ from attngraph.codegen.derivative import derivative
 from attngraph.codegen.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.weights import Multiple, weight_multiple
 from attngraph.ir.expr import Expr
+from attngraph.ir.kernels import TRUSTED
 from attngraph.ir.score import Keep, Score
 
 _ARGUMENTS = f"Call *c, {TILE_ARGUMENTS}, float *S, float *G, const float *known"
@@ -60,7 +61,7 @@ def write(plan: BackwardPlan) -> Source:
     for name, kind in (("by_rows", ROWS), ("by_columns", COLUMNS)):
         flags = ", ".join(str(int(read.kind == kind)) for read in reads) or "0"
         draft.parts.append(f"static const int {name}[] = {{{flags}}};")
-    draft.defines += [f"SUMS {len(reads)}", f"HAS_PAIRS {int(bool(pairs))}"]
+    draft.defines += [f"TRUSTED {TRUSTED!r}f", f"SUMS {len(reads)}", f"HAS_PAIRS {int(bool(pairs))}"]
     draft.defines.append(f"HAS_ROWS {int(any(read.kind == ROWS for read in reads))}")
     return draft.source("block.h", "pass.h", "backward.h")
 

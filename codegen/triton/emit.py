@@ -13,21 +13,9 @@ from __future__ import annotations
 
 import math
 
-from attngraph.codegen.triton import schedule
+from attngraph.codegen.triton import module, schedule
 from attngraph.codegen.triton.expression import PRODUCT, Writer, follows_score
-from attngraph.codegen.triton.module import (
-    LOG2E,
-    Groups,
-    Kernel,
-    flat,
-    function,
-    header,
-    indented,
-    module,
-    name_of,
-    names_of_reads,
-    rate,
-)
+from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 from attngraph.codegen.weights import Multiple, weight_multiple
 from attngraph.ir import expr as E
@@ -38,11 +26,14 @@ NEGATIVE_INFINITY = 'float("-inf")'
 NEXT_TILE = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
 LISTS = ("tiles", "counts", "row_b", "row_h")
 """Arguments of a kernel that is given lists: see `visits.Visits`."""
+ABOUT_LISTS = (
+    "tiles: which blocks of keys a block of queries visits; counts: how many keep all, and how many."
+)
 
 
 def arguments(plan: Plan) -> tuple[str, ...]:
     """The kernel's arguments in order: tensors, lengths, strides, lists of tiles, then reads and sizes."""
-    return flat(groups(plan))
+    return module.flat(groups(plan))
 
 
 def groups(plan: Plan) -> Groups:
@@ -83,8 +74,8 @@ class Emitter:
         # The loops come first: they find out what must stand before them.
         loops, start, finish = self.loops(), self.start(), self.finish()
         lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds(), *loops, *finish]
-        functions = [self.absorb(), function(self.name, groups(self.plan), self.contract, lines)]
-        return Kernel(module(self.header(), self.writer.calls, functions), self.name, arguments(self.plan))
+        functions = [self.absorb(), module.function(self.name, groups(self.plan), self.contract, lines)]
+        return module.assemble(self.name, groups(self.plan), self.header(), self.writer.calls, functions)
 
     contract = "Output and log-sum-exp of a block of queries of one head."
 
@@ -106,9 +97,10 @@ class Emitter:
         about = [
             *self.operands_in_words(),
             f"Hkv = {self.heads_of_keys}; out [B, Sq, Hq, {self.plan.Dv}] in memory, lse [B, Hq, Sq].",
+            *([ABOUT_LISTS] if self.plan.listed else []),
             *self.remark(),
         ]
-        return header(title, self.plan, about, rate(self.plan) or [LOG2E])
+        return module.header(title, self.plan, about, module.rate(self.plan) or [module.LOG2E])
 
     def operands_in_words(self) -> list[str]:
         D, Dv, dtype = self.plan.D, self.plan.Dv, DTYPES[self.plan.dtype]

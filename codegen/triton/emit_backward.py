@@ -11,21 +11,11 @@ gives the same gradients.
 
 from __future__ import annotations
 
-from attngraph.codegen.triton.emit import LISTS, strides_of
+from attngraph.codegen.triton import module
+from attngraph.codegen.triton.emit import ABOUT_LISTS, LISTS, strides_of
 from attngraph.codegen.triton.emit_gradients import TileEmitter
 from attngraph.codegen.triton.expression import PRODUCT
-from attngraph.codegen.triton.module import (
-    LOG2E,
-    Groups,
-    Kernel,
-    flat,
-    function,
-    header,
-    indented,
-    module,
-    names_of_reads,
-    rate,
-)
+from attngraph.codegen.triton.module import Groups, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.plan import stays_trusted
 from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, read_gradients
 from attngraph.ir import expr as E
@@ -54,7 +44,7 @@ def arguments(plan: BackwardPlan) -> tuple[str, ...]:
     kernel makes for the others), what a row that sees no key gives to all values (`unseen` `[B, Hkv]`: NaN,
     as its weights are, or zero), results (dense), lengths, strides, where sums for reads go, what kernels of
     pairs need, then reads and sizes as in `emit.arguments`."""
-    return flat(_groups(plan))
+    return module.flat(_groups(plan))
 
 
 def _groups(plan: BackwardPlan) -> Groups:
@@ -85,8 +75,8 @@ class _BackwardEmitter(TileEmitter):
             (OF_KEYS, "dk and dv of a block of keys, over the queries of all its heads.", self.of_keys()),
             *((f"{OF_READ}{i}", self.pairs_in_words(i), self.of_pairs(i)) for i in pairs),
         ]  # fmt: skip
-        functions = [function(name, _groups(self.plan), words, lines) for name, words, lines in found]
-        return Kernel(module(self.header(), self.writer.calls, functions), OF_QUERIES, arguments(self.plan))
+        functions = [module.function(name, _groups(self.plan), words, lines) for name, words, lines in found]
+        return module.assemble(OF_QUERIES, _groups(self.plan), self.header(), self.writer.calls, functions)
 
     def pairs_in_words(self, number: int) -> str:
         return (
@@ -102,8 +92,9 @@ class _BackwardEmitter(TileEmitter):
         about = [
             *self.operands_in_words(),
             f"Hkv = {self.heads_of_keys}; grad like out, lse and delta [B, Hq, Sq]; results dense.",
+            *([ABOUT_LISTS] if self.plan.listed else []),
         ]
-        return header(title, self.plan, about, [LOG2E, *rate(self.plan)])
+        return module.header(title, self.plan, about, [module.LOG2E, *module.rate(self.plan)])
 
     def long(self, code: str) -> str:
         return f"tl.cast({code}, tl.int64)" if self.plan.wide else code

@@ -11,19 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from attngraph.codegen.triton import module
 from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
-from attngraph.codegen.triton.module import (
-    LOG2E,
-    Groups,
-    Kernel,
-    flat,
-    function,
-    header,
-    indented,
-    module,
-    names_of_reads,
-    rate,
-)
+from attngraph.codegen.triton.module import Groups, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 
 JOIN = "join_parts"
@@ -56,7 +46,7 @@ def emit_decode(plan: DecodePlan) -> Kernel:
 def arguments(plan: DecodePlan) -> tuple[str, ...]:
     """The first kernel's arguments in order: tensors, what they leave, where rows lie, lengths, strides
     (pages have one of pages, heads, tokens; new keys of heads, tokens), then as in `emit.arguments`."""
-    return flat(_groups(plan))
+    return module.flat(_groups(plan))
 
 
 def _groups(plan: DecodePlan) -> Groups:
@@ -91,9 +81,9 @@ class _DecodeEmitter(Emitter):
         lines += ["for start in tl.range(since, until, BLOCK_K):  # in pages", *indented(held)]
         lines += ["for start in tl.range(kept, kept + fresh, BLOCK_K):  # new tokens", *indented(news)]
         lines += self.leave()
-        first = function(self.name, _groups(self.plan), self.contract, lines)
+        first = module.function(self.name, _groups(self.plan), self.contract, lines)
         functions = [self.absorb(), first, self.join()]
-        return Kernel(module(self.header(), self.writer.calls, functions), self.name, arguments(self.plan))
+        return module.assemble(self.name, _groups(self.plan), self.header(), self.writer.calls, functions)
 
     contract = "Some queries of one row over one part of its keys: their sum, maximum and normaliser."
 
@@ -105,7 +95,7 @@ class _DecodeEmitter(Emitter):
             f"query [Hq, tokens, {plan.D}], key [pages, Hkv, page, {plan.D}], {values};",
             f"{DTYPES[plan.dtype]}, Hkv = {self.heads_of_keys}; out [tokens, Hq, {plan.Dv}] in memory.",
         ]
-        return header(title, plan, about, rate(plan) or [LOG2E])
+        return module.header(title, plan, about, module.rate(plan) or [module.LOG2E])
 
     def begin(self) -> list[str]:
         """Which queries of which row, and which of its keys, this program takes."""

@@ -111,9 +111,10 @@ def function(name: str, groups: Groups, contract: str, lines: Sequence[str]) -> 
     return "\n".join([decorator, f"def {name}(", *indented(signature), "):", *indented(body)])
 
 
-def module(head: str, called: set[str], functions: Sequence[str]) -> str:
-    """The source: header, the helpers that are called, functions."""
-    return "\n\n\n".join([head, *(h.rstrip() for h in helpers(called)), *functions]) + "\n"
+def assemble(name: str, groups: Groups, head: str, called: set[str], functions: Sequence[str]) -> Kernel:
+    """The kernel of that name: a module of header, the helpers that are called, and functions."""
+    text = "\n\n\n".join([head, *(h.rstrip() for h in helpers(called)), *functions])
+    return Kernel(text + "\n", name, flat(groups))
 
 
 def indented(lines: Sequence[str]) -> list[str]:
