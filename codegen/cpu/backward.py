@@ -74,7 +74,8 @@ def differentiate(
     g.wanted = sum(bit for bit, is_wanted in zip((OF_Q, OF_K, OF_V), each, strict=True) if is_wanted)
     g.grad_q, g.grad_k, g.grad_v = (t.data_ptr() for t in found)
     g.q_packed, g.grad_packed = (run.floats(items * BLOCK_Q * wide) for wide in (width, call.wide))
-    g.rows = run.floats(items * 3 * BLOCK_Q)
+    rows = torch.empty((B, H, -(-Sq // BLOCK_Q), 3, BLOCK_Q), dtype=torch.float32)
+    g.rows = run.hold(rows)
     g.choice = run.hold(torch.empty(items, dtype=torch.uint8))
     g.added, g.counters = run.zeros(items), run.zeros(4)
     for place, total in enumerate(sums):
@@ -99,12 +100,19 @@ def differentiate(
         return None
     if run.program.sink is not None:
         delta = (grad.float() * out.float()).sum(-1) - grad_lse
-        totals.add_sink(run.program, lse, delta)
+        totals.add_sink(run.program, _exactly(rows, lse), delta)
     return [*(t.to(like.dtype) for t, like in zip(found, operands, strict=True)), *totals.results()]
 
 
 def _gradient(like: Tensor, is_wanted: bool) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype) if is_wanted else like.new_zeros(()).expand(like.shape)
+
+
+def _exactly(rows: Tensor, lse: Tensor) -> Tensor:
+    """The log-sum-exp of rows in float64. A weight is exp(score - base) * unit, and of scores far from zero
+    these two hold digits of the sum that `lse`, in float32, does not."""
+    base, unit, _ = (part.flatten(2)[..., : lse.shape[2]].double() for part in rows.unbind(3))
+    return torch.where(lse.isfinite(), base - unit.log(), lse.double())
 
 
 def _sum_pairs(

@@ -13,15 +13,16 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from attngraph.codegen.chain import Chain
 from attngraph.codegen.cpu.expression import INNER, Writer
 from attngraph.codegen.cpu.source import TILE_ARGUMENTS, Draft, Plan, Source, function
 from attngraph.codegen.cpu.terms import cast, truth
-from attngraph.codegen.derivative import ZERO, derivative, formula_of, slopes
+from attngraph.codegen.derivative import derivative
 from attngraph.codegen.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.weights import Multiple, weight_multiple
-from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
-from attngraph.ir.score import DOT, SCORE, Keep, Score
+from attngraph.ir.kernels import TRUSTED
+from attngraph.ir.score import Keep, Score
 
 _ARGUMENTS = f"Call *c, {TILE_ARGUMENTS}, float *S, float *G, const float *known"
 _ROW = (
@@ -60,7 +61,7 @@ def write(plan: BackwardPlan) -> Source:
     for name, kind in (("by_rows", ROWS), ("by_columns", COLUMNS)):
         flags = ", ".join(str(int(read.kind == kind)) for read in reads) or "0"
         draft.parts.append(f"static const int {name}[] = {{{flags}}};")
-    draft.defines += [f"SUMS {len(reads)}", f"HAS_PAIRS {int(bool(pairs))}"]
+    draft.defines += [f"TRUSTED {TRUSTED!r}f", f"SUMS {len(reads)}", f"HAS_PAIRS {int(bool(pairs))}"]
     draft.defines.append(f"HAS_ROWS {int(any(read.kind == ROWS for read in reads))}")
     return draft.source("block.h", "pass.h", "backward.h")
 
@@ -72,9 +73,11 @@ def _choice_of_pairs(numbers: Sequence[int]) -> str:
     return f"static void differentiate_pairs({head}) {{\n{cases}}}\n"
 
 
-class _Part:
+class _Part(Chain):
     """One function over a tile: weights and gradients of dots in place and sums for reads, or with `pair`
     what that one of the reads gets of each pair."""
+
+    zero = "0.0f"
 
     def __init__(
         self, writer: Writer, statements: Sequence[Score | Keep], multiple: Multiple,
@@ -84,7 +87,26 @@ class _Part:
         self.pair = pair
         self.summed = [n for n, r in enumerate(reads) if (r.kind != PAIRS if pair is None else n == pair)]
         self.lines = writer.lines[INNER]
-        self.written: set[str] = set()
+        self.written = set()
+
+    def line(self, code: str) -> None:
+        self.lines.append(f"{code};")
+
+    def declare(self, name: str, code: str, is_truth: bool = False) -> None:
+        self.line(f"{'int' if is_truth else 'float'} {name} = {code}")
+
+    def choose(self, condition: str, yes: str, no: str) -> str:
+        return f"({condition} ? {yes} : {no})"
+
+    def truth(self, predicate: Expr) -> str:
+        return truth(self.writer.expression(predicate))
+
+    def factor(self, formula: Expr) -> str:
+        return cast(self.writer.expression(formula), "float")
+
+    def set_score(self, code: str) -> None:
+        super().set_score(code)
+        self.writer.changed("s")
 
     def function(self, name: str) -> str:
         self.body()
@@ -109,63 +131,25 @@ class _Part:
 
     def body(self) -> None:
         """Lines that make `p`, `ds` (of the dot) and `of_read<n>` of what is summed."""
-        for number, statement in enumerate(self.statements):
+        statements = list(enumerate(self.statements))
+        for number, statement in statements:
             self.forward(number, statement)
         factor = self.multiple.factor
-        self.lines += ["const float w = exp_of_negative(s - base) * unit;", "const float given = flow[j];"]
+        self.declare("w", "exp_of_negative(s - base) * unit")
+        self.declare("given", "flow[j]")
         if not self.multiple.keeps_nan:
-            self.lines.append("const float seen = w == w ? w : 0.0f;")
+            self.declare("seen", "w == w ? w : 0.0f")
         seen = "w" if self.multiple.keeps_nan else "seen"
         if self.multiple.is_plain:
-            self.lines += [f"const float p = {seen};", "float ds = w * (given - delta);"]
+            self.declare("p", seen)
+            self.declare("ds", "w * (given - delta)")
         else:
-            self.lines.append(f"const float f = {cast(self.writer.expression(factor), 'float')};")
-            self.lines += [f"const float p = {seen} * f;", "float ds = w * (given * f - delta);"]
+            self.declare("f", self.factor(factor))
+            self.declare("p", f"{seen} * f")
+            self.declare("ds", "w * (given * f - delta)")
         for n in self.summed:
             self.add(f"of_read{n}", f"{seen} * given", derivative(factor, self.reads[n].node))
-        for number in reversed(range(len(self.statements))):
-            self.backward(number, self.statements[number])
+        for number, statement in reversed(statements):
+            self.backward(number, statement, self.summed)
         if "of_dot" in self.written:
-            self.lines.append("ds += of_dot;")
-
-    def forward(self, number: int, statement: Score | Keep) -> None:
-        """A statement, leaving what its derivatives need."""
-        self.lines.append(f"const float before{number} = s;")
-        if isinstance(statement, Score):
-            value = cast(self.writer.expression(statement.value), "float")
-        else:
-            kept = truth(self.writer.expression(statement.predicate))
-            self.lines.append(f"const int kept{number} = {kept};")
-            value = f"kept{number} ? s : {cast(self.writer.expression(statement.fill), 'float')}"
-        self.assign(value)
-
-    def assign(self, value: str) -> None:
-        self.lines.append(f"s = {value};")
-        self.writer.changed("s")
-
-    def backward(self, number: int, statement: Score | Keep) -> None:
-        """`ds` of a statement's result becomes that of what it was made from."""
-        by_score, by_dot = slopes(statement, is_first=number == 0)
-        others = {f"of_read{n}": derivative(formula_of(statement), self.reads[n].node) for n in self.summed}
-        others["of_dot"] = by_dot
-        if any(n in (DOT, SCORE) for slope in (by_score, *others.values()) for n in E.walk(slope)):
-            self.assign(f"before{number}")
-        masks = isinstance(statement, Keep)
-        for name, slope in others.items():
-            self.add(name, f"(kept{number} ? 0.0f : ds)" if masks else "ds", slope)
-        if masks:
-            hidden = "0.0f" if by_score is ZERO else f"ds * {self.real(by_score)}"
-            self.lines.append(f"ds = kept{number} ? ds : {hidden};")
-        elif not E.is_const(by_score, 1):
-            self.lines.append(f"ds = ds * {self.real(by_score)};")
-
-    def add(self, name: str, flow: str, slope: Expr) -> None:
-        """Add what flows through a formula to the gradient of that name."""
-        if slope is ZERO:
-            return
-        code = flow if E.is_const(slope, 1) else f"{flow} * {self.real(slope)}"
-        self.lines.append(f"{name} += {code};" if name in self.written else f"float {name} = {code};")
-        self.written.add(name)
-
-    def real(self, formula: Expr) -> str:
-        return cast(self.writer.expression(formula), "float")
+            self.line("ds += of_dot")

@@ -20,10 +20,10 @@ from attngraph.codegen.triton.call import is_wide, launch_options, read_argument
 from attngraph.codegen.triton.device import multiprocessors, name_of, no_device, on, shared_memory
 from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
 from attngraph.codegen.triton.launch import unsupported
+from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Read, padded
 from attngraph.ir.cache import Counts, Rows, counts
 from attngraph.ir.score import ScoreProgram
-from attngraph.meaning.causal import examine
 
 FEW = 16
 """New tokens of a row up to which its keys are split among programs."""
@@ -103,7 +103,7 @@ class Decode:
         return DecodePlan(
             program, q.dtype, k.shape[3], v.shape[3], q.shape[1] // k.shape[1],
             tuple(Read(n, r, READS[reads[n].dtype]) for n, r in program.reads.items()), blocks,
-            shared=_is_part(v, k), window=examine(program, True, frozenset()).window or 0,
+            shared=_is_part(v, k), window=window_of(program),
         )  # fmt: skip
 
     def plan(

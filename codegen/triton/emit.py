@@ -11,61 +11,41 @@ that the program does not need.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
-from attngraph.codegen.triton import schedule
+from attngraph.codegen.triton import module, schedule
 from attngraph.codegen.triton.expression import PRODUCT, Writer, follows_score
-from attngraph.codegen.triton.helpers import helpers
+from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 from attngraph.codegen.weights import Multiple, weight_multiple
 from attngraph.ir import expr as E
 from attngraph.ir import score as S
-from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement
+from attngraph.ir.score import DOT, SCORE, Keep, Score
 
 NEGATIVE_INFINITY = 'float("-inf")'
 NEXT_TILE = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
 LISTS = ("tiles", "counts", "row_b", "row_h")
 """Arguments of a kernel that is given lists: see `visits.Visits`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The source of a module, the name of its kernel, and the names of the kernel's arguments."""
-
-    source: str
-    name: str
-    arguments: tuple[str, ...]
+ABOUT_LISTS = (
+    "tiles: which blocks of keys a block of queries visits; counts: how many keep all, and how many."
+)
 
 
 def arguments(plan: Plan) -> tuple[str, ...]:
-    """The kernel's arguments in order: tensors, lengths, strides, then for each read its tensor,
-    strides and the extents that its indices are compared with, then the sizes."""
-    found = ["query", "key", "value", "out", "lse", "Hq", "Sq", "Skv"]
-    found += [f"{tensor}_{axis}" for tensor in ("query", "key", "value") for axis in "bhsd"]
-    return (*found, *(LISTS if plan.listed else ()), *names_of_reads(plan))
+    """The kernel's arguments in order: tensors, lengths, strides, lists of tiles, then reads and sizes."""
+    return module.flat(groups(plan))
 
 
-def names_of_reads(plan: Plan) -> tuple[str, ...]:
-    """The last arguments of any kernel: for each read its tensor, strides and the extents that its indices
-    are compared with, then the sizes."""
-    found: list[str] = []
-    for read in plan.reads:
-        name = f"r{read.number}"
-        found += [name, *(f"{name}_stride{axis}" for axis in range(read.rank))]
-        found += [f"{name}_size{axis}" for axis in plan.guarded_axes(read.number)]
-    return (*found, *(f"n{i}" for i in range(plan.program.sizes)))
+def groups(plan: Plan) -> Groups:
+    return [
+        ("query", "key", "value", "out", "lse"), ("Hq", "Sq", "Skv"),
+        *strides_of("query", "key", "value"), LISTS if plan.listed else (), *names_of_reads(plan),
+    ]  # fmt: skip
 
 
-def name_of(plan: Plan) -> str:
-    """What the kernel computes, in a word or two."""
-    if plan.diagonal is not None:
-        kind = "causal_"
-    elif plan.program.keeps:
-        kind = "masked_"
-    else:
-        kind = "" if plan.is_linear else "scored_"
-    return f"{kind}attention"
+def strides_of(*tensors: str) -> Groups:
+    """Of tensors `[B, H, S, D]`."""
+    return [tuple(f"{tensor}_{axis}" for axis in "bhsd") for tensor in tensors]
 
 
 def emit(plan: Plan) -> Kernel:
@@ -94,15 +74,10 @@ class Emitter:
         # The loops come first: they find out what must stand before them.
         loops, start, finish = self.loops(), self.start(), self.finish()
         lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds(), *loops, *finish]
-        sizes = [a for a in arguments(self.plan) if a.startswith("n")]
-        decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
-        text = "\n\n\n".join([
-            self.header(),
-            *(h.rstrip() for h in helpers(self.writer.calls)),
-            self.absorb(),
-            "\n".join([decorator, f"def {self.name}(", *self.signature(), "):", *indented(lines)]),
-        ])  # fmt: skip
-        return Kernel(text + "\n", self.name, arguments(self.plan))
+        functions = [self.absorb(), module.function(self.name, groups(self.plan), self.contract, lines)]
+        return module.assemble(self.name, groups(self.plan), self.header(), self.writer.calls, functions)
+
+    contract = "Output and log-sum-exp of a block of queries of one head."
 
     def loops(self) -> list[str]:
         """Over whole tiles, then over those at an edge."""
@@ -118,38 +93,35 @@ class Emitter:
         ]  # fmt: skip
 
     def header(self) -> str:
-        plan = self.plan
-        program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
-        heads = "Hq" if plan.group == 1 else f"Hq // {plan.group}"
-        linear = [f"RATE = tl.constexpr({plan.rate!r})  # scale times log2(e)"] if plan.is_linear else []
-        return "\n".join([
-            f"# {self.name}, forward, written by attngraph. For each batch b, head h, query q and key k:",
-            *program,
-            f"# query [B, Hq, Sq, {plan.D}], key [B, Hkv, Skv, {plan.D}], value [B, Hkv, Skv, {plan.Dv}], "
-            f"{DTYPES[plan.dtype]};",
-            f"# Hkv = {heads}; out [B, Sq, Hq, {plan.Dv}] in memory, lse [B, Hq, Sq].",
+        title = f"{self.name}, forward, written by attngraph. For each batch b, head h, query q and key k"
+        about = [
+            *self.operands_in_words(),
+            f"Hkv = {self.heads_of_keys}; out [B, Sq, Hq, {self.plan.Dv}] in memory, lse [B, Hq, Sq].",
+            *([ABOUT_LISTS] if self.plan.listed else []),
             *self.remark(),
-            "",
-            "import triton",
-            "import triton.language as tl",
-            "",
-            f"BLOCK_Q = tl.constexpr({plan.blocks.q})",
-            f"BLOCK_K = tl.constexpr({plan.blocks.k})",
-            *(linear or [f"LOG2E = tl.constexpr({math.log2(math.e)!r})"]),
-        ])  # fmt: skip
+        ]
+        return module.header(title, self.plan, about, module.rate(self.plan) or [module.LOG2E])
+
+    def operands_in_words(self) -> list[str]:
+        D, Dv, dtype = self.plan.D, self.plan.Dv, DTYPES[self.plan.dtype]
+        return [f"query [B, Hq, Sq, {D}], key [B, Hkv, Skv, {D}], value [B, Hkv, Skv, {Dv}], {dtype};"]
+
+    @property
+    def heads_of_keys(self) -> str:
+        return "Hq" if self.plan.group == 1 else f"Hq // {self.plan.group}"
 
     def remark(self) -> list[str]:
         """Of the schedule: why it is not another one."""
         reason = schedule.obstacle(self.plan)
-        return [] if reason is None else [f"# Not warp-specialised: {reason}."]
+        return [] if reason is None else [f"Not warp-specialised: {reason}."]
 
     def absorb(self) -> str:
         """One step of the online softmax, as a function of the module."""
         linear = self.plan.is_linear
         weighs = not self.multiple.is_plain
-        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
         scaled = " * RATE" if linear else ""
-        w = "s * RATE - base" if linear else "(s - base) * LOG2E"
+        # One rounding, so that what base lost in being rounded is lost by all weights of the row alike.
+        w = "tl.fma(s, RATE, -base)" if linear else "(s - base) * LOG2E"
         shrink = "m - base" if linear else "(m - base) * LOG2E"
         lines = [
             "@triton.jit",
@@ -162,36 +134,23 @@ class Emitter:
             "    l = l * shrink + tl.sum(w, 1, keep_dims=True)",
             *(["    w = w * multiple"] if weighs else []),
             "    w = w.to(value_tile.dtype)",
-            f"    return top, l, tl.dot(w, value_tile, acc * shrink{exact})",
+            f"    return top, l, tl.dot(w, value_tile, acc * shrink{self.exact})",
         ]
         return "\n".join(lines)
-
-    def signature(self) -> list[str]:
-        """The arguments, a line for each group of them."""
-        names = arguments(self.plan)
-        rows = [names[0:5], names[5:8], names[8:12], names[12:16], names[16:20]]
-        rest = list(names[20:])
-        if self.plan.listed:
-            rows.append(LISTS)
-            rest = rest[len(LISTS) :]
-        for read in self.plan.reads:
-            count = 1 + read.rank + len(self.plan.guarded_axes(read.number))
-            rows.append(tuple(rest[:count]))
-            rest = rest[count:]
-        return [f"    {', '.join(row)}," for row in (*rows, tuple(rest)) if row]
 
     def begin(self) -> list[str]:
         """Which block of queries of which head this program computes, and the queries."""
         plan = self.plan
-        # The last blocks of a causal head have the most keys, so they go first.
-        block = "blocks - 1 - place % blocks" if plan.diagonal else "place % blocks"
+        first = "first = place % blocks * BLOCK_Q"
+        if plan.diagonal:
+            first = "first = (blocks - 1 - place % blocks) * BLOCK_Q  # blocks with the most keys go first"
         q, b, h = "first + tl.arange(0, BLOCK_Q)[:, None]", "place // blocks // Hq", "place // blocks % Hq"
         if plan.wide:
             q, b, h = (f"tl.cast({code}, tl.int64)" for code in (q, b, h))
         return [
             "place = tl.program_id(0)",
             "blocks = tl.cdiv(Sq, BLOCK_Q)",
-            f"first = ({block}) * BLOCK_Q",
+            first,
             f"b = {b}",
             f"h = {h}",
             f"q = {q}  # [BLOCK_Q, 1]",
@@ -247,15 +206,24 @@ class Emitter:
     def start(self) -> list[str]:
         """Rows before any key: nothing, or the sink."""
         zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
-        lines = [f"m = {zeros} + {NEGATIVE_INFINITY}", f"l = {zeros}"]
-        if self.plan.program.sink is not None:
-            # Written here, after the loops' bodies, so it may add lines before the loop.
-            sink = self.writer.expression(self.plan.program.sink)
-            unit = self.as_float32(sink.code) if sink.is_integer else self.narrow(sink.at(PRODUCT))
-            if self.plan.is_linear:
-                unit += f" * {math.log2(math.e)!r}"
-            lines = [f"m = {zeros} + {unit}", f"l = tl.where(m == {NEGATIVE_INFINITY}, 0.0, 1.0)"]
-        return [*lines, f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"]
+        acc = f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"
+        if self.plan.program.sink is None:
+            return [f"m = {zeros} + {NEGATIVE_INFINITY}", f"l = {zeros}", acc]
+        # What the sink loses in being rounded is in its weight, as it is in the weights of scores.
+        m, weight = (
+            ("sink * RATE", "tl.exp2(tl.fma(sink, RATE, -m))") if self.plan.is_linear else ("sink", "1.0")
+        )
+        return [
+            f"sink = {self.sink()}", f"m = {m}",
+            f"l = tl.where(sink == {NEGATIVE_INFINITY}, 0.0, {weight})", acc,
+        ]  # fmt: skip
+
+    def sink(self) -> str:
+        """The sink of rows, in units of scores; written after the loops, so it may add lines before them."""
+        assert self.plan.program.sink is not None
+        unit, scale = self.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
+        scaled = f" / {scale!r}" if self.plan.is_linear and scale != 1 else ""
+        return f"tl.zeros([BLOCK_Q, 1], tl.float32) + {unit}{scaled}"
 
     def loop_bounds(self) -> list[str]:
         before, whole, stop = self.bounds()
@@ -274,8 +242,8 @@ class Emitter:
                 [], "tl.minimum(first + 1, Skv) // BLOCK_K * BLOCK_K  # every query sees these keys",
                 "tl.minimum(first + BLOCK_Q, Skv)  # no query sees a key from here on",
             )  # fmt: skip
-        shift = self.writer.expression(offset).code
-        shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else f"({shift})"
+        shift = self.writer.expression(offset).at(PRODUCT)
+        shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else shift
         return (
             [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K * BLOCK_K",
             f"tl.minimum(first + BLOCK_Q + {shift}, Skv)",
@@ -307,7 +275,7 @@ class Emitter:
         guard = f", mask={mask}, other=0.0" if mask else ""
         return f"{name}_tile = tl.load({name}_head + tl.cast(start, tl.int64) * {name}_s{guard})"
 
-    def product(self, statements: list[Statement]) -> list[str]:
+    def product(self, statements: list[Score | Keep]) -> list[str]:
         code = self.dot()
         named = [_mentions(s, DOT) for s in statements]
         if not any(named):
@@ -317,30 +285,34 @@ class Emitter:
         return [f"dot = {code}"] if replaced else [f"dot = {code}", "s = dot"]
 
     def dot(self) -> str:
-        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
-        return f"tl.dot(query_tile, tl.trans(key_tile){exact})"
+        return f"tl.dot(query_tile, tl.trans(key_tile){self.exact})"
 
-    def score(self, statement: Statement) -> None:
+    @property
+    def exact(self) -> str:
+        """Products of single precision are not rounded to fewer bits."""
+        return ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
+
+    def score(self, statement: Score | Keep) -> None:
         """Write what a statement makes of the tile of scores."""
-        writer = self.writer
-        if isinstance(statement, Score):
-            term = writer.expression(statement.value)
-            code = self.as_float32(term.code) if term.is_integer else self.narrow(term.code)
-            if not follows_score(statement.value):
-                code = f"tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + {code}"
+        if isinstance(statement, Keep):
+            code = f"tl.where({self.writer.truth(statement.predicate)}, s, {self.real(statement.fill)})"
         else:
-            assert isinstance(statement, Keep)
-            keep = writer.truth(statement.predicate)
-            fill = writer.expression(statement.fill)
-            code = f"tl.where({keep}, s, {fill.code if fill.is_integer else self.narrow(fill.code)})"
-        writer.inside.append(f"s = {code}")
+            code = self.score_of(statement.value)
+        self.writer.inside.append(f"s = {code}")
 
-    def as_float32(self, code: str) -> str:
-        return f"tl.cast({code}, tl.float32)"
+    def score_of(self, formula: E.Expr) -> str:
+        """A formula as a tile of scores."""
+        code = self.real(formula)
+        return code if follows_score(formula) else f"tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + {code}"
 
-    def narrow(self, code: str) -> str:
-        """Scores stay in float32 when a float64 tensor is read."""
-        return self.as_float32(code) if any(r.kind == "double" for r in self.plan.reads) else code
+    def real(self, formula: E.Expr, level: int = 0) -> str:
+        """A formula in float32 (also where a float64 tensor is read), binding as tightly as `level` says."""
+        if formula.op == "const" and formula.kind == "int" and abs(formula.value) < 1 << 63:
+            formula = E.const(float(formula.value))
+        term = self.writer.expression(formula)
+        if term.is_integer or any(r.kind == "double" for r in self.plan.reads):
+            return f"tl.cast({term.code}, tl.float32)"
+        return term.at(level)
 
     def finish(self) -> list[str]:
         """Divide by the sum (0 / 0, for a row without a key, is NaN) and store."""
@@ -357,13 +329,9 @@ class Emitter:
         ]
 
 
-def _mentions(statement: Statement, name: E.Expr) -> bool:
+def _mentions(statement: Score | Keep, name: E.Expr) -> bool:
     return any(n is name for formula in _formulas(statement) for n in E.walk(formula))
 
 
-def _formulas(statement: Statement) -> tuple[E.Expr, ...]:
+def _formulas(statement: Score | Keep) -> tuple[E.Expr, ...]:
     return (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
-
-
-def indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]

@@ -11,14 +11,15 @@ gives the same gradients.
 
 from __future__ import annotations
 
-import math
-
-from attngraph.codegen.triton.emit import LISTS, Kernel, indented, names_of_reads
+from attngraph.codegen.triton import module
+from attngraph.codegen.triton.emit import ABOUT_LISTS, LISTS, strides_of
 from attngraph.codegen.triton.emit_gradients import TileEmitter
-from attngraph.codegen.triton.helpers import helpers
-from attngraph.codegen.triton.plan import DTYPES, stays_trusted
+from attngraph.codegen.triton.expression import PRODUCT
+from attngraph.codegen.triton.module import Groups, Kernel, indented, names_of_reads
+from attngraph.codegen.triton.plan import stays_trusted
 from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, read_gradients
 from attngraph.ir import expr as E
+from attngraph.ir.score import format_expr
 
 OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
 """The names of the kernels; the last with the number of the read in `read_gradients`."""
@@ -43,10 +44,15 @@ def arguments(plan: BackwardPlan) -> tuple[str, ...]:
     kernel makes for the others), what a row that sees no key gives to all values (`unseen` `[B, Hkv]`: NaN,
     as its weights are, or zero), results (dense), lengths, strides, where sums for reads go, what kernels of
     pairs need, then reads and sizes as in `emit.arguments`."""
-    found = [*_TENSORS, *_rows(plan), "unseen", "grad_query", "grad_key", "grad_value", "Hq", "Sq", "Skv"]
-    found += [f"{tensor}_{axis}" for tensor in _TENSORS for axis in "bhsd"]
-    found += _LISTS if plan.listed else ()
-    return (*found, *_arguments_for_reads(plan), *names_of_reads(plan))
+    return module.flat(_groups(plan))
+
+
+def _groups(plan: BackwardPlan) -> Groups:
+    return [
+        _TENSORS, _rows(plan), ("unseen", "grad_query", "grad_key", "grad_value"), ("Hq", "Sq", "Skv"),
+        *strides_of(*_TENSORS), _LISTS if plan.listed else (), _arguments_for_reads(plan),
+        *names_of_reads(plan),
+    ]  # fmt: skip
 
 
 def _rows(plan: BackwardPlan) -> tuple[str, ...]:
@@ -63,52 +69,32 @@ class _BackwardEmitter(TileEmitter):
     plan: BackwardPlan
 
     def kernel(self) -> Kernel:
-        kernels = {OF_QUERIES: self.of_queries(), OF_KEYS: self.of_keys()}
-        kernels |= {f"{OF_READ}{i}": self.of_pairs(i) for i in self.numbers(PAIRS)}
-        names = arguments(self.plan)
-        sizes = [a for a in names if a.startswith("n") or a in ("batch", "first_row")]
-        decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
-        text = "\n\n\n".join([
-            self.header(),
-            *(h.rstrip() for h in helpers(self.writer.calls)),
-            *("\n".join([decorator, f"def {name}(", *self.signature(), "):", *indented(lines)])
-              for name, lines in kernels.items()),
-        ])  # fmt: skip
-        return Kernel(text + "\n", OF_QUERIES, names)
+        pairs = self.numbers(PAIRS)
+        found = [
+            (OF_QUERIES, "dq of a block of queries, over its keys.", self.of_queries()),
+            (OF_KEYS, "dk and dv of a block of keys, over the queries of all its heads.", self.of_keys()),
+            *((f"{OF_READ}{i}", self.pairs_in_words(i), self.of_pairs(i)) for i in pairs),
+        ]  # fmt: skip
+        functions = [module.function(name, _groups(self.plan), words, lines) for name, words, lines in found]
+        return module.assemble(OF_QUERIES, _groups(self.plan), self.header(), self.writer.calls, functions)
+
+    def pairs_in_words(self, number: int) -> str:
+        return (
+            f"Gradient of `{format_expr(self.reads[number].node)}`, of a tile of pairs of a query and a key."
+        )
 
     def numbers(self, kind: str) -> list[int]:
         """Which of the reads' gradients are summed by rows, by columns or by pairs."""
         return [number for number, read in enumerate(self.reads) if read.kind == kind]
 
     def header(self) -> str:
-        plan = self.plan
-        program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
-        return "\n".join([
-            f"# {self.name}, backward, written by attngraph. For each batch b, head h, query q and key k:",
-            *program,
-            f"# query [B, Hq, Sq, {plan.D}], key [B, Hkv, Skv, {plan.D}], value [B, Hkv, Skv, {plan.Dv}], "
-            f"{DTYPES[plan.dtype]};",
-            f"# Hkv = Hq // {plan.group}; grad like out, lse and delta [B, Hq, Sq]; results dense.",
-            "",
-            "import triton",
-            "import triton.language as tl",
-            "",
-            f"BLOCK_Q = tl.constexpr({plan.blocks.q})",
-            f"BLOCK_K = tl.constexpr({plan.blocks.k})",
-            f"LOG2E = tl.constexpr({math.log2(math.e)!r})",
-            *([f"RATE = tl.constexpr({plan.rate!r})  # scale times log2(e)"] if plan.is_linear else []),
-        ])  # fmt: skip
-
-    def signature(self) -> list[str]:
-        names = list(arguments(self.plan))
-        counts = [4, len(_rows(self.plan)), 4, 3, 4, 4, 4, 4, len(_LISTS) if self.plan.listed else 0]
-        counts.append(len(_arguments_for_reads(self.plan)))
-        counts += [1 + read.rank + len(self.plan.guarded_axes(read.number)) for read in self.plan.reads]
-        rows = []
-        for count in [*counts, self.plan.program.sizes]:
-            rows.append(names[:count])
-            names = names[count:]
-        return [f"    {', '.join(row)}," for row in rows if row]
+        title = f"{self.name}, backward, written by attngraph. For each batch b, head h, query q and key k"
+        about = [
+            *self.operands_in_words(),
+            f"Hkv = {self.heads_of_keys}; grad like out, lse and delta [B, Hq, Sq]; results dense.",
+            *([ABOUT_LISTS] if self.plan.listed else []),
+        ]
+        return module.header(title, self.plan, about, [module.LOG2E, *module.rate(self.plan)])
 
     def long(self, code: str) -> str:
         return f"tl.cast({code}, tl.int64)" if self.plan.wide else code
@@ -120,12 +106,12 @@ class _BackwardEmitter(TileEmitter):
         widths = [f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]"]
         if plan.Dv != plan.D:
             widths.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
-        heads = "Hq" if axis == "q" else f"(Hq // {plan.group})" if plan.group > 1 else "Hq"
+        heads = "Hq" if axis == "q" or plan.group == 1 else f"(Hq // {plan.group})"
         owner = "h" if axis == "q" else "kv"
         return [
             "place = tl.program_id(0)",
             f"blocks = tl.cdiv({'Sq' if axis == 'q' else 'Skv'}, BLOCK_{axis.upper()})",
-            f"first = (place % blocks) * BLOCK_{axis.upper()}",
+            f"first = place % blocks * BLOCK_{axis.upper()}",
             f"b = {self.long(f'place // blocks // {heads}')}",
             f"{owner} = {self.long(f'place // blocks % {heads}')}",
             *widths,
@@ -150,10 +136,10 @@ class _BackwardEmitter(TileEmitter):
             body_of_look = [*keys, *self.tile_of_queries(), *self.tile_of_keys("key"), *look]
             look = self.over("k", "0", f"tl.where(is_far, {stop}, 0)", body_of_look, ", num_stages=1")
             last += [f"tl.store({name}s + row, row_{name}, mask=q < Sq)" for name in ("top", "total")]
-        kv = f"h // {self.plan.group}" if self.plan.group > 1 else "h"
+            first = ["# A log-sum-exp far from zero holds too few digits: such rows are summed anew.", *first]
         return [
             *self.places("q"),
-            f"kv = {kv}",
+            f"kv = {self.group}",
             f"q = {self.long('first + tl.arange(0, BLOCK_Q)[:, None]')}",
             "row = tl.cast(place // blocks, tl.int64) * Sq + q",
             "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
@@ -181,19 +167,20 @@ class _BackwardEmitter(TileEmitter):
         ]  # fmt: skip
         column = "(tl.cast(b, tl.int64) * Hq + h) * Skv + k"
         heads = [
-            f"h = kv * {self.plan.group} + member",
+            f"h = kv * {self.plan.group} + member" if self.plan.group > 1 else "h = kv",
             *(f"sum{i} = tl.zeros([1, BLOCK_K], tl.float32)" for i in summed),
             *limit, *self.over("q", begin, stop, body),
             *(f"tl.store(sums{i} + {column}, sum{i}, mask=k < Skv)" for i in summed),
         ]  # fmt: skip
-        stores = []
+        if self.plan.group > 1:
+            heads = [f"for member in range({self.plan.group}):", *indented(heads)]
+        row, stores = "(tl.cast(place // blocks, tl.int64) * Skv + at)", []
         for name, columns, width in (("key", "d", self.plan.D), ("value", self.dv, self.plan.Dv)):
             total = f"sum_{name}"
             if name == "value" and self.multiple.keeps_nan:
                 total = "(sum_value + tl.load(unseen + place // blocks))"
             stores += [
-                f"result = grad_{name} + (tl.cast(place // blocks, tl.int64) * Skv + at) * {width}",
-                f"result += {columns}",
+                f"result = grad_{name} + {row} * {width} + {columns}",
                 f"tl.store(result, {total}.to(grad_{name}.dtype.element_ty), "
                 f"mask={self.inside('at < Skv', columns)})",
             ]
@@ -204,7 +191,7 @@ class _BackwardEmitter(TileEmitter):
             *self.tiles_of_keys(), *lines,
             f"sum_key = tl.zeros([BLOCK_K, {self.D}], tl.float32)",
             f"sum_value = tl.zeros([BLOCK_K, {self.Dv}], tl.float32)",
-            f"for member in range({self.plan.group}):", *indented(heads), *stores,
+            *heads, *stores,
         ]  # fmt: skip
 
     def limit(self, axis: str) -> tuple[str, list[str]]:
@@ -228,7 +215,7 @@ class _BackwardEmitter(TileEmitter):
         """A read's own kernel: each program sums one tile over the batches and heads that the read does not
         tell apart. The grid is of those that it does, of blocks of keys and of blocks of queries."""
         tile, before = self.tile([number])
-        shift, lines = ("0", []) if self.plan.diagonal is None else self.shift()
+        shift, lines = self.shift()
         each_batch, each_head = self.reads[number].owned
         b, h = {
             (True, True): ("batch + owner // Hq", "owner % Hq"), (True, False): ("batch + owner", "member"),
@@ -237,9 +224,9 @@ class _BackwardEmitter(TileEmitter):
         count = {(True, True): "1", (True, False): "Hq", (False, True): "B", (False, False): "B * Hq"}
         members = count[each_batch, each_head]
         if self.plan.diagonal is not None:
-            members = f"tl.where(first < start + BLOCK_Q + {shift}, {members}, 0)"
+            members = f"tl.where(first < start + BLOCK_Q{_summand(shift)}, {members}, 0)"
         body = [
-            f"b = {self.long(b)}", f"h = {self.long(h)}", f"kv = h // {self.plan.group}",
+            f"b = {self.long(b)}", f"h = {self.long(h)}", f"kv = {self.group}",
             *self.numbers_of_rows(), *self.rows_of_queries(), *self.tiles_of_keys(), *before, *tile,
             f"sum += of_read{number}",
         ]  # fmt: skip
@@ -267,20 +254,24 @@ class _BackwardEmitter(TileEmitter):
         if self.plan.diagonal is None:
             return "Skv", []
         shift, lines = self.shift()
-        return "stop", [*lines, f"stop = tl.minimum(first + BLOCK_Q + {shift}, Skv)"]
+        return "stop", [*lines, f"stop = tl.minimum(first + BLOCK_Q{_summand(shift)}, Skv)"]
 
     def begin_of_queries(self) -> tuple[str, list[str]]:
         """Where the queries begin of which any sees a key of the block."""
         if self.plan.diagonal is None:
             return "0", []
         shift, lines = self.shift()
-        return "begin", [*lines, f"begin = tl.maximum(first - {shift}, 0) // BLOCK_Q * BLOCK_Q"]
+        begin = f"tl.maximum(first - {shift}, 0)" if shift else "first"
+        return "begin", [*lines, f"begin = {begin} // BLOCK_Q * BLOCK_Q"]
 
     def shift(self) -> tuple[str, list[str]]:
-        assert self.plan.diagonal is not None
-        if self.plan.diagonal[1] is E.ZERO:
-            return "0", []
-        self.writer.before.clear()
-        code = self.writer.expression(self.plan.diagonal[1]).code
-        lines = list(self.writer.before)
-        return (f"tl.cast({code}, tl.int64)" if self.plan.wide else f"({code})"), lines
+        """How many keys after its own place a query sees ("": none), and the lines that this needs."""
+        if self.plan.diagonal is None or self.plan.diagonal[1] is E.ZERO:
+            return "", []
+        self.writer.forget()
+        code = self.writer.expression(self.plan.diagonal[1]).at(PRODUCT)
+        return (f"tl.cast({code}, tl.int64)" if self.plan.wide else code), self.writer.before
+
+
+def _summand(code: str) -> str:
+    return f" + {code}" if code else ""

@@ -10,10 +10,10 @@ values are the first places of the keys, as latents are, each tile is loaded onc
 from __future__ import annotations
 
 import dataclasses
-import math
 
-from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter, Kernel, indented, names_of_reads
-from attngraph.codegen.triton.helpers import helpers
+from attngraph.codegen.triton import module
+from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
+from attngraph.codegen.triton.module import Groups, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 
 JOIN = "join_parts"
@@ -46,15 +46,17 @@ def emit_decode(plan: DecodePlan) -> Kernel:
 def arguments(plan: DecodePlan) -> tuple[str, ...]:
     """The first kernel's arguments in order: tensors, what they leave, where rows lie, lengths, strides
     (pages have one of pages, heads, tokens; new keys of heads, tokens), then as in `emit.arguments`."""
-    tensors = (
-        ["query", "key", "new_key"] if plan.shared else ["query", "key", "value", "new_key", "new_value"]
-    )
-    found = [*tensors, "part_acc", "part_m", "part_l", "table", "starts", "first", "held"]
-    found += ["Hq", "Hkv", "columns", "page", "splits", "news"]
-    found += [f"query_{axis}" for axis in "hsd"]
-    for tensor in tensors[1:]:
-        found += [f"{tensor}_{axis}" for axis in ("hsd" if tensor.startswith("new") else "phsd")]
-    return (*found, *names_of_reads(plan))
+    return module.flat(_groups(plan))
+
+
+def _groups(plan: DecodePlan) -> Groups:
+    pages, new = (("key",), ("new_key",)) if plan.shared else (("key", "value"), ("new_key", "new_value"))
+    strides = [("query", "hsd"), *((t, "phsd") for t in pages), *((t, "hsd") for t in new)]
+    return [
+        ("query", *pages, *new), ("part_acc", "part_m", "part_l"), ("table", "starts", "first", "held"),
+        ("Hq", "Hkv", "columns", "page", "splits", "news"),
+        *(tuple(f"{tensor}_{axis}" for axis in axes) for tensor, axes in strides), *names_of_reads(plan),
+    ]  # fmt: skip
 
 
 class _DecodeEmitter(Emitter):
@@ -79,46 +81,21 @@ class _DecodeEmitter(Emitter):
         lines += ["for start in tl.range(since, until, BLOCK_K):  # in pages", *indented(held)]
         lines += ["for start in tl.range(kept, kept + fresh, BLOCK_K):  # new tokens", *indented(news)]
         lines += self.leave()
-        sizes = [a for a in arguments(self.plan) if a.startswith("n") and a[1:].isdigit()]
-        decorator = f"@triton.jit(do_not_specialize={sizes!r})" if sizes else "@triton.jit"
-        text = "\n\n\n".join([
-            self.header(),
-            *(h.rstrip() for h in helpers(self.writer.calls)),
-            self.absorb(),
-            "\n".join([decorator, f"def {self.name}(", *self.signature(), "):", *indented(lines)]),
-            self.join(),
-        ])  # fmt: skip
-        return Kernel(text + "\n", self.name, arguments(self.plan))
+        first = module.function(self.name, _groups(self.plan), self.contract, lines)
+        functions = [self.absorb(), first, self.join()]
+        return module.assemble(self.name, _groups(self.plan), self.header(), self.writer.calls, functions)
+
+    contract = "Some queries of one row over one part of its keys: their sum, maximum and normaliser."
 
     def header(self) -> str:
         plan = self.plan
-        program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
+        title = f"{self.name}, written by attngraph. For each row b, head h, query at q and key at k"
         values = f"value its first {plan.Dv}" if plan.shared else f"value [pages, Hkv, page, {plan.Dv}]"
-        rate = f"RATE = tl.constexpr({plan.rate!r})  # scale times log2(e)"
-        return "\n".join([
-            f"# {self.name}, written by attngraph. For each row b, head h, query at q and key at k:",
-            *program,
-            f"# query [Hq, tokens, {plan.D}], key [pages, Hkv, page, {plan.D}], {values};",
-            f"# {DTYPES[plan.dtype]}, Hkv = Hq // {plan.group}; out [tokens, Hq, {plan.Dv}] in memory.",
-            "",
-            "import triton",
-            "import triton.language as tl",
-            "",
-            f"BLOCK_Q = tl.constexpr({plan.blocks.q})",
-            f"BLOCK_K = tl.constexpr({plan.blocks.k})",
-            rate if plan.is_linear else f"LOG2E = tl.constexpr({math.log2(math.e)!r})",
-        ])  # fmt: skip
-
-    def signature(self) -> list[str]:
-        names = list(arguments(self.plan))
-        tensors = 2 if self.plan.shared else 4
-        counts = [tensors + 4, 4, 6, 3, *([4, 3] if self.plan.shared else [4, 4, 3, 3])]
-        counts += [1 + read.rank + len(self.plan.guarded_axes(read.number)) for read in self.plan.reads]
-        rows = []
-        for count in [*counts, self.plan.program.sizes]:
-            rows.append(names[:count])
-            names = names[count:]
-        return [f"    {', '.join(row)}," for row in rows if row]
+        about = [
+            f"query [Hq, tokens, {plan.D}], key [pages, Hkv, page, {plan.D}], {values};",
+            f"{DTYPES[plan.dtype]}, Hkv = {self.heads_of_keys}; out [tokens, Hq, {plan.Dv}] in memory.",
+        ]
+        return module.header(title, plan, about, module.rate(plan) or [module.LOG2E])
 
     def begin(self) -> list[str]:
         """Which queries of which row, and which of its keys, this program takes."""
@@ -219,17 +196,15 @@ class _DecodeEmitter(Emitter):
         return f"{tile} = tl.load({address}, mask={self.masked('there', columns)}, other=0.0)"
 
     def dot(self) -> str:
-        exact = ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
-        code = f"tl.dot(query_tile, tl.trans(key_tile){exact})"
-        return f"tl.dot(query_rest, tl.trans(key_rest), {code}{exact})" if self.rest else code
+        code = super().dot()
+        return f"tl.dot(query_rest, tl.trans(key_rest), {code}{self.exact})" if self.rest else code
 
     def start(self) -> list[str]:
         """A sink is counted once: in the first part."""
         lines = super().start()
         if self.plan.program.sink is None:
             return lines
-        zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
-        return [lines[0], f"m = tl.where(part == 0, m, {zeros} + {NEGATIVE_INFINITY})", *lines[1:]]
+        return [lines[0], f"sink = tl.where(part == 0, sink, {NEGATIVE_INFINITY})", *lines[1:]]
 
     def leave(self) -> list[str]:
         """What this part found."""
@@ -246,7 +221,8 @@ class _DecodeEmitter(Emitter):
     def join(self) -> str:
         """The second kernel: the parts of some queries become their result."""
         plan = self.plan
-        unit = "" if plan.is_linear else " * LOG2E"
+        shrink, grow = ("m - base", "own - base") if plan.is_linear else (
+            "(m - base) * LOG2E", "(own - base) * LOG2E")  # fmt: skip
         result = "acc / l" if self.multiple.keeps_nan else "tl.where(l > 0.0, acc / l, 0.0)"
         mask = "inside" if plan.Dv == self.Dv else f"inside & (d < {plan.Dv})"
         return "\n".join([
@@ -272,7 +248,7 @@ class _DecodeEmitter(Emitter):
                 "    own = tl.load(part_m + row)",
                 "    top = tl.maximum(m, own, propagate_nan=tl.PropagateNan.ALL)",
                 f"    base = tl.where(top == {NEGATIVE_INFINITY}, 0.0, top)",
-                f"    shrink, grow = tl.exp2((m - base){unit}), tl.exp2((own - base){unit})",
+                f"    shrink, grow = tl.exp2({shrink}), tl.exp2({grow})",
                 "    l = l * shrink + tl.load(part_l + row) * grow",
                 f"    tile = tl.load(part_acc + row * {plan.Dv} + d, mask={mask}, other=0.0)",
                 "    acc = acc * shrink + tile * grow",

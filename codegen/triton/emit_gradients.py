@@ -15,16 +15,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngraph.codegen.derivative import ZERO, derivative, formula_of, slopes
+from attngraph.codegen.chain import Chain
+from attngraph.codegen.derivative import derivative
 from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
-from attngraph.codegen.triton.plan import DTYPES, stays_trusted
+from attngraph.codegen.triton.expression import PRODUCT
+from attngraph.codegen.triton.plan import stays_trusted
 from attngraph.codegen.triton.read_gradients import BackwardPlan, read_gradients
-from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.kernels import TRUSTED
-from attngraph.ir.score import DOT, SCORE, Keep, Score, Statement
 
 WITHIN = "(q < Sq) & (k < Skv)"
+
+
+class _Statements(Chain):
+    """The statements of an emitter, in Triton."""
+
+    def __init__(self, emitter: TileEmitter) -> None:
+        self.emitter, self.writer, self.reads = emitter, emitter.writer, emitter.reads
+        self.written = set()
+
+    def line(self, code: str) -> None:
+        self.writer.inside.append(code)
+
+    def declare(self, name: str, code: str, is_truth: bool = False) -> None:
+        self.line(f"{name} = {code}")
+
+    def choose(self, condition: str, yes: str, no: str) -> str:
+        return f"tl.where({condition}, {yes}, {no})"
+
+    def truth(self, predicate: Expr) -> str:
+        return self.writer.truth(predicate)
+
+    def factor(self, formula: Expr) -> str:
+        return self.emitter.real(formula, PRODUCT + 1)
+
+    def score(self, formula: Expr) -> str:
+        return self.emitter.score_of(formula)
 
 
 class TileEmitter(Emitter):
@@ -35,7 +61,6 @@ class TileEmitter(Emitter):
         self.reads = read_gradients(plan)
         self.rate = "RATE" if plan.is_linear else "LOG2E"
         self.is_trusted = stays_trusted(plan.program)
-        self._written: set[str] = set()
 
     def tile_of_queries(self) -> list[str]:
         return self.address("query", "h", "q", "d", "q < Sq")
@@ -65,11 +90,10 @@ class TileEmitter(Emitter):
         return self.address(name, "kv", "at", "d" if name == "key" else self.dv, "at < Skv")
 
     def address(self, name: str, head: str, rows: str, columns: str, mask: str) -> list[str]:
-        where = f"tl.cast(b, tl.int64) * {name}_b + tl.cast({head}, tl.int64) * {name}_h"
+        where = f"{name}_head + tl.cast({rows}, tl.int64) * {name}_s + {columns} * {name}_d"
         return [
-            f"{name}_rows = {name} + {where} + tl.cast({rows}, tl.int64) * {name}_s",
-            f"{name}_tile = tl.load({name}_rows + {columns} * {name}_d, "
-            f"mask={self.inside(mask, columns)}, other=0.0)",
+            self.base(name, head),
+            f"{name}_tile = tl.load({where}, mask={self.inside(mask, columns)}, other=0.0)",
         ]
 
     def far_rows(self) -> tuple[list[str], list[str], list[str]]:
@@ -97,12 +121,10 @@ class TileEmitter(Emitter):
         ]  # fmt: skip
         last = []
         if self.plan.program.sink is not None:
-            sink = writer.expression(self.plan.program.sink)
-            code = self.as_float32(sink.code) if sink.is_integer else self.narrow(sink.code)
             last += [
                 f"far = far & (row_top > {NEGATIVE_INFINITY})  # else there is but the sink",
-                f"sink = tl.zeros([BLOCK_Q, 1], tl.float32) + {code}",
-                f"row_sum += tl.exp2(sink * LOG2E - row_top * {self.rate})",
+                f"sink = {self.sink()}",
+                f"row_sum += tl.exp2((sink - row_top) * {self.rate})",
             ]
         last += [
             "row_top = tl.where(far, row_top, 0.0)",
@@ -114,97 +136,41 @@ class TileEmitter(Emitter):
         """Lines that make `p` (weights), `ds` (the gradient of the dot) and `of_read<i>` for the wanted of
         `reads`, all zero but `within` the tile, and the lines that they need of the queries alone."""
         plan, writer, factor = self.plan, self.writer, self.multiple.factor
-        writer.begin_body()
-        writer.before.clear()
-        writer._outer.clear()
-        self._written.clear()
-        statements = list(plan.statements)
-        for number, statement in enumerate(statements):
-            self.forward(number, statement)
+        writer.forget()
+        chain = _Statements(self)
+        statements = list(enumerate(plan.statements))
+        for number, statement in statements:
+            chain.forward(number, statement)
         multiple = writer.expression(factor).code
         lines = [f"dot = {self.dot()}", "s = dot", *writer.inside]
         writer.inside.clear()
-        unit = f"(s - row_top) * {self.rate} - row_total"
-        if self.is_trusted:
-            unit = "(s - row_lse) * LOG2E"
+        unit = "(s - row_lse) * LOG2E" if self.is_trusted else f"(s - row_top) * {self.rate} - row_total"
         weigh = "" if self.multiple.is_plain else f" * ({multiple})"
         lines += [
-            f"p = tl.where({within}, tl.exp2({unit}), 0.0)",
+            f"p = tl.where({within}, tl.exp2({unit}), 0.0)  # the weights again",
             *([] if self.multiple.keeps_nan else ["p = tl.where(p == p, p, 0.0)"]),
             f"weighed = {self.product_of('grad_tile', 'value_tile')}",
-            f"ds = p * (weighed{weigh} - row_delta)",
+            f"ds = p * (weighed{weigh} - row_delta)  # of the scores, and back to the dots",
         ]
         for number in wanted:
-            self.add(f"of_read{number}", "p * weighed", derivative(factor, self.reads[number].node))
-        for number in reversed(range(len(statements))):
-            self.backward(number, statements[number], wanted)
+            chain.add(f"of_read{number}", "p * weighed", derivative(factor, self.reads[number].node))
+        for number, statement in reversed(statements):
+            chain.backward(number, statement, wanted)
         lines += writer.inside
         writer.inside.clear()
-        if "of_dot" in self._written:
+        if "of_dot" in chain.written:
             lines.append("ds = ds + of_dot")
         if plan.is_linear:
             lines.append(f"ds = ds * {plan.program.scale!r}")
         # At places that are none, a row's delta or a formula may be NaN or infinite, times zero.
-        names = ["ds", *(n for n in sorted(self._written) if n != "of_dot")]
+        names = ["ds", *(n for n in sorted(chain.written) if n != "of_dot")]
         lines += [f"{name} = tl.where({within}, {name}, 0.0)" for name in names]
         if weigh:
             lines.append(f"p = p{weigh}")
         return lines, list(writer.before)
-
-    def forward(self, number: int, statement: Statement) -> None:
-        """A statement, leaving what its derivatives need."""
-        writer = self.writer
-        found = [
-            *slopes(statement, is_first=number == 0),
-            *(derivative(formula_of(statement), r.node) for r in self.reads),
-        ]
-        if any(n in (DOT, SCORE) for slope in found for n in E.walk(slope)):
-            writer.inside.append(f"before{number} = s")
-        if isinstance(statement, Score):
-            self.score(statement)
-            return
-        assert isinstance(statement, Keep)
-        keep = writer.truth(statement.predicate)
-        writer.inside.append(f"kept{number} = {keep}")
-        fill = writer.expression(statement.fill)
-        code = fill.code if fill.is_integer else self.narrow(fill.code)
-        writer.inside.append(f"s = tl.where(kept{number}, s, {code})")
-
-    def backward(self, number: int, statement: Statement, wanted: Sequence[int]) -> None:
-        """`ds` of a statement's result becomes that of what it was made from."""
-        lines, formula = self.writer.inside, formula_of(statement)
-        by_score, by_dot = slopes(statement, is_first=number == 0)
-        others = {f"of_read{i}": derivative(formula, self.reads[i].node) for i in wanted}
-        others["of_dot"] = by_dot
-        if any(n in (DOT, SCORE) for slope in (by_score, *others.values()) for n in E.walk(slope)):
-            lines.append(f"s = before{number}")
-        masks = isinstance(statement, Keep)
-        for name, slope in others.items():
-            self.add(name, f"tl.where(kept{number}, 0.0, ds)" if masks else "ds", slope)
-        if masks:
-            hidden = "0.0" if by_score is ZERO else f"ds * ({self.real(by_score)})"
-            lines.append(f"ds = tl.where(kept{number}, ds, {hidden})")
-        elif not E.is_const(by_score, 1):
-            lines.append(f"ds = ds * ({self.real(by_score)})")
-
-    def add(self, name: str, flow: str, slope: Expr) -> None:
-        """Add what flows through a formula to the gradient of that name."""
-        if slope is ZERO:
-            return
-        code = flow if E.is_const(slope, 1) else f"{flow} * ({self.real(slope)})"
-        self.writer.inside.append(f"{name} {'+=' if name in self._written else '='} {code}")
-        self._written.add(name)
-
-    def real(self, formula: Expr) -> str:
-        term = self.writer.expression(formula)
-        return self.as_float32(term.code) if term.is_integer else self.narrow(term.code)
 
     def product_of(self, a: str, b: str) -> str:
         return f"tl.dot({a}, tl.trans({b}){self.exact})"
 
     def added(self, total: str, a: str, b: str) -> str:
         return f"{total} = tl.dot({a}.to({b}.dtype), {b}, {total}{self.exact})"
-
-    @property
-    def exact(self) -> str:
-        return ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""

@@ -3,13 +3,15 @@
 Tiles come by tensor descriptors, which the TMA unit of sm_90 and later serves and which fill what lies beyond
 a tensor with zeros. The compiler gives fetching and computing to different warps; it does so for one loop
 without branches, so there is no loop of whole tiles: bounds and masks are evaluated in every tile. The
-arguments are those of the classic kernel.
+arguments are those of the classic kernel, and so is the end: the output is stored by pointers, once for each
+block of queries, which a descriptor would need more shared memory for.
 """
 
 from __future__ import annotations
 
 from attngraph.codegen.triton import schedule
-from attngraph.codegen.triton.emit import NEXT_TILE, Emitter, indented
+from attngraph.codegen.triton.emit import NEXT_TILE, Emitter
+from attngraph.codegen.triton.module import indented
 from attngraph.codegen.triton.plan import Plan
 from attngraph.codegen.unsupported import UnsupportedError
 
@@ -28,7 +30,7 @@ class SpecialisedEmitter(Emitter):
             raise UnsupportedError(f"warp specialisation: {reason}")
 
     def remark(self) -> list[str]:
-        return ["# Warp-specialised: some warps fetch tiles while others compute."]
+        return ["Warp-specialised: some warps fetch tiles while others compute."]
 
     def operands(self) -> list[str]:
         return [

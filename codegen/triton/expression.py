@@ -89,6 +89,12 @@ class Writer:
         self.inside = []
         self._inner = {}
 
+    def forget(self) -> None:
+        """Begin another kernel: nothing is written yet."""
+        self.begin_body()
+        self.before = []
+        self._outer = {}
+
     def expression(self, node: Expr) -> Term:
         """The term of a statement's expression; the lines that it needs are written on the way."""
         # A value made from the score is another one in each statement.

@@ -73,17 +73,22 @@ def obstacle_of_call(operands: Sequence[Tensor]) -> str | None:
     return None
 
 
-def specialised_blocks(plan: Plan) -> Blocks:
-    """Block sizes to begin with; they keep everything in registers on sm_90 (`ahead.py` tells)."""
+def specialised_blocks(plan: Plan, capability: tuple[int, int] | None) -> Blocks:
+    """Block sizes to begin with on a GPU of that capability (None: unknown, taken for 9.0). They keep
+    everything in registers up to a width of 128 (`ahead.py` tells); on sm_100 128 queries of that width, or
+    softcapped scores of a narrower one, do not."""
+    if capability is not None and capability[0] == 10:
+        return Blocks(64, 64, 4, 2, specialised=True)
     width = max(padded(plan.D), padded(plan.Dv))
     return Blocks(128, 128 if width <= 64 else 64, 4, 2, specialised=True)
 
 
 def without_measurement(plan: Plan, operands: Sequence[Tensor]) -> Plan:
     """The plan, for a call that no table knows."""
-    if device.capability(operands[0].device) not in UNTUNED or obstacle(plan) is not None:
+    capability = device.capability(operands[0].device)
+    if capability not in UNTUNED or obstacle(plan) is not None:
         return plan
-    blocks = specialised_blocks(plan)
+    blocks = specialised_blocks(plan, capability)
     return dataclasses.replace(plan, blocks=blocks) if operands[0].shape[2] >= blocks.q else plan
 
 

@@ -1,9 +1,17 @@
 """Block sizes that were measured: a small table for each device.
 
 A table is a JSON file of block sizes (and schedules) by pass, dtype, widths and kind of program, and for
-attention over a cache of how many programs a multiprocessor should have. Those of devices that we
-measured are shipped in `tuned/`; those that a user measures (`tuning.py`) lie beside the emitted kernels and
-go first. What no table has follows the rules of `plan.py`.
+attention over a cache of how many programs a multiprocessor should have:
+
+    {"device": "NVIDIA H200", "triton": "3.9.0",
+     "blocks": {"forward, bfloat16, 64 wide, values 64, causal": [128, 64, 4, 2, "warp-specialised"],
+                "decode of 16 queries, bfloat16, 128 wide, values 128, causal": [16, 64, 4, 3]},
+     "programs": {"decode of 16 queries, bfloat16, 128 wide, values 128, causal": 4}}
+
+A line's numbers are those of `Blocks`: queries, keys, warps, stages. Tables of devices that we measured are
+shipped in `tuned/`. Those that a user measures (`tuning.py`, or `attngraph bench --tune`) lie beside the
+emitted kernels as `tuned_<device>.json`, and go first. What no table has follows the rules of `plan.py`.
+A file that is no table is not used, and the log says so; it also says if another Triton measured one that is.
 """
 
 from __future__ import annotations
@@ -56,16 +64,34 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
     return blocks
 
 
-@functools.lru_cache(maxsize=16)
 def table(name: str) -> dict[str, Blocks]:
-    """The table of a device: what is shipped, and over it what the user measured."""
-    return {line: blocks for path in _paths(name) for line, blocks in _read(path)[0].items()}
+    """The blocks of a device: what is shipped, and over it what the user measured."""
+    return {line: blocks for found in tables(name) for line, blocks in found.blocks.items()}
 
 
-@functools.lru_cache(maxsize=16)
 def programs(name: str) -> dict[str, int]:
     """How many programs for each multiprocessor of the device were found best, over a cache."""
-    return {line: count for path in _paths(name) for line, count in _read(path)[1].items()}
+    return {line: count for found in tables(name) for line, count in found.programs.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What a file holds, and the version of Triton that it was measured with."""
+
+    blocks: Mapping[str, Blocks]
+    programs: Mapping[str, int]
+    triton: str | None = None
+
+
+@functools.lru_cache(maxsize=16)
+def tables(name: str) -> tuple[Table, ...]:
+    """Those of a device, the user's last."""
+    found = {path: _read(path) for path in _paths(name)}
+    for path, one in found.items():
+        if one.blocks and one.triton != _version():
+            again = "`attngraph bench --tune` measures anew"
+            _log.warning("%s was measured with Triton %s, not %s; %s", path, one.triton, _version(), again)
+    return tuple(found.values())
 
 
 def _paths(name: str) -> tuple[Path, ...]:
@@ -80,16 +106,21 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def _read(path: Path) -> tuple[dict[str, Blocks], dict[str, int]]:
+def _read(path: Path) -> Table:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         blocks = {str(line): _blocks(numbers) for line, numbers in found["blocks"].items()}
-        return blocks, {str(line): _count(n) for line, n in found.get("programs", {}).items()}
+        counts = {str(line): _count(n) for line, n in found.get("programs", {}).items()}
+        return Table(blocks, counts, found.get("triton"))
     except FileNotFoundError:
-        return {}, {}
+        return Table({}, {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         _log.warning("%s is no table of block sizes and is not used: %r", path, problem)
-        return {}, {}
+        return Table({}, {})
+
+
+def _version() -> str:
+    return str(importlib.import_module("triton").__version__)
 
 
 def _blocks(numbers: Any) -> Blocks:
@@ -111,19 +142,20 @@ def _count(number: Any) -> int:
 
 
 def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None = None) -> None:
-    """Add lines to the user's table. Readers see the old table or the new one.
+    """Add lines to the user's table, or begin it anew if another Triton measured the old one. Readers see the
+    old table or the new one.
 
     Args:
         counts: of some lines, how many programs each multiprocessor should have.
     """
     path = _own(name)
-    lines, numbers = _read(path)
-    lines, numbers = {**lines, **found}, {**numbers, **(counts or {})}
-    version = importlib.import_module("triton").__version__
-    content = {"device": name, "triton": version, "blocks": {
+    old = _read(path)
+    if old.triton != _version():
+        old = Table({}, {})
+    lines, numbers = {**old.blocks, **found}, {**old.programs, **(counts or {})}
+    content = {"device": name, "triton": _version(), "blocks": {
         line: [*dataclasses.astuple(blocks)[:4], *([SPECIALISED] if blocks.specialised else [])]
         for line, blocks in sorted(lines.items())
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
     store.write(path, json.dumps(content, indent=1))
-    table.cache_clear()
-    programs.cache_clear()
+    tables.cache_clear()

@@ -123,7 +123,8 @@ def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
     reason = device.no_device(operands[0]) or schedule.obstacle(plan) or schedule.obstacle_of_call(operands)
     if reason is not None:
         raise ValueError(reason)
-    blocks = plan.blocks if plan.blocks.specialised else schedule.specialised_blocks(plan)
+    capability = device.capability(operands[0].device)
+    blocks = plan.blocks if plan.blocks.specialised else schedule.specialised_blocks(plan, capability)
     return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, (), ())[0]
 
 

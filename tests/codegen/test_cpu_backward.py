@@ -4,7 +4,7 @@ layouts, threads, memory; what is left to PyTorch's operations, and that this is
 import functools
 import math
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attngraph.codegen import read_gradients
-from attngraph.codegen.cpu import backward, compiled, library, soft, toolchain
+from attngraph.codegen.cpu import backward, library, soft
 from attngraph.codegen.cpu.call import Run
-from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.ir import ops
-from attngraph.ir.kernels import KERNELS
+from attngraph.ir.kernels import KERNELS, Operands
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
 
@@ -27,51 +26,16 @@ REFERENCE = KERNELS["reference"]
 LOWEST = -3.4028234663852886e38
 
 
-def _reason_for_no_compiler() -> str | None:
-    try:
-        toolchain.compiler()
-    except toolchain.CompilerError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(_reason_for_no_compiler() is not None, reason=str(_reason_for_no_compiler()))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """And a compiler that is told to be quick: what is tested is what the source means."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(toolchain, "FLAGS", tuple("-O1" if f == "-O3" else f for f in toolchain.FLAGS))
-        toolchain._identity.cache_clear()
-        yield
-    toolchain._identity.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _compile_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "WORTH", 1)
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is left to PyTorch's operations is an error."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the call was not served by the library")
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(Tiled, name, refuse)
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def operands(
     B: int = 2, Hq: int = 4, Hkv: int = 2, Sq: int = 101, Skv: int = 131, D: int = 20, Dv: int = 12,
-    dtype: torch.dtype = torch.float32, scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shapes = ((B, Hq, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv))
-    q, k, v = ((scale * torch.randn(shape, dtype=torch.float64)).to(dtype) for shape in shapes)
+    dtype: torch.dtype = torch.float32,
+) -> Operands:  # fmt: skip
+    q, k, v = (
+        torch.randn(shape).to(dtype) for shape in ((B, Hq, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv))
+    )
     return q, k, v
 
 
@@ -226,6 +190,14 @@ def test_gradients_of_what_scores_read(name: str, served: None) -> None:
     check(text, operands(), reads, (100,))
 
 
+@pytest.mark.parametrize("height", [-1e6, 1e4, 1e6])
+def test_sinks_beside_scores_far_from_zero_have_their_gradients(height: float, served: None) -> None:
+    """Of scores that float32 has exactly, where a log-sum-exp in float32 says nothing of the sum."""
+    q, k, v = operands()
+    given, sinks = (q.mul(2).round(), k.mul(4).round().div(4), v), torch.tensor([0.0, 1.0, 2.5, -1.0])
+    check(f"s = 0.25 * dot + {height!r}; sink r0[h] + {height!r}", given, [sinks])
+
+
 def test_a_table_read_at_places_that_are_read(served: None) -> None:
     tables = [
         torch.randn(4, 7),
@@ -257,20 +229,8 @@ def test_reads_of_half_types_have_gradients_of_theirs(dtype: torch.dtype, served
     assert [g.dtype for g in found[3:] if g is not None] == [dtype, dtype]
 
 
-@pytest.mark.parametrize("layout", ["expanded heads", "token-major", "reversed", "expanded width", "offset"])
-def test_strides_do_not_matter(layout: str, served: None) -> None:
-    q, k, v = operands(Dv=20)
-    if layout == "expanded heads":
-        k, v = k[:, :1].expand(-1, 2, -1, -1), v[:, :1].expand(-1, 2, -1, -1)
-    elif layout == "token-major":
-        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-    elif layout == "reversed":
-        q, k, v = (t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for t in (q, k, v))
-    elif layout == "offset":
-        q, k, v = (torch.cat([t[..., :3], t], -1)[..., 3:] for t in (q, k, v))
-    else:
-        q = q[..., :1].expand(-1, -1, -1, 20)
-    check("s = 0.5 * dot; keep k <= q + 30", (q, k, v))
+def test_strides_do_not_matter(lay_out: Callable[[Operands], Operands], served: None) -> None:
+    check("s = 0.5 * dot; keep k <= q + 30", lay_out(operands(Dv=20)))
 
 
 @pytest.mark.parametrize("place", ["q", "k", "v"])

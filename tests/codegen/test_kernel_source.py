@@ -33,7 +33,7 @@ def test_triton_says_the_module_that_is_launched(device: str) -> None:
     operands, reads = fake(device)
     source = said("triton.forward", TEXT, operands, reads)
     functions = [f.name for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)]
-    assert functions[-1] == "causal_attention"
+    assert functions[-1] == "causal_biased_attention"
     assert all(f"#     {line}" in source for line in str(parse(TEXT)).splitlines())
     assert source == launch.emit(launch.plan_call(parse(TEXT), operands, reads, ())).source
 
@@ -72,7 +72,7 @@ def over_a_cache(device: str, by: str = "", text: str = TEXT, latent: bool = Fal
 def test_over_a_cache_triton_says_both_of_its_kernels() -> None:
     name, source = over_a_cache("cuda")
     functions = [f.name for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)]
-    assert name == "triton.decode" and functions[-2:] == ["decode_causal_attention", "join_parts"]
+    assert name == "triton.decode" and functions[-2:] == ["decode_causal_biased_attention", "join_parts"]
     assert "value its first 48" in over_a_cache("cuda", latent=True)[1]
     assert "value its first" not in source
 

@@ -1,20 +1,18 @@
 """The Triton backend without a GPU: its source, its refusals, its cache, and ahead-of-time compilation.
 
-What its kernels compute is tested by `interpreted_triton.py`, in a process of its own.
+What its kernels compute is tested by the files in `interpreted/`.
 """
 
 import ast
 import dataclasses
-import importlib.metadata
 import io
-import json
 import os
 import re
 import stat
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,11 +52,10 @@ from attngraph.meaning import tiles
 from attngraph.meaning.tiles import Cut, Grid
 
 HERE = Path(__file__).parent
+Check = Callable[[str, str], None]
+CheckUsage = Callable[[str, str, Blocks, ahead.Usage], None]
 GOLDEN = HERE / "golden"
-needs_compiler = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1" or device.no_triton() is not None,
-    reason="needs triton as a compiler",
-)
+needs_compiler = pytest.mark.usefixtures("triton_compiler", "cache")
 
 
 def plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **changes: object) -> Plan:
@@ -73,54 +70,10 @@ def backward_plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **change
     return BackwardPlan(**fields, wanted=tuple(r.number for r in reads if r.kind in FLOATING))
 
 
-def check_golden(name: str, source: str) -> None:
-    """Run with ATTNGRAPH_UPDATE_GOLDEN=1 to write the file anew; then read what changed."""
-    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
-        (GOLDEN / name).write_text(source)
-    assert source == (GOLDEN / name).read_text()
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Caches of this test's own, ours and triton's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
-    caches = (store.directory, launch.load, tuned.table)
-    for kept in caches:
-        kept.cache_clear()
-    yield tmp_path / "attngraph" / "triton"
-    for kept in caches:
-        kept.cache_clear()
-
-
-# --- in the interpreter -----------------------------------------------------------------------------
-
-
-def run_interpreted(marks: str) -> None:
-    """Run the tests of `interpreted_triton.py`, for which TRITON_INTERPRET must be set beforehand."""
-    options = ["-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", "-m", marks]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(HERE / "interpreted_triton.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=HERE.parents[1],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-@pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
-def test_kernels_agree_with_the_reference_in_the_interpreter() -> None:
-    run_interpreted("not slow and not gpu")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
-def test_kernels_agree_with_the_reference_on_many_random_programs() -> None:
-    run_interpreted("slow")
-
-
 # --- the source -------------------------------------------------------------------------------------
 
 
-def test_the_causal_kernel_reads_as_its_golden_file_says() -> None:
+def test_the_causal_kernel_reads_as_its_golden_file_says(check_golden: Check) -> None:
     check_golden("causal.py.txt", emit(plan("s = 0.125 * dot; keep k <= q")).source)
 
 
@@ -394,6 +347,18 @@ def test_a_table_that_is_none_is_not_used(text: str, cache: Path, caplog: pytest
     assert "is no table of block sizes" in caplog.text
 
 
+def test_a_table_of_another_triton_is_told_and_begun_anew(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.directory()
+    (cache / "tuned_a_gpu.json").write_text('{"triton": "2.0", "blocks": {"a": [64, 64, 4, 2]}}')
+    assert tuned.table("A GPU") == {"a": Blocks(64, 64, 4, 2)} and tuned.programs("A GPU") == {}
+    assert caplog.text.count("was measured with Triton 2.0") == 1
+    tuned.add("A GPU", {"b": Blocks(32, 32, 4, 1)})
+    assert tuned.table("A GPU") == {"b": Blocks(32, 32, 4, 1)}
+    assert caplog.text.count("was measured with") == 1
+
+
 @pytest.mark.usefixtures("cache")
 def test_what_a_user_measured_goes_before_what_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -479,22 +444,16 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
         for t in ahead.TARGETS
     ],
 )
-def test_what_forward_kernels_use_is_what_the_table_says(kind: str, D: int, target: str, cache: Path) -> None:
-    """Run with ATTNGRAPH_UPDATE_GOLDEN=1 (and -m 'slow or not slow') to write the table anew. Its figures
-    hold for the Triton that it names; that nothing is spilled holds for every one."""
-    (text, changes), gpu, table = KINDS[kind], ahead.TARGETS[target], GOLDEN / "forward_usage.json"
+def test_what_forward_kernels_use_is_what_the_table_says(
+    kind: str, D: int, target: str, check_usage: CheckUsage
+) -> None:
+    """That nothing is spilled holds for every Triton."""
+    (text, changes), gpu = KINDS[kind], ahead.TARGETS[target]
     blocks = blocks_for(parse(text), D, D, torch.bfloat16, 4096, gpu.shared)
     usage = ahead.compile_ahead(plan(text, D, dtype=torch.bfloat16, blocks=blocks, **changes), gpu)
     assert 0 < usage.shared <= gpu.shared
     assert usage.spilled == 0, usage
-    found = {"blocks": str(blocks), **dataclasses.asdict(usage)}
-    known = json.loads(table.read_text()) if table.exists() else {"triton": "", "kernels": {}}
-    version, name = importlib.metadata.version("triton"), f"{target}, {D} wide, {kind}"
-    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
-        kernels = {**known["kernels"], name: found}
-        known = {"triton": version, "kernels": dict(sorted(kernels.items()))}
-        table.write_text(json.dumps(known, indent=1) + "\n")
-    assert known["kernels"][name] == found or known["triton"] != version
+    check_usage("forward_usage.json", f"{target}, {D} wide, {kind}", blocks, usage)
 
 
 DECODING = {
@@ -544,33 +503,28 @@ DIFFERENTIATED: dict[str, tuple[Read, ...]] = {
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("D", "target"),
+    ("text", "D", "target"),
     [
-        pytest.param(d, t, marks=[] if (d, t) == (64, "sm_90") else pytest.mark.slow)
+        pytest.param(p, d, t, marks=[] if (d, t) == (64, "sm_90") and "r2" not in p else pytest.mark.slow)
+        for p in DIFFERENTIATED
         for d in (64, 128, 256)
         for t in ahead.TARGETS
     ],
 )
-def test_gradients_compile_for_every_target(D: int, target: str, cache: Path) -> None:
-    gpu = ahead.TARGETS[target]
-    for text, reads in DIFFERENTIATED.items():
-        blocks = backward_blocks(D, torch.bfloat16, gpu.shared, bool(reads), linear(parse(text)))
-        made = backward_plan(text, D, reads, dtype=torch.bfloat16, blocks=blocks)
-        for usage in ahead.compile_backward_ahead(made, gpu):
-            assert 0 < usage.shared <= gpu.shared
-            assert usage.spilled == 0 or D == 256 or gpu.backend == "hip", usage
-            assert usage.spilled <= (160 if target == "sm_80" else 64), usage
+def test_gradients_compile_for_every_target(text: str, D: int, target: str) -> None:
+    gpu, reads = ahead.TARGETS[target], DIFFERENTIATED[text]
+    blocks = backward_blocks(D, torch.bfloat16, gpu.shared, bool(reads), linear(parse(text)))
+    made = backward_plan(text, D, reads, dtype=torch.bfloat16, blocks=blocks)
+    for usage in ahead.compile_backward_ahead(made, gpu):
+        assert 0 < usage.shared <= gpu.shared
+        assert usage.spilled == 0 or D == 256 or gpu.backend == "hip", usage
+        assert usage.spilled <= (160 if target == "sm_80" else 64), usage
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("D", "target"),
-    [
-        pytest.param(d, t, marks=[] if (d, t) == (64, "sm_90") else pytest.mark.slow)
-        for d in (64, 128)
-        for t in ("sm_80", "sm_90")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_kernels_of_single_precision_keep_their_numbers_in_registers(
     D: int, target: str, cache: Path
 ) -> None:
@@ -581,7 +535,7 @@ def test_kernels_of_single_precision_keep_their_numbers_in_registers(
         assert usage.spilled == 0 and usage.shared <= gpu.shared, usage
 
 
-def test_the_source_of_a_kernel_that_is_given_lists() -> None:
+def test_the_source_of_a_kernel_that_is_given_lists(check_golden: Check) -> None:
     text, reads = "s = 0.125 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (Read(0, 2, "int"),)
     check_golden("documents.py.txt", emit(plan(text, reads=reads, listed=True)).source)
 
@@ -612,7 +566,7 @@ def test_kernels_that_are_given_lists_compile(D: int, target: str, cache: Path) 
         ("biased", "s = 0.125 * dot + r0[h, q, k] + r1[b, k]; keep k <= q", (BIAS, PER_KEY)),
     ],
 )
-def test_the_source_of_gradients(name: str, text: str, reads: tuple[Read, ...]) -> None:
+def test_the_source_of_gradients(name: str, text: str, reads: tuple[Read, ...], check_golden: Check) -> None:
     source = emit_backward(backward_plan(text, reads=reads, blocks=Blocks(64, 64))).source
     check_golden(f"{name}_backward.py.txt", source)
 
@@ -632,7 +586,7 @@ def test_rows_are_looked_at_first_where_their_scores_may_be_far_from_zero(text: 
     assert ("is_far" in source) != bounded and ("tops" in source) != bounded
 
 
-def test_the_source_of_decoding_latents() -> None:
+def test_the_source_of_decoding_latents(check_golden: Check) -> None:
     program = parse("s = 0.1352337788608801 * dot; keep k <= q")
     made = DecodePlan(program, torch.bfloat16, 576, 512, 16, (), Blocks(16, 64, 8, 2), shared=True)
     check_golden("decode_latents.py.txt", emit_decode(made).source)

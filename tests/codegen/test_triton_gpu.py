@@ -153,7 +153,7 @@ def specialised(
 ) -> Forward:
     """The kernel in this schedule, for a call that can have it."""
     plan = launch.plan_forward(parse(text), tensors, reads, sizes)
-    kernel = Forward(schedule.specialised_blocks(plan))
+    kernel = Forward(schedule.specialised_blocks(plan, torch.cuda.get_device_capability()))
     assert launch.plan_forward(parse(text), tensors, reads, sizes, kernel._blocks).blocks.specialised
     return kernel
 

@@ -1,15 +1,13 @@
 """Warp-specialised kernels without a GPU: who gets one, its source, its binary, and compilations that crash.
 
-What they compute is tested by `interpreted_specialised.py`, in a process of its own.
+What they compute is tested by `interpreted/test_specialised.py`.
 """
 
 import dataclasses
-import importlib.metadata
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +24,14 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.kernels import KERNELS, Operands
 from attngraph.ir.parser import parse
 
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden"
+CheckUsage = Callable[[str, str, Blocks, ahead.Usage], None]
 BLOCKS = Blocks(128, 64, 4, 2, specialised=True)
-needs_compiler = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1" or device.no_triton() is not None,
-    reason="needs triton as a compiler",
-)
+needs_compiler = pytest.mark.usefixtures("triton_compiler", "cache")
 
 
 def plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **changes: Any) -> Plan:
     found = Plan(parse(text), torch.bfloat16, D, D, 1, reads, BLOCKS)
     return dataclasses.replace(found, **changes)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Caches of this test's own, ours and triton's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
-    caches = (store.directory, launch.load, tuned.table, apart._problem)
-    for kept in caches:
-        kept.cache_clear()
-    yield tmp_path / "attngraph" / "triton"
-    for kept in caches:
-        kept.cache_clear()
-
-
-@pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
-def test_specialised_kernels_agree_with_the_reference_in_the_interpreter() -> None:
-    options = ["--import-mode=prepend", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(HERE / "interpreted_specialised.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, cwd=HERE.parents[1],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 # --- who gets one ---------------------------------------------------------------------------------------
@@ -157,17 +128,12 @@ def test_a_table_keeps_the_schedule() -> None:
 # --- source and binary -------------------------------------------------------------------------------
 
 
-def check_golden(name: str, source: str) -> None:
-    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
-        (GOLDEN / name).write_text(source)
-    assert source == (GOLDEN / name).read_text()
-
-
-def test_the_source_of_a_specialised_kernel() -> None:
+def test_the_source_of_a_specialised_kernel(check_golden: Callable[[str, str], None]) -> None:
     text = "s = 30.0 * tanh(dot / 240.0); keep q - k < 1024 and k <= q"
     check_golden("specialised.py.txt", emit(plan(text, group=4, listed=True)).source)
 
 
+CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0)}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("s = 0.125 * dot", {}),
     "causal": ("s = 0.125 * dot; keep k <= q", {}),
@@ -195,23 +161,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ],
 )
 def test_warps_are_given_different_work_and_the_table_says_what_it_takes(
-    kind: str, D: int, target: str, cache: Path
+    kind: str, D: int, target: str, check_usage: CheckUsage
 ) -> None:
-    """Run with ATTNGRAPH_UPDATE_GOLDEN=1 (and -m 'slow or not slow') to write the table anew. Its figures
-    hold for the Triton that it names; that sm_90 spills nothing holds for every one."""
-    (text, changes), table = KINDS[kind], GOLDEN / "specialised_usage.json"
-    made = plan(text, D, **changes)
-    made = dataclasses.replace(made, blocks=schedule.specialised_blocks(made))
-    usage = ahead.compile_ahead(made, ahead.TARGETS[target])
-    assert usage.specialised and 0 < usage.shared <= ahead.TARGETS[target].shared
-    assert usage.spilled == 0 or target == "sm_100", usage
-    found = {"blocks": str(made.blocks), **dataclasses.asdict(usage)}
-    known = json.loads(table.read_text()) if table.exists() else {"triton": "", "kernels": {}}
-    version, name = importlib.metadata.version("triton"), f"{target}, {D} wide, {kind}"
-    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1":
-        known = {"triton": version, "kernels": dict(sorted({**known["kernels"], name: found}.items()))}
-        table.write_text(json.dumps(known, indent=1) + "\n")
-    assert known["kernels"][name] == found or known["triton"] != version
+    """That nothing is spilled holds for every Triton."""
+    text, changes = KINDS[kind]
+    made, gpu = plan(text, D, **changes), ahead.TARGETS[target]
+    made = dataclasses.replace(made, blocks=schedule.specialised_blocks(made, CAPABILITIES[target]))
+    usage = ahead.compile_ahead(made, gpu)
+    assert usage.specialised and 0 < usage.shared <= gpu.shared
+    assert usage.spilled == 0, usage
+    check_usage("specialised_usage.json", f"{target}, {D} wide, {kind}", made.blocks, usage)
 
 
 # --- compilations that fail -----------------------------------------------------------------------------

@@ -5,14 +5,14 @@
        differentiate_unmasked(...)                        the same where every mask keeps everything
        differentiate_pairs(c, number, ...)                what one read gets of each pair, in S
 
+   Rows whose log-sum-exp is beyond TRUSTED are passed over again: in float32 it holds too few digits of the sum.
+
    S holds dots and becomes weights, G holds grad . v and becomes the gradients of the dots. A block of keys
    owns its dk and dv; what it gives to dq is added in the order of the blocks, so that the sums do not
    depend on who comes first. */
 
 enum { OF_Q = 1, OF_K = 2, OF_V = 4 };
 enum { TURNED = (BLOCK_K + STEP_Q - 1) / STEP_Q * STEP_Q };
-/* Beyond this a log-sum-exp in float32 holds too few digits of the sum: the rows are passed over again. */
-#define TRUSTED 128.0f
 
 static const float ones[TURNED] = {[0 ... TURNED - 1] = 1};
 

@@ -1,7 +1,7 @@
 """The warp-specialised schedule in Triton's interpreter, against the reference.
 
 The interpreter knows tensor descriptors; that loops are divided among warps means nothing to
-it. Run by `test_triton_specialised.py`.
+it.
 """
 
 import dataclasses
@@ -9,13 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from interpreted_triton import DOCUMENTS, LISTED, PROGRAMS, agree, bias, operands
-from interpreted_triton import all_listed as all_listed
-from interpreted_triton import no_attempt_fails as no_attempt_fails
-from interpreted_triton import private_cache as private_cache
+from frames import DOCUMENTS, LISTED, PROGRAMS, agree, bias, operands
 from torch import Tensor
 
-from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.triton import apart, attempts, launch, schedule
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
@@ -26,11 +22,6 @@ BLOCKS = Blocks(64, 16, 4, 2, specialised=True)
 KERNEL = Forward(BLOCKS)
 SERVED = 24
 """Of `PROGRAMS` at least so many can be warp-specialised."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_said", Remarks())
 
 
 def halves(**shape: int) -> tuple[Tensor, Tensor, Tensor]:

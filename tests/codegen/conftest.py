@@ -1,0 +1,153 @@
+"""What the tests of code generation share: caches of their own, golden files, a quick C compiler, and the
+layouts in which operands may lie."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import compiled, library, toolchain
+from attngraph.codegen.triton import apart, device, launch, store, tuned
+from attngraph.codegen.triton.compiler import Usage
+from attngraph.codegen.triton.plan import Blocks
+
+GOLDEN = Path(__file__).parent / "golden"
+FLAGS = toolchain.FLAGS
+UPDATES = os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore = [] if IS_INTERPRETED else ["interpreted"]  # by `test_interpreted.py`
+
+
+@pytest.fixture
+def check_golden() -> Callable[[str, str], None]:
+    """Compares a text with a golden file. Run with ATTNGRAPH_UPDATE_GOLDEN=1 to write the file anew; then
+    read what changed."""
+
+    def check(name: str, text: str) -> None:
+        if UPDATES:
+            (GOLDEN / name).write_text(text)
+        assert text == (GOLDEN / name).read_text()
+
+    return check
+
+
+@pytest.fixture
+def check_usage() -> Callable[[str, str, Blocks, Usage], None]:
+    """Compares what a compiled kernel uses with a line of a golden table. Run with ATTNGRAPH_UPDATE_GOLDEN=1
+    (and -m 'slow or not slow') to write the table anew. Its figures hold for the Triton that it names."""
+
+    def check(table: str, line: str, blocks: Blocks, usage: Usage) -> None:
+        path, version = GOLDEN / table, importlib.metadata.version("triton")
+        known = json.loads(path.read_text())
+        found = {"blocks": str(blocks), **dataclasses.asdict(usage)}
+        if UPDATES:
+            known = {"triton": version, "kernels": dict(sorted({**known["kernels"], line: found}.items()))}
+            path.write_text(json.dumps(known, indent=1) + "\n")
+        assert known["kernels"][line] == found or known["triton"] != version
+
+    return check
+
+
+# --- Triton ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def triton_compiler() -> None:
+    """For tests that compile for GPUs that are not here."""
+    if IS_INTERPRETED or device.no_triton() is not None:
+        pytest.skip("needs triton as a compiler")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Caches of this test's own, ours and triton's; where ours holds emitted kernels and tables."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "compiled"))
+    caches = (store.directory, launch.load, tuned.tables, apart._problem)
+    for kept in caches:
+        kept.cache_clear()
+    yield tmp_path / "attngraph" / "triton"
+    for kept in caches:
+        kept.cache_clear()
+
+
+# --- C ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the libraries of this session lie: a program's C is compiled once for all tests."""
+    try:
+        toolchain.compiler()
+    except toolchain.CompilerError as error:
+        pytest.skip(str(error))
+    return tmp_path_factory.mktemp("libraries")
+
+
+@pytest.fixture
+def compiled_quickly(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls of any size are compiled, by a compiler that is told to be quick: what is tested is what the
+    source means."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(libraries))
+    monkeypatch.setattr(compiled, "WORTH", 1)
+    monkeypatch.setattr(toolchain, "FLAGS", tuple("-O1" if f == "-O3" else f for f in FLAGS))
+    toolchain._identity.cache_clear()
+    yield
+    toolchain._identity.cache_clear()
+
+
+@pytest.fixture
+def optimised(compiled_quickly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code as users have it; what other tests compiled quickly is not used."""
+    monkeypatch.setattr(toolchain, "FLAGS", FLAGS)
+    monkeypatch.setattr(library, "_libraries", {})
+    toolchain._identity.cache_clear()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is left to other kernels is an error."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the call was not served by the library")
+
+    monkeypatch.setattr(compiled.Compiled, "_otherwise", refuse)
+
+
+# --- operands ---------------------------------------------------------------------------------------------
+
+Operands = tuple[Tensor, Tensor, Tensor]
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded batch": lambda t: t[:1].expand(2, -1, -1, -1),
+    "expanded heads": lambda t: t[:, :1].expand(-1, 2, -1, -1),
+    "token-major": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "reversed": lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "slice": lambda t: torch.stack([t, -t], -1)[..., 0],
+    "offset": lambda t: torch.cat([t[..., :3], t], -1)[..., 3:],
+    "expanded width": lambda t: t[..., :1].expand(t.shape),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def lay_out(request: pytest.FixtureRequest) -> Callable[[Operands], Operands]:
+    """q, k and v, or those of them of which this makes sense, laid out in memory in one of several ways."""
+    name = request.param
+    change = LAYOUTS[name]
+
+    def lay(given: Operands) -> Operands:
+        q, k, v = given
+        match name:
+            case "expanded batch" | "expanded heads":
+                return q, change(k), change(v)
+            case "expanded width":
+                return change(q), k, v
+        return change(q), change(k), change(v)
+
+    return lay

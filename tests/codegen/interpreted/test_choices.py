@@ -1,0 +1,164 @@
+"""What happens where kernels do not run, and how block sizes are measured, stored and found again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from frames import REFERENCE, SMALL, agree, compare_gradients, operands, over_pages
+
+import attngraph
+import attngraph.codegen
+from attngraph.codegen.remarks import Remarks
+from attngraph.codegen.triton import attempts, decode, launch, launch_backward, tuned
+from attngraph.codegen.triton.decode import Decode
+from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.plan import Blocks, Plan
+from attngraph.ir.cache import Rows
+from attngraph.ir.parser import parse
+
+
+def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool]) -> list[str]:
+    """Make kernels of other plans fail; what the log says."""
+    said: list[str] = []
+    real, back, few = launch.launch_forward, launch_backward.differentiate, decode.launch_decode
+
+    def checked(plan: Any) -> None:
+        if not runs(plan):
+            raise RuntimeError("out of resources: shared memory")
+
+    monkeypatch.setattr(launch, "launch_forward", lambda plan, *rest: (checked(plan), real(plan, *rest))[1])
+    monkeypatch.setattr(
+        launch_backward, "differentiate", lambda plan, *rest: (checked(plan), back(plan, *rest))[1]
+    )
+    monkeypatch.setattr(decode, "launch_decode", lambda plan, *rest: (checked(plan), few(plan, *rest))[1])
+    monkeypatch.setattr(attempts, "_failed", set())
+    monkeypatch.setattr(attempts, "_said", Remarks())
+    monkeypatch.setattr(attempts._log, "warning", lambda text, *rest: said.append(text % rest))
+    return said
+
+
+def test_where_tiles_do_not_fit_smaller_ones_serve_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = break_kernels(monkeypatch, lambda plan: plan.blocks.q < 32)
+    agree("keep k <= q", operands())
+    assert [line.split(",")[0] for line in said] == ["Blocks(q=32", "Blocks(q=32"]
+    assert "RuntimeError: out of resources: shared memory" in said[0]
+    agree("keep k <= q", operands())
+    compare_gradients("keep k <= q", operands(), [], [])
+    assert len(said) == 4, "each failure is said once"
+    over_pages("keep k <= q", [(37, 2), (9, 1)], (4, 2), (16, 16), 2)
+
+
+def test_where_no_tiles_run_pytorch_serves_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = break_kernels(monkeypatch, lambda plan: False)
+    agree("s = 2 * dot; keep k <= q", operands())
+    assert "PyTorch's operations instead; for\ns = 2 * dot" in said[-1]
+    remarks = attempts.remarks(parse("s = 2 * dot; keep k <= q"))
+    assert len(remarks) == len(said) and "PyTorch's operations instead" in remarks[-1]
+    count = len(said)
+    agree("s = 2 * dot; keep k <= q", operands())
+    assert len(said) == count
+    compare_gradients("s = 2 * dot; keep k <= q", operands(), [], [])
+
+
+def test_gradients_that_no_kernel_computes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_said", Remarks())
+    monkeypatch.setattr(SMALL, "_plan_backward", lambda *_: None)
+    program, tensors = parse("keep k <= q"), operands()
+    results = REFERENCE.forward(program, tensors, [], ())
+    for _ in range(2):
+        SMALL.backward(program, tensors, [], (), results, results)
+    assert attempts.remarks(program) == ("its gradients are computed by PyTorch's operations, in blocks",)
+
+
+def test_errors_of_the_caller_are_not_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = break_kernels(monkeypatch, lambda plan: True)
+    reads = [torch.randn(4), torch.arange(40) + 40]
+    results = REFERENCE.forward(parse(""), operands(), [], ())
+    with pytest.raises(IndexError, match="in range"):
+        SMALL.backward(parse("s = dot + r0[r1[r1[q]]]"), operands(), reads, (), results, results)
+    assert not said
+
+
+def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, fastest = [], Blocks(32, 64, 8, 2)
+
+    def timer(call: Callable[[], object]) -> float:
+        blocks = call.args[0]  # type: ignore[attr-defined]
+        tried.append(str(blocks))
+        if blocks == fastest:
+            call()
+            return 0.5
+        if blocks.stages == 1:
+            raise RuntimeError("no such schedule")
+        return 1.0 + len(tried)
+
+    tensors = operands(B=1, Sq=70, Skv=70)
+    found = attngraph.codegen.triton.tune("keep k <= q", tensors, gradients=True, timer=timer, name="A GPU/1")
+    assert set(found) == {
+        "forward, float32, 16 wide, values 16, causal", "backward, float32, 16 wide, values 16, causal"
+    }  # fmt: skip
+    assert set(found.values()) == {fastest} and len(tried) > 20
+    monkeypatch.setattr(launch, "name_of", lambda device: "A GPU/1")
+    program = parse("keep k <= q")
+    assert launch.plan_forward(program, tensors, (), ()).blocks == fastest
+    backward = Forward()._plan_backward(program, tensors, (), ())
+    assert backward is not None and backward.blocks == fastest
+    short = operands(B=1, Sq=7, Skv=70)
+    assert launch.plan_forward(program, short, (), ()).blocks == Blocks(16, 64, 4, 2)
+    other = parse("keep k < q")
+    assert launch.plan_forward(other, tensors, (), ()).blocks != fastest
+    agree("keep k <= q", tensors, kernel=Forward())
+
+
+def test_both_schedules_are_measured_where_a_call_can_have_both() -> None:
+    tried: list[Blocks] = []
+
+    def timer(call: Callable[[], object]) -> float:
+        tried.append(call.args[0])  # type: ignore[attr-defined]
+        return 1.0 - tried[-1].specialised - tried[-1].k / 1000
+
+    tensors = operands(B=1, Sq=70, Skv=70, dtype=torch.float16)
+    found = attngraph.codegen.triton.tune("keep k <= q", tensors, timer=timer, name="Another GPU")
+    fastest = found["forward, float16, 16 wide, values 16, causal"]
+    assert fastest.specialised and fastest.k == 128 and not all(b.specialised for b in tried)
+    assert tuned.find("Another GPU", "forward, float16, 16 wide, values 16, causal", 4096) == fastest
+    tried.clear()
+    attngraph.codegen.triton.tune("keep k <= q", operands(B=1), timer=timer, name="Another GPU")
+    assert tried and not any(b.specialised for b in tried)
+
+
+def test_tiles_and_splits_over_a_cache_are_measured_stored_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands(B=1, Hq=4, Sq=2, Skv=2)
+    pages = tuple(torch.randn(6, 2, 64, 16) for _ in "kv")
+    held = torch.tensor([150, 180])
+    rows = Rows(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2]), held, held)
+    monkeypatch.setattr(decode, "multiprocessors", lambda where: 3)
+    tried, fastest, plans = [], (Blocks(16, 16, 8, 2), 8), []
+
+    def timer(call: Callable[[], object]) -> float:
+        choice = call.args[0]  # type: ignore[attr-defined]
+        tried.append(choice)
+        if choice[0].stages == 1:
+            raise RuntimeError("out of resources: shared memory")
+        if choice == fastest:
+            call()
+        return 0.5 if choice == fastest else 1.0
+
+    found = attngraph.codegen.triton.tune(
+        "keep k <= q", (q, k, v), cache=((pages[0], pages[1]), rows), timer=timer, name="A GPU/2"
+    )
+    line = "decode of 16 queries, float32, 16 wide, values 16, causal"
+    assert found == {line: fastest[0]} and len(set(tried)) == len(tried) > 20
+    assert tuned.programs("A GPU/2") == {line: 8}
+    real = decode.launch_decode
+    monkeypatch.setattr(decode, "name_of", lambda where: "A GPU/2")
+    monkeypatch.setattr(decode, "launch_decode", lambda *a: (plans.append((a[0], a[-1])), real(*a))[1])
+    program, whole = parse("keep k <= q"), [t[:3].transpose(0, 1).flatten(1, 2) for t in pages]
+    out = Decode().attend(program, q, (k, v), (pages[0], pages[1]), [], (), rows)
+    assert out is not None and plans[0][0].blocks == fastest[0] and plans[0][1] == 2
+    one = [torch.cat([w[:, :150], n[0, :, :1]], 1).unsqueeze(0) for w, n in zip(whole, (k, v), strict=True)]
+    wanted = REFERENCE.forward(parse("keep k <= q + n0"), (q[:, :, :1], one[0], one[1]), [], (150,))[0]
+    torch.testing.assert_close(out[:, :, :1], wanted, rtol=3e-5, atol=3e-5)

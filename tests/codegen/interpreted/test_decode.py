@@ -1,0 +1,113 @@
+"""Attention over a cache against attention over whole sequences."""
+
+import pytest
+import torch
+from frames import REFERENCE, over_pages
+
+import attngraph
+import attngraph.codegen
+from attngraph.codegen.triton import decode
+from attngraph.codegen.triton.decode import Decode
+from attngraph.codegen.triton.emit_decode import DecodePlan
+from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir.cache import Rows
+from attngraph.ir.parser import parse
+from attngraph.models.mla import MLAConfig, MLADecoder
+
+DECODED = (
+    "keep k <= q",
+    "s = 0.25 * dot; keep k <= q else s - 3.4028234663852886e+38",
+    "s = 0.125 * dot + r0[h] * (k - q); keep k <= q",
+    "s = 5.0 * tanh(dot / 5.0); keep k <= q; sink r0[h]",
+    "keep k <= q and r1[b, q] == r1[b, k]",
+    "keep k <= q and q - k < 4",
+    "keep k <= q; p = 0.5 * p",
+    "keep k < 4 and q < 6 else -1e9; keep k <= q",
+)
+
+
+@pytest.mark.parametrize("text", DECODED)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_new_tokens_over_pages(text: str, splits: int) -> None:
+    ring = 8 if "q - k < 4" in text else 0
+    over_pages(text, [(5, 1), (0, 3), (37, 2), (9, 1)], (4, 2), (16, 16), splits, ring)
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths"), [((4, 4), (16, 16)), ((6, 1), (80, 80)), ((6, 1), (10, 24)), ((40, 1), (24, 10))]
+)
+def test_heads_of_a_group_and_widths_over_pages(heads: tuple[int, int], widths: tuple[int, int]) -> None:
+    over_pages("s = 0.3 * dot; keep k <= q", [(21, 1), (3, 4), (0, 1)], heads, widths, 2)
+
+
+@pytest.mark.parametrize(
+    ("widths", "dtype"),
+    [
+        ((24, 16), torch.float32),
+        ((20, 13), torch.float32),
+        ((16, 16), torch.float32),
+        ((72, 64), torch.float16),
+    ],
+)
+def test_latents_are_keys_and_values_at_once(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    for splits in (1, 2):
+        over_pages(
+            "s = 0.2 * dot; keep k <= q", [(21, 1), (0, 2), (9, 3)], (20, 1), widths, splits, 0, True, dtype
+        )  # fmt: skip
+
+
+def test_a_row_that_brings_nothing_and_one_that_sees_nothing() -> None:
+    over_pages("keep k <= q", [(7, 0), (33, 16), (2, 0)], (2, 2), (16, 16), 2)
+    over_pages("keep k <= q and k >= 9", [(3, 2), (20, 1)], (2, 2), (16, 16), 2)
+
+
+def test_fixed_keys_are_seen_by_every_token() -> None:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 5, 16, generator=g)
+    k, v = (torch.randn(2, 2, 7, 16, generator=g) for _ in "kv")
+    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    rows = Rows(torch.tensor([[0], [1]]), torch.tensor([0, 2, 5]), torch.tensor([9, 3]), torch.tensor([7, 7]))
+    none = q.new_empty(1, 2, 0, 16)
+    program = parse("keep r0[b, k]")
+    found = Decode(Blocks(16, 16), 2).attend(program, q, (none, none), (k, v), [mask], (), rows)
+    assert found is not None
+    for row, place in enumerate((slice(0, 2), slice(2, 5))):
+        one = slice(row, row + 1)
+        wanted, _ = REFERENCE.forward(program, (q[:, :, place], k[one], v[one]), [mask[one]], ())
+        torch.testing.assert_close(found[:, :, place], wanted, rtol=3e-5, atol=3e-5)
+
+
+def test_long_prompts_and_what_it_cannot_read_are_left_to_others() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = Rows(torch.tensor([[0]]), torch.tensor([0, 20]), torch.tensor([0]), torch.tensor([0]))
+    q = k = v = torch.randn(1, 2, 20, 16, generator=g)
+    pages = torch.empty(1, 2, 20, 16)
+    assert Decode().attend(parse("keep k <= q"), q, (k, v), (pages, pages), [], (), rows) is None
+    few = Rows(torch.tensor([[0]]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]))
+    odd = torch.zeros(20, dtype=torch.int8)
+    one = (q[:, :, :1], (k[:, :, :1], v[:, :, :1]), (pages, pages))
+    assert Decode().attend(parse("s = dot + r0[k]"), *one, [odd], (), few) is None
+    half = tuple(t.double() for t in (pages, pages))
+    assert Decode().attend(parse("keep k <= q"), one[0], one[1], half, [], (), few) is None  # type: ignore[arg-type]
+
+
+def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = MLAConfig(
+        layers=1, width=24, heads=4, latent=16, nope=6, rope=4, value=5, query_rank=8, hidden=16
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = MLADecoder(config).eval(), torch.randint(0, 256, (2, 5))
+    decoder = attngraph.compile(model, cache=True, backend="triton", absorb="always")
+    plans: list[DecodePlan] = []
+    real = decode.launch_decode
+    monkeypatch.setattr(decode, "launch_decode", lambda p, *rest: (plans.append(p), real(p, *rest))[1])
+    found, whole = decoder.generate(ids, 3), ids
+    with torch.no_grad():
+        for _ in range(3):
+            whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, whole)
+    (entry,) = decoder.report.attention
+    assert entry.kernel.name == "triton.decode for few new tokens"
+    assert plans[-1].shared and entry.kernel.source == decode.emit_decode(plans[-1]).source

@@ -1,0 +1,203 @@
+"""The forward kernels, in the classic schedule, against the reference."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from frames import PROGRAMS, REFERENCE, SMALL, agree, bias, operands, quarters
+from hypothesis import assume, given, settings
+from torch import Tensor
+
+import attngraph
+import attngraph.codegen
+from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir import kernels, ops
+from attngraph.ir.parser import parse
+from attngraph.ir.score import ScoreProgram
+
+
+@pytest.mark.parametrize(("text", "reads", "sizes"), PROGRAMS, ids=[p[0] or "plain" for p in PROGRAMS])
+def test_programs_agree_with_the_reference(text: str, reads: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    agree(text, operands(), reads, sizes)
+
+
+@pytest.mark.parametrize(
+    "text", ["s = 0.25 * dot", "keep k <= q", "s = 5 * tanh(s / 5); keep k <= q else -1e9"]
+)
+def test_programs_agree_in_half_precision(text: str) -> None:
+    agree(text, operands(dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    "text", ["keep k <= q", *(pytest.param(text, marks=pytest.mark.slow) for text in ("", "s = 2 * tanh(s)"))]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"Hq": 4}, {"Hq": 4, "Hkv": 1}, {"Sq": 1}, {"Skv": 1}, {"Sq": 1, "Skv": 1, "B": 1, "Hq": 1, "Hkv": 1},
+        {"Sq": 7, "Skv": 53}, {"Sq": 53, "Skv": 7}, {"Sq": 64, "Skv": 64}, {"Sq": 33, "Skv": 17},
+        {"D": 20}, {"D": 20, "Dv": 5}, {"D": 1, "Dv": 40}, {"D": 64, "Dv": 32},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shapes_agree_with_the_reference(text: str, shape: dict[str, int]) -> None:
+    agree(text, operands(**shape))
+
+
+def test_tensors_may_lie_in_memory_as_they_like() -> None:
+    q, k, v = operands(Hq=4, D=16, Dv=16)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    k = k.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+    v = torch.cat([v, v], -1)[..., ::2]
+    read = bias(80, 4).t()[:, ::2]
+    agree("s = s + r0[h, k]; keep r1[q, k]", (q, k, v), (read, (torch.arange(40) > 3).expand(40, 40)))
+
+
+def test_heads_may_be_broadcast() -> None:
+    q, k, v = operands(Hkv=1)
+    agree("keep k <= q", (q, k.expand(2, 2, 40, 16), v.expand(2, 2, 40, 16)))
+
+
+def test_a_row_that_keeps_no_key_is_nan_and_others_are_not() -> None:
+    out, lse = agree("keep k < q and k > q - 4", operands())
+    assert out[:, :, 0].isnan().all()
+    assert not out[:, :, 1:].isnan().any()
+    assert (lse[:, :, 0] == -torch.inf).all()
+
+
+def test_tiles_of_the_default_size_agree() -> None:
+    agree("s = 0.125 * dot; keep k <= q", operands(B=1, Sq=200, Skv=150, D=32, Dv=32), kernel=Forward())
+
+
+def test_integers_may_need_64_bits() -> None:
+    agree("keep (k * n0 - q * n0) // n0 > -9", operands(), sizes=(1 << 27,))
+    agree("keep k * n0 <= q * n0 + r0[q]", operands(), (torch.arange(40) << 40,), (1 << 40,))
+    agree("keep k + 3000000000 <= q + 3000000003", operands())
+    agree("keep k <= q + n0", operands(), sizes=(1 << 40,))
+
+
+# With one key the log-sum-exp of a row is its score, so every number a formula gives can be seen.
+FORMULAS = [
+    "exp(x)", "exp2(x)", "log(abs(x) + 1)", "log2(abs(x) + 0.5)", "tanh(x)", "tanh(x / 20)",
+    "sigmoid(x)", "sqrt(abs(x))", "rsqrt(abs(x) + 0.1)", "sin(x)", "cos(x)", "erf(x)", "abs(x)",
+    "sign(x)", "floor(x)", "ceil(x)", "trunc(x)", "round(x)", "round(x * 2) / 2", "-x", "x - -x",
+    "min(x, 0.5)", "max(x, i / 3)", "where(x > 0, x, i)", "where(isnan(log(x)), -1.0, x)",
+    "float(i) / 2", "int(x) + i", "x ** 2", "x ** 3", "2 ** x", "0.5 ** (x / 2)", "abs(x) ** x",
+    "x ** (i / 10)", "x ** (i - i)", "i ** (i // 9)", "2 ** (i - 20)", "i ** 2", "(i - 20) ** 3",
+    "i // 7", "(i - 20) // 7", "i % 7", "(i - 20) % 7", "(i - 20) % -7", "(3 - i) // (i + 1)",
+    "x // 0.7", "x % 0.7", "x % -0.7", "x // -1.5", "i / 7", "1 / (x + 100)", "min(i, 3)", "abs(i - 20)",
+    "sign(i - 20)", "floor(i)", "i * i + 1", "random(7, b, h, q, k)", "random(i, q, 0, 0, 0)",
+    "random(n0, 1, 2, 3, 4)", "(i < 20) * 3", "where(i < 20 and not x > 0 or i == 31, 1, 2)",
+    "where(i, 1.0, 2.0)", "where(true, x, 0)", "sqrt(2) * x", "x * n0 - 2 ** -0.5",
+    "where(q < 20, r0[q], r0[39 - q])", "r0[(q * 7) % 40]", "r0[min(q, 11)]",
+    "(x + 1) * (x + 1) / (x * x + 2)", "3 - (2 - x)", "6 / (3 / (x + 100))", "-(x + 1)", "1 - x * 2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_formulas_mean_what_the_evaluator_says(formula: str) -> None:
+    x = torch.linspace(-5, 5, 40)
+    x[:6] = torch.tensor([0.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    text = re.sub(r"\bi\b", "r1[q]", re.sub(r"\bx\b", "r0[q]", formula))
+    integers = torch.arange(40).roll(5)
+    agree(f"s = {text}", operands(B=1, Skv=1), (x, integers), (3,))
+
+
+def test_elements_may_lie_further_apart_than_32_bits_count() -> None:
+    room = torch.empty((1 << 31) + 4096, dtype=torch.bool)  # of which little is ever touched
+    mask = room.as_strided((2, 40), (100, (1 << 31) // 39)).copy_(torch.rand(2, 40) < 0.7)
+    agree("s = 0.25 * dot; keep r0[b, k]", operands(), (mask,))
+
+
+def agree_on_random_programs(language: Any, examples: int) -> None:
+    """Twice the reference's own error is allowed, by the reference in float64."""
+    tensors = operands(Hq=4, Sq=18, Skv=21)
+    reads, sizes = language.reads(2, 4, 18, 21, torch.float32), (21, 3)
+    kernel = Forward(Blocks(16, 16))
+
+    @settings(max_examples=examples)
+    @given(language.programs(weights=True))
+    def check(program: ScoreProgram) -> None:
+        assume(kernel.refuse(program, tensors) is None)
+        found = kernel.forward(program, tensors, reads, sizes)[0]
+        eager = REFERENCE.forward(program, tensors, reads, sizes)[0]
+        double = [r.double() if r.is_floating_point() else r for r in reads]
+        q, k, v = (t.double() for t in tensors)
+        exact = REFERENCE.forward(program, (q, k, v), double, sizes)[0]
+        assert torch.equal(found.isnan(), eager.isnan())
+        error, own = ((t - exact).nan_to_num().abs().amax().item() for t in (found, eager))
+        assert error <= 2 * own + 1e-4 * max(1.0, exact.nan_to_num().abs().amax().item())
+
+    check()
+
+
+def test_random_programs_agree(language: Any) -> None:
+    agree_on_random_programs(language, 12)
+
+
+@pytest.mark.slow
+def test_many_random_programs_agree(language: Any) -> None:
+    agree_on_random_programs(language, 300)
+
+
+def test_the_op_runs_the_kernel_that_is_named_and_differentiates_it() -> None:
+    results = []
+    for kernel in ("triton.forward", "reference"):
+        inputs = [t.requires_grad_() for t in operands(Hq=4, Dv=24)]
+        read = bias(4, 79).requires_grad_()
+        out = ops.attention(*inputs, "s = s / 4 + r0[h, k - q + 39]; keep k <= q", read, kernel=kernel)
+        out.square().sum().backward()
+        results.append([out, *(t.grad for t in inputs), read.grad])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+def test_on_a_cpu_it_serves_only_when_asked_for() -> None:
+    assert attngraph.codegen.triton is not None
+    program, tensors = parse("s = tanh(s)"), operands()
+    assert kernels.choose(program, tensors).name.startswith("cpu.")
+    assert kernels.choose(program, tensors, "triton").name == "triton.forward"
+
+
+def test_the_interpreter_refuses_bfloat16() -> None:
+    reason = SMALL.refuse(parse(""), operands(dtype=torch.bfloat16))
+    assert reason is not None and "bfloat16" in reason
+
+
+def test_empty_tensors_and_narrow_integers_are_served_otherwise() -> None:
+    agree("", operands(Skv=0))
+    agree("keep k <= q", operands(B=0))
+    agree("keep r0[k] - 1 < 9", operands(), (torch.arange(40, dtype=torch.uint8),))
+
+
+def test_a_tensor_too_short_for_a_read_is_an_error() -> None:
+    with pytest.raises(ValueError, match="needs 40 elements along axis 1"):
+        SMALL.forward(parse("keep r0[b, k]"), operands(), (torch.ones(2, 39, dtype=torch.bool),), ())
+    with pytest.raises(ValueError, match="needs 2 elements along axis 0"):
+        SMALL.forward(parse("keep r0[b, k]"), operands(), (torch.ones(1, 40, dtype=torch.bool),), ())
+
+
+def test_a_named_kernel_that_cannot_serve_says_why() -> None:
+    with pytest.raises(ValueError, match=r"triton\.forward does not serve.*float64"):
+        SMALL.forward(parse(""), operands(dtype=torch.float64), (), ())
+
+
+# Scores that float32 has exactly, so large that each digit of an exponent counts.
+@pytest.mark.parametrize("height", [-1e6, 1e4, 1e6])
+@pytest.mark.parametrize(
+    "text", ["", "s = 0.125 * dot; keep k <= q", "sink r0[h]", "s = 0.25 * dot + r1[]; sink r0[h] + r1[]"]
+)
+def test_scores_far_from_zero_lose_nothing(text: str, height: float) -> None:
+    q, k, v = operands(D=17)
+    q, k = q.mul(2).round(), quarters(k)
+    if "r1" not in text:
+        q[..., 0], k[..., 0] = height, 1.0  # what is large is the same for all keys of a row
+    sinks = torch.tensor([0.5, 2.0]) + (0 if "r1" in text else height)
+    program, reads = parse(text), [sinks, torch.tensor(height)]
+    found = SMALL.forward(program, (q, k, v), reads, ())[0]
+    exact = (q.double(), k.double(), v.double())
+    wanted = REFERENCE.forward(program, exact, [r.double() for r in reads], ())[0]
+    torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-5)

@@ -1,0 +1,112 @@
+"""Kernels that are given lists of the tiles that they visit, and the lists, against the reference."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from frames import DOCUMENTS, LISTED, SMALL, agree, compare_gradients, operands
+from torch import Tensor
+
+from attngraph.codegen.triton import launch, visits
+from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir import evaluate, kernels
+from attngraph.ir.evaluate import Tile
+from attngraph.ir.parser import parse
+
+
+def is_listed(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor]) -> bool:
+    return launch.plan_forward(parse(text), tensors, reads, (), Blocks(32, 16)).listed
+
+
+@pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(("text", "reads"), LISTED, ids=[text for text, _ in LISTED])
+@pytest.mark.parametrize("lengths", [pytest.param((80, 80), marks=pytest.mark.slow), (50, 71)], ids=str)
+def test_what_is_visited_by_lists_agrees(
+    text: str, reads: Sequence[Tensor], lengths: tuple[int, int]
+) -> None:
+    tensors = operands(Hkv=1, Sq=lengths[0], Skv=lengths[1])
+    assert is_listed(text, tensors, reads)
+    agree(text, tensors, reads)
+
+
+@pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(("text", "reads"), LISTED, ids=[text for text, _ in LISTED])
+def test_gradients_by_lists_agree(text: str, reads: Sequence[Tensor]) -> None:
+    tensors, kernel = operands(Hkv=1, Sq=50, Skv=71), Forward(Blocks(32, 16))
+    plan = kernel._plan_backward(parse(text), tensors, reads, ())
+    assert plan is not None and plan.listed
+    compare_gradients(text, tensors, list(reads), [], kernel)
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_keys_and_queries_of_tiles_that_are_not_visited_have_no_part_in_gradients() -> None:
+    lengths = torch.tensor([16, 48])
+    program, (q, k, v) = parse("keep k < r0[b] and q < r0[b]"), operands(Sq=48, Skv=48)
+    results = SMALL.forward(program, (q, k, v), [lengths], ())
+    grads = torch.randn_like(results[0]), torch.zeros_like(results[1])
+    grads[0][0, :, 32:] = 0  # the rows of the last block of queries see no key
+    k[0, :, 16:], q[0, :, 32:] = torch.nan, torch.inf
+    found = SMALL.backward(program, (q, k, v), [lengths], (), results, grads)
+    assert found[0] is not None and found[1] is not None
+    assert bool(found[0].isfinite().all()) and bool(found[1].isfinite().all())
+
+
+@pytest.mark.usefixtures("all_listed")
+@pytest.mark.parametrize(("text", "reads"), LISTED[:8], ids=[text for text, _ in LISTED[:8]])
+def test_only_tiles_with_a_kept_score_are_visited(text: str, reads: Sequence[Tensor]) -> None:
+    program, tensors, blocks = parse(text), operands(Sq=70, Skv=80), Blocks(32, 16)
+    q, k, _ = tensors
+    env = kernels.environment(program, Tile((0, 2), (0, 2), (0, 70), (0, 80)), reads, (), q)
+    kept = evaluate.scores(program, q @ k.mT, env).isfinite()
+    padded = torch.nn.functional.pad(kept, (0, 0, 0, 26)).view(2, 2, 3, 32, 5, 16).transpose(3, 4)
+    found = visits.find(program, blocks, tensors, reads, ())
+    for b, h, row in itertools.product(range(2), range(2), range(3)):
+        place = b * found.b + h * found.h + row
+        whole, count = found.counts[place].tolist()
+        needed = padded[b, h, row].flatten(1).any(1).nonzero().flatten().tolist()
+        hidden_in_parts = "k % 3" in text
+        assert sorted(found.tiles[place, :count].tolist()) == needed
+        for tile in found.tiles[place, :whole].tolist():
+            rows = min(32, 70 - 32 * row)
+            assert not hidden_in_parts and bool(padded[b, h, row, tile, :rows].all())
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_keys_of_tiles_that_are_not_visited_are_not_read() -> None:
+    lengths = torch.tensor([16, 48])
+    q, k, v = operands(Sq=48, Skv=48)
+    k[0, :, 16:], v[0, :, 16:] = torch.nan, torch.inf
+    for text, reads in (
+        ("keep k < r0[b]", (lengths,)),
+        ("keep r0[b, k]", (torch.arange(48) < lengths[:, None],)),
+    ):
+        out, _ = SMALL.forward(parse(text), (q, k, v), reads, ())
+        assert bool(out.isfinite().all())
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_lists_are_kept_while_tensors_stay_as_they_are() -> None:
+    tensors, lengths = operands(), torch.tensor([17, 40])
+    program, blocks = parse("keep k < r0[b]"), Blocks(32, 16)
+
+    def find(reads: Tensor) -> visits.Visits:
+        return visits.find(program, blocks, tensors, [reads], ())
+
+    first = find(lengths)
+    assert find(lengths) is first
+    assert find(lengths.clone()) is not first
+    lengths += 5
+    second = find(lengths)
+    assert second is not first
+    assert second.counts.tolist() == [[1, 2], [1, 2], [2, 3], [2, 3]]
+    with torch.inference_mode():
+        unversioned = lengths.clone()
+        assert find(unversioned) is not find(unversioned)
+
+
+def test_small_calls_do_not_look_at_masks_beforehand() -> None:
+    assert not is_listed("keep r0[b, q] == r0[b, k]", operands(), (DOCUMENTS,))
+    assert not is_listed("keep k <= q", operands(), ())
+    assert is_listed("keep q - k < 9", operands(), ())
