@@ -34,7 +34,7 @@ from attngraph.functional import functional, views_taken_apart
 from attngraph.ir.graph import ProgramGraph, accept
 from attngraph.ir.source import short_path
 from attngraph.replaced import replaced
-from attngraph.runtime.guards import aliases
+from attngraph.runtime.guards import aliases, things
 from attngraph.runtime.state import Snapshot, fingerprint, has_hooks
 from attngraph.structure import TreeSpec, flatten, is_value, unflatten
 
@@ -129,11 +129,13 @@ class _Flat(nn.Module):
         args, kwargs = unflatten(leaves, self.spec)
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
-        before, kept = (fingerprint([target]), self._weights()), Snapshot([target])
+        around = [target, *things(leaves)]
+        before, kept = (fingerprint(around), self._weights()), Snapshot(around)
         with contextlib.redirect_stdout(printed), _own_gradients(self.recorded):
             result = target(*args, **kwargs)
-        if before != (fingerprint([target]), self._weights()):
-            self.recorded.changed = "forward() changes attributes of the model, or values around it"
+        if before != (fingerprint(around), self._weights()):
+            what = "attributes of the model, or values around it or in its arguments"
+            self.recorded.changed = f"forward() changes {what}"
         if printed.getvalue():
             self.recorded.changed = "forward() prints"
         if self.recorded.changed:
@@ -220,7 +222,8 @@ def capture(
     _refuse_what_a_graph_would_lose(target)
     flat = _Flat(target, leaves, spec)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
-    kept = Snapshot([target])  # torch.export puts copies in the place of a module's lists and dicts
+    # torch.export puts copies in the place of a module's lists and dicts.
+    kept = Snapshot([target, *things(leaves)])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
