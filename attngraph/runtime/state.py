@@ -133,7 +133,8 @@ class _Walk:
         if isinstance(held, dict):
             self.containers.append(held)
         if isinstance(value, partial):
-            self.visit((value.func, value.args, value.keywords), depth)
+            for inner in (value.func, value.args, value.keywords):
+                self.visit(inner, depth)
         for name in names:
             self.found.append(name)
             self.visit(getattr(value, name, None), depth)
@@ -214,8 +215,7 @@ class _Walk:
         """What a function reads from around it: its closure, its defaults, the globals it names, and its
         own attributes."""
         if function.__dict__:
-            self.containers.append(function.__dict__)
-            self.visit(dict(function.__dict__), depth)
+            self.visit(function.__dict__, depth)
         self.visit(function.__defaults__, depth)
         self.visit(function.__kwdefaults__, depth)
         for cell in function.__closure__ or ():
