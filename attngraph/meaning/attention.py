@@ -191,6 +191,10 @@ class Recogniser:
         dot, score = found
         # What a contraction adds by itself (baddbmm's bias) has not been looked into yet.
         score = dots.look_into(meaning, score, parts.keys, parts.value.free, node.meta["val"].dtype)
+        if any(n.op == "read" and n.value is dot.node for n in E.walk(score)):
+            return Refusal(
+                "its scores are also used at other places than their own, so they are needed anyway"
+            )
         claim = self.claim(node, output, parts, dot, score)
         joined: tuple[tuple[dots.Dot, float], ...] = ()
         while True:

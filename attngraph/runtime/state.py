@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import types
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -29,6 +30,7 @@ _HEAP_TYPE = 1 << 9
 """The flag of a type that was made by a class statement: all of an object's state is in its attributes."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, partial)
 _FEW_BYTES = 1 << 12
+_RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter)
 
 
 class Same:
@@ -172,7 +174,7 @@ class _Walk:
 
     def container(self, value: Any, depth: int) -> None:
         self.found.append((type(value), len(value)))
-        if type(value) in (list, dict, set):
+        if type(value) in _RESTORED:
             self.containers.append(value)
         if len(value) > _LONGEST:
             self.found.append(Same(value))

@@ -1639,6 +1639,13 @@ def one_head_is_masked_apart(q, k, v):
     return scores.softmax(-1) @ v
 
 
+@near_miss(qkv)
+def a_head_with_the_scores_of_another(q, k, v):
+    scores = q @ k.mT
+    scores[:, 1] = scores[:, 0]
+    return scores.softmax(-1) @ v
+
+
 @spelling(cross)
 def the_first_query_has_another_scale(q, k, v):
     scores = q @ k.mT

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -170,10 +171,28 @@ def test_an_empty_cache_among_the_arguments_is_filled_at_every_call(same: Same) 
         return torch.softmax(x @ keys.mT, -1) @ keys
 
     compiled, mine, eagers = attngraph.compile(step), Cache(), Cache()
+    nothing = types.SimpleNamespace(update=lambda keys: keys)
     for _ in range(3):
         x = torch.randn(2, 2, 8)
         same(compiled(x, mine), step(x, eagers))
         same(mine.keys, eagers.keys)
+    same(compiled(x, nothing), step(x, nothing))
+    assert compiled._graphs, "a call that changes nothing is captured whole"
+
+
+CALLS: Counter[str] = Counter()
+
+
+def test_a_counter_beside_the_model_counts_every_call(x: Tensor, same: Same) -> None:
+    class Counting(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            CALLS["forward"] += 1
+            return attend(x, 1.0)
+
+    compiled = attngraph.compile(Counting())
+    for _ in range(3):
+        same(compiled(x), attend(x, 1.0))
+    assert CALLS["forward"] == 3
 
 
 class Biased(nn.Module):
