@@ -34,7 +34,7 @@ from attngraph.functional import functional, views_taken_apart
 from attngraph.ir.graph import ProgramGraph, accept
 from attngraph.ir.source import short_path
 from attngraph.replaced import replaced
-from attngraph.runtime.guards import aliases
+from attngraph.runtime.guards import aliases, things
 from attngraph.runtime.state import Snapshot, fingerprint, has_hooks
 from attngraph.structure import TreeSpec, flatten, is_value, unflatten
 
@@ -83,6 +83,12 @@ class _Recorded:
 
     structure: Structure | None = None
     changed: str = ""
+    of_arguments: bool = False
+    """Whether the change is to what this call was given, and to nothing else: other calls may do without."""
+
+    def note(self, changed: str, of_arguments: bool = False) -> None:
+        self.of_arguments = of_arguments and (self.of_arguments or not self.changed)
+        self.changed = changed
 
 
 @contextlib.contextmanager
@@ -129,18 +135,22 @@ class _Flat(nn.Module):
         args, kwargs = unflatten(leaves, self.spec)
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
-        before, kept = (fingerprint([target]), self._weights()), Snapshot([target])
+        given_things = things(leaves)
+        kept = Snapshot([target, *given_things])
+        before, own = (fingerprint([target]), self._weights()), fingerprint(given_things)
         with contextlib.redirect_stdout(printed), _own_gradients(self.recorded):
             result = target(*args, **kwargs)
+        if own != fingerprint(given_things):
+            self.recorded.note("forward() changes an argument's attributes", of_arguments=True)
         if before != (fingerprint([target]), self._weights()):
-            self.recorded.changed = "forward() changes attributes of the model, or values around it"
+            self.recorded.note("forward() changes attributes of the model, or values around it")
         if printed.getvalue():
-            self.recorded.changed = "forward() prints"
+            self.recorded.note("forward() prints")
         if self.recorded.changed:
             kept.restore()
         after, _ = flatten((args, kwargs))
         if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
-            self.recorded.changed = "forward() changes the containers among its arguments"
+            self.recorded.note("forward() changes the containers among its arguments", of_arguments=True)
         return self._record(result)
 
     def _weights(self) -> list[int]:
@@ -220,7 +230,8 @@ def capture(
     _refuse_what_a_graph_would_lose(target)
     flat = _Flat(target, leaves, spec)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
-    kept = Snapshot([target])  # torch.export puts copies in the place of a module's lists and dicts
+    # torch.export puts copies in the place of a module's lists and dicts.
+    kept = Snapshot([target, *things(leaves)])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -249,7 +260,7 @@ def capture(
         kept.restore()
     assert structure is not None
     if flat.recorded.changed:
-        raise _side_effect(flat.recorded.changed)
+        raise _side_effect(flat.recorded.changed, lasting=not flat.recorded.of_arguments)
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
@@ -275,12 +286,12 @@ def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
         raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
 
 
-def _side_effect(what: str) -> CaptureError:
+def _side_effect(what: str, lasting: bool = True) -> CaptureError:
     return CaptureError(
         f"a graph of the model would lose a side effect: {what}.\n"
         "What to do: return what changes, or compile without strict=True.",
         what,
-        lasting=True,
+        lasting=lasting,
     )
 
 

@@ -178,6 +178,8 @@ def _is_transformed() -> bool:
         (not elsewhere and (torch.compiler.is_exporting() or torch.compiler.is_compiling()))
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     )
 
 

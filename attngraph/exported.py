@@ -178,7 +178,7 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
                     "What to do: register it as a parameter or a submodule.",
                     "a weight that is not the model's own",
                 )
-        elif kind == "buffer" and name not in written:
+        elif kind == "buffer" and name not in written and not _wants_gradient(owner.get_buffer(name)):
             values[placeholder] = owner.get_buffer(name)
         inputs.append(Input(kind, name))
     outputs: list[Output] = []
@@ -202,6 +202,11 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
         fx.GraphModule({}, program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
         torch.is_grad_enabled(),
     )  # fmt: skip
+
+
+def _wants_gradient(buffer: Tensor) -> bool:
+    """Whether a buffer is as good as a parameter here: a formula of its values would give it no gradient."""
+    return buffer.requires_grad and torch.is_grad_enabled()
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

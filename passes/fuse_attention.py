@@ -35,11 +35,13 @@ from attngraph.meaning.claim import Attention
 from attngraph.meaning.element import Meaning, evaluate_size, size_expression, to_sympy
 from attngraph.meaning.normalised import Refusal
 from attngraph.meaning.program import Seed
+from attngraph.meaning.rules import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 
 log = logging.getLogger(__name__)
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
+UNNORMALISED = "exponentials of scores weigh a sum that is not divided by their own sum over the same keys"
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 
@@ -224,9 +226,15 @@ class _Fusion:
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
+        for node in alive & self.recogniser.unnormalised:
+            for place in self.recogniser.exponentials(node):
+                if self._is_of_scores(place):
+                    self.reasons.setdefault(place, Refusal(UNNORMALISED))
         for node in self.graph.graph.nodes:
             if str(node.target) in SOFTMAX_LIKE and node not in self.reasons:
-                self.reasons[node] = Refusal(ONE_KEY if _is_of_one_key(node) else NO_VALUES)
+                # Its sum may stand behind a view that was not followed.
+                unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
+                self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
         for node, why in self.reasons.items():
             if node not in alive:
                 continue
@@ -234,6 +242,25 @@ class _Fusion:
             self.outcome.missed.append(Missed(why.reason, source, module_of(node)))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {why.reason}")
+
+    def _is_of_scores(self, exponential: fx.Node) -> bool:
+        """Whether it is the exponential of products of values with values, not of values with weights."""
+        named = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        nodes, seen = [exponential], set()
+        while nodes:
+            node = nodes.pop()
+            if node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            category = self.meaning.category(node)
+            sides = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+            if category is Category.CONTRACTION:
+                above = [check.region([side], ()) for side in sides]
+                if all(any(n in named and named[n].kind == "argument" for n in a) for a in above):
+                    return True
+            elif category in (Category.MOVEMENT, Category.POINTWISE):
+                nodes += sides
+        return False
 
 
 def _is_of_one_key(node: fx.Node) -> bool:

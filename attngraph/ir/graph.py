@@ -208,7 +208,8 @@ def _compiled(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
     symbols = sorted(condition.free_symbols, key=str)
     printer = _PlacesForNames({symbol: f"_{place}" for place, symbol in enumerate(symbols)})
     code = f"lambda {', '.join(printer.places.values())}: {printer.doprint(condition)}"
-    return tuple(map(str, symbols)), eval(code, {"math": math, "Fraction": fractions.Fraction})
+    named = {"math": math, "torch": torch, "Fraction": fractions.Fraction}  # torch.sym_float, say
+    return tuple(map(str, symbols)), eval(code, named)
 
 
 class _PlacesForNames(PythonPrinter):
@@ -235,8 +236,12 @@ def is_size(node: fx.Node) -> bool:
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+_KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert_async.")
+"""Operations that are there for what they raise."""
+
+
 def _is_kept(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or str(node.target) == "aten._assert_scalar.default"
+    return node.op in ("placeholder", "output") or str(node.target).startswith(_KEPT)
 
 
 def dependence(graph: fx.Graph) -> nx.DiGraph:

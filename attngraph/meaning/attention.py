@@ -61,7 +61,7 @@ class Recogniser:
         self._indices: dict[fx.Node, bool] = {}
         self._roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self._near: dict[fx.Node, frozenset[fx.Node]] = {}
-        self._unnormalised: set[fx.Node] = set()
+        self.unnormalised: set[fx.Node] = set()
         self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -79,7 +79,7 @@ class Recogniser:
         category = self.meaning.category(node)
         if category is None and not is_part(node):
             return frozenset()
-        if category is Category.CONTRACTION and node not in self._unnormalised:
+        if category is Category.CONTRACTION and node not in self.unnormalised:
             return frozenset()
         if category is Category.REDUCTION and not ("sum" in str(node.target) or _is_mean_of_stack(node)):
             return frozenset()
@@ -110,7 +110,7 @@ class Recogniser:
         if isinstance(found, Refusal) and self.meaning.obstacles:
             return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
         if isinstance(found, Unnormalised):
-            self._unnormalised.add(node)
+            self.unnormalised.add(node)
             self._near.pop(node, None)
             return None
         return found
@@ -175,6 +175,7 @@ class Recogniser:
         """The claim for one sum weighed by one softmax."""
         meaning = self.meaning
         score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free, node.meta["val"].dtype)
+        score = dots.one_name(score)
         # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
         score, shift = normalised.split_by(score, parts.keys)
         if self.gradients and not self._sources(shift) <= self._sources(M.mul(M.number(score), parts.value)):
@@ -186,10 +187,14 @@ class Recogniser:
             score, parts.keys, parts.value.free, parts.value.value.meta["val"].dtype
         )
         if found is None:
-            return Refusal("the scores are no product of a query side and a key side over a shared dimension")
+            return Refusal(dots.why_no_dot(meaning, score, parts.keys, node.meta["val"].dtype))
         dot, score = found
         # What a contraction adds by itself (baddbmm's bias) has not been looked into yet.
         score = dots.look_into(meaning, score, parts.keys, parts.value.free, node.meta["val"].dtype)
+        if any(n.op == "read" and n.value is dot.node for n in E.walk(score)):
+            return Refusal(
+                "its scores are also used at other places than their own, so they are needed anyway"
+            )
         claim = self.claim(node, output, parts, dot, score)
         joined: tuple[tuple[dots.Dot, float], ...] = ()
         while True:

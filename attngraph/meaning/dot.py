@@ -111,6 +111,22 @@ def _is_long(node: Expr) -> bool:
     return sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
 
 
+def one_name(score: Expr) -> Expr:
+    """The score with one name for an element that has two: where h is 0 and m[h, q, k] stands elsewhere,
+    m[0, q, k] is that (a head, or a query, that was treated apart)."""
+    reads = [n for n in E.walk(score) if n.op == "read" and n.free]
+
+    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        if current.op == "where" and args[0].op == "eq":
+            for place, number in (args[0].args, args[0].args[::-1]):
+                if place.op == "var" and number.op == "const":
+                    here = {M.substitute(r, {place: number}): r for r in reads if place in r.free}
+                    args = (args[0], M.substitute(args[1], here), args[2])
+        return current if current.op == "var" else M.construct(current, args)
+
+    return E.rebuild(score, replace)
+
+
 def find_dot(
     meaning: Meaning, score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]
 ) -> tuple[Dot, Expr] | None:
@@ -140,6 +156,40 @@ def find_dot(
     found = [f for f in found if f[0].q[0][0].free | f[0].k[0][0].free <= score.free | set(f[0].inner)]
     varied = [f for f in found if f[0].q[0][0].free - of_value - set(f[0].inner)]
     return next(iter(varied or found), None)
+
+
+NO_DOT = "the scores are no product of a query side and a key side over a shared dimension"
+
+
+def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: torch.dtype) -> str:
+    """What stands between the scores and a contraction that they are computed from, if something does."""
+    for read in (n for n in _outermost_first(score) if n.op == "read" and isinstance(n.value, fx.Node)):
+        node: fx.Node = read.value
+        if read.free.isdisjoint(keys) or node.op != "call_function" or not _holds_contraction(meaning, node):
+            continue
+        try:
+            meaning.element(node, read.args)
+        except Unliftable as problem:
+            return f"{NO_DOT}: {problem}"
+        own: torch.dtype = node.meta["val"].dtype
+        if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps:
+            rounded, whole = (str(d).removeprefix("torch.") for d in (own, dtype))
+            return f"its scores are rounded to {rounded} inside a {whole} computation"
+    return NO_DOT
+
+
+def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
+    """Whether a contraction stands somewhere above a node."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in seen:
+            seen.add(current)
+            if meaning.category(current) is Category.CONTRACTION:
+                return True
+            stack += current.all_input_nodes
+    return False
 
 
 def dot_of_width_one(

@@ -248,7 +248,8 @@ class Meaning:
                 return PARTS[str(source.target)][1](self, source, int(node.args[1]), at)  # type: ignore[arg-type]
         elif node.op == "call_function" and str(node.target) in RULES:
             return RULES[str(node.target)].element(self, node, at)
-        raise Unliftable(f"no element rule for {node.target}")
+        made_by = node.args[0] if is_part(node) else node
+        raise Unliftable(f"no element rule for {made_by.target}")  # type: ignore[union-attr]
 
     def lift(self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True) -> Expr:
         """Look through every read that `through` allows; leave the others. Without `into_sums` those
@@ -386,8 +387,13 @@ def _from_sympy(value: Any) -> Expr:
         return E.const(int(value))
     if value.is_Number:
         return E.const(float(value))
-    args = [_from_sympy(a) for a in value.args]
     name = type(value).__name__
+    if name in ("CeilToInt", "FloorToInt", "TruncToInt", "RoundToInt"):
+        whole = _without_floats(value.args[0])
+        if whole is None:
+            raise Unliftable(f"a size of the form {value}")
+        return _from_sympy(whole)
+    args = [_from_sympy(a) for a in value.args]
     if isinstance(value, sympy.Add):
         return M.add(*args)
     if isinstance(value, sympy.Mul):
@@ -409,6 +415,22 @@ def _from_sympy(value: Any) -> Expr:
     if name == "OpaqueUnaryFn_sqrt":
         return M.function("sqrt", args[0])
     raise Unliftable(f"a size of the form {value}")
+
+
+def _without_floats(value: Any) -> Any:
+    """A formula of sizes that is written with floating numbers, such as the length of a range of them, in
+    integers; None where it need not be a whole number."""
+    name = type(value).__name__
+    if value.is_Number:
+        return sympy.Integer(int(value)) if float(value).is_integer() else None
+    if value.is_Symbol or name == "ToFloat":
+        return value.args[0] if value.args else value
+    args = [_without_floats(a) for a in value.args]
+    if None in args:
+        return None
+    if name == "FloatTrueDiv":
+        return args[0] * args[1] if args[1] in (1, -1) else None
+    return value.func(*args) if isinstance(value, (sympy.Add, sympy.Mul)) else None
 
 
 def to_sympy(node: Expr) -> Any:

@@ -62,13 +62,16 @@ class Executable:
         with contextlib.ExitStack() as stack:
             for device in {t.device.type for t in inputs}:
                 # The casts that autocast made are in the graph already.
-                if torch.is_autocast_enabled(device):
+                if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             results = self._run(*inputs)
-        values = []
+        values: list[Any] = []
+        laid: dict[int, Tensor] = {}  # what is returned twice stays one tensor
         for result, write, output in zip(results, self._write, self.graph.outputs, strict=True):
             if write is None:
-                values.append(_laid_out(result, output.order))
+                if id(result) not in laid:
+                    laid[id(result)] = _laid_out(result, output.order)
+                values.append(laid[id(result)])
             else:
                 write(tensors, result)
         return self._assemble(values, tensors)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attngraph.ir.graph import holds
 from attngraph.runtime.state import fingerprint
+from attngraph.structure import is_value
 
 
 def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> Any:
@@ -27,8 +28,13 @@ def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> An
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        fingerprint([target]),
+        fingerprint([target, *things(leaves)]),
     )
+
+
+def things(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a call that may hold numbers which change: objects without tensors, sets, functions."""
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_value(leaf)]
 
 
 def aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -55,11 +61,7 @@ def _leaf_key(leaf: Any) -> Any:
         return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad)
     if isinstance(leaf, (float, complex)):
         return repr(leaf)  # -0.0 and NaN are values of their own
-    try:
-        hash(leaf)
-    except TypeError:
-        return (type(leaf), id(leaf))
-    return (type(leaf), leaf)
+    return (type(leaf), leaf if is_value(leaf) else None)
 
 
 class ShapeGuard:

@@ -7,8 +7,12 @@ effect, which a graph would lose).
 
 from __future__ import annotations
 
+import argparse
+import sys
 import types
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,10 +26,32 @@ _MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_HEAP_TYPE = 1 << 9
+"""The flag of a type that was made by a class statement: all of an object's state is in its attributes."""
+_OPEN = (types.SimpleNamespace, argparse.Namespace, partial)
+_FEW_BYTES = 1 << 12
+_RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter)
+
+
+class Same:
+    """Equal to itself alone. It keeps its object alive, so that no other takes the same address."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def fingerprint(targets: Iterable[Any]) -> tuple[Any, ...]:
     """Everything reached from the targets (modules, functions, values): numbers and texts by value;
     tensors by identity and metadata; modules by identity, training flag, weights' metadata, hooks and
-    attributes; containers and plain objects by their contents."""
+    attributes; containers and plain objects by their contents, and by the plain attributes of their class."""
     walk = _Walk()
     for target in targets:
         walk.visit(target, 0)
@@ -60,6 +86,7 @@ class _Walk:
         self.found: list[Any] = []
         self.containers: list[Any] = []
         self.seen: dict[int, int] = {}
+        self.kinds: set[type] = set()
 
     def visit(self, value: Any, depth: int) -> None:
         found = self.found
@@ -68,11 +95,11 @@ class _Walk:
         elif isinstance(value, float):
             found.append(repr(value))  # -0.0 and NaN are values too
         elif isinstance(value, Tensor):
-            found.append((id(value), value.dtype, value.device, tuple(value.shape)))
+            found.append((id(value), value.dtype, value.device, tuple(value.shape), value.requires_grad))
         elif id(value) in self.seen:
             found.append(self.seen[id(value)])
         elif depth > _DEEPEST:
-            found.append(id(value))
+            found.append(Same(value))
         else:
             self.seen[id(value)] = len(self.seen)
             self.open(value, depth + 1)
@@ -80,44 +107,91 @@ class _Walk:
     def open(self, value: Any, depth: int) -> None:
         if isinstance(value, nn.Module):
             self.module(value, depth)
-        elif isinstance(value, (types.ModuleType, type)):
-            self.found.append(id(value))
+        elif isinstance(value, type):
+            self.kind(value)
+        elif isinstance(value, types.ModuleType):
+            self.found.append(Same(value))
         elif isinstance(value, (list, tuple, set, frozenset, dict)):
             self.container(value, depth)
         elif isinstance(value, types.FunctionType):
-            self.found.append(id(value))
+            self.found.append(Same(value))
             if depth <= 2:
                 self.function(value, depth)
         elif isinstance(value, types.MethodType):
-            self.found.append(id(value.__func__))
+            self.found.append(Same(value.__func__))
             self.visit(value.__self__, depth)
         else:
-            self.found.append(id(value))
-            if isinstance(getattr(value, "__dict__", None), dict):
-                self.containers.append(value.__dict__)
-            for name, inner in getattr(value, "__dict__", {}).items():
-                self.found.append(name)
+            self.thing(value, depth)
+
+    def thing(self, value: Any, depth: int) -> None:
+        """An object: by its attributes where those are all that it is, else by identity."""
+        kind: Any = type(value)
+        names = _slots(kind)
+        held = getattr(value, "__dict__", None)
+        if not _is_open(kind) or (held is None and not names):
+            self.closed(value)
+            return
+        self.kind(kind)
+        if isinstance(held, dict):
+            self.containers.append(held)
+        if isinstance(value, partial):
+            for inner in (value.func, value.args, value.keywords):
                 self.visit(inner, depth)
+        for name in names:
+            self.found.append(name)
+            self.visit(getattr(value, name, None), depth)
+        for name, inner in (held or {}).items():
+            self.found.append(name)
+            self.visit(inner, depth)
+
+    def closed(self, value: Any) -> None:
+        """An object that cannot be looked into: by value where it has one that stays."""
+        own_hash: Any = type(value).__hash__
+        if isinstance(value, slice):
+            self.found.append((slice, repr(value)))
+        elif own_hash not in (None, object.__hash__):
+            self.found.append((type(value), value))
+        else:
+            self.found += (Same(value), _few_bytes(value))
+
+    def kind(self, kind: type) -> None:
+        """A class, with the plain attributes that its objects read."""
+        self.found.append(kind)
+        for owner in _own_classes(kind):
+            if owner not in self.kinds:
+                self.kinds.add(owner)
+                self.plain(vars(owner), vars(owner))
+                if issubclass(owner, nn.Module):
+                    forward = vars(owner).get("forward")
+                    self.visit(forward, 0)
+
+    def plain(self, names: Iterable[str], space: Mapping[str, Any]) -> None:
+        """The numbers and texts of these names in the namespace of a class or a module."""
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, (int, float, str)) and not name.startswith("__"):
+                self.found += (name, repr(value) if isinstance(value, float) else value)
 
     def container(self, value: Any, depth: int) -> None:
         self.found.append((type(value), len(value)))
-        if type(value) in (list, dict, set):
+        if type(value) in _RESTORED:
             self.containers.append(value)
         if len(value) > _LONGEST:
-            self.found.append(id(value))
+            self.found.append(Same(value))
         elif isinstance(value, dict):
             for key, inner in value.items():
                 self.visit(key, depth)
                 self.visit(inner, depth)
         elif isinstance(value, (set, frozenset)):
-            self.found.append(frozenset(id(v) if not isinstance(v, _PLAIN) else v for v in value))
+            self.found.append(frozenset(v if isinstance(v, (*_PLAIN, float)) else Same(v) for v in value))
         else:
             for inner in value:
                 self.visit(inner, depth)
 
     def module(self, module: nn.Module, depth: int) -> None:
         found = self.found
-        found += (id(module), type(module), module.training)
+        found += (id(module), module.training)
+        self.kind(type(module))
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():
                 if tensor is None:
@@ -126,7 +200,8 @@ class _Walk:
                 # Weights may be replaced by others like them; only who shares one matters.
                 order = self.seen.setdefault(id(tensor), len(self.seen))
                 shape = () if is_lazy(tensor) else tuple(tensor.shape)
-                found.append((name, order, tensor.dtype, tensor.device, shape, is_lazy(tensor)))
+                wants = store is module._buffers and tensor.requires_grad
+                found.append((name, order, tensor.dtype, tensor.device, shape, is_lazy(tensor), wants))
         for hooks in _HOOKS:
             found += (id(hook) for hook in getattr(module, hooks).values())
         self.containers.append(vars(module))
@@ -142,8 +217,7 @@ class _Walk:
         """What a function reads from around it: its closure, its defaults, the globals it names, and its
         own attributes."""
         if function.__dict__:
-            self.containers.append(function.__dict__)
-            self.visit(dict(function.__dict__), depth)
+            self.visit(function.__dict__, depth)
         self.visit(function.__defaults__, depth)
         self.visit(function.__kwdefaults__, depth)
         for cell in function.__closure__ or ():
@@ -151,6 +225,46 @@ class _Walk:
                 self.visit(cell.cell_contents, depth)
             except ValueError:
                 self.found.append("empty")
-        for name in function.__code__.co_names:
+        names = function.__code__.co_names
+        for name in names:
             if name in function.__globals__:
-                self.visit(function.__globals__[name], depth)
+                value = function.__globals__[name]
+                self.visit(value, depth)
+                if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
+                    self.plain(names, vars(value))
+
+
+@lru_cache(maxsize=4096)
+def _own_classes(kind: type) -> tuple[type, ...]:
+    """The classes an object of this one is of that are no part of Python or torch."""
+    return tuple(k for k in kind.__mro__ if not _is_foreign(k.__module__))
+
+
+@lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    named = (getattr(k, "__slots__", ()) for k in kind.__mro__)
+    each = (n for names in named for n in ((names,) if isinstance(names, str) else names))
+    return tuple(n for n in each if n not in ("__dict__", "__weakref__"))
+
+
+@lru_cache(maxsize=4096)
+def _is_open(kind: type) -> bool:
+    """Whether an object of this class is no more than its attributes."""
+    if issubclass(kind, _OPEN):
+        return True
+    made_here = all(k is object or k.__flags__ & _HEAP_TYPE for k in kind.__mro__)
+    return made_here and (not _is_foreign(kind.__module__) or kind.__module__.startswith("torch."))
+
+
+def _is_foreign(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")
+
+
+def _few_bytes(value: Any) -> bytes:
+    """The contents of a small array of numbers that is no tensor."""
+    try:
+        view = memoryview(value)
+    except TypeError:
+        return b""
+    return view.tobytes() if view.nbytes <= _FEW_BYTES else b""

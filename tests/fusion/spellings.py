@@ -1675,6 +1675,76 @@ def clipped_to_six(q, k, v):
     return F.relu6(q @ k.mT).softmax(-1) @ v
 
 
+@spelling(qkv)
+def one_head_is_masked_apart(q, k, v):
+    scores, place = q @ k.mT, torch.arange(q.shape[2])
+    scores[:, 0] = scores[:, 0].masked_fill((place[:, None] - place).abs() > 2, -1e9)
+    return scores.softmax(-1) @ v
+
+
+@near_miss(qkv)
+def a_head_with_the_scores_of_another(q, k, v):
+    scores = q @ k.mT
+    scores[:, 1] = scores[:, 0]
+    return scores.softmax(-1) @ v
+
+
+@spelling(cross)
+def the_first_query_has_another_scale(q, k, v):
+    scores = q @ k.mT
+    return torch.cat([scores[:, :, :1] * 2, scores[:, :, 1:]], 2).softmax(-1) @ v
+
+
+@spelling(cross)
+def listed_columns_are_assigned(q, k, v):
+    scores = q @ k.mT
+    scores[..., [0, -2, 2]] = -INF
+    return scores.softmax(-1) @ v
+
+
+@spelling(grouped)
+def groups_of_queries_in_one_product(q, k, v):
+    b, heads, t, width = q.shape
+    groups = k.shape[1]
+    scores = (q.reshape(b, groups, heads // groups * t, width) @ k.mT).view(b, heads, t, -1)
+    weights = scores.masked_fill(~causal(t), -INF).softmax(-1)
+    return (weights.view(b, groups, heads // groups * t, -1) @ v).view(b, heads, t, width)
+
+
+@spelling(lambda: (*[normal(T, B, H, D) for _ in range(3)], normal(D, D)))
+def relative_shift_of_distances_counted_down(q, k, v, weight):
+    tokens = k.shape[0]
+    far = torch.arange(tokens - 1, -1, -1.0, dtype=q.dtype)[:, None] / 10 ** torch.arange(
+        0, D, 2, dtype=q.dtype
+    )
+    table = torch.cat([far.sin(), far.cos()], -1) @ weight
+    by_distance = torch.einsum("ibhd,jd->ijbh", q, table)
+    padded = torch.cat([by_distance.new_zeros(tokens, 1, *by_distance.shape[2:]), by_distance], 1)
+    shifted = padded.view(tokens + 1, tokens, *by_distance.shape[2:])[1:].view_as(by_distance)
+    scores = torch.einsum("ibhd,jbhd->ijbh", q, k) + shifted
+    scores = scores.masked_fill(~causal(tokens)[:, :, None, None], -INF)
+    return torch.einsum("ijbh,jbhd->ibhd", scores.softmax(1), v)
+
+
+@spelling(lambda: (*[normal(4 * (B - 1), H, 9, D) for _ in range(3)], normal(4, 9, 9)))
+def windows_of_one_image(q, k, v, mask):
+    images = q.shape[0] // 4
+    assert images == B - 1
+    scores = (q @ k.mT).view(images, 4, q.shape[1], 9, 9) + mask[:, None]
+    return scores.view(-1, q.shape[1], 9, 9).softmax(-1) @ v
+
+
+@spelling(qkv, NOT_YET)
+def blocks_of_keys_one_after_another(q, k, v):
+    most, total, out = torch.full(q.shape[:3], -INF, dtype=q.dtype)[..., None], 0.0, 0.0
+    for keys, values in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True):
+        scores = q @ keys.mT
+        now = torch.maximum(most, scores.amax(-1, keepdim=True))
+        weights, kept = (scores - now).exp(), (most - now).exp()
+        total, out, most = kept * total + weights.sum(-1, keepdim=True), kept * out + weights @ values, now
+    return out / total
+
+
 @spelling(cross, NOT_YET)
 def cosine_by_its_function(q, k, v):
     return (10 * F.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1)).softmax(-1) @ v

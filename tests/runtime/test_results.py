@@ -35,6 +35,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
     "casts that do nothing": lambda x: (x.to(torch.float32), x.float(), x.contiguous(), attend(x)),
     "a detached input": lambda x: (x.detach(), attend(x)),
     "one result twice": lambda x: (lambda y: (y, y, y.view(-1), y.clone()))(attend(x)),
+    "one result of heads twice": lambda x: (attend(x.view(2, 5, 2, 2).transpose(1, 2)),) * 2,
     "an expanded result": lambda x: attend(x).sum(1, keepdim=True).expand(-1, 3, -1),
     "constants": lambda x: (torch.arange(4.0), torch.tensor([1.0, 2.0]), attend(x)),
 }

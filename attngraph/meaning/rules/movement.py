@@ -10,11 +10,13 @@ from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.meaning import ranges
 from attngraph.meaning import simplify as M
-from attngraph.meaning.element import Meaning
+from attngraph.meaning.element import Meaning, size_expression
 from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
 
 MOVEMENT = Category.MOVEMENT
 _END = (1 << 63) - 1
+MOST_PLACES = 16
+"""Of a list of places that are told apart in a formula."""
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
@@ -67,11 +69,13 @@ def copy(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     "squeeze.dims", "unsqueeze.default",
 )  # fmt: skip
 def view(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    source = context.shape(node.args[0])
+    viewed: Any = node.args[0]
     try:
-        return context.read(node.args[0], reindex(context.shape(node), source, at))
+        return context.read(viewed, reindex(context.shape(node), context.shape(viewed), at))
     except Unliftable:
-        sizes = (n for extent in (*source, *context.shape(node)) for n in E.walk(extent))
+        # As the trace has them: where conditions give one of them a number, the others still follow from it.
+        traced = (*viewed.meta["val"].shape, *node.meta["val"].shape)
+        sizes = (n for extent in traced for n in E.walk(size_expression(extent)))
         divided = {n.value for d in sizes if d.op in ("floordiv", "mod") for n in E.walk(d) if n.op == "size"}
         context.obstacles |= divided
         raise
@@ -210,6 +214,35 @@ def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         place = M.add(place, context.shape(whole)[dim])
     inner = context.read(part, (*at[:dim], *at[dim + 1 :]))
     return M.where(M.eq(at[dim], place), inner, context.read(whole, at))
+
+
+@rule(MOVEMENT, "index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """A number at a few listed places of a dimension, the operand elsewhere."""
+    whole, index, number = node.args[0], node.args[2], node.args[3]
+    dim = axis(argument(node, 1, "dim"), len(at))
+    lists = context.shape(index)
+    count = lists[0] if lists else E.ONE
+    if count.op != "const" or count.value > MOST_PLACES:
+        raise Unliftable("a fill at places of which there are many")
+    extent, listed = context.shape(whole)[dim], []
+    for number_of in range(count.value):
+        place = context.elementwise(context.read(index, (E.const(number_of),) if lists else ()))
+        if place.op != "const":
+            listed += [M.eq(at[dim], place), M.eq(at[dim], M.add(place, extent))]  # it may count from the end
+        else:
+            listed.append(M.eq(at[dim], place if place.value >= 0 else M.add(place, extent)))
+    filled = context.scalar(number)
+    value = context.read(whole, at)
+    if filled.kind != value.kind and filled.op != "const":
+        raise Unliftable("a fill of another kind than the result")
+    return M.where(M.or_(*listed), filled if filled.op != "const" else _of_kind(filled, value.kind), value)
+
+
+def _of_kind(number: Expr, kind: str) -> Expr:
+    """A number as one of a tensor of this kind."""
+    made = {"bool": bool, "int": int, "float": float}[kind]
+    return E.const(made(number.value))
 
 
 @rule(MOVEMENT, "diagonal.default")
