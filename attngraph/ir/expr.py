@@ -25,6 +25,7 @@ from typing import Any
 Scalar = int | float | bool
 
 BINDERS = frozenset({"sum", "amax", "amin"})
+MOST_WORDS = 1 << 60
 _serial = itertools.count()
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 
@@ -37,7 +38,7 @@ class Expr:
     a cheap total order within one process.
     """
 
-    __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value")
+    __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value", "words")
 
     op: str
     args: tuple[Expr, ...]
@@ -73,6 +74,7 @@ def make(op: str, args: tuple[Expr, ...] = (), value: Any = None, kind: str = "f
     else:
         node.free = frozenset().union(*(arg.free for arg in args)) if args else frozenset()
     node.serial = next(_serial)
+    node.words = min(1 + sum(arg.words for arg in args), MOST_WORDS)
     _interned[key] = node
     return node
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -206,10 +207,17 @@ def _compiled(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
     """The names in a relation, and the relation as a function of their numbers: sympy needs a thousand times
     as long to put numbers in and simplify. Names of symbols do not become part of the code."""
     symbols = sorted(condition.free_symbols, key=str)
+    names = tuple(map(str, symbols))
+    if any(not _is_printed(f) for f in condition.atoms(sympy.Function)):
+        return names, lambda *sizes: condition.subs(dict(zip(symbols, sizes, strict=True))) is not sympy.false
     printer = _PlacesForNames({symbol: f"_{place}" for place, symbol in enumerate(symbols)})
     code = f"lambda {', '.join(printer.places.values())}: {printer.doprint(condition)}"
-    named = {"math": math, "torch": torch, "Fraction": fractions.Fraction}  # torch.sym_float, say
-    return tuple(map(str, symbols)), eval(code, named)
+    return names, eval(code, {"math": math, "torch": torch, "Fraction": fractions.Fraction})
+
+
+def _is_printed(formula: Any) -> bool:
+    """Whether torch's printer knows the function; it writes others down as if Python had them."""
+    return hasattr(PythonPrinter, f"_print_{type(formula).__name__}")
 
 
 class _PlacesForNames(PythonPrinter):
