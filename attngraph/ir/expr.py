@@ -35,7 +35,8 @@ class Expr:
 
     `kind` is "int", "float", "bool" or "any" (a read of unknown dtype). `free` holds the index
     variables that occur unbound. `serial` orders nodes by creation, which gives canonical forms
-    a cheap total order within one process.
+    a cheap total order within one process. `words` is how many operations, numbers and names it has when it
+    is written out: what is used several times is written several times.
     """
 
     __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value", "words")
@@ -46,6 +47,7 @@ class Expr:
     kind: str
     free: frozenset[Expr]
     serial: int
+    words: int
 
     def __repr__(self) -> str:
         from attngraph.ir.score import format_expr
@@ -131,12 +133,3 @@ def rebuild(node: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
     for current in walk(node):
         done[current] = leaf(current, tuple(done[arg] for arg in current.args))
     return done[node]
-
-
-def is_longer(node: Expr, most: int) -> bool:
-    """Whether the expression, written out, has more than so many operations, numbers and names. What is used
-    several times is written several times."""
-    sizes: dict[Expr, int] = {}
-    for below in walk(node):  # children first
-        sizes[below] = 1 + sum(sizes[a] for a in below.args)
-    return sizes[node] > most

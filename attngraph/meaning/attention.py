@@ -33,9 +33,9 @@ from attngraph.meaning.claim import (
 )  # fmt: skip
 from attngraph.meaning.digits import Digits, extent, split_digits
 from attngraph.meaning.digits import joined as digits_joined
-from attngraph.meaning.element import Meaning, is_part
+from attngraph.meaning.element import MOST_WORDS, Meaning, is_part
 from attngraph.meaning.normalised import Refusal, Unnormalised
-from attngraph.meaning.rules import Category, Unliftable
+from attngraph.meaning.rules import Category, TooLong, Unliftable
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 SOFTMAX_LIKE = frozenset(f"aten.{n}" for n in (*SOFTMAX, "scaled_dot_product_attention.default"))
@@ -62,6 +62,7 @@ class Recogniser:
         self._roots: dict[fx.Node, frozenset[fx.Node]] = {}
         self._near: dict[fx.Node, frozenset[fx.Node]] = {}
         self.unnormalised: set[fx.Node] = set()
+        self._too_long: set[fx.Node] = set()
         self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -83,7 +84,11 @@ class Recogniser:
             return frozenset()
         if category is Category.REDUCTION and not ("sum" in str(node.target) or _is_mean_of_stack(node)):
             return frozenset()
-        return frozenset().union(*(self.near(n) for n in node.all_input_nodes))
+        found = frozenset().union(*(self.near(n) for n in node.all_input_nodes))
+        if not self._too_long.isdisjoint(node.all_input_nodes):
+            self._too_long.add(node)
+            return frozenset()
+        return found
 
     def is_index(self, node: fx.Node) -> bool:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
@@ -103,6 +108,11 @@ class Recogniser:
             return None
         try:
             found = self._examine_parts(node) if joins else self._examine(node)
+        except TooLong as problem:
+            softmaxes = [n for n in self.exponentials(node) if str(n.target) in SOFTMAX_LIKE]
+            self._near[node] = frozenset()
+            self._too_long.add(node)  # what is computed from it, element by element, is longer still
+            return Refusal(str(problem)) if softmaxes else None
         except Unliftable as problem:
             found = Refusal(str(problem))
         if isinstance(found, (Refusal, tuple)) and not joins:
@@ -157,6 +167,7 @@ class Recogniser:
         lifted = meaning.lift(
             meaning.element(node, at),
             lambda r: bool(self.near(r.value) or (gated and self._parts_below(r.value))),
+            most=MOST_WORDS,
         )
         sums = normalised.weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
@@ -213,7 +224,9 @@ class Recogniser:
         meaning, dtype = self.meaning, node.meta["val"].dtype
         output, at = meaning.places(node)
         lifted = meaning.lift(
-            meaning.element(node, at), lambda r: bool(self._parts_below(r.value) or self.near(r.value))
+            meaning.element(node, at),
+            lambda r: bool(self._parts_below(r.value) or self.near(r.value)),
+            most=MOST_WORDS,
         )
         parts = joined_keys.weighted_parts(lifted, meaning.elementwise)
         if parts is None:

@@ -152,7 +152,7 @@ def write(
     if not all(map(is_closed, written)):
         return Refusal("the scores depend on something that is no batch, head, query or key")
     # Written out, which takes long where parts are used many times; four nodes make a word or more.
-    if any(E.is_longer(x, 4 * LONGEST) for x in written):
+    if any(x.words > 4 * LONGEST for x in written):
         return Refusal(f"its scores are a formula of more than {LONGEST} words")
     built = program.build(score, weight, sink)
     q, k, v = operands

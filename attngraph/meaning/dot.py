@@ -16,10 +16,11 @@ from torch import fx
 from attngraph.ir import expr as E
 from attngraph.ir import kernels
 from attngraph.ir.expr import Expr
+from attngraph.ir.parser import LONGEST
 from attngraph.ir.score import DOT
 from attngraph.meaning import simplify as M
-from attngraph.meaning.element import Meaning, has_data, is_exact
-from attngraph.meaning.rules import Category, Unliftable
+from attngraph.meaning.element import MOST_WORDS, Meaning, has_data, is_exact
+from attngraph.meaning.rules import Category, TooLong, Unliftable
 
 _COSTLY = (
     ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
@@ -58,18 +59,24 @@ def look_into(
         if meaning.category(tensor) not in _LOOK_THROUGH:
             return False
         own: torch.dtype = tensor.meta["val"].dtype
+        try:
+            lifted = meaning.elementwise(read, MOST_WORDS)
+        except TooLong:
+            if meaning.contracts(tensor):
+                raise TooLong(f"its scores are a formula of more than {LONGEST} words") from None
+            return False
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
-            return _is_whole(meaning.elementwise(read))
+            return _is_whole(lifted)
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
-            return is_exact(meaning.elementwise(read), own)
-        if not meaning.contracts(tensor) and _is_long(meaning.elementwise(read)):
+            return is_exact(lifted, own)
+        if not meaning.contracts(tensor) and _is_long(lifted):
             return False
         if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
             return True
-        return _is_choice(meaning.elementwise(read))
+        return _is_choice(lifted)
 
     return meaning.lift(node, through, into_sums=False)
 

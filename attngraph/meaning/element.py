@@ -22,10 +22,11 @@ from torch import Tensor, fx
 
 from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
+from attngraph.ir.parser import LONGEST
 from attngraph.meaning import constants, ranges, rules
 from attngraph.meaning import simplify as M
 from attngraph.meaning.known import FEW_OPS, MANY_OPS, Known
-from attngraph.meaning.rules import PARTS, RULES, Category, Unliftable
+from attngraph.meaning.rules import PARTS, RULES, Category, TooLong, Unliftable
 
 Indices = tuple[Expr, ...]
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
@@ -40,6 +41,9 @@ _EXACT = {
 """Operations of the model that a program can do just so."""
 LARGEST_EXPONENT = 1000.0
 """Beyond it a power of e is zero or infinite, in float64 too."""
+MOST_WORDS = 2 * LONGEST
+"""Of a formula that is to become a program. A model that loops over its own results has formulas that double
+with every step."""
 
 
 class Meaning:
@@ -251,12 +255,20 @@ class Meaning:
         made_by = node.args[0] if is_part(node) else node
         raise Unliftable(f"no element rule for {made_by.target}")  # type: ignore[union-attr]
 
-    def lift(self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True) -> Expr:
+    def lift(
+        self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True, most: int | None = None
+    ) -> Expr:
         """Look through every read that `through` allows; leave the others. Without `into_sums` those
-        below a sum are left as well."""
+        below a sum are left as well.
+
+        Raises:
+            TooLong: there would be more than `most` words, or so many reads are looked through.
+        """
         done: dict[Expr, Expr] = {}
+        looked_through = 0
 
         def resolve(current: Expr) -> Expr:
+            nonlocal looked_through
             if current in done:
                 return done[current]
             if current.op == "var" or (not current.args and current.op != "read"):
@@ -266,8 +278,15 @@ class Meaning:
             args = tuple(resolve(a) for a in current.args)
             result = M.construct(current, args) if args != current.args else current
             if result.op == "read" and isinstance(result.value, fx.Node) and through(result):
-                with contextlib.suppress(Unliftable):
+                looked_through += 1
+                try:
                     result = resolve(self.element(result.value, result.args))
+                except TooLong:
+                    raise
+                except Unliftable:
+                    pass
+            if most is not None and max(result.words, looked_through) > most:
+                raise TooLong(f"its weights are a formula of more than {most} words")
             done[current] = result
             return result
 
@@ -296,10 +315,10 @@ class Meaning:
         limited = M.narrow(lifted, limit)
         return read if limited is lifted else limited
 
-    def elementwise(self, node: Expr) -> Expr:
-        """An expression in terms of contractions, reductions and data."""
+    def elementwise(self, node: Expr, most: int | None = None) -> Expr:
+        """An expression in terms of contractions, reductions and data, of at most so many words (`lift`)."""
         categories = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
-        return self.lift(node, lambda r: self.category(r.value) in categories)
+        return self.lift(node, lambda r: self.category(r.value) in categories, most=most)
 
     def exactly(self, node: Any, at: Indices) -> Expr:
         """The element of a floating tensor as the model computes it, operation by operation, nothing
@@ -338,9 +357,14 @@ class Meaning:
         return read
 
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
-        """The element as a formula of its index alone, or None where it depends on data."""
-        lifted = self.lift(self.read(node, at), lambda r: self.category(r.value) is not None)
-        return None if has_data(lifted) else lifted
+        """The element as a formula of its index alone, or None where it depends on data, or on so much that
+        nobody could read it."""
+        with contextlib.suppress(TooLong):
+            lifted = self.lift(
+                self.read(node, at), lambda r: self.category(r.value) is not None, most=MOST_WORDS
+            )
+            return None if has_data(lifted) else lifted
+        return None
 
 
 def is_part(node: fx.Node) -> bool:

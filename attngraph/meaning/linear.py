@@ -17,7 +17,7 @@ from attngraph.meaning import normalised
 from attngraph.meaning import simplify as M
 from attngraph.meaning.attention import Recogniser
 from attngraph.meaning.claim import Attention
-from attngraph.meaning.element import Meaning
+from attngraph.meaning.element import MOST_WORDS, Meaning
 from attngraph.meaning.normalised import Refusal
 from attngraph.meaning.rules import Category, Unliftable
 
@@ -42,7 +42,9 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
     meaning = recogniser.meaning
     try:
         output, at = meaning.places(node)
-        lifted = meaning.lift(meaning.element(node, at), lambda r: _is_scores(recogniser, r.value))
+        lifted = meaning.lift(
+            meaning.element(node, at), lambda r: _is_scores(recogniser, r.value), most=MOST_WORDS
+        )
     except Unliftable:
         return None
     factors = normalised.factors_of(lifted)

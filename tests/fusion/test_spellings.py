@@ -350,3 +350,18 @@ def test_scores_that_are_used_again_and_again_are_refused_before_they_are_writte
         assert len(report.attention) == 1
     else:
         assert [m.reason for m in report.missed] == ["its scores are a formula of more than 800 words"]
+
+
+def test_a_softmax_that_is_normalised_again_and_again_is_refused_before_it_is_written_out() -> None:
+    """Rows and columns in turn, as Sinkhorn's iteration does: each step doubles the formula of an element."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT).softmax(-1)
+        for _ in range(20):
+            weights = weights / weights.sum(-2, keepdim=True)
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights @ v
+
+    report = attngraph.explain(model, *torch.randn(3, 2, 2, 7, 8))
+    assert len(report.missed) == 1
+    assert not report.attention

@@ -43,6 +43,10 @@ class Unliftable(Exception):
     """This op, used this way, has no element rule; the node is a leaf."""
 
 
+class TooLong(Unliftable):
+    """What an element equals is a longer formula than anything that could be written as a program."""
+
+
 RULES: dict[str, Rule] = {}
 PARTS: dict[str, tuple[Category, PartFunction]] = {}
 """Ops with several results: the rule gets the number of the result."""

@@ -189,8 +189,12 @@ def _drowns(constant: float, total: Expr) -> bool:
 def _cancel(factors: list[Expr]) -> list[Expr]:
     """Drop pairs x, recip(x); sums are equal whatever their variables are called."""
     kept: dict[Expr, list[Expr]] = {}
+    over = [f.args[0].op for f in factors if f.op == "recip"]
+    may_cancel = "sum" in over and any(
+        f.op == "sum" for f in factors
+    )  # names cost as much as the sums are long
     for factor in factors:
-        name = M.canonical_binders(factor) if _is_sum(factor) else factor
+        name = M.canonical_binders(factor) if may_cancel and _is_sum(factor) else factor
         inverse = name.args[0] if name.op == "recip" else E.make("recip", (name,))
         if kept.get(inverse):
             kept[inverse].pop()

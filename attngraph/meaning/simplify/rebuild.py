@@ -46,22 +46,35 @@ def raw(name: str, *args: Expr) -> Expr:
 def canonical_binders(node: Expr) -> Expr:
     """`node` with its bound variables renamed by depth, so that two expressions that differ only
     in the names of bound variables become the same object."""
-    done: dict[tuple[Expr, int], Expr] = {}
+    done: dict[tuple[Expr, int, frozenset[tuple[Expr, Expr]]], Expr] = {}
 
-    def rename(current: Expr, depth: int) -> Expr:
-        key = (current, depth)
+    def rename(current: Expr, depth: int, names: Mapping[Expr, Expr]) -> Expr:
+        if current.op == "var":
+            return names.get(current, current)
+        if not current.args:
+            return current
+        key = (current, depth, frozenset((v, names[v]) for v in current.free if v in names))
         if key not in done:
             if current.op in E.BINDERS:
-                bound = E.var(f"_{depth}", current.args[0].args[0])
-                body = rename(substitute(current.args[1], {current.args[0]: bound}), depth + 1)
-                done[key] = E.make(current.op, (bound, body), None, current.kind)
-            elif current.op == "var" or not current.args:
-                done[key] = current
+                variable, body = current.args
+                bound = E.var(f"_{depth}", variable.args[0])
+                args = (bound, rename(body, depth + 1, {**names, variable: bound}))
+                done[key] = E.make(current.op, args, None, current.kind)
             else:
-                done[key] = construct(current, tuple(rename(a, depth) for a in current.args))
+                done[key] = _renamed(current, tuple(rename(a, depth, names) for a in current.args))
         return done[key]
 
-    return rename(node, 0)
+    return rename(node, 0, {})
+
+
+def _renamed(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """`node` with arguments that differ in names alone. Factors that did not cancel before do not now, and
+    to look again would cost twice as much for every sum within a sum."""
+    if node.op != "mul" or node.kind == "int" or args == node.args:
+        return construct(node, args)
+    first = args[:1] if E.is_const(args[0]) else ()
+    rest = sorted(args[len(first) :], key=lambda t: t.serial)
+    return E.make("mul", (*first, *rest), None, node.kind)
 
 
 def substitute(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
