@@ -31,6 +31,7 @@ from attngraph.ir.source import module_of, source_of
 from attngraph.meaning import check, masks
 from attngraph.meaning.attention import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.check import Verdict
+from attngraph.meaning.choice import describe_choice
 from attngraph.meaning.claim import Attention
 from attngraph.meaning.element import Meaning, evaluate_size, size_expression, to_sympy
 from attngraph.meaning.normalised import Refusal
@@ -239,9 +240,11 @@ class _Fusion:
             if node not in alive:
                 continue
             source = source_of(node)
-            self.outcome.missed.append(Missed(why.reason, source, module_of(node)))
+            choice = describe_choice(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
+            reason = choice or why.reason
+            self.outcome.missed.append(Missed(reason, source, module_of(node)))
             self.outcome.obstacles |= why.sizes
-            self.outcome.notes.append(f"left alone at {source}: {why.reason}")
+            self.outcome.notes.append(f"left alone at {source}: {reason}")
 
     def _is_of_scores(self, exponential: fx.Node) -> bool:
         """Whether it is the exponential of products of values with values, not of values with weights."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -59,26 +60,28 @@ def look_into(
         if meaning.category(tensor) not in _LOOK_THROUGH:
             return False
         own: torch.dtype = tensor.meta["val"].dtype
-        try:
-            lifted = meaning.elementwise(read, MOST_WORDS)
-        except TooLong:
-            if meaning.contracts(tensor):
-                raise TooLong(f"its scores are a formula of more than {LONGEST} words") from None
-            return False
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
-            return _is_whole(lifted)
+            return _is_known(meaning, read, _is_whole)
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
-            return is_exact(lifted, own)
-        if not meaning.contracts(tensor) and _is_long(lifted):
+            return _is_known(meaning, read, lambda formula: is_exact(formula, own))
+        if not meaning.contracts(tensor) and not _is_known(meaning, read, lambda f: not _is_long(f)):
             return False
         if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
             return True
-        return _is_choice(lifted)
+        return _is_known(meaning, read, _is_choice)
 
     return meaning.lift(node, through, into_sums=False)
+
+
+def _is_known(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
+    """Whether an element's formula passes a test; one that is too long to be written out does not."""
+    try:
+        return test(meaning.elementwise(read, MOST_WORDS))
+    except TooLong:
+        return False
 
 
 def _is_choice(node: Expr) -> bool:
@@ -115,7 +118,9 @@ LONGEST_FORMULA = 200
 
 
 def _is_long(node: Expr) -> bool:
-    return sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
+    """Whether nobody would want to read it, or a program could not hold it, with its brackets and commas."""
+    many = sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
+    return many or node.words > LONGEST // 3
 
 
 def one_name(score: Expr) -> Expr:

@@ -365,3 +365,24 @@ def test_a_softmax_that_is_normalised_again_and_again_is_refused_before_it_is_wr
     report = attngraph.explain(model, *torch.randn(3, 2, 2, 7, 8))
     assert len(report.missed) == 1
     assert not report.attention
+
+
+def test_a_mask_of_many_regions_is_read_as_a_tensor(compare: Callable[..., Any]) -> None:
+    """Shifted windows: nine regions are numbered, and pairs in two of them are masked. Compared in a formula
+    they would be eighty-one comparisons."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        regions = torch.zeros(1, 8, 8, 1)
+        stretches = (slice(0, -4), slice(-4, -2), slice(-2, None))
+        for number, (rows, columns) in enumerate(itertools.product(stretches, stretches)):
+            regions[:, rows, columns, :] = number
+        windows = regions.view(1, 2, 4, 2, 4, 1).transpose(2, 3).reshape(-1, 16)
+        apart = windows.unsqueeze(1) - windows.unsqueeze(2)
+        mask = apart.masked_fill(apart != 0, -100.0).masked_fill(apart == 0, 0.0)
+        s = (q @ k.mT).view(2, 4, 2, 16, 16) + mask.unsqueeze(1).unsqueeze(0)
+        return s.view(8, 2, 16, 16).softmax(-1) @ v
+
+    compiled = attngraph.compile(model)
+    agreement = compare(model, compiled, tuple(0.3 * torch.randn(3, 8, 2, 16, 8)))
+    assert agreement, agreement.differences
+    assert len(compiled.report.attention) == 1

@@ -279,6 +279,20 @@ DECODERS = {
         "SolarOpen", {**HEADED, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
     ),
     "mpt": causal("Mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+    "qwen3.5": Case(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {
+            **HEADED,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        attentions=1,
+        words=frozenset({"causal"}),
+    ),
     "gpt-oss": causal(
         "GptOss",
         {**WINDOWED, "num_local_experts": 2, "num_experts_per_tok": 1},
@@ -395,6 +409,18 @@ IMAGES = {
         },
     ),
     "videomae": image("VideoMAE", {**PATCHES, "num_frames": 4}, inputs=video),
+    "swin": image(
+        "Swin",
+        {
+            "image_size": 32,
+            "patch_size": 4,
+            "embed_dim": 16,
+            "depths": [2, 1],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
+        attentions=3,
+    ),
     "timesformer": image("Timesformer", {**PATCHES, "num_frames": 4}, attentions=4, inputs=video),
     "vivit": image("Vivit", {**PATCHES, "num_frames": 4, "tubelet_size": [2, 8, 8]}, inputs=video),
     "imagegpt": Case(

@@ -73,7 +73,9 @@ def _compare(op: str, a: Expr, b: Expr) -> Expr:
 
 def _compare_selection(compare: Callable[[Expr, Expr], Expr], a: Expr, b: Expr) -> Expr | None:
     """A comparison of a selection (with a number in it) and a number goes into the selection, and so does
-    one of two selections by the same condition."""
+    one of two selections by the same condition; not where there are many."""
+    if _selects_much(a, b):
+        return None
     if a.op == b.op == "where" and a.args[0] is b.args[0]:
         return where(a.args[0], compare(a.args[1], b.args[1]), compare(a.args[2], b.args[2]))
     if a.op == "where" and b.op == "const" and any(x.op == "const" for x in a.args[1:]):
@@ -112,8 +114,15 @@ def _at_most_zero(terms: Polynomial) -> Expr:
     return E.make("le", (left, right), None, "bool")
 
 
+MOST_SELECTED = 8
+"""Selections that a comparison is drawn into: two tables of n regions give n * n comparisons."""
+
+
 def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | None:
-    """A selection among the terms: its condition, and the terms with either branch in its place."""
+    """A selection among the terms: its condition, and the terms with either branch in its place. None where
+    there are so many that the comparison is better left as one of selections."""
+    if _selects_much(*(atoms[0] for atoms in terms if len(atoms) == 1)):
+        return None
     for atoms, factor in terms.items():
         if len(atoms) == 1 and atoms[0].op == "where":
             rest = {a: c for a, c in terms.items() if a != atoms}
@@ -123,6 +132,11 @@ def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | N
             )
             return condition, yes, no
     return None
+
+
+def _selects_much(*nodes: Expr) -> bool:
+    selections = (below for node in nodes if node.op == "where" for below in E.walk(node))
+    return len({n for n in selections if n.op == "where"}) > MOST_SELECTED
 
 
 def _sides(terms: Polynomial) -> tuple[Expr, Expr]:
@@ -166,7 +180,8 @@ def _junction(op: str, unit: Expr, zero: Expr, args: tuple[Expr, ...]) -> Expr:
         arg = stack.pop()
         if arg.op == op:
             stack.extend(reversed(arg.args))
-        elif arg is zero or not_(arg) in kept:
+        # The opposite of a junction is one of the other kind, whose parts are kept and not itself.
+        elif arg is zero or (arg.op not in ("and", "or") and not_(arg) in kept):
             return zero
         elif arg is not unit:
             kept[arg] = None
