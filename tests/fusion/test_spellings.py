@@ -7,6 +7,7 @@ then at another; results, NaN patterns and gradients are compared with eager's.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
