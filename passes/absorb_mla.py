@@ -37,8 +37,9 @@ from attngraph.meaning import check
 from attngraph.meaning import simplify as M
 from attngraph.meaning.causal import canonical, lowers_enough
 from attngraph.meaning.check import Verdict
-from attngraph.meaning.element import Meaning, size_expression
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.latent import Latent, Latents, Obstacle, Stretch
+from attngraph.meaning.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.fold_weights import Folded, NotFolded, fold_query, fold_result, hoist, projection_of
 from attngraph.pipeline import Outcome

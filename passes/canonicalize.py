@@ -22,9 +22,9 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph import Level, ProgramGraph, memory_of, op_name
-from attngraph.meaning.element import size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
+from attngraph.meaning.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

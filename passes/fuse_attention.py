@@ -33,10 +33,11 @@ from attngraph.meaning.attention import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.check import Verdict
 from attngraph.meaning.choice import describe_choice
 from attngraph.meaning.claim import Attention
-from attngraph.meaning.element import Meaning, evaluate_size, size_expression, to_sympy
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.normalised import Refusal
 from attngraph.meaning.program import Seed
 from attngraph.meaning.rules import Category
+from attngraph.meaning.sizes import evaluate_size, size_expression, to_sympy
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

@@ -30,8 +30,8 @@ from attngraph.ir.nodes import ATTENTION, CACHED, parts
 from attngraph.ir.parser import parse
 from attngraph.ir.score import ScoreProgram
 from attngraph.ir.source import module_of, source_of
-from attngraph.meaning.element import size_expression
 from attngraph.meaning.keep import bytes_per_token, choose_kept
+from attngraph.meaning.sizes import size_expression
 from attngraph.meaning.tokens import Fact, Kind, Tokens
 from attngraph.passes import shift_positions
 from attngraph.passes.build import Builder, NoSize, built

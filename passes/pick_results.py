@@ -15,7 +15,7 @@ from torch import fx
 
 from attngraph.ir.graph import ProgramGraph, is_size
 from attngraph.ir.nodes import CACHED
-from attngraph.meaning.element import size_expression
+from attngraph.meaning.sizes import size_expression
 from attngraph.meaning.tokens import Kind, Tokens
 from attngraph.passes.build import Builder, built
 

@@ -26,8 +26,9 @@ from attngraph.ir.source import source_of
 from attngraph.meaning import check, linear
 from attngraph.meaning.attention import Recogniser
 from attngraph.meaning.claim import Attention
-from attngraph.meaning.element import Meaning, evaluate_size
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.program import Seed
+from attngraph.meaning.sizes import evaluate_size
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

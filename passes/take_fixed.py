@@ -18,7 +18,7 @@ from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, is_size, op_name, part_of
 from attngraph.ir.nodes import CACHED
 from attngraph.ir.source import source_of
-from attngraph.meaning.element import evaluate_size, size_expression
+from attngraph.meaning.sizes import evaluate_size, size_expression
 from attngraph.meaning.tokens import Kind, Tokens
 from attngraph.passes.build import Builder, built
 from attngraph.passes.step_inputs import StepInputs

@@ -19,8 +19,9 @@ from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.ir.graph import Level, ProgramGraph, is_size
 from attngraph.meaning import simplify as M
-from attngraph.meaning.element import Meaning, size_expression
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import RULES, Category, Unliftable
+from attngraph.meaning.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

@@ -25,10 +25,10 @@ from attngraph.ir.evaluate import Environment, Tile
 from attngraph.ir.graph import is_size
 from attngraph.ir.parser import parse
 from attngraph.ir.score import Keep, Score
-from attngraph.meaning.element import evaluate_size, size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.rules.movement import argument
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
+from attngraph.meaning.sizes import evaluate_size, size_expression
 
 TOLERANCE = 1e-10
 """Largest accepted difference, relative to 1 + |value|, in float64."""

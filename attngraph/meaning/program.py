@@ -14,7 +14,7 @@ from attngraph.ir.parser import operation
 from attngraph.ir.score import INDICES, SCORE, WEIGHT, Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.meaning import ranges
 from attngraph.meaning import simplify as M
-from attngraph.meaning.element import size_expression
+from attngraph.meaning.sizes import size_expression
 
 LOWERED = M.add(SCORE, E.NEG_INF)
 """What a mask that is added leaves of a score."""

@@ -32,8 +32,9 @@ from attngraph.ir.parser import parse
 from attngraph.meaning import simplify as M
 from attngraph.meaning.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.causal import Causality, canonical, examine
-from attngraph.meaning.element import Meaning, is_part, size_expression
+from attngraph.meaning.element import Meaning, is_part
 from attngraph.meaning.rules import Unliftable
+from attngraph.meaning.sizes import size_expression
 from attngraph.meaning.trial import Trial
 
 

@@ -20,7 +20,8 @@ from attngraph.ir.expr import Expr
 from attngraph.ir.graph import ProgramGraph, is_size
 from attngraph.meaning.axes import Axes, Space
 from attngraph.meaning.check import Evaluation, fingerprint
-from attngraph.meaning.element import Meaning, size_expression
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.sizes import size_expression
 
 ROWS, TOKENS = 2, 5
 MOST_NODES, MOST_TRIALS = 80, 400

@@ -10,8 +10,9 @@ from attngraph.ir import expr as E
 from attngraph.ir.expr import Expr
 from attngraph.meaning import ranges
 from attngraph.meaning import simplify as M
-from attngraph.meaning.element import Meaning, size_expression
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
+from attngraph.meaning.sizes import size_expression
 
 MOVEMENT = Category.MOVEMENT
 _END = (1 << 63) - 1
