@@ -1,4 +1,4 @@
-"""Sizes as expressions: what sympy, and so a traced graph, says of a size, in the language of the IR; and back.
+"""Sizes as expressions: what sympy, and so a graph, says of a size, in the language of the IR, and back.
 
 Sizes are whole numbers. A formula that need not be one, or that has no counterpart here, is refused.
 """
