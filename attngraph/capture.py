@@ -268,7 +268,7 @@ def capture(
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = tuple(tuple(exported.size_of(s) for s in n.meta["val"].shape) for n in arguments)
     graph.conditions = tuple(exported.conditions(program, arguments))
-    graph.hints = exported.hints(arguments)
+    graph.hints = exported.hints(arguments, graph.graph.nodes)
     env = exported.shape_env(arguments)
     results = tuple(
         (kind, env.simplify(value) if kind == "size" and env is not None else value)

@@ -7,7 +7,7 @@ in the terms of `ir/graph.py`: inputs by what they stand for, writes as results,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -34,10 +34,19 @@ _WRITTEN_OUT = frozenset(
 """Ops that torch itself only writes down as others; the same computation, in eager too."""
 
 
-def hints(arguments: Sequence[fx.Node]) -> dict[str, int]:
-    """The sizes of the example inputs, by symbol."""
+def hints(arguments: Sequence[fx.Node], computed: Iterable[fx.Node] = ()) -> dict[str, int]:
+    """The sizes of the example inputs, by symbol. One that data decide (how many tokens a mask selects) is
+    not known before the graph runs; it is taken to be as large as the largest of the others."""
     extents = [s for n in arguments for s in n.meta["val"].shape if not isinstance(s, int)]
-    return {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
+    found = {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
+    largest = max((int(s) for n in arguments for s in n.meta["val"].shape if isinstance(s, int)), default=1)
+    largest = max([largest, *found.values()])
+    for node in computed:
+        for extent in getattr(node.meta.get("val"), "shape", ()):
+            if not isinstance(extent, int):
+                for symbol in extent.node.expr.free_symbols:
+                    found.setdefault(str(symbol), largest)
+    return found
 
 
 def size_of(value: Any) -> Any:

@@ -74,15 +74,18 @@ class Builder:
         return node  # type: ignore[no-any-return]
 
     def _symbol(self, name: str) -> fx.Node:
-        for placeholder in self.graph.placeholders():
-            fake = placeholder.meta.get("val")
-            for axis, extent in enumerate(getattr(fake, "shape", ())):
+        """A dimension of the first tensor that has it: of an input, mostly, or of what data select."""
+        node: fx.Node
+        for node in self.graph.graph.nodes:
+            if node is self.anchor:
+                break
+            for axis, extent in enumerate(getattr(node.meta.get("val"), "shape", ())):
                 if not isinstance(extent, int) and str(extent.node.expr) == name:
-                    for user in placeholder.users:
+                    for user in node.users:
                         if user.target is aten.sym_size.int and user.args[1] == axis and user < self.anchor:
                             return user
-                    return self.call(aten.sym_size.int, placeholder, axis)
-        raise NoSize(f"size {name} is no dimension of an input")
+                    return self.call(aten.sym_size.int, node, axis)
+        raise NoSize(f"size {name} is no dimension of a tensor that is there before")
 
     def view(self, node: fx.Node, steps: tuple[Step, ...]) -> fx.Node:
         """`node` seen through the steps."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, has_free_unbacked_symbols
 
 from attngraph.ir.formula import Formulas
 from attngraph.ir.graph import Input, Output, infer
@@ -170,6 +170,11 @@ class Body:
         for one, type_ in zip(found, expected, strict=False):
             if type_ is None or not isinstance(one, torch.Tensor):
                 continue
+            if any(has_free_unbacked_symbols(extent) for extent in one.shape):
+                raise ValueError(
+                    "data decide a size of its result when it runs. Such a graph can be looked at, but "
+                    "passes cannot be run on its text"
+                )
             shape = [self.formulas.value(s) for s in type_.shape]
             same = len(shape) == one.ndim and all(
                 _expression(a) == _expression(b) for a, b in zip(one.shape, shape, strict=True)

@@ -199,6 +199,12 @@ def test_a_line_that_is_wrong_is_named(old: str, new: str, line: int, problem: s
         read_graph(TEXT.replace(old, new, 1), "x.txt")
 
 
+def test_a_graph_whose_sizes_data_decide_is_refused_with_that_reason() -> None:
+    graph = capture(lambda x: x[x > 0] + 1, (X,), {}).graph
+    with pytest.raises(TextError, match="data decide a size of its result"):
+        read_graph(whole(graph))
+
+
 @pytest.mark.parametrize("length", range(0, len(TEXT) - 2, 7))
 def test_a_text_that_is_cut_anywhere_is_refused(length: int) -> None:
     with pytest.raises(TextError, match="line"):

@@ -405,6 +405,17 @@ def test_the_default_dtype_is_part_of_a_graph(attention: Function, same: Same) -
         torch.set_default_dtype(torch.float32)
 
 
+def test_tokens_that_data_select_are_attended_by_one_graph(attention: Function, same: Same) -> None:
+    def f(x: Tensor, keep: Tensor) -> Tensor:
+        return attention(x[keep])
+
+    compiled, x = attngraph.compile(f), torch.randn(9, 4)
+    for keep in (x[:, 0] > 0, torch.ones(9) > 0, torch.zeros(9) > 0, torch.arange(9) == 4):
+        same(compiled(x, keep), f(x, keep))
+    assert compiled.report.graphs == 1
+    assert len(compiled.report.attention) == 1
+
+
 @pytest.mark.slow
 def test_index_tensors_of_any_integer_dtype_are_taken(attention: Function, same: Same) -> None:
     def f(index: Tensor, table: Tensor) -> Tensor:
