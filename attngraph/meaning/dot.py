@@ -62,7 +62,8 @@ def look_into(
         own: torch.dtype = tensor.meta["val"].dtype
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
             return _is_known(meaning, read, _is_whole)
-        if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps and dtype == torch.float64:
+        coarser = own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps
+        if coarser and (dtype == torch.float64 or not meaning.contracts(tensor)):
             return _is_known(meaning, read, lambda formula: is_exact(formula, own))
         if not meaning.contracts(tensor) and not _is_known(meaning, read, lambda f: not _is_long(f)):
             return False

@@ -387,3 +387,16 @@ def test_a_mask_of_many_regions_is_read_as_a_tensor(compare: Callable[..., Any])
     agreement = compare(model, compiled, tuple(torch.randn(3, 8, 2, 16, 8)), tolerance=2e-6)
     assert agreement, agreement.differences
     assert len(compiled.report.attention) == 1
+
+
+def test_distances_that_the_model_rounds_are_rounded(compare: Callable[..., Any]) -> None:
+    """bfloat16 has no 301; a program's integers have."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2], dtype=torch.bfloat16)
+        return (q @ k.mT - 0.5 * (place[:, None] - place).abs().float()).softmax(-1) @ v
+
+    compiled = attngraph.compile(model)
+    agreement = compare(model, compiled, tuple(torch.randn(3, 1, 1, 600, 4)), tolerance=2e-6)
+    assert agreement, agreement.differences
+    assert len(compiled.report.attention) == 1
