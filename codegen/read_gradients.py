@@ -39,6 +39,8 @@ FLOATING = frozenset({"half", "float", "double"})
 """Kinds of reads that have gradients."""
 PAIRS_AT_ONCE = 1 << 24
 """Sums of single pairs that are held at once, about (64 MiB)."""
+PAIRS_ON_CPU = 1 << 18
+"""The same where a kernel's start costs next to nothing."""
 _B, _H, _Q, _K = (S.index(name) for name in S.INDICES)
 
 
@@ -143,9 +145,10 @@ class Totals:
         each_batch, each_head = found.owned
         along = follows_distance(found.node)
         H = self.Hq if each_head else 1
+        held = min(PAIRS_AT_ONCE, PAIRS_ON_CPU) if unseen.device.type == "cpu" else PAIRS_AT_ONCE
         rows = most = -(-self.Sq // block) * block
-        rows = max(block, min(most, PAIRS_AT_ONCE // (H * self.Skv) // block * block))
-        batches = max(1, min(self.B, PAIRS_AT_ONCE // (H * rows * self.Skv))) if each_batch else 1
+        rows = max(block, min(most, held // (H * self.Skv) // block * block))
+        batches = max(1, min(self.B, held // (H * rows * self.Skv))) if each_batch else 1
         shift = rows - 1 if along else 0
         sums = torch.zeros(
             (batches, H, rows, self.Skv + 2 * shift), dtype=torch.float32, device=unseen.device
@@ -237,19 +240,28 @@ def _place(index: Expr, env: Environment) -> Tensor:
 def follows_distance(node: Expr) -> bool:
     """Whether q and k come into an expression as k - q alone. Then it may be evaluated at q = 0, and at a key
     that is the distance."""
-    return all(sum(_slopes(arg) or (1,)) == 0 for arg in node.args)
+    return all(_step(arg) == 0 for arg in node.args)
 
 
-def _slopes(node: Expr) -> tuple[int, int] | None:
-    """By how much an expression changes with q and with k, apart from what changes with their distance; None
-    where that is not a number."""
-    if _Q not in node.free and _K not in node.free:
-        return 0, 0
+def _step(node: Expr) -> int | None:
+    """By how much an expression grows where q and k both grow by one; None where that is no number."""
     if node in (_Q, _K):
-        return (1, 0) if node is _Q else (0, 1)
-    parts = [_slopes(arg) for arg in node.args]
-    if node.op in ("add", "sub", "neg") and None not in parts:
-        signs = (-1,) if node.op == "neg" else (1, 1 if node.op == "add" else -1)
-        found = [[sign * n for n in part] for sign, part in zip(signs, parts, strict=True) if part]
-        return sum(f[0] for f in found), sum(f[1] for f in found)
-    return (0, 0) if all(part and sum(part) == 0 for part in parts) else None
+        return 1
+    if _Q not in node.free and _K not in node.free:
+        return 0
+    steps = [_step(arg) for arg in node.args]
+    known = [s for s in steps if s is not None]
+    if len(known) < len(steps):
+        return None
+    match node.op:
+        case "add":
+            return sum(known)
+        case "sub" | "neg":
+            return known[0] - known[1] if node.op == "sub" else -known[0]
+        case "min" | "max" if len(set(known)) == 1:
+            return known[0]
+        case "where" if known[0] == 0 and known[1] == known[2]:
+            return known[1]
+        case "eq" | "ne" | "le" | "lt" | "ge" | "gt" if known[0] == known[1]:
+            return 0
+    return 0 if not any(known) else None

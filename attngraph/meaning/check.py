@@ -423,7 +423,7 @@ def choose_sizes(
     nodes: Sequence[fx.Node], admissible: Callable[[Mapping[str, int]], bool], example: Mapping[str, int]
 ) -> list[dict[str, int]]:
     """Two assignments of small, different numbers to every symbolic size of `nodes` that keep to what
-    the trace took for granted; fewer where none is found."""
+    the trace took for granted. Where there is but one, it stands twice, to be tried with other values."""
     names: dict[str, None] = {}
     for node in nodes:
         value = node.meta.get("val")
@@ -432,7 +432,7 @@ def choose_sizes(
                 if not isinstance(extent, int):
                     names.update((str(s), None) for s in extent.node.expr.free_symbols)
     if not names:
-        return [{}]
+        return [{}, {}]
     found: list[dict[str, int]] = []
     for candidates in ((3, 5, 7, 2, 4, 6, 8, 16), (17, 13, 19, 12, 16, 10, 24, 32)):
         tries = itertools.islice(itertools.product(candidates, repeat=len(names)), 5000)
@@ -442,7 +442,7 @@ def choose_sizes(
             if admissible({**example, **assignment}):
                 found.append(assignment)
                 break
-    return found
+    return found * 2 if len(found) == 1 else found
 
 
 __all__ = ["Evaluation", "Unliftable", "Verdict", "choose_sizes", "fingerprint", "region", "same_value"]

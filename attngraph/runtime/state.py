@@ -146,10 +146,9 @@ class _Walk:
 
     def closed(self, value: Any) -> None:
         """An object that cannot be looked into: by value where it has one that stays."""
-        own_hash: Any = type(value).__hash__
         if isinstance(value, slice):
             self.found.append((slice, repr(value)))
-        elif own_hash not in (None, object.__hash__):
+        elif _has_value(value):
             self.found.append((type(value), value))
         else:
             self.found += (Same(value), _few_bytes(value))
@@ -254,6 +253,18 @@ def _is_open(kind: type) -> bool:
         return True
     made_here = all(k is object or k.__flags__ & _HEAP_TYPE for k in kind.__mro__)
     return made_here and (not _is_foreign(kind.__module__) or kind.__module__.startswith("torch."))
+
+
+def _has_value(value: Any) -> bool:
+    """Whether an object is equal to others of the same value. (A weak reference is as hashable as its object.)"""
+    own_hash: Any = type(value).__hash__
+    if own_hash in (None, object.__hash__):
+        return False
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_foreign(module: str) -> bool:
