@@ -256,7 +256,7 @@ def _is_open(kind: type) -> bool:
 
 
 def _has_value(value: Any) -> bool:
-    """Whether an object is equal to others of the same value. (A weak reference is as hashable as its object.)"""
+    """Whether an object equals others of the same value. (A weak reference is as hashable as its object.)"""
     own_hash: Any = type(value).__hash__
     if own_hash in (None, object.__hash__):
         return False
