@@ -55,6 +55,8 @@ def _repairs(c: Case) -> Iterator[tuple[str, Any]]:
         yield "grad", False  # where a NaN goes in a backward pass is not promised
         if c.weights == "nan_to_num" or "times" in (c.apply, c.apply2):
             yield "numbers", "normal"  # masks that multiply, and rows that see a key, are taken to be numbers
+    if c.apply2 == "times" and c.mask2 != "none" and c.mask != "none" and c.fill == "-inf":
+        yield "grad", False  # minus infinity times zero is NaN as well
     if c.weights == "masked" and c.mask not in _POSITION_MASKS:
         yield "grad", False  # the NaN of a row that sees no key does not reach keys that weights hide
     if c.sizes == "numbers":
