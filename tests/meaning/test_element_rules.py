@@ -341,6 +341,7 @@ ROWS: list[Row] = [
         for offset in (0, 1, -2)
     ],
     *[H("diag_embed.default", f(2, 3), *where) for where in ((), (1,), (-2,), (1, 0, -1), (-1, 2, 0))],
+    H("diag_embed.default", m(3)),
     H("mul.Tensor", m(2, 3), m(3)),
     H("isnan.default", torch.tensor([math.nan, 0.0, math.inf])),
     H("addmv.default", f(3), f(3, 4), f(4), alpha=0.5, beta=2),

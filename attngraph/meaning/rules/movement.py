@@ -272,7 +272,8 @@ def diag_embed(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
     place = M.sub(at[rows], E.const(max(0, -offset)))
     on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
-    return M.where(on_it, context.read(node.args[0], (*others, place)), E.ZERO)
+    element = context.read(node.args[0], (*others, place))
+    return M.where(on_it, element, E.FALSE if element.kind == "bool" else E.ZERO)
 
 
 def _diagonal(node: fx.Node, rank: int, first: int, dims: tuple[int, int] = (0, 1)) -> tuple[int, int, int]:
