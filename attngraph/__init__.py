@@ -6,25 +6,22 @@ print(compiled.report)                   # what was fused, what was not, and why
 
 Importing this package loads nothing, not even torch: tools that must start fast (pytest, which imports our
 plugin in every run) can name it. The first use of a public name loads all of it and registers our ops and
-kernels with torch; so does `import attngraph.compile`, for programs that only need the ops.
+kernels with torch; so does `import attngraph.api`, for programs that only need the ops.
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attngraph import hf as hf
     from attngraph import testing as testing
-    from attngraph.bisect import bisect as bisect
-    from attngraph.compile import compile as compile
-    from attngraph.compile import explain as explain
-    from attngraph.compiled import CompiledModule as CompiledModule
-    from attngraph.convert import ConvertedModel as ConvertedModel
-    from attngraph.convert import HeadsReport as HeadsReport
-    from attngraph.convert import convert_heads as convert_heads
-    from attngraph.entries import AttentionEntry as AttentionEntry
+    from attngraph.api.bisect import bisect as bisect
+    from attngraph.api.compile import compile as compile
+    from attngraph.api.compile import explain as explain
+    from attngraph.api.compiled import CompiledModule as CompiledModule
+    from attngraph.api.convert import ConvertedModel as ConvertedModel
+    from attngraph.api.convert import HeadsReport as HeadsReport
+    from attngraph.api.convert import convert_heads as convert_heads
     from attngraph.errors import AttnGraphError as AttnGraphError
     from attngraph.errors import CacheError as CacheError
     from attngraph.errors import CaptureError as CaptureError
@@ -35,11 +32,12 @@ if TYPE_CHECKING:
     from attngraph.errors import PassError as PassError
     from attngraph.errors import TextError as TextError
     from attngraph.errors import VerificationError as VerificationError
-    from attngraph.ir.ops import attention as attention
-    from attngraph.ir.parser import parse as parse
-    from attngraph.ir.score import ProgramError as ProgramError
-    from attngraph.ir.score import ScoreProgram as ScoreProgram
-    from attngraph.report import CompileReport as CompileReport
+    from attngraph.ir.language.parser import parse as parse
+    from attngraph.ir.language.score import ProgramError as ProgramError
+    from attngraph.ir.language.score import ScoreProgram as ScoreProgram
+    from attngraph.ir.ops.attention import attention as attention
+    from attngraph.report.entries import AttentionEntry as AttentionEntry
+    from attngraph.report.report import CompileReport as CompileReport
     from attngraph.runtime.cache_config import CacheConfig as CacheConfig
     from attngraph.runtime.decoder import Decoder as Decoder
     from attngraph.runtime.engine import Engine as Engine
@@ -48,21 +46,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOT = f"{__name__}.compile"
+_ROOT = f"{__name__}.api"
 _WHERE = {
-    "bisect": ("bisect",),
-    "compile": ("compile", "explain"),
-    "compiled": ("CompiledModule",),
-    "convert": ("ConvertedModel", "HeadsReport", "convert_heads"),
-    "entries": ("AttentionEntry",),
+    "api.bisect": ("bisect",),
+    "api.compile": ("compile", "explain"),
+    "api.compiled": ("CompiledModule",),
+    "api.convert": ("ConvertedModel", "HeadsReport", "convert_heads"),
+    "report.entries": ("AttentionEntry",),
     "errors": (
         "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DumpError", "NoDecoderError",
         "NotFusedError", "PassError", "TextError", "VerificationError",
     ),
-    "ir.ops": ("attention",),
-    "ir.parser": ("parse",),
-    "ir.score": ("ProgramError", "ScoreProgram"),
-    "report": ("CompileReport",),
+    "ir.ops.attention": ("attention",),
+    "ir.language.parser": ("parse",),
+    "ir.language.score": ("ProgramError", "ScoreProgram"),
+    "report.report": ("CompileReport",),
     "runtime.decoder": ("Decoder",),
     "runtime.engine": ("Engine", "Request"),
     "runtime.cache_config": ("CacheConfig",),
@@ -90,16 +88,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))])
-
-
-class _Package(types.ModuleType):
-    """Importing a submodule sets it as an attribute of the package. `compile` is the name of a submodule and
-    of a public function: the function stays."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _MODULE_OF and isinstance(value, types.ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

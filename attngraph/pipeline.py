@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from attngraph.dump import CAPTURE, Dump, notes_of, write_failed
-from attngraph.entries import PassRecord
 from attngraph.errors import AttnGraphError, PassError, VerificationError
-from attngraph.ir.graph import Level, ProgramGraph, verify
-from attngraph.ir.text import format_file
+from attngraph.ir.graph.printer import format_file
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, verify
+from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
+from attngraph.report.entries import PassRecord
 
 log = logging.getLogger(__name__)
 

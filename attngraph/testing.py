@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.entries import AttentionEntry
+from attngraph.capture.structure import flatten
 from attngraph.errors import meant
-from attngraph.report import CompileReport
+from attngraph.report.entries import AttentionEntry
+from attngraph.report.report import CompileReport
 from attngraph.runtime.verify import compare
-from attngraph.structure import flatten
 
 MOST_LINES = 200
 """Of a diff in a message."""

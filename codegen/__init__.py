@@ -1,6 +1,6 @@
 """Backends: who computes an attention node, and how fast.
 
-Importing this package registers every kernel with `attngraph.ir.kernels`. A backend is a folder; its
+Importing this package registers every kernel with `attngraph.ir.ops.kernels`. A backend is a folder; its
 kernels are named `<folder>.<kernel>`, and a backend is chosen by the folder's name.
 """
 

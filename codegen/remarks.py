@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.score import ScoreProgram
 
 
 class Remarks:

@@ -23,8 +23,7 @@ from torch import nn
 
 import attngraph
 from attngraph import pipeline
-from attngraph.capture import capture
-from attngraph.dump import Dump
+from attngraph.capture.trace import capture
 from attngraph.models.attention import AttentionConfig, HeadByHeadAttention
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
@@ -33,8 +32,9 @@ from attngraph.models.mla import LatentAttention, MLAConfig
 from attngraph.models.targets import seeded
 from attngraph.passes import Canonicalize, FuseAttention, MergeHeads
 from attngraph.passes.convert_heads import ConvertHeads
-from attngraph.picture import mask_map, to_svg
-from attngraph.programs import WELL_KNOWN
+from attngraph.report.dump import Dump
+from attngraph.report.picture import mask_map, to_svg
+from attngraph.report.programs import WELL_KNOWN
 
 DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(

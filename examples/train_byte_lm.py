@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import attngraph
-from attngraph.codegen.benchmark.measure import Measurement, measure
+from attngraph.benchmark.measure import Measurement, measure
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.text import byte_batch
 

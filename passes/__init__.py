@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 from attngraph.errors import meant
-from attngraph.ir.graph import Level
-from attngraph.ir.literals import split
-from attngraph.passes.absorb_mla import AbsorbMLA
+from attngraph.ir.graph.literals import split
+from attngraph.ir.graph.program_graph import Level
+from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
-from attngraph.passes.insert_kv_cache import InsertKVCache
+from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.merge_heads import MergeHeads
 from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels

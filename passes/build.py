@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.expr import Expr
-from attngraph.ir.graph import ProgramGraph, infer
-from attngraph.ir.source import ORIGIN
-from attngraph.meaning.claim import Operand
-from attngraph.meaning.layout import Step
+from attngraph.ir.graph.program_graph import ProgramGraph, infer
+from attngraph.ir.graph.source import ORIGIN
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.attention.claim import Operand
+from attngraph.meaning.attention.layout import Step
 
 aten = torch.ops.aten
 

@@ -21,10 +21,10 @@ from collections import Counter
 import torch
 from torch import fx
 
-from attngraph.ir.graph import Level, ProgramGraph, memory_of, op_name
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, op_name
+from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rules import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
-from attngraph.meaning.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Input, Level, Pooling, ProgramGraph, infer, op_name
-from attngraph.ir.source import ORIGIN, source_of
-from attngraph.meaning import check
-from attngraph.meaning import simplify as M
+from attngraph.ir.graph.program_graph import Input, Level, Pooling, ProgramGraph, infer, op_name
+from attngraph.ir.graph.source import ORIGIN, source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Unliftable
 from attngraph.passes.build import Builder

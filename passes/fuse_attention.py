@@ -1,6 +1,6 @@
 """FuseAttention: replace every attention by one `attngraph::attention` node.
 
-Matches whatever `meaning/attention.py` recognises: a sum of values weighted by a softmax of scores
+Matches whatever `meaning/attention/recogniser.py` recognises: a sum of values weighted by a softmax of scores
 that hold a product of queries and keys, however it is written. Right because every claim is checked in
 float64, values and (where they flow) gradients, at two sizes, before the graph is touched; equal layers
 are checked once. Refuses a claim that fails its check, and an attention whose weights are used
@@ -21,25 +21,26 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from attngraph.entries import AttentionEntry, KernelEntry, Missed, TracedCall
-from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Level, ProgramGraph, dependence, memory_of
-from attngraph.ir.nodes import parts
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ProgramError
-from attngraph.ir.source import module_of, source_of
-from attngraph.meaning import check, masks
-from attngraph.meaning.attention import SOFTMAX_LIKE, Recogniser
-from attngraph.meaning.check import Verdict
-from attngraph.meaning.choice import describe_choice
-from attngraph.meaning.claim import Attention
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, memory_of
+from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ProgramError
+from attngraph.ir.ops.nodes import parts
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_sympy
+from attngraph.meaning.attention.choice import describe_choice
+from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.normalised import Refusal
+from attngraph.meaning.attention.program import Seed
+from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
+from attngraph.meaning.check import check
+from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.normalised import Refusal
-from attngraph.meaning.program import Seed
+from attngraph.meaning.masks import words as masks
 from attngraph.meaning.rules import Category
-from attngraph.meaning.sizes import evaluate_size, size_expression, to_sympy
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
+from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall
 
 log = logging.getLogger(__name__)
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"

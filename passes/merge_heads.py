@@ -21,20 +21,22 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from attngraph.entries import AttentionEntry
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Level, ProgramGraph, dependence, sort
-from attngraph.ir.parser import operation, parse
-from attngraph.ir.score import Keep, ScoreProgram, Statement
-from attngraph.ir.source import source_of
-from attngraph.meaning import check, layout, masks
-from attngraph.meaning import simplify as M
-from attngraph.meaning.claim import merge_digits
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, sort
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation, parse
+from attngraph.ir.language.score import Keep, ScoreProgram, Statement
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.attention import layout
+from attngraph.meaning.attention.claim import merge_digits
+from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
+from attngraph.meaning.masks import words as masks
 from attngraph.meaning.rules import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
+from attngraph.report.entries import AttentionEntry
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

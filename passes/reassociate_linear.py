@@ -1,7 +1,7 @@
 """ReassociateLinear: attention without a softmax at a cost linear in the tokens.
 
 Matches sums of values weighted by plain products of queries and keys, over all keys or over those up to
-the query (`meaning/linear.py`), and sums of such weights alone, by which some models divide:
+the query (`meaning/attention/linear.py`), and sums of such weights alone, by which some models divide:
 (Q K^T) V becomes Q (K^T V), and under a causal mask running sums by chunks (Katharopoulos et al. 2020,
 section 3.2). Right because a sum of products may be taken in any order; each claim is checked in float64.
 Refuses where keys or values are weights alone (then nothing grows with the tokens), where the scores are
@@ -17,18 +17,19 @@ import networkx as nx
 import torch
 from torch import fx
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Level, ProgramGraph, dependence
-from attngraph.ir.linear import linear_attention
-from attngraph.ir.score import INDICES, Keep, Score, Weight
-from attngraph.ir.source import source_of
-from attngraph.meaning import check, linear
-from attngraph.meaning.attention import Recogniser
-from attngraph.meaning.claim import Attention
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import INDICES, Keep, Score, Weight
+from attngraph.ir.ops.linear_attention import linear_attention
+from attngraph.meaning.algebra.sizes import evaluate_size
+from attngraph.meaning.attention import linear
+from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.program import Seed
+from attngraph.meaning.attention.recogniser import Recogniser
+from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.program import Seed
-from attngraph.meaning.sizes import evaluate_size
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from attngraph.ir import kernels
-from attngraph.ir.graph import Level, ProgramGraph
-from attngraph.ir.nodes import ATTENTION, CACHED, LATENT
-from attngraph.ir.parser import parse
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.nodes import ATTENTION, CACHED, LATENT
 from attngraph.pipeline import Outcome
 
 CHOSEN_LATER: dict[Any, int] = {LATENT: 9, CACHED[ATTENTION]: 12, CACHED[LATENT]: 14}

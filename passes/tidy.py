@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.ir.graph import Level, ProgramGraph, is_size
-from attngraph.meaning import simplify as M
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import RULES, Category, Unliftable
-from attngraph.meaning.sizes import size_expression
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import attngraph.compile  # noqa: F401  (registers the kernels)
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.expr import Expr
-from attngraph.ir.parser import operation
-from attngraph.ir.score import Keep, Score, ScoreProgram, Sink, Weight
+import attngraph.api.compile  # noqa: F401  (registers the kernels)
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation
+from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Weight
 
 settings.register_profile(
     "attngraph",

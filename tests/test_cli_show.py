@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attngraph import cli
-from attngraph.programs import WELL_KNOWN
+from attngraph.report.programs import WELL_KNOWN
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

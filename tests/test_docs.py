@@ -20,7 +20,7 @@ import torch
 
 import attngraph
 import attngraph.codegen  # registers the kernels, whatever a page loads
-from attngraph.ir import kernels
+from attngraph.ir.ops import kernels
 from attngraph.meaning.rules import RULES, load
 from attngraph.models.targets import tiny_decoder_lm
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import attngraph
-from attngraph.dump import Dump, read_dump
 from attngraph.errors import DumpError
-from attngraph.report import CompileReport
+from attngraph.report.dump import Dump, read_dump
+from attngraph.report.report import CompileReport
 
 
 def attend(x: Tensor) -> Tensor:

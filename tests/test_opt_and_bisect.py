@@ -13,12 +13,12 @@ from torch import Tensor
 
 import attngraph
 from attngraph import cli
-from attngraph.bisect import bisect
-from attngraph.dump import decode, encode, read_graph_file
-from attngraph.ir.graph import Level, ProgramGraph
-from attngraph.options import Options
+from attngraph.api.bisect import bisect
+from attngraph.api.options import Options
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.passes import DEFAULT_PIPELINE
 from attngraph.pipeline import Outcome
+from attngraph.report.dump import decode, encode, read_graph_file
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
 
@@ -223,6 +223,6 @@ def test_a_culprit_gives_exit_code_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = (*DEFAULT_PIPELINE[:3], Doubles(), *DEFAULT_PIPELINE[3:])
-    monkeypatch.setattr(sys.modules["attngraph.options"], "DEFAULT_PIPELINE", passes)
+    monkeypatch.setattr(sys.modules["attngraph.api.options"], "DEFAULT_PIPELINE", passes)
     assert cli.main(["bisect", TINY, "--tokens", "16"]) == 1
     assert "doubles" in capsys.readouterr().out.splitlines()[-1]

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngraph import picture
-from attngraph.ir import expr as E
-from attngraph.ir.parser import parse
-from attngraph.ir.score import SCORE, Keep, Score, ScoreProgram
-from attngraph.picture import STATES, TileMap, mask_map, tile_map, to_svg, to_text
-from attngraph.programs import WELL_KNOWN
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram
+from attngraph.report import picture
+from attngraph.report.picture import STATES, TileMap, mask_map, tile_map, to_svg, to_text
+from attngraph.report.programs import WELL_KNOWN
 
 Q, K = 7, 12
 SIZES = (3, 2)

@@ -32,18 +32,18 @@ def test_importing_attngraph_and_its_plugin_loads_no_torch() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import attngraph.compile; import attngraph",
-        "from attngraph import compile; import attngraph.compile",
-        "import attngraph.cli, importlib; importlib.import_module('attngraph.compile'); attngraph.compile",
+        "import attngraph.api.compile; import attngraph",
+        "from attngraph import compile; import attngraph.api.compile",
+        "import attngraph.cli, importlib; importlib.import_module('attngraph.api.compile')",
     ],
 )
 def test_compile_is_the_function_in_whatever_order_things_are_imported(code: str) -> None:
     done = run(f"{code}; print(type(attngraph.compile).__name__, attngraph.compile.__module__)")
-    assert done.stdout == "function attngraph.compile\n", done.stderr
+    assert done.stdout == "function attngraph.api.compile\n", done.stderr
 
 
 def test_the_first_use_of_any_name_registers_ops_and_kernels() -> None:
-    code = "import attngraph\nattngraph.parse\nfrom attngraph.ir.kernels import KERNELS\nprint(*KERNELS)"
+    code = "import attngraph\nattngraph.parse\nfrom attngraph.ir.ops.kernels import KERNELS\nprint(*KERNELS)"
     done = run(f"{code}\nimport torch\nassert torch.ops.attngraph.cached_attention")
     names = done.stdout.split()
     assert {"cpu.flash", "cpu.tiled"} <= set(names), done.stderr

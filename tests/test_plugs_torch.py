@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngraph.torch_backend import dynamo_backend
+from attngraph.api.torch_backend import dynamo_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTEND = """

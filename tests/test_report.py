@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import attngraph
-from attngraph.entries import AttentionEntry, Break, KernelEntry, Missed, PassRecord, TracedCall
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.passes import DEFAULT_PIPELINE
-from attngraph.report import CompileReport, merge
+from attngraph.report.entries import AttentionEntry, Break, KernelEntry, Missed, PassRecord, TracedCall
+from attngraph.report.report import CompileReport, merge
 
 
 def entry(**changed: object) -> AttentionEntry:
@@ -175,7 +175,7 @@ def test_the_text_of_a_real_report_is_for_people(real: CompileReport) -> None:
 
 
 def test_what_came_up_in_running_a_kernel_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngraph.ir.kernels import KERNELS
+    from attngraph.ir.ops.kernels import KERNELS
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         return (x @ x.mT).softmax(-1) @ x

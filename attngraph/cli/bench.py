@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from attngraph.benchmark import attention_cpu, decoding, gpu, latent
+from attngraph.benchmark.plot import Bars, draw
 from attngraph.cli.compile import run_demo
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import TargetError
-from attngraph.codegen.benchmark import attention_cpu, decoding, gpu, latent
-from attngraph.codegen.benchmark.plot import Bars, draw
 from attngraph.codegen.triton import store
 
 
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         help="measure attention beside what else there is, in one run",
         epilog="example: attngraph bench --suite decode --json decode.json --plot decode.png. On a GPU: "
         "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
-        "python -m attngraph.codegen.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`",
+        "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`",
     )
     here = "cuda" if torch.cuda.is_available() else "cpu"
     bench.add_argument("--device", default=here, choices=("cpu", "cuda"))

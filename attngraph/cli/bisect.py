@@ -7,10 +7,10 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from attngraph.bisect import bisect
+from attngraph.api.bisect import bisect
+from attngraph.api.options import BACKENDS, make_options
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import add_target, load_target
-from attngraph.options import BACKENDS, make_options
 
 
 def add(commands: Any) -> None:

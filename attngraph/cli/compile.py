@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from attngraph.api.compiled import CompiledModule
+from attngraph.api.options import ABSORB, BACKENDS, make_options
+from attngraph.benchmark.measure import Measurement, measure
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import add_target, load_target, shapes_of
-from attngraph.codegen.benchmark.measure import Measurement, measure
-from attngraph.compiled import CompiledModule
-from attngraph.options import ABSORB, BACKENDS, make_options
 from attngraph.runtime.verify import compare
 
 DEMO = (

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.cli.progress import Progress
-from attngraph.dump import read_dump
-from attngraph.report import CompileReport, merge
+from attngraph.report.dump import read_dump
+from attngraph.report.report import CompileReport, merge
 
 PAGE = "report.html"
 

@@ -13,13 +13,13 @@ from typing import Any
 from attngraph import pipeline
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import TargetError
-from attngraph.dump import Dump, notes_of, read_graph_file
-from attngraph.ir.graph import ProgramGraph
-from attngraph.ir.literals import split
-from attngraph.ir.nodes import ATTENTION
-from attngraph.ir.text import format_file
+from attngraph.ir.graph.literals import split
+from attngraph.ir.graph.printer import format_file
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.ops.nodes import ATTENTION
 from attngraph.passes import PASSES, pass_named
 from attngraph.passes.fuse_attention import describe
+from attngraph.report.dump import Dump, notes_of, read_graph_file
 
 
 def add(commands: Any) -> None:

@@ -1,7 +1,7 @@
 """`attngraph show PROGRAM`: a score program normalised, its mask in words and as a picture, what it costs.
 
 PROGRAM is a score program as text, a file that holds one ("-" is standard input), or the name of a well-known
-one (`attngraph/programs.py`). Tensors that a program reads are unknown here, but for well-known programs,
+one (`report/programs.py`). Tensors that a program reads are unknown here, but for well-known programs,
 which come with example tensors.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from attngraph.cli.target import TargetError
 from attngraph.errors import meant
-from attngraph.files import write_whole
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ProgramError, ScoreProgram
-from attngraph.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
-from attngraph.programs import WELL_KNOWN
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ProgramError, ScoreProgram
+from attngraph.report.files import write_whole
+from attngraph.report.picture import TileMap, marks, mask_map, tile_map, to_svg, to_text
+from attngraph.report.programs import WELL_KNOWN
 
 SMALL = 24
 """Queries and keys of the picture that shows every pair."""

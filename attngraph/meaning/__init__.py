@@ -1,0 +1,1 @@
+"""Facts about a graph: what its values are, found by algebra. Nothing here edits a graph."""

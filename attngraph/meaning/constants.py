@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.meaning import simplify as M
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
 
 MOST_ELEMENTS = 1 << 26
 

@@ -17,14 +17,15 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.ir.parser import LONGEST
-from attngraph.meaning import constants, ranges, rules
-from attngraph.meaning import simplify as M
-from attngraph.meaning.known import FEW_OPS, MANY_OPS, Known
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import LONGEST
+from attngraph.meaning import constants, rules
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import from_sympy, size_expression
+from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, Known
 from attngraph.meaning.rules import PARTS, RULES, Category, TooLong, Unliftable
-from attngraph.meaning.sizes import from_sympy, size_expression
 
 Indices = tuple[Expr, ...]
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})

@@ -1,6 +1,6 @@
 """Values that depend on weights alone, computed before the first call and again when a weight changes.
 
-Weights are known by their address and version, as buffers are (`runtime/guards.py`): what is written
+Weights are known by their address and version, as buffers are (`capture/guards.py`): what is written
 through `.data` is not seen.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph
 
 Fetch = Callable[[Sequence[Tensor]], Tensor]
 

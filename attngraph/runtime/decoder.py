@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.capture.state import fingerprint
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
-from attngraph.report import CompileReport
+from attngraph.report.report import CompileReport
 from attngraph.runtime import generate as generating
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
-from attngraph.runtime.state import fingerprint
 from attngraph.runtime.step import Step
 
 Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.cache import cached_attention
-from attngraph.ir.latent import cached_latent_attention
+from attngraph.ir.ops.cached_attention import cached_attention
+from attngraph.ir.ops.latent_attention import cached_latent_attention
 
 aten = torch.ops.aten
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture import Captured
-from attngraph.ir.graph import ProgramGraph
-from attngraph.report import CompileReport
+from attngraph.capture.guards import ShapeGuard, ValueGuard, size_value
+from attngraph.capture.structure import unflatten
+from attngraph.capture.trace import Captured
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.report.report import CompileReport
 from attngraph.runtime.ahead import Ahead, Fetch
-from attngraph.runtime.guards import ShapeGuard, ValueGuard, size_value
-from attngraph.structure import unflatten
 
 
 class Executable:

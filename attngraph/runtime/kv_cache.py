@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
-from attngraph.ir.cache import CachePlan, Fixed, Store
+from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.pages import Pages
 

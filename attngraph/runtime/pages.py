@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.ir.cache import Store
+from attngraph.ir.ops.cached_attention import Store
 from attngraph.runtime.cache_config import CacheConfig
 
 FEW = 16

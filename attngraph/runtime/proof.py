@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.step import Step

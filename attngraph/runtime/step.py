@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from attngraph.ir.graph import Input, ProgramGraph, holds
-from attngraph.report import CompileReport
+from attngraph.capture.guards import ValueGuard
+from attngraph.ir.graph.program_graph import Input, ProgramGraph, holds
+from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import ahead_of, fetcher
-from attngraph.runtime.guards import ValueGuard
 from attngraph.runtime.kv_cache import KVCache
 
 Run = Callable[..., Sequence[Any]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attngraph.structure import flatten
+from attngraph.capture.structure import flatten
 
 SLACK = 1e-6
 """Added to the bound, relative to the largest value: rounding where eager happens to be exact."""

@@ -6,7 +6,8 @@ from attngraph.codegen.cpu.compiled import Compiled
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.ir import cache, kernels
+from attngraph.ir.ops import cached_attention as cache
+from attngraph.ir.ops import kernels
 
 kernels.register(Compiled())
 kernels.register(Flash())

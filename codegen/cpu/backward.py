@@ -17,9 +17,16 @@ from attngraph.codegen.cpu import team
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run, Three
 from attngraph.codegen.cpu.source import MOST_READS
 from attngraph.codegen.cpu.source_backward import BackwardPlan
-from attngraph.codegen.read_gradients import COLUMNS, PAIRS, ROWS, Totals, read_gradients, wanted_gradients
-from attngraph.ir.kernels import Operands
-from attngraph.ir.score import ScoreProgram
+from attngraph.codegen.scalar.read_gradients import (
+    COLUMNS,
+    PAIRS,
+    ROWS,
+    Totals,
+    read_gradients,
+    wanted_gradients,
+)
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Operands
 
 OF_Q, OF_K, OF_V = 1, 2, 4
 _TURNED = 66

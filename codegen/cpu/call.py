@@ -13,11 +13,11 @@ from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.library import Library
 from attngraph.codegen.cpu.source import MOST_NUMBERS, MOST_READS
 from attngraph.codegen.cpu.terms import SMALL
-from attngraph.ir import evaluate
-from attngraph.ir.kernels import Operands
-from attngraph.ir.score import ScoreProgram
-from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Cut, Grid
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Operands
+from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.tiles import Cut, Grid
 
 Three = ctypes.c_int64 * 3
 BLOCK_Q, BLOCK_K = 48, 64

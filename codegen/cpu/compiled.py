@@ -23,8 +23,8 @@ from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir.kernels import Kernel, Operands
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Kernel, Operands
 
 WORTH = 1 << 20
 """Scores of a call from which on compiling pays: PyTorch needs about 10 ms for them, C about 1 ms."""

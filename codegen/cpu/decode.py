@@ -20,9 +20,9 @@ from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
 from attngraph.codegen.cpu.library import Library, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir.cache import Rows, counts
-from attngraph.ir.score import ScoreProgram
-from attngraph.meaning.causal import examine
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.cached_attention import Rows, counts
+from attngraph.meaning.masks.causal import examine
 
 FEW = 16
 """New tokens of the row with fewest up to which keys are walked through one by one."""

@@ -27,10 +27,10 @@ from attngraph.codegen.cpu.terms import (
     truth,
 )  # fmt: skip
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir import evaluate
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.expr import Expr
+from attngraph.ir.language import evaluate
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
 
 GROUP, ROW, TILE, INNER = range(4)
 """Where a value is computed: once, for each query, for each key, for each pair."""

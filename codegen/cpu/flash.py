@@ -16,9 +16,9 @@ from torch._subclasses import FakeTensor
 
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.ir.kernels import TRUSTED, Kernel, Operands
-from attngraph.ir.parser import parse
-from attngraph.ir.score import Keep, ScoreProgram
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.ops.kernels import TRUSTED, Kernel, Operands
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -11,7 +11,7 @@ from attngraph.codegen.cpu import source, source_backward, toolchain
 from attngraph.codegen.cpu.source import Plan, Source
 from attngraph.codegen.cpu.source_backward import BackwardPlan
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.cpu")
 

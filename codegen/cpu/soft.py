@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngraph.ir.score import ScoreProgram
-from attngraph.meaning import tiles
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.meaning.masks import tiles
 
 _UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
 """exp(-x) is exactly zero from here on: log of half the smallest subnormal number, rounded up."""

@@ -16,11 +16,11 @@ import torch
 from attngraph.codegen.cpu.expression import GROUP, INNER, ROW, TILE, Writer
 from attngraph.codegen.cpu.terms import SMALL, cast, truth
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.ir.parser import parse
-from attngraph.ir.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
-from attngraph.meaning import tiles
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.meaning.masks import tiles
 
 __all__ = [
     "ELEMENTS",

@@ -1,8 +1,9 @@
 """The backward pass of a score program as the source of a C library: what `c/backward.h` leaves open.
 
-The statements are computed again, then followed backwards (`codegen/derivative.py`): from the gradient of
-the score to that of the dot, and on the way to what the statements read (`codegen/read_gradients.py`). With
-w the softmax's weight, f what the program makes of it as a multiple, and delta = grad . out - grad_lse:
+The statements are computed again, then followed backwards (`codegen/scalar/derivative.py`): from the
+gradient of the score to that of the dot, and on the way to what the statements read
+(`codegen/scalar/read_gradients.py`). With w the softmax's weight, f what the program makes of it as a
+multiple, and delta = grad . out - grad_lse:
 
     ds = w * (f * (grad . v) - delta)
 """
@@ -13,16 +14,16 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from attngraph.codegen.chain import Chain
 from attngraph.codegen.cpu.expression import INNER, Writer
 from attngraph.codegen.cpu.source import TILE_ARGUMENTS, Draft, Plan, Source, function
 from attngraph.codegen.cpu.terms import cast, truth
-from attngraph.codegen.derivative import derivative
-from attngraph.codegen.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
-from attngraph.codegen.weights import Multiple, weight_multiple
-from attngraph.ir.expr import Expr
-from attngraph.ir.kernels import TRUSTED
-from attngraph.ir.score import Keep, Score
+from attngraph.codegen.scalar.chain import Chain
+from attngraph.codegen.scalar.derivative import derivative
+from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
+from attngraph.codegen.scalar.weights import Multiple, weight_multiple
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, Score
+from attngraph.ir.ops.kernels import TRUSTED
 
 _ARGUMENTS = f"Call *c, {TILE_ARGUMENTS}, float *S, float *G, const float *known"
 _ROW = (

@@ -10,10 +10,10 @@ import struct
 
 import torch
 
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.expr import Expr
-from attngraph.meaning import tiles
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.masks import tiles
 
 SMALL = 1 << 28
 """Indices, extents and values of expressions of sizes stay below this (checked at every call), so that
@@ -64,7 +64,7 @@ _KEEP_WHOLE = frozenset({
 
 
 def kind_of_number(node: Expr) -> str:
-    """The kind that `ir/evaluate.py` gives a number made of constants and sizes."""
+    """The kind that `ir/language/evaluate.py` gives a number made of constants and sizes."""
     if node.op == "size" or node.op == "int":
         return "int"
     if node.op == "const" or node.op in S.BOOLEAN:

@@ -1,7 +1,7 @@
 """Attention by blocks of queries in plain PyTorch: any program, memory linear in the tokens.
 
 For each block of queries only the runs of keys that the mask does not empty are looked at, and the
-predicate is evaluated only where it is undecided (`meaning/tiles.py`). The whole row of a block is at
+predicate is evaluated only where it is undecided (`meaning/masks/tiles.py`). The whole row of a block is at
 hand, so the softmax needs no running maximum. The backward pass recomputes a block's scores and lets
 autograd differentiate them, block by block.
 """
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import soft
-from attngraph.codegen.read_gradients import wanted_gradients
-from attngraph.ir import kernels
-from attngraph.ir.evaluate import Environment, Tile
-from attngraph.ir.kernels import Operands
-from attngraph.ir.score import ScoreProgram
-from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Cut, Grid, Run
+from attngraph.codegen.scalar.read_gradients import wanted_gradients
+from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.kernels import Operands
+from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.tiles import Cut, Grid, Run
 
 BLOCK = 64
 """Queries of a block, and keys of a step in which masks are classified."""

@@ -22,7 +22,8 @@ TRITON_INTERPRET=1, which is how it is tested without a GPU.
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.tuning import tune
-from attngraph.ir import cache, kernels
+from attngraph.ir.ops import cached_attention as cache
+from attngraph.ir.ops import kernels
 
 __all__ = ["tune"]
 

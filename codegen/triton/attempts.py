@@ -17,7 +17,7 @@ import torch
 
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.triton.plan import Blocks, Plan
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _failed: set[tuple[Plan, torch.device]] = set()

@@ -22,8 +22,8 @@ from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
 from attngraph.codegen.triton.launch import unsupported
 from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Read, padded
-from attngraph.ir.cache import Counts, Rows, counts
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.cached_attention import Counts, Rows, counts
 
 FEW = 16
 """New tokens of a row up to which its keys are split among programs."""

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 
+from attngraph.codegen.scalar.weights import Multiple, weight_multiple
 from attngraph.codegen.triton import module, schedule
 from attngraph.codegen.triton.expression import PRODUCT, Writer, follows_score
 from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
-from attngraph.codegen.weights import Multiple, weight_multiple
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.score import DOT, SCORE, Keep, Score
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.score import DOT, SCORE, Keep, Score
 
 NEGATIVE_INFINITY = 'float("-inf")'
 NEXT_TILE = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"

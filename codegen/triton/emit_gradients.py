@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngraph.codegen.chain import Chain
-from attngraph.codegen.derivative import derivative
+from attngraph.codegen.scalar.chain import Chain
+from attngraph.codegen.scalar.derivative import derivative
 from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
 from attngraph.codegen.triton.expression import PRODUCT
 from attngraph.codegen.triton.plan import stays_trusted
 from attngraph.codegen.triton.read_gradients import BackwardPlan, read_gradients
-from attngraph.ir.expr import Expr
-from attngraph.ir.kernels import TRUSTED
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.kernels import TRUSTED
 
 WITHIN = "(q < Sq) & (k < Skv)"
 

@@ -1,7 +1,7 @@
 """Expressions of the score language as Triton: one formula in, lines of source and a term out.
 
 Index variables keep their names: `b` and `h` are scalars, `q` is a column `[BLOCK_Q, 1]`, `k` a row
-`[1, BLOCK_K]`, and everything else broadcasts as it does in `ir/evaluate.py`. Reads get a line of
+`[1, BLOCK_K]`, and everything else broadcasts as it does in `ir/language/evaluate.py`. Reads get a line of
 their own, before the loop over keys where they do not depend on the key. Nothing that a user named
 can get here: names are made from numbers, literals by `repr`.
 """
@@ -17,11 +17,11 @@ import torch
 
 from attngraph.codegen.triton.plan import SMALL, Plan, is_checked_at_launch
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir import evaluate
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.expr import Expr
-from attngraph.meaning import tiles
+from attngraph.ir.language import evaluate
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.masks import tiles
 
 _COMPARE, _OR, _AND, _SUM, PRODUCT, _SIGN, _ATOM = 1, 2, 4, 6, 7, 8, 9
 """How tightly Python's operations bind."""

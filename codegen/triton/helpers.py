@@ -1,7 +1,7 @@
 """Small functions that the emitted source may call, as Triton source of its own.
 
 Triton has no floor division, hyperbolic tangent or rounding to even, and these must agree with
-`ir/evaluate.py` in the interpreter and when compiled. A kernel's file holds those that it calls.
+`ir/language/evaluate.py` in the interpreter and when compiled. A kernel's file holds those that it calls.
 """
 
 HELPERS: dict[str, str] = {}

@@ -43,9 +43,9 @@ from attngraph.codegen.triton.plan import (
 from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.codegen.triton.read_gradients import BackwardPlan
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir import expr as E
-from attngraph.ir.kernels import Kernel, Operands
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import Kernel, Operands
 
 
 class Forward(Kernel):

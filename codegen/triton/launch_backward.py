@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.codegen.read_gradients import wanted_gradients
+from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import device, store, visits
 from attngraph.codegen.triton.call import launch_options, read_arguments
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
 from attngraph.codegen.triton.plan import Plan, stays_trusted
 from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, Totals, read_gradients
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir.kernels import Operands
+from attngraph.ir.ops.kernels import Operands
 
 
 def plan_gradients(plan: Plan, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan | None:

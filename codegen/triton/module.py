@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from attngraph.codegen.triton.helpers import helpers
 from attngraph.codegen.triton.plan import Plan
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.ir.score import Keep, Score, ScoreProgram, Sink, Weight
-from attngraph.meaning.causal import examine
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Weight
+from attngraph.meaning.masks.causal import examine
 
 Groups = Sequence[tuple[str, ...]]
 """The arguments of a kernel in order, those together that stand in one line."""

@@ -13,13 +13,13 @@ import math
 import torch
 
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.expr import Expr
-from attngraph.ir.kernels import TRUSTED
-from attngraph.ir.parser import parse
-from attngraph.ir.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
-from attngraph.meaning import tiles
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.ir.ops.kernels import TRUSTED
+from attngraph.meaning.masks import tiles
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Dtypes of queries, keys and values, and Triton's names of them."""

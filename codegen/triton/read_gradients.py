@@ -1,11 +1,11 @@
-"""The plan of backward kernels. What they sum for tensors that are read: `codegen/read_gradients.py`."""
+"""The plan of backward kernels; `codegen/scalar/read_gradients.py` says what they sum for read tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from attngraph.codegen import read_gradients as common
-from attngraph.codegen.read_gradients import COLUMNS, FLOATING, PAIRS, ROWS, ReadGradient, Totals
+from attngraph.codegen.scalar import read_gradients as common
+from attngraph.codegen.scalar.read_gradients import COLUMNS, FLOATING, PAIRS, ROWS, ReadGradient, Totals
 from attngraph.codegen.triton.plan import Plan
 
 __all__ = ["COLUMNS", "FLOATING", "PAIRS", "ROWS", "BackwardPlan", "ReadGradient", "Totals", "read_gradients"]

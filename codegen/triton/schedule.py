@@ -18,8 +18,8 @@ from torch._subclasses import FakeTensor
 
 from attngraph.codegen.triton import device
 from attngraph.codegen.triton.plan import DTYPES, Blocks, Plan, padded
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities for which warp-specialised kernels are made."""

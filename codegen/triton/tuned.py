@@ -38,7 +38,7 @@ from attngraph.codegen.triton.plan import (
     padded,
     tiles_read,
 )
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
 SPECIALISED = "warp-specialised"

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from attngraph.codegen.triton import decode, device, launch, launch_backward, schedule, tuned
 from attngraph.codegen.triton.plan import Blocks, Plan, padded
-from attngraph.ir.cache import Rows, counts
-from attngraph.ir.kernels import Operands
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.cached_attention import Rows, counts
+from attngraph.ir.ops.kernels import Operands
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _NUMBERS = 1 << 16
@@ -39,8 +39,8 @@ def tune(
 
     Args:
         operands: q, k, v, as for the op, on the device. gradients: also those of the backward pass.
-        cache: pages of keys and of values, and rows (`ir/cache.py`): what is measured is attention over a
-            cache, to which `operands` are the new tokens.
+        cache: pages of keys and of values, and rows (`ir/ops/cached_attention.py`): what is
+            measured is attention over a cache, to which `operands` are the new tokens.
         timer: by default Triton's own. name: the device's, by default as PyTorch says it.
 
     Returns:

@@ -1,11 +1,12 @@
 """Which tiles of keys kernels visit, where masks other than a causal one leave some out.
 
-Every tile of scores is empty, open (all masks keep everything) or neither (`meaning/tiles.py`), by what masks
-say of the places and by the least and largest element that each tile reads of small tensors (lengths,
-documents, padding). A block of queries gets a list: its open tiles, then those in which masks are evaluated.
-The backward kernels visit the same, and for each block of keys there is a list of the blocks of queries.
-Found on the device, without waiting for it. Lists that follow from shapes are kept; those that follow from
-tensors are kept for as long as these stay as they are, since the layers of a model ask for the same ones.
+Every tile of scores is empty, open (all masks keep everything) or neither (`meaning/masks/tiles.py`), by
+what masks say of the places and by the least and largest element that each tile reads of small tensors
+(lengths, documents, padding). A block of queries gets a list: its open tiles, then those in which masks are
+evaluated. The backward kernels visit the same, and for each block of keys there is a list of the blocks of
+queries. Found on the device, without waiting for it. Lists that follow from shapes are kept; those that
+follow from tensors are kept for as long as these stay as they are, since the layers of a model ask for the
+same ones.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attngraph.codegen.triton.plan import Blocks, conjuncts
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.expr import Expr
-from attngraph.ir.kernels import Operands
-from attngraph.ir.score import DOT, SCORE, Keep, ScoreProgram, Statement
-from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Cut, Grid
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import DOT, SCORE, Keep, ScoreProgram, Statement
+from attngraph.ir.ops.kernels import Operands
+from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.tiles import Cut, Grid
 
 WORTH = 1 << 26
 """Scores of a call from which on masks that read tensors are looked at beforehand: that takes some dozens of

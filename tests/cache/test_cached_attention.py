@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attngraph import codegen
-from attngraph.ir import cache
-from attngraph.ir.cache import Rows
-from attngraph.ir.kernels import KERNELS
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import cached_attention as cache
+from attngraph.ir.ops.cached_attention import Rows
+from attngraph.ir.ops.kernels import KERNELS
 
 PROGRAMS = (
     "keep k <= q",

@@ -14,11 +14,12 @@ from torch import Tensor
 
 import attngraph
 from attngraph import codegen
-from attngraph.ir import cost, latent
-from attngraph.ir.cost import LatentSizes, Roofline
-from attngraph.ir.kernels import KERNELS
-from attngraph.ir.parser import parse
-from attngraph.meaning import check
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import cost
+from attngraph.ir.ops import latent_attention as latent
+from attngraph.ir.ops.cost import LatentSizes, Roofline
+from attngraph.ir.ops.kernels import KERNELS
+from attngraph.meaning.check import check
 from attngraph.models.mla import MLAConfig, MLADecoder
 
 PROGRAMS = (

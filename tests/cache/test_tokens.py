@@ -13,16 +13,16 @@ from torch import Tensor, fx, nn
 
 import attngraph
 from attngraph import CacheConfig, NoDecoderError, parse
-from attngraph.capture import capture
-from attngraph.ir import expr as E
-from attngraph.meaning.axes import Space
-from attngraph.meaning.causal import canonical, examine
-from attngraph.meaning.tokens import Kind, Tokens
-from attngraph.meaning.trial import select
+from attngraph.capture.trace import capture
+from attngraph.ir.language import expr as E
+from attngraph.meaning.masks.causal import canonical, examine
+from attngraph.meaning.tokens.axes import Space
+from attngraph.meaning.tokens.token_probe import select
+from attngraph.meaning.tokens.tokens import Kind, Tokens
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
-from attngraph.passes import shift_positions
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
+from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.pipeline import run
 
 

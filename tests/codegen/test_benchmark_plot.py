@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from attngraph import cli
-from attngraph.codegen.benchmark import attention_cpu, decoding, latent
-from attngraph.codegen.benchmark.plot import Bars, draw
+from attngraph.benchmark import attention_cpu, decoding, latent
+from attngraph.benchmark.plot import Bars, draw
 
 ROW = {
     "program": "causal",

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attngraph.codegen import read_gradients
 from attngraph.codegen.cpu import backward, library, soft
 from attngraph.codegen.cpu.call import Run
-from attngraph.ir import ops
-from attngraph.ir.kernels import KERNELS, Operands
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.codegen.scalar import read_gradients
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import attention as ops
+from attngraph.ir.ops.kernels import KERNELS, Operands
 
 Reads = tuple[Tensor, ...] | list[Tensor]
 REFERENCE = KERNELS["reference"]

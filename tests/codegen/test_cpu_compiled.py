@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attngraph.codegen.cpu import compiled, team
-from attngraph.ir import evaluate, kernels
-from attngraph.ir.evaluate import Tile
-from attngraph.ir.kernels import KERNELS, Operands
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.evaluate import Tile
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.kernels import KERNELS, Operands
 
 op = torch.ops.attngraph.attention.default
 Reads = tuple[Tensor, ...] | list[Tensor]

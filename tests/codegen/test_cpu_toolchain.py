@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import library, toolchain
-from attngraph.ir import kernels
-from attngraph.ir.kernels import KERNELS
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.kernels import KERNELS
 
 SOURCE = "int answer(void) { return 42; }\n"
 

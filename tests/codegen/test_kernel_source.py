@@ -9,9 +9,9 @@ from torch._subclasses import FakeTensorMode
 
 from attngraph.codegen.cpu import compiled
 from attngraph.codegen.triton import device, launch
-from attngraph.ir.cache import source_for_few
-from attngraph.ir.kernels import KERNELS, Operands
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.cached_attention import source_for_few
+from attngraph.ir.ops.kernels import KERNELS, Operands
 
 TEXT = "s = 0.125 * dot + r0[h] * (k - q); keep k <= q"
 

@@ -44,12 +44,12 @@ from attngraph.codegen.triton.read_gradients import (
 )
 from attngraph.codegen.triton.tuning import choices
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir import expr as E
-from attngraph.ir import kernels
-from attngraph.ir.parser import parse
-from attngraph.ir.score import Score, ScoreProgram
-from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Cut, Grid
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import Score, ScoreProgram
+from attngraph.ir.ops import kernels
+from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.tiles import Cut, Grid
 
 HERE = Path(__file__).parent
 Check = Callable[[str, str], None]

@@ -20,10 +20,11 @@ from attngraph.codegen.triton import attempts, launch, schedule, tuning, visits
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir import kernels, ops
-from attngraph.ir.cache import Rows
-from attngraph.ir.kernels import Operands
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import attention as ops
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.cached_attention import Rows
+from attngraph.ir.ops.kernels import Operands
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,8 +21,8 @@ from attngraph.codegen.triton.compiler import Request
 from attngraph.codegen.triton.emit import emit
 from attngraph.codegen.triton.plan import Blocks, Plan, Read
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir.kernels import KERNELS, Operands
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.kernels import KERNELS, Operands
 
 CheckUsage = Callable[[str, str, Blocks, ahead.Usage], None]
 BLOCKS = Blocks(128, 64, 4, 2, specialised=True)

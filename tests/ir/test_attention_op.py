@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import attngraph
-from attngraph.ir import kernels
+from attngraph.ir.ops import kernels
 
 op = torch.ops.attngraph.attention.default
 

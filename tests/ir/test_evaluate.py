@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attngraph.ir import evaluate, kernels
-from attngraph.ir.evaluate import Environment, Tile
-from attngraph.ir.parser import parse
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import kernels
 
 B, Hq, Hkv, Sq, Skv, D, Dv = 2, 4, 2, 3, 5, 2, 2
 SIZES = (3, 2)

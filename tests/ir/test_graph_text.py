@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from attngraph import pipeline
-from attngraph.capture import capture
+from attngraph.capture.trace import capture
 from attngraph.errors import TextError
-from attngraph.ir.graph import ProgramGraph, verify
-from attngraph.ir.read import read_graph
-from attngraph.ir.text import format_file
+from attngraph.ir.graph.printer import format_file
+from attngraph.ir.graph.program_graph import ProgramGraph, verify
+from attngraph.ir.graph.reader import read_graph
 from attngraph.models import targets
 from attngraph.passes import DEFAULT_PIPELINE
-from attngraph.passes.absorb_mla import AbsorbMLA
+from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 
 
 def whole(graph: ProgramGraph) -> str:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attngraph.ir.kernels import KERNELS
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.kernels import KERNELS
 
 op = torch.ops.attngraph.attention.default
 Reads = tuple[Tensor, ...]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngraph.ir import expr as E
-from attngraph.ir import score as S
-from attngraph.ir.expr import Expr
-from attngraph.ir.parser import operation, parse
-from attngraph.ir.score import Keep, ProgramError, Score, ScoreProgram, Sink, Weight
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation, parse
+from attngraph.ir.language.score import Keep, ProgramError, Score, ScoreProgram, Sink, Weight
 
 _numbers = st.one_of(
     st.integers(-(10**20), 10**20), st.booleans(), st.floats(allow_nan=True, allow_infinity=True)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
 from attngraph.meaning.constants import describe
 
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import PARTS, RULES, load
 

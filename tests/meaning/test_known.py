@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from attngraph.capture import capture
-from attngraph.meaning.known import Known
+from attngraph.capture.trace import capture
+from attngraph.meaning.constant_folding import Known
 
 
 def triangle_in_a_loop(x: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.meaning import simplify as M
-from attngraph.meaning.layout import NoView, Step, solve
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.attention.layout import NoView, Step, solve
 from attngraph.meaning.rules.movement import reindex
 
 Number = Callable[..., Any]

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.meaning import ranges
-from attngraph.meaning import simplify as M
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
 
 BUILD: dict[str, Callable[..., Expr]] = {
     "add": M.add,

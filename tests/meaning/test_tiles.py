@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attngraph.ir import evaluate
-from attngraph.ir import expr as E
-from attngraph.ir.evaluate import Environment, Tile
-from attngraph.ir.expr import Expr
-from attngraph.ir.parser import operation, parse
-from attngraph.ir.score import Keep, ScoreProgram, format_expr
-from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Box, Cut, Fill, Grid, Run
+from attngraph.ir.language import evaluate
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation, parse
+from attngraph.ir.language.score import Keep, ScoreProgram, format_expr
+from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.tiles import Box, Cut, Fill, Grid, Run
 
 B, H, Sq, Skv = 2, 2, 7, 12
 SIZES = (3, 2)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngraph.ir.expr import Expr
-from attngraph.ir.parser import parse
-from attngraph.meaning import tiles
-from attngraph.meaning.tiles import Box, Fill
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import parse
+from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.tiles import Box, Fill
 
 z3 = pytest.importorskip("z3", reason="proofs need z3-solver, of the extra `test`")
 
@@ -89,7 +89,7 @@ def both(a: tuple[Any, Any], b: tuple[Any, Any], op: str, number: Any) -> tuple[
 
 
 def bounded(node: Expr, names: dict[str, tuple[Any, Any]]) -> tuple[Any, Any]:
-    """The rules of meaning/intervals.py for the expressions of the families."""
+    """The rules of meaning/algebra/intervals.py for the expressions of the families."""
     if node.op == "const":
         return z3.IntVal(node.value), z3.IntVal(node.value)
     if node.op in ("var", "size"):

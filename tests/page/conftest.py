@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.entries import (
+from attngraph.ir.graph.literals import format_name
+from attngraph.report.entries import (
     AttentionEntry,
     Break,
     CacheEntry,
@@ -21,8 +22,7 @@ from attngraph.entries import (
     PassRecord,
     TracedCall,
 )
-from attngraph.ir.literals import format_name
-from attngraph.report import CompileReport
+from attngraph.report.report import CompileReport
 
 EVIL = "</script><img src=x onerror=document.body.dataset.owned=1>\"'&`ünï\u202ecode\ud800\x00"
 """A name that would run a script, end an element, turn text around or break UTF-8, if it were let."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attngraph.report import CompileReport
+from attngraph.report.report import CompileReport
 
 api: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -20,18 +20,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attngraph
-from attngraph import cli, page
-from attngraph.dump import read_dump
-from attngraph.entries import Missed, PassRecord
+from attngraph import cli
 from attngraph.errors import DumpError
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
-from attngraph.page.chart import charts
-from attngraph.page.diff import compare
-from attngraph.page.folding import Fold, Hunk, fold
-from attngraph.page.html import TIMES, html, span_of_names, tag
-from attngraph.page.layers import read_lines
-from attngraph.page.layout import place
-from attngraph.report import CompileReport
+from attngraph.report import page
+from attngraph.report.dump import read_dump
+from attngraph.report.entries import Missed, PassRecord
+from attngraph.report.page.chart import charts
+from attngraph.report.page.diff import compare
+from attngraph.report.page.folding import Fold, Hunk, fold
+from attngraph.report.page.html import TIMES, html, span_of_names, tag
+from attngraph.report.page.layers import read_lines
+from attngraph.report.page.layout import place
+from attngraph.report.report import CompileReport
 
 VOID = {"meta", "input", "br", "link"}
 

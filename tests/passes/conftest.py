@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from attngraph.capture import capture
-from attngraph.ir.graph import ProgramGraph
+from attngraph.capture.trace import capture
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.models.masked_attention import (
     CausalAttention,
     CausalAttentionConfig,

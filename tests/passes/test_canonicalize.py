@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import attngraph
-from attngraph.capture import capture
-from attngraph.ir.graph import Level, ProgramGraph
+from attngraph.capture.trace import capture
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.pipeline import run
 

@@ -15,15 +15,15 @@ from torch import nn
 
 import attngraph
 from attngraph import pipeline
-from attngraph.dump import Dump, read_graph_file
 from attngraph.errors import PassError, VerificationError
-from attngraph.ir.graph import Level, ProgramGraph, verify
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, verify
 from attngraph.passes import DEFAULT_PIPELINE, PASSES, decoder_pipeline, pass_named
-from attngraph.passes.absorb_mla import AbsorbMLA
+from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.pipeline import Outcome
+from attngraph.report.dump import Dump, read_graph_file
 
 aten = torch.ops.aten
 
@@ -65,7 +65,7 @@ def test_progress_is_told_each_pass_as_it_starts(captured: ProgramGraph) -> None
 
 
 def test_a_graph_runs_after_every_pass(make_model: Callable[[], nn.Module]) -> None:
-    from attngraph.capture import capture
+    from attngraph.capture.trace import capture
 
     model, x = make_model(), torch.randn(2, 7, 32)
     with torch.no_grad():

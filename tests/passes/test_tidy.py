@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attngraph.capture import capture
-from attngraph.ir.graph import Level, ProgramGraph, op_name
+from attngraph.capture.trace import capture
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, op_name
 from attngraph.passes.tidy import Tidy
 from attngraph.pipeline import run
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attngraph
-from attngraph.compiled import MOST_GRAPHS
+from attngraph.api.compiled import MOST_GRAPHS
 
 Same = Callable[..., None]
 Function = Callable[..., Any]

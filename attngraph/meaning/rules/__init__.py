@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from attngraph.ir.expr import Expr
+from attngraph.ir.language.expr import Expr
 
 if TYPE_CHECKING:
     from torch import fx

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.meaning import simplify as M
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Indices, Unliftable, rule
 from attngraph.meaning.rules.movement import argument, axis

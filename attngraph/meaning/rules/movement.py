@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.meaning import ranges
-from attngraph.meaning import simplify as M
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
-from attngraph.meaning.sizes import size_expression
 
 MOVEMENT = Category.MOVEMENT
 _END = (1 << 63) - 1

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from attngraph.ir import expr as E
-from attngraph.ir.expr import Expr
-from attngraph.meaning import simplify as M
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
 from attngraph.meaning.rules.movement import argument, axis

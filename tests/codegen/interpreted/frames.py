@@ -8,9 +8,9 @@ from torch import Tensor
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir import kernels
-from attngraph.ir.cache import Rows
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.cached_attention import Rows
 
 SMALL = Forward(Blocks(32, 16))
 REFERENCE = kernels.KERNELS["reference"]

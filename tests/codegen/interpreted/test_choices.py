@@ -14,8 +14,8 @@ from attngraph.codegen.triton import attempts, decode, launch, launch_backward, 
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks, Plan
-from attngraph.ir.cache import Rows
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.cached_attention import Rows
 
 
 def break_kernels(monkeypatch: pytest.MonkeyPatch, runs: Callable[[Plan], bool]) -> list[str]:

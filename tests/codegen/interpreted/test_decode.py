@@ -10,8 +10,8 @@ from attngraph.codegen.triton import decode
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir.cache import Rows
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.cached_attention import Rows
 from attngraph.models.mla import MLAConfig, MLADecoder
 
 DECODED = (

@@ -14,9 +14,10 @@ import attngraph
 import attngraph.codegen
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir import kernels, ops
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import attention as ops
+from attngraph.ir.ops import kernels
 
 
 @pytest.mark.parametrize(("text", "reads", "sizes"), PROGRAMS, ids=[p[0] or "plain" for p in PROGRAMS])

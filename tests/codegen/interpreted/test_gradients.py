@@ -8,13 +8,13 @@ from frames import REFERENCE, SMALL, Results, compare_gradients, operands, quart
 from hypothesis import assume, given, settings
 from torch import Tensor
 
-from attngraph.codegen import read_gradients
+from attngraph.codegen.scalar import read_gradients
 from attngraph.codegen.triton import launch_backward
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir import ops
-from attngraph.ir.parser import parse
-from attngraph.ir.score import ScoreProgram
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import attention as ops
 
 DIFFERENTIATED = (
     "s = 0.25 * dot",

@@ -11,9 +11,10 @@ from torch import Tensor
 from attngraph.codegen.triton import launch, visits
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir import evaluate, kernels
-from attngraph.ir.evaluate import Tile
-from attngraph.ir.parser import parse
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.evaluate import Tile
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import kernels
 
 
 def is_listed(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor]) -> bool:

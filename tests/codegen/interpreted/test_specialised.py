@@ -15,8 +15,8 @@ from torch import Tensor
 from attngraph.codegen.triton import apart, attempts, launch, schedule
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
-from attngraph.ir.kernels import Operands
-from attngraph.ir.parser import parse
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.kernels import Operands
 
 BLOCKS = Blocks(64, 16, 4, 2, specialised=True)
 KERNEL = Forward(BLOCKS)

@@ -1,0 +1,94 @@
+"""Which pass makes a model answer otherwise: compile it with more and more of the passes, and compare each.
+
+For when a compiled model and the eager one disagree; uses what `compile` itself uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from attngraph.api.build import compile_graph
+from attngraph.api.options import Options
+from attngraph.capture.structure import flatten
+from attngraph.errors import PassError
+from attngraph.runtime.verify import Agreement, compare
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The model after one pass (`name`; "capture" for none): how it compares with eager, or how the pass
+    failed."""
+
+    name: str
+    agreement: Agreement | None
+    failure: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.agreement is not None and self.agreement.holds
+
+    def __str__(self) -> str:
+        return f"{self.name:<20} {self.agreement or self.failure}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bisection:
+    """The steps up to the first one that does not hold, which is `culprit` ("" if all hold)."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def culprit(self) -> str:
+        return "" if self.steps[-1].holds else self.steps[-1].name
+
+    def __str__(self) -> str:
+        verdict = (
+            f"the first that does not hold is {self.culprit}"
+            if self.culprit
+            else "the model answers as eager does after every pass"
+        )
+        return "\n".join([*(f"  {step}" for step in self.steps), "", verdict])
+
+
+def bisect(
+    model: Callable[..., Any],
+    *args: Any,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Bisection:
+    """Find the first pass after which `model(*args)` is no longer what eager gives.
+
+    The model is captured anew for each pass and run with the passes up to it, in eval or train mode as it
+    is, without gradients. Each answer is held to the rule of `runtime/verify.py`.
+
+    Raises:
+        CaptureError: the model cannot be captured whole.
+    """
+    options = options or Options()
+    passes = options.pipeline()
+    steps: list[Step] = []
+    for count in range(len(passes) + 1):
+        name = passes[count - 1].name if count else "capture"
+        if progress is not None:
+            progress(name)
+        chosen = dataclasses.replace(options, passes=passes[:count], disable=(), dump=None, strict=False)
+        steps.append(_step(name, model, args, chosen))
+        if not steps[-1].holds:
+            break
+    return Bisection(tuple(steps))
+
+
+def _step(name: str, model: Callable[..., Any], args: Sequence[Any], options: Options) -> Step:
+    try:
+        made = compile_graph(model, tuple(args), {}, options)
+    except PassError as problem:
+        return Step(name, None, str(problem))
+
+    def run(*given: Any) -> Any:
+        return made([leaf for leaf in flatten((given, {}))[0] if isinstance(leaf, Tensor)])
+
+    return Step(name, compare(run, model, tuple(args)))

@@ -1,0 +1,228 @@
+"""From one call of a model to what runs it: capture, passes, kernels, and the report of all three.
+
+`compile_graph` makes what serves calls like this one; `derive_decoder` makes a decoder's step, and proves it
+against the whole model. Which graph serves which call is decided elsewhere (`compiled`, `runtime/decoder`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from attngraph import codegen, pipeline
+from attngraph.api.options import Options
+from attngraph.capture import trace as capturing
+from attngraph.capture.structure import flatten, unflatten
+from attngraph.capture.trace import Captured, Structure
+from attngraph.errors import NoDecoderError, NotFusedError
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.cached_attention import source_for_few
+from attngraph.ir.ops.kernels import KERNELS
+from attngraph.ir.ops.latent_attention import absorbed_operands
+from attngraph.ir.ops.nodes import ATTENTION, CACHED, LATENT, parts
+from attngraph.passes.insert_kv_cache.insert import InsertKVCache
+from attngraph.passes.select_kernels import CHOSEN_LATER
+from attngraph.pipeline import Pass
+from attngraph.report.dump import Dump
+from attngraph.report.entries import AttentionEntry, CacheEntry, KernelEntry
+from attngraph.report.report import CompileReport
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.direct import shortened
+from attngraph.runtime.executable import Executable
+from attngraph.runtime.proof import prove
+from attngraph.runtime.step import Step
+
+
+@dataclasses.dataclass
+class _Rewritten:
+    """A captured call after the passes; `before` is the graph as it was captured, if it is kept."""
+
+    captured: Captured
+    result: pipeline.Result
+    dump: Dump | None
+    before: ProgramGraph | None
+
+
+def _rewritten(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
+    passes: Sequence[Pass], keep: bool = False,
+) -> _Rewritten:  # fmt: skip
+    """Capture one call and run the passes; where a symbolic size was in a pass's way, once more with that
+    size as a number."""
+    tell = options.progress or (lambda stage: None)
+
+    def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
+        tell("capture")
+        captured = capturing.capture(target, args, kwargs, fixed)
+        before = captured.graph.copy() if keep else None
+        dump = None if options.dump is None else Dump(options.dump)
+        result = pipeline.run(captured.graph, passes, dump, options.progress)
+        return _Rewritten(captured, result, dump, before)
+
+    first = attempt()
+    if not first.result.obstacles:
+        return first
+    second = attempt(first.captured.dimensions(first.result.obstacles))
+    better = len(second.result.missed) < len(first.result.missed)
+    kept, other = (second, first) if better else (first, second)
+    if other.dump is not None:
+        other.dump.discard()
+    return kept
+
+
+def compile_graph(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Executable:
+    """Capture one call of `target`, run the passes, and make it executable.
+
+    Raises:
+        CaptureError: torch.export cannot follow it. NotFusedError: under `strict`, something that looks
+            like attention was left alone. DumpError: the dump cannot be written.
+    """
+    start = time.perf_counter()
+    made = _rewritten(target, args, kwargs, options, options.pipeline())
+    result, graph = made.result, made.captured.graph
+    entries = tuple(_entries(graph))
+    run = _runner(options)(graph)
+    seconds = time.perf_counter() - start
+    report = CompileReport(
+        entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured
+    )
+    if made.dump is not None:
+        made.dump.finish(report)
+    if options.strict and result.missed:
+        first = result.missed[0]
+        raise NotFusedError(
+            f"{len(result.missed)} softmax-like place(s) were not fused; the first is at "
+            f"{first.source or 'an unknown line'}: {first.reason}.\n"
+            "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
+        )
+    return Executable(made.captured, _owner(target), run, report)
+
+
+def _owner(target: Callable[..., Any]) -> nn.Module:
+    """The module that parameter names are looked up in: the wrapper's names, without the wrapper."""
+    holder = nn.Module()
+    if isinstance(target, nn.Module):
+        holder.model = target
+    else:
+        for place, module in enumerate(capturing.closed_over_modules(target)):
+            holder.add_module(f"closure_{place}", module)
+    return holder
+
+
+def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
+    """What computes a graph: itself, or what Inductor makes of it."""
+
+    def run(graph: ProgramGraph) -> Callable[..., Any]:
+        if not options.inductor:
+            return graph.module
+        if options.progress is not None:
+            options.progress("inductor")
+        compiled: Callable[..., Any] = torch.compile(graph.module, dynamic=True, fullgraph=True)
+        return compiled
+
+    return run
+
+
+def derive_decoder(
+    target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any]
+) -> Step:
+    """Capture `target(**arguments)` and derive a decoder for its argument `name`.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
+    """
+    start = time.perf_counter()
+    passes = options.decoder_pipeline()
+    place = next(n for n, step in enumerate(passes) if step.name == InsertKVCache.name)
+    made = _rewritten(target, (), arguments, options, passes[:place], config.proof)
+    captured, result, whole = made.captured, made.result, made.before
+    names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
+    graph, logits = captured.graph, _place_of_logits(captured.structure)
+    rest = (InsertKVCache(names.index(name), logits), *passes[place + 1 :])
+    try:
+        last = pipeline.run(graph, rest, made.dump, options.progress)
+    except NoDecoderError as problem:
+        if not result.missed:
+            raise
+        first = result.missed[0]
+        raise NoDecoderError(
+            f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
+            f"{first.reason}.)"
+        ) from problem
+    assert graph.cache is not None
+    report = CompileReport(
+        tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
+        captured=result.captured,
+    )  # fmt: skip
+    run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
+    step = Step(graph, _owner(target), name, names, report, run)
+    error = None
+    if whole is not None:
+        if options.progress is not None:
+            options.progress("proof")
+        error = prove(whole, step, arguments, name, logits)
+    cache = CacheEntry(
+        graph.cache.bytes_per_token, graph.cache.expanded, graph.cache.attentions,
+        tuple((s.label, s.bytes_per_token, s.window) for s in graph.cache.stores),
+        len(graph.cache.fixed), step.limit, error,
+    )  # fmt: skip
+    step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
+    if made.dump is not None:
+        made.dump.finish(step.report)
+    return step
+
+
+def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
+    """What the report says of each attention."""
+    for part in (g for g in (graph.prelude, graph) if g is not None):
+        for node in (n for n in part.graph.nodes if "attention" in n.meta):
+            kernel = _chosen_later(node) if node.target in CHOSEN_LATER else _kernel(node)
+            yield dataclasses.replace(node.meta["attention"], kernel=kernel)
+
+
+def _kernel(node: fx.Node) -> KernelEntry:
+    """The kernel of an attention, with what is emitted for it."""
+    found, name = parts(node), str(node.args[6])
+    if not name:
+        return KernelEntry()
+    q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
+    reads = [r.meta["val"] for r in found.reads]
+    return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
+
+
+def _chosen_later(node: fx.Node) -> KernelEntry:
+    """What serves an attention where rows bring one new token, with what is emitted for it."""
+    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    name, text = "", ""
+    if node.target is CACHED[ATTENTION]:
+        q, _, _, *pages, reads, _, program, _, _, _, _, by = args
+        name, text = source_for_few(parse(program), q, (pages[0], pages[1]), reads, by)
+    elif node.target is CACHED[LATENT] and args[-2] != "never":
+        q, _, pages, *ups, reads, _, program, _, _, _, _, _, by = args
+        name, text = source_for_few(parse(program), *absorbed_operands(q, pages, *ups), reads, by)
+    return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", text)
+
+
+def _place_of_logits(structure: Structure) -> int:
+    """The number, among the tensors that a model returns, of its logits: the entry of that name, else the
+    first."""
+    places = [value if kind == "tensor" else None for kind, value in structure.leaves]
+    result = unflatten(places, structure.tree)
+    named = getattr(result, "logits", None)
+    if named is None and isinstance(result, Mapping):
+        named = result.get("logits")
+    found = named if isinstance(named, int) else next((p for p in places if p is not None), None)
+    if found is None:
+        raise NoDecoderError("the model returns no tensor.")
+    return found
+
+
+assert codegen  # imported for what it registers

@@ -1,0 +1,91 @@
+"""The front door: `attngraph.compile` and `attngraph.explain`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+
+from attngraph.api.build import compile_graph, derive_decoder
+from attngraph.api.compiled import CompiledModule
+from attngraph.api.options import Options, make_options
+from attngraph.errors import CaptureError
+from attngraph.pipeline import Pass
+from attngraph.report.report import CompileReport
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.decoder import Decoder
+
+
+@overload
+def compile(
+    model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
+    disable: Sequence[str] = ..., cache: Literal[False] = ...,
+) -> CompiledModule: ...  # fmt: skip
+@overload
+def compile(
+    model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
+    disable: Sequence[str] = ..., cache: Literal[True] | CacheConfig,
+) -> Decoder: ...  # fmt: skip
+def compile(
+    model: Callable[..., Any], *, backend: str = "auto", inductor: bool = False, strict: bool = False,
+    dump: str | Path | None = None, passes: Sequence[Pass] | None = None, absorb: str = "auto",
+    disable: Sequence[str] = (), cache: bool | CacheConfig = False,
+) -> CompiledModule | Decoder:  # fmt: skip
+    """A module with the same answers as `model`, in which every attention runs as one fused op.
+
+    Nothing is traced yet: the first call traces, and so does a later one that no graph at hand serves.
+
+    Args:
+        model: any nn.Module or function of tensors.
+        backend: "auto" (the best kernel for the device), "cpu", "triton" or "reference".
+        inductor: compile what is not attention with Inductor as well.
+        strict: raise where the model cannot be captured whole, or where something that looks like
+            attention is left alone.
+        dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
+        passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`.
+        absorb: for attention whose keys and values are made from one narrow value per token (MLA): "auto"
+            writes keys and values out or multiplies queries and results instead, whichever is cheaper at each
+            call; "always" and "never" do one of the two.
+        disable: names of passes that are not to run, such as "merge-heads".
+        cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and keeps what
+            later tokens need.
+
+    Returns:
+        An nn.Module that shares the model's parameters; `.report` says what was done. With `cache`, a
+        `Decoder`: prefill, decode and generate.
+
+    Raises:
+        TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
+    """
+    if not callable(model):
+        raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
+    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb, disable=disable)
+    compiled = CompiledModule(model, options)
+    if cache is False:
+        return compiled
+    config = CacheConfig() if cache is True else cache
+    if not isinstance(config, CacheConfig):
+        raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
+    options.decoder_pipeline()  # says what does not go together with a cache
+    return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
+    """The report of compiling `model` for this call; nothing is run on it afterwards, nothing kept.
+
+    Raises:
+        CaptureError: the model cannot be captured whole and running it in pieces failed too.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return compile_graph(model, args, kwargs, Options()).report
+        except CaptureError:
+            compiled = CompiledModule(copy.deepcopy(model), Options())
+            compiled(*args, **kwargs)
+            return compiled.report

@@ -1,0 +1,208 @@
+"""The module that `attngraph.compile` returns: which traced graph serves a call, and when to trace anew.
+
+A small number of graphs is kept, the least used go first. Where torch.export cannot capture the model,
+torch.compile captures it in pieces and hands each to us.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.api.build import compile_graph
+from attngraph.api.options import Options
+from attngraph.capture.graph_breaks import Pieces
+from attngraph.capture.guards import call_key
+from attngraph.capture.structure import flatten
+from attngraph.capture.trace_lock import GATE
+from attngraph.errors import CaptureError
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.kernels import KERNELS
+from attngraph.report import report as reporting
+from attngraph.report.dump import write_breaks
+from attngraph.report.entries import AttentionEntry
+from attngraph.report.report import CompileReport
+from attngraph.runtime.executable import Executable
+
+log = logging.getLogger(__name__)
+MOST_GRAPHS = 8
+ALWAYS = "always"
+"""The key of a model that is captured in pieces whatever it is called with."""
+
+
+class CompiledModule(nn.Module):
+    """What `attngraph.compile` returns: a module with the model's parameters, state dict, training flag
+    and attributes, whose forward runs traced and rewritten graphs."""
+
+    _own = frozenset({"_options", "_graphs", "_lock", "_pieces", "_target", "_no_pieces"})
+
+    def __init__(self, target: Callable[..., Any], options: Options, pieces: bool = True) -> None:
+        super().__init__()
+        if isinstance(target, nn.Module):
+            self._orig_mod = target
+        object.__setattr__(self, "_target", target)
+        self._options = options
+        self._allow_pieces = pieces
+        self._reset()
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+
+    def _reset(self) -> None:
+        self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
+        self._pieces: dict[Any, Pieces] = {}
+
+    @property
+    def report(self) -> CompileReport:
+        """What was done, over all graphs kept (the latest graph's entries first)."""
+        graphs = [g for kept in reversed(self._graphs.values()) for g in reversed(kept)]
+        pieces = [p.report() for p in self._pieces.values()]
+        latest = [graphs[0].report] if graphs else []
+        found = _with_remarks(reporting.merge([*latest, *pieces]))
+        return dataclasses.replace(found, graphs=len(graphs) + sum(p.graphs for p in pieces))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_transformed():
+            return self._target(*args, **kwargs)
+        leaves, spec = flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        with GATE.call():
+            key = call_key(leaves, spec, self._target)
+            pieces = self._pieces.get(ALWAYS) or self._pieces.get(key)
+            found = None if pieces is not None else self._find(key, tensors)
+            if found is not None:
+                return found(tensors)
+        if pieces is not None:
+            return pieces(*args, **kwargs)
+        found = self._trace(key, tensors, args, kwargs)
+        if found is not None:
+            with GATE.call():
+                return found(tensors)
+        where = ALWAYS if ALWAYS in self._pieces else key
+        try:
+            result = self._pieces[where](*args, **kwargs)
+        except Exception:
+            self._pieces.pop(where, None)  # a call that fails says nothing about the next one
+            raise
+        if self._options.dump is not None:
+            write_breaks(self._options.dump, self._pieces[where].report().breaks)
+        return result
+
+    def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
+        for executable in reversed(self._graphs.get(key, ())):
+            if executable.accepts(tensors):
+                return executable
+        return None
+
+    def _trace(
+        self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Executable | None:
+        """Trace for this call and keep the graph; None where the model must be captured in pieces."""
+        # The trace is no part of the computation that saved-tensor hooks around us watch.
+        with GATE.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            found = self._find(key, tensors)
+            if found is not None:
+                return found
+            try:
+                found = compile_graph(self._target, args, kwargs, self._options)
+                if not found.accepts(tensors):
+                    raise CaptureError(
+                        "the traced graph does not accept the call it was traced for", "inconsistent guards"
+                    )
+            except CaptureError as problem:
+                if self._options.strict or not self._allow_pieces:
+                    raise
+                log.warning("%s", problem)
+                part = functools.partial(CompiledModule, options=self._options, pieces=False)
+                self._pieces[ALWAYS if problem.lasting else key] = Pieces(self._target, part, problem)
+                return None
+            kept = self._graphs.setdefault(key, [])
+            kept.append(found)
+            self._graphs.move_to_end(key)
+            while sum(len(k) for k in self._graphs.values()) > MOST_GRAPHS:
+                oldest = next(iter(self._graphs))
+                self._graphs[oldest].pop(0)
+                if not self._graphs[oldest]:
+                    del self._graphs[oldest]
+            return found
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        target = self.__dict__.get("_target")
+        return bool(target.training) if isinstance(target, nn.Module) else self.__dict__.get("_mode", True)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        target = self.__dict__.get("_target")
+        if isinstance(target, nn.Module):
+            target.training = value
+        self.__dict__["_mode"] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "_orig_mod" in modules:
+                return getattr(modules["_orig_mod"], name)
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the model and the options; graphs are traced anew."""
+        state = dict(self.__dict__)
+        for name in ("_graphs", "_pieces"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "_orig_mod" in self._modules:
+            object.__setattr__(self, "_target", self._modules["_orig_mod"])
+        self._reset()
+
+
+def _is_transformed() -> bool:
+    """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the
+    model's own operations. The model then runs as it is, inside that."""
+    if GATE.traces_here():
+        return True
+    # Torch's flags are for the whole process: while another thread traces they say nothing about us.
+    elsewhere = GATE.is_tracing()
+    return (
+        (not elsewhere and (torch.compiler.is_exporting() or torch.compiler.is_compiling()))
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
+def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in [k for k in state if k.startswith(f"{prefix}_orig_mod.")]:
+        state[prefix + key[len(prefix) + len("_orig_mod.") :]] = state.pop(key)
+
+
+def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if "_orig_mod" not in module._modules:
+        return
+    for key in [k for k in state if k.startswith(prefix)]:
+        name = key[len(prefix) :]
+        if not name.startswith("_orig_mod."):
+            state[f"{prefix}_orig_mod.{name}"] = state.pop(key)
+
+
+def _with_remarks(report: CompileReport) -> CompileReport:
+    """The report, with what came up in running the kernels since."""
+
+    def told(entry: AttentionEntry) -> AttentionEntry:
+        kernel = KERNELS.get(entry.kernel.name)
+        remarks = () if kernel is None else kernel.remarks(parse(entry.program))
+        return dataclasses.replace(entry, kernel=dataclasses.replace(entry.kernel, remarks=remarks))
+
+    return dataclasses.replace(report, attention=tuple(told(entry) for entry in report.attention))

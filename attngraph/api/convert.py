@@ -1,0 +1,261 @@
+"""`attngraph.convert_heads`: a model on fewer key/value heads, and how far its answers move.
+
+The converted model is a module of its own: a copy of the model whose projections of keys and values hold the
+pooled rows, and the rewritten graph as its forward. It can be trained further (what the conversion loses is
+mostly won back so: Ainslie et al. 2023, section 3), compiled, and given a cache, which is smaller by the
+same factor as the heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph import pipeline
+from attngraph.capture.guards import ShapeGuard
+from attngraph.capture.structure import unflatten
+from attngraph.capture.trace import Captured, capture
+from attngraph.errors import ConversionError
+from attngraph.ir.graph.program_graph import Pooling, ProgramGraph
+from attngraph.ir.ops.nodes import parts
+from attngraph.passes.canonicalize import Canonicalize
+from attngraph.passes.convert_heads import ConvertHeads
+from attngraph.passes.fuse_attention import FuseAttention
+from attngraph.passes.merge_heads import MergeHeads
+from attngraph.runtime.executable import fetcher
+
+SAMPLE_ROWS, SAMPLE_TOKENS = 2, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsReport:
+    """What a conversion did. Pairs are (before, after).
+
+    `heads`: key/value heads of each attention before, in order, and `kv_heads` after. `cache_bytes`: keys and
+    values of one token. On the sample: `kl`, the mean Kullback-Leibler divergence of the converted model's
+    distribution from the model's, in nats, and `top1`, the share of places where both rank the same result
+    first; None where the result is no tensor of logits.
+    """
+
+    heads: tuple[int, ...]
+    kv_heads: int
+    parameters: tuple[int, int]
+    cache_bytes: tuple[int, int]
+    kl: float | None
+    top1: float | None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        (p, q), (a, b) = self.parameters, self.cache_bytes
+        lines = [
+            f"attngraph: {len(self.heads)} attention(s) from {_several(self.heads)} to {self.kv_heads} "
+            "key/value heads",
+            f"  parameters        {p:,} -> {q:,}",
+            f"  cache per token   {a:,} -> {b:,} bytes ({a / b:.1f} times less)",
+        ]
+        if self.kl is not None and self.top1 is not None:
+            lines.append(f"  on the sample     KL {self.kl:.3g} nats, first rank equal at {self.top1:.1%}")
+        return "\n".join(lines)
+
+
+def _several(numbers: Sequence[int]) -> str:
+    return "/".join(map(str, dict.fromkeys(numbers)))
+
+
+class ConvertedModel(nn.Module):
+    """What `convert_heads` returns. It takes the arguments that it was converted with, of any size.
+
+    Attributes:
+        report: what was done.
+        model: the copy that holds the weights; its own forward is not used.
+    """
+
+    report: HeadsReport
+
+    def __init__(
+        self, model: nn.Module, captured: Captured, names: Sequence[str], fixed: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._names, self._fixed = list(names), dict(fixed)
+        self._machine = _Machine(captured, self)
+        self.forward = _named_like(model, self)  # type: ignore[method-assign]
+        self.train(model.training)
+
+    def _run(self, given: Mapping[str, Any]) -> Any:
+        tensors = []
+        for name in self._names:
+            value = given.get(name)
+            if not isinstance(value, Tensor):
+                raise ConversionError(f"the model was converted for calls with the tensor {name!r}.")
+            tensors.append(value)
+        for name in given.keys() - set(self._names):
+            value, known = given[name], self._fixed.get(name)
+            if value is not known and value != known:
+                raise ConversionError(
+                    f"the model was converted for calls with {name}={known!r}, found {value!r}. "
+                    "Give convert_heads a sample call of that kind."
+                )
+        return self._machine(tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModel:
+        made = ConvertedModel(
+            copy.deepcopy(self.model, memo), self._machine.captured, self._names, self._fixed
+        )  # fmt: skip
+        made.report = self.report
+        return made
+
+
+def _named_like(model: nn.Module, converted: ConvertedModel) -> Any:
+    """A forward with the signature of the model's."""
+    signature = inspect.signature(model.forward)
+    run = converted._run
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        given: dict[str, Any] = {}
+        for name, value in bound.items():
+            kind = signature.parameters[name].kind
+            given |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        return run(given)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
+
+
+class _Machine:
+    """The rewritten graph and what its calls need. It has no attributes for a trace to look into: it never
+    changes."""
+
+    __slots__ = ("captured", "fetch", "module", "sizes")
+
+    def __init__(self, captured: Captured, owner: nn.Module) -> None:
+        graph = captured.graph
+        self.captured, self.module = captured, graph.module
+        self.fetch = [fetcher(given, owner, graph.constants) for given in graph.inputs]
+        self.sizes = ShapeGuard(captured.shapes, graph.conditions)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        if not torch.compiler.is_exporting() and self.sizes.bind(tuple(t.shape for t in tensors)) is None:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+            raise ConversionError(
+                f"the converted graph does not hold for shapes {shapes}; convert with a sample of such sizes."
+            )
+        results = self.module(*(fetch(tensors) for fetch in self.fetch))
+        structure = self.captured.structure
+        leaves = [results[value] if kind == "tensor" else value for kind, value in structure.leaves]
+        return unflatten(leaves, structure.tree)
+
+
+def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -> ConvertedModel:
+    """The model with `kv_heads` key/value heads in every attention: each the mean of a group's projections.
+
+    Args:
+        model: any module whose attentions are all recognised; it is left as it is. What it does in its
+            present mode (train, eval) is converted.
+        inputs, named: a sample call. Without one, token ids `[2, 32]` are drawn from the model's first
+            embedding. The converted model takes calls of this kind.
+        kv_heads: must divide the number of key/value heads of every attention.
+
+    Returns:
+        A module with weights of its own, and `.report`.
+
+    Raises:
+        ConversionError: something cannot be converted; says what, and where. CaptureError: torch.export
+            cannot follow the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_heads takes an nn.Module, found {type(model).__name__}.")
+    if kv_heads < 1:
+        raise ValueError(f"kv_heads must be at least 1, found {kv_heads}.")
+    given = _sample(model, inputs, named)
+    names = [name for name, value in given.items() if isinstance(value, Tensor)]
+    captured = capture(model, (), given)
+    graph = captured.graph
+    result = pipeline.run(graph, (Canonicalize(), FuseAttention(), MergeHeads()))
+    if result.missed:
+        first = result.missed[0]
+        raise ConversionError(
+            f"the softmax at {first.source} is not recognised as attention: {first.reason}."
+        )
+    before = [node.meta["attention"] for node in graph.attentions()]
+    pipeline.run(graph, (ConvertHeads(kv_heads),))
+    written = [o for o in graph.outputs if o.kind != "value"]
+    if written:
+        raise ConversionError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
+    copied = copy.deepcopy(model)
+    for name, pooling in graph.pooled.items():
+        _replace(copied, name.removeprefix("model."), pooling)
+    fixed = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+    converted = ConvertedModel(copied, captured, names, fixed)
+    converted.report = _report(model, converted, graph, before, given, kv_heads)
+    return converted
+
+
+def _sample(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the sample call, by name."""
+    signature = inspect.signature(model.forward)
+    if not inputs and not named:
+        embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+        if embedding is None:
+            raise ConversionError("the model has no embedding to draw token ids for: give a sample call.")
+        generator = torch.Generator().manual_seed(0)
+        shape = (SAMPLE_ROWS, SAMPLE_TOKENS)
+        ids = torch.randint(0, embedding.num_embeddings, shape, generator=generator)
+        inputs = (ids.to(embedding.weight.device),)
+    given = dict(signature.bind(*inputs, **named).arguments)
+    for name, value in list(given.items()):
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name)
+        elif not isinstance(value, (Tensor, int, float, str, bool, type(None))):
+            raise ConversionError(f"argument {name!r} of the sample call is a {type(value).__name__}.")
+    if "use_cache" in signature.parameters:
+        given.setdefault("use_cache", False)
+    return given
+
+
+def _replace(model: nn.Module, name: str, pooling: Pooling) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    parameter = module.get_parameter(last)
+    pooled = pooling.apply(parameter.detach())
+    setattr(module, last, nn.Parameter(pooled, requires_grad=parameter.requires_grad))
+
+
+def _report(
+    model: nn.Module, converted: ConvertedModel, graph: ProgramGraph, before: Sequence[Any],
+    given: Mapping[str, Any], kv_heads: int,
+) -> HeadsReport:  # fmt: skip
+    def count(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    itemsize = next(parts(node).keys[0].meta["val"].dtype.itemsize for node in graph.attentions())
+    widths = [(entry.kv_heads, entry.head_dim + entry.value_dim) for entry in before]
+    cache = (sum(h * w for h, w in widths) * itemsize, sum(kv_heads * w for _, w in widths) * itemsize)
+    kl = top1 = None
+    with torch.no_grad():
+        old, new = _logits(model(**given)), _logits(converted(**given))
+    if old is not None and new is not None and old.shape == new.shape and old.ndim >= 2:
+        p, q = (t.double().log_softmax(-1) for t in (old, new))
+        kl = float((p.exp() * (p - q)).sum(-1).mean())
+        top1 = float((old.argmax(-1) == new.argmax(-1)).double().mean())
+    return HeadsReport(
+        tuple(h for h, _ in widths), kv_heads, (count(model), count(converted)), cache, kl, top1
+    )  # fmt: skip
+
+
+def _logits(result: Any) -> Tensor | None:
+    found = getattr(result, "logits", None)
+    if found is None and isinstance(result, (tuple, list)) and result:
+        found = result[0]
+    found = result if found is None else found
+    return found if isinstance(found, Tensor) and found.is_floating_point() else None

@@ -1,0 +1,88 @@
+"""How to compile: what `attngraph.compile` was asked for, and the passes that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from attngraph import pipeline
+from attngraph.errors import meant
+from attngraph.passes import DEFAULT_PIPELINE, PASSES, decoder_pipeline
+from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
+from attngraph.passes.absorb_mla.absorb import AbsorbMLA
+from attngraph.passes.insert_kv_cache.insert import InsertKVCache
+from attngraph.passes.select_kernels import SelectKernels
+from attngraph.pipeline import Pass
+
+BACKENDS = ("auto", "cpu", "triton", "reference")
+__all__ = ["ABSORB", "BACKENDS", "Options", "make_options"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to compile; see `attngraph.compile`."""
+
+    backend: str = "auto"
+    inductor: bool = False
+    strict: bool = False
+    dump: Path | None = None
+    passes: tuple[Pass, ...] | None = None
+    progress: Callable[[str], None] | None = None
+    absorb: str = "auto"
+    disable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        AbsorbMLA(self.absorb)  # says what is wrong with it, if anything is
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
+        known = [step.name for step in (*(self.passes or ()), *PASSES)]
+        for name in self.disable:
+            if name not in known:
+                raise ValueError(f"there is no pass {name!r} to disable; {meant(name, known)}")
+
+    def pipeline(self) -> tuple[Pass, ...]:
+        """The passes of a model that keeps nothing."""
+        if self.passes is not None:
+            return pipeline.without(self.passes, self.disable)
+        family = "" if self.backend == "auto" else self.backend
+        steps: list[Pass] = []
+        for step in DEFAULT_PIPELINE:
+            if isinstance(step, SelectKernels):
+                step = SelectKernels(family)
+            elif isinstance(step, AbsorbMLA):
+                step = AbsorbMLA(self.absorb)
+            steps.append(step)
+        return pipeline.without(steps, self.disable)
+
+    def decoder_pipeline(self) -> tuple[Pass, ...]:
+        """The passes of a decoder, `InsertKVCache` among them with its places still to be filled in.
+
+        Raises:
+            ValueError: passes of the caller's own, or a decoder without what makes it one.
+        """
+        if self.passes is not None:
+            raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
+        if InsertKVCache.name in self.disable:
+            raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
+        return pipeline.without(decoder_pipeline(self.backend, absorb=self.absorb), self.disable)
+
+
+def make_options(
+    backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
+    passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
+    absorb: str = "auto", disable: Sequence[str] = (),
+) -> Options:  # fmt: skip
+    """The options as a caller writes them.
+
+    Raises:
+        ValueError: an unknown backend, pass or value of `absorb`.
+    """
+    folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
+    chosen = None if passes is None else tuple(passes)
+    if isinstance(disable, str):
+        raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
+    return Options(
+        backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb, tuple(disable)
+    )

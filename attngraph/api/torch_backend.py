@@ -1,0 +1,68 @@
+"""The plug behind `torch.compile(model, backend="attngraph", options={...})`, and its errors.
+
+torch.compile cuts the model into graphs; each is compiled here as a model of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from attngraph.api.compiled import CompiledModule
+from attngraph.api.options import ABSORB, BACKENDS, make_options
+from attngraph.capture.graph_breaks import Piece
+from attngraph.errors import meant
+
+_OF_THE_BACKEND: dict[str, tuple[tuple[type, ...], str]] = {
+    "backend": ((str,), f"one of {', '.join(BACKENDS)}"),
+    "inductor": ((bool,), "True or False"),
+    "dump": ((str, Path, type(None)), "a directory"),
+    "passes": ((list, tuple, type(None)), "a list of passes"),
+    "absorb": ((str,), f"one of {', '.join(ABSORB)}"),
+    "disable": ((list, tuple), "a list of names of passes"),
+}
+"""What `torch.compile(model, backend="attngraph", options={...})` takes: types, and the same in words."""
+
+
+def dynamo_backend(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="attngraph")`.
+
+    Args:
+        options: the keyword arguments of `attngraph.compile`, except `strict` and `cache`.
+
+    Raises:
+        TypeError, ValueError: an option that there is not, or a value that it does not take.
+    """
+    chosen = make_options(**_checked({**(options or {}), **kwargs}))
+    return Piece(module, functools.partial(CompiledModule, options=chosen, pieces=False))
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the torch.compile backend, or an error that says which is wrong and what there is."""
+    accepted = "; ".join(f"{name}: {words}" for name, (_, words) in _OF_THE_BACKEND.items())
+    for name, value in options.items():
+        if name not in _OF_THE_BACKEND:
+            advice = _ELSEWHERE.get(name) or meant(name, _OF_THE_BACKEND)
+            raise TypeError(
+                f'torch.compile(backend="attngraph") has no option {name!r}; {advice} '
+                f"Accepted are {accepted}."
+            )
+        types, words = _OF_THE_BACKEND[name]
+        if not isinstance(value, types):
+            raise TypeError(
+                f'torch.compile(backend="attngraph"): option {name!r} must be {words}, found {value!r}.'
+            )
+    return options
+
+
+_ELSEWHERE = {
+    "strict": "give fullgraph=True to torch.compile, or compile with attngraph.compile(model, strict=True).",
+    "cache": "a decoder is derived by attngraph.compile(model, cache=True).",
+    "mode": "a mode is Inductor's; options={'inductor': True} compiles the rest with Inductor.",
+}

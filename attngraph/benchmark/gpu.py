@@ -1,0 +1,445 @@
+"""Attention on a GPU, in one process and one run: ours beside what else there is, and the card's limits.
+
+    attngraph bench --device cuda --suite attention decode mla --json results.json
+    attngraph bench --device cuda --only causal "width 128" --minutes 9 --json results.json --resume
+
+First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
+turns for some rounds with the cache emptied before each; medians are kept. `attention`: our kernels forward
+and backward (forward in both schedules), the unfused graph where it fits, scaled_dot_product_attention with
+each of its backends pinned, FlexAttention as it comes and tuned, torch.compile of the unfused graph. `decode`
+and `mla`: one new token of each row over a cache, in bytes (and operations) a second. Whole sequences'
+answers are compared before anything is timed; a candidate that cannot be run says why. A run may be a part of
+all that there is, and go on from a file of earlier ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import attngraph
+from attngraph.benchmark.plot import Bars
+from attngraph.codegen import triton
+from attngraph.codegen.triton.tuning import run_specialised
+
+ROUNDS = 9
+WINDOW, CAP = 1024, 30.0
+UNFUSED_LIMIT = 24 << 30
+"""Bytes of scores above which the unfused graph is left out."""
+BACKENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+SPECIALISED = "attngraph, warp-specialised"
+"""Our kernel in that schedule, whatever tables say of it. Its backward pass is that of the other."""
+Call = Callable[[], Tensor]
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the device was seen to do: operations of a matrix product and bytes of a copy, in a second."""
+
+    flops: float
+    bytes: float
+
+
+@dataclasses.dataclass
+class Row:
+    """One candidate in one cell: seconds, operations and bytes a second and their share of the limit, or why
+    there are none."""
+
+    cell: str
+    name: str
+    seconds: float | None = None
+    tflops: float | None = None
+    gbytes: float | None = None
+    share: float | None = None
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What of a suite is measured: cells whose names hold all of `only` and are not among `done`, without
+    candidates of these names, until `deadline` (of `time.monotonic`). `tune`: measure our block sizes for
+    each cell first, and store them."""
+
+    only: Sequence[str] = ()
+    without: Sequence[str] = ()
+    done: frozenset[str] = frozenset()
+    deadline: float = math.inf
+    tune: bool = False
+
+    def has(self, cell: str) -> bool:
+        return all(text in cell for text in self.only) and cell not in self.done
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+class Clock:
+    """Times calls on a device, with its cache emptied before each."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.is_cuda = device.startswith("cuda")
+        self.flush = torch.empty(64 << 20 if self.is_cuda else 1, dtype=torch.int32, device=device)
+
+    def once(self, call: Callable[[], object]) -> float:
+        self.flush.zero_()
+        if not self.is_cuda:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        event: Any = torch.cuda.Event
+        before, after = event(enable_timing=True), event(enable_timing=True)
+        torch.cuda.synchronize()
+        before.record()
+        call()
+        after.record()
+        torch.cuda.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
+
+    def medians(self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
+        """Seconds of each, taken in turns."""
+        for call in calls.values():
+            self.once(call)
+        spent: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                spent[name].append(self.once(call))
+        return {name: statistics.median(found) for name, found in spent.items()}
+
+
+def limits(clock: Clock, dtype: torch.dtype, size: int = 8192) -> Limits:
+    a, b = (torch.randn(size, size, device=clock.device).to(dtype) for _ in range(2))
+    source = torch.empty(size * size * 8, dtype=torch.int8, device=clock.device)
+    target = torch.empty_like(source)
+    found = clock.medians({"product": lambda: a @ b, "copy": lambda: target.copy_(source)})
+    return Limits(2 * size**3 / found["product"], 2 * source.nbytes / found["copy"])
+
+
+# --- whole sequences ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program in the terms of each candidate. `share`: the part of all pairs that it keeps; `sdpa`: whether
+    scaled_dot_product_attention can express it without a mask tensor."""
+
+    text: str
+    sdpa: bool
+    score: Callable[..., Any] | None = None
+    mask: Callable[..., Any] | None = None
+
+    def program(self, width: int) -> str:
+        return self.text.format(scale=1 / math.sqrt(width))
+
+    def share(self, tokens: int) -> float:
+        if "q - k <" in self.text:
+            window = min(WINDOW, tokens)
+            return (window * tokens - window * (window - 1) / 2) / tokens**2
+        return 0.5 + 0.5 / tokens if "k <= q" in self.text else 1.0
+
+
+def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k <= q
+
+
+def _window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (k <= q) & (q - k < WINDOW)
+
+
+def _softcap(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return CAP * torch.tanh(s / CAP)
+
+
+def _alibi(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + torch.exp2(-(h + 1.0)) * (k - q)
+
+
+CASES = {
+    "full": Case("s = {scale} * dot", True),
+    "causal": Case("s = {scale} * dot; keep k <= q", True, None, _causal),
+    "window": Case(f"s = {{scale}} * dot; keep k <= q and q - k < {WINDOW}", False, None, _window),
+    "softcap": Case(f"s = {CAP} * tanh({{scale}} * dot / {CAP}); keep k <= q", False, _softcap, _causal),
+    "alibi": Case(
+        "s = {scale} * dot + 2 ** -float(h + 1) * float(k - q); keep k <= q", False, _alibi, _causal
+    ),
+}  # fmt: skip
+
+
+def attention(
+    clock: Clock, sizes: Sequence[tuple[int, int, int]], cases: Sequence[str], dtype: torch.dtype,
+    limit: Limits, say: Say, part: Part,
+) -> Iterator[Row]:  # fmt: skip
+    """Cells of (heads, tokens, width), batch 1."""
+    for name, (heads, tokens, width) in itertools.product(cases, sizes):
+        cell = f"{name}, {heads} heads, {tokens} tokens, width {width}"
+        wanted = [part.has(cell), part.has(f"{cell}, backward")]
+        if part.is_over or not any(wanted):
+            continue
+        say(cell)
+        _forget()
+        shape = (1, heads, tokens, width)
+        q, k, v = (torch.randn(shape, device=clock.device).to(dtype).requires_grad_() for _ in "qkv")
+        if part.tune:
+            triton.tune(CASES[name].program(width), (q.detach(), k.detach(), v.detach()), gradients=True)
+        candidates = _candidates(CASES[name], q, k, v)
+        operations = 4 * heads * tokens**2 * width * CASES[name].share(tokens)
+        if wanted[0]:
+            yield from _measured(clock, cell, candidates, operations, 0, limit, part)
+        if wanted[1]:
+            grad = torch.randn_like(q)
+            backwards = {n: _backward(c, (q, k, v), grad) for n, c in candidates.items() if n != SPECIALISED}
+            yield from _measured(clock, f"{cell}, backward", backwards, 2.5 * operations, 0, limit, part)
+
+
+def _forget() -> None:
+    """Let go of what the last cell compiled and held. PyTorch compiles a function for few sizes before it
+    runs it as it is written, and from the second on for sizes that it does not know."""
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _candidates(case: Case, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    scale = 1 / math.sqrt(q.shape[-1])
+    text, tokens = case.program(q.shape[-1]), q.shape[2]
+    found: dict[str, Call] = {"attngraph": lambda: attngraph.attention(q, k, v, text)}
+    found[SPECIALISED] = lambda: run_specialised(text, (q.detach(), k.detach(), v.detach()))
+    if q.shape[1] * tokens**2 * 4 * 3 <= UNFUSED_LIMIT:
+        found["unfused"] = lambda: _unfused(case, q, k, v, scale)
+        compiled = torch.compile(_unfused)
+        found["torch.compile"] = lambda: compiled(case, q, k, v, scale)
+    if case.sdpa:
+        for name, backend in BACKENDS.items():
+            found[name] = _pinned(backend, q, k, v, is_causal=case.mask is not None)
+    flex: Any = torch.compile(flex_attention)
+    tuned: Any = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
+    block: Any = None
+    if case.mask is not None:
+        block = create_block_mask(case.mask, None, None, tokens, tokens, device=str(q.device))
+    found["flex"] = lambda: flex(q, k, v, case.score, block, scale)
+    found["flex tuned"] = lambda: tuned(q, k, v, case.score, block, scale)
+    return found
+
+
+def _pinned(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Call:
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return run
+
+
+def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The program as a textbook writes it, whole score matrix and all."""
+    i = torch.arange(q.shape[2], device=q.device)[:, None]
+    j = torch.arange(k.shape[2], device=q.device)[None, :]
+    h = torch.arange(q.shape[1], device=q.device)[:, None, None]
+    scores = q @ k.mT * scale
+    if case.score is not None:
+        scores = case.score(scores, 0, h, i, j).to(q.dtype)
+    if case.mask is not None:
+        scores = scores.masked_fill(~case.mask(0, h, i, j), -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def _backward(call: Call, inputs: Sequence[Tensor], grad: Tensor) -> Call:
+    """The backward pass alone: the forward one is run once."""
+    kept: list[Tensor] = []
+
+    def run() -> Tensor:
+        if not kept:
+            kept.append(call())
+        return torch.autograd.grad(kept[0], list(inputs), grad, retain_graph=True)[0]
+
+    return run
+
+
+# --- over a cache ---
+
+
+def decode(
+    clock: Clock, cells: Sequence[tuple[int, int]], dtype: torch.dtype, limit: Limits, say: Say,
+    part: Part, heads: tuple[int, int] = (32, 4), width: int = 128,
+) -> Iterator[Row]:  # fmt: skip
+    """One new token of each row: cells of (rows, kept tokens), grouped heads."""
+    for rows, held in cells:
+        cell = f"decode, {rows} rows, {held} kept, {heads[0]} heads on {heads[1]}, width {width}"
+        if part.is_over or not part.has(cell):
+            continue
+        say(cell)
+        _forget()
+        k, v = (torch.randn(rows, heads[1], held, width, device=clock.device).to(dtype) for _ in "kv")
+        q = torch.randn(1, heads[0], rows, width, device=clock.device).to(dtype)
+        new = [torch.randn(1, heads[1], rows, width, device=clock.device).to(dtype) for _ in "kv"]
+        calls = _over_cache(q, new, (k, v), width, part)
+        operations, size = 4 * rows * held * heads[0] * width, k.nbytes + v.nbytes
+        yield from _measured(clock, cell, calls, operations, size, limit, part, compared=False)
+
+
+def _over_cache(
+    q: Tensor, new: Sequence[Tensor], pages: tuple[Tensor, Tensor], scaled: int, part: Part
+) -> dict[str, Call]:
+    """Ours over pages and the new tokens, torch's over the pages alone."""
+    where = _rows(pages[0].shape[0], pages[0].shape[2], str(q.device))
+    text = f"s = {1 / math.sqrt(scaled)} * dot\nkeep k <= q"
+    own = q.permute(2, 1, 0, 3)
+    if part.tune:
+        triton.tune(text, (q, new[0], new[1]), cache=(pages, where))
+
+    def ours() -> Tensor:
+        found: Tensor = torch.ops.attngraph.cached_attention(q, *new, *pages, [], [], text, *where)
+        return found
+
+    return {
+        "attngraph": ours,
+        "sdpa": lambda: F.scaled_dot_product_attention(own, *pages, enable_gqa=True),
+    }
+
+
+def mla(
+    clock: Clock, cells: Sequence[tuple[int, int, int]], dtype: torch.dtype, limit: Limits, say: Say,
+    part: Part, latent: int = 512, rope: int = 64,
+) -> Iterator[Row]:  # fmt: skip
+    """One new token of each row over latents: cells of (rows, heads, kept tokens)."""
+    for rows, heads, held in cells:
+        cell = f"mla, {rows} rows, {held} kept, {heads} heads, latent {latent} + {rope}"
+        if part.is_over or not part.has(cell):
+            continue
+        say(cell)
+        _forget()
+        width = latent + rope
+        pages = torch.randn(rows, 1, held, width, device=clock.device).to(dtype)
+        q = torch.randn(1, heads, rows, width, device=clock.device).to(dtype)
+        new = torch.randn(1, 1, rows, width, device=clock.device).to(dtype)
+        parts = (pages, pages[..., :latent])
+        calls = _over_cache(q, (new, new[..., :latent]), parts, 192, part)
+        operations = 2 * rows * held * heads * (width + latent)
+        yield from _measured(clock, cell, calls, operations, pages.nbytes, limit, part, compared=False)
+
+
+def _rows(rows: int, held: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Contiguous pages, one for each row, and one new token of each: table, starts, first, held."""
+    table = torch.arange(rows, device=device).unsqueeze(1)
+    kept = torch.full((rows,), held, device=device)
+    return table, torch.arange(rows + 1, device=device), kept, kept
+
+
+def _measured(
+    clock: Clock, cell: str, calls: dict[str, Call], operations: float, size: float, limit: Limits,
+    part: Part, compared: bool = True,
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each candidate: those that run and agree with the first are timed."""
+    running: dict[str, Call] = {}
+    wanted: Tensor | None = None
+    for name, call in ((n, c) for n, c in calls.items() if n not in part.without):
+        try:
+            found = call().detach().float()
+        except Exception as problem:
+            text = (str(problem).splitlines() or [""])[0][:120]
+            yield Row(cell, name, problem=f"{type(problem).__name__}: {text}")
+            continue
+        if compared and wanted is not None:
+            error = float((found - wanted).abs().max())
+            if not error <= 0.05 * float(wanted.abs().max()):
+                yield Row(cell, name, problem=f"another answer: {error:.2g} away")
+                continue
+        wanted = found if wanted is None else wanted
+        running[name] = call
+    for name, seconds in clock.medians(running).items():
+        tflops, gbytes = operations / seconds / 1e12, size / seconds / 1e9
+        share = max(operations / seconds / limit.flops, size / seconds / limit.bytes)
+        yield Row(cell, name, seconds, tflops, gbytes if size else None, share)
+
+
+# --- a run ---
+
+SUITES = ("attention", "decode", "mla")
+Keep = Callable[[dict[str, Any], list[Row]], None]
+
+
+def run(
+    suites: Sequence[str], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, small: bool = False,
+    say: Say | None = None, part: Part | None = None, keep: Keep | None = None,
+) -> tuple[dict[str, Any], list[Row]]:  # fmt: skip
+    """Measure suites; about the machine, and all rows. `small`: a few tiny cells, to see that it works.
+
+    Args:
+        part: what of the suites. keep: called with what is known after every cell.
+    """
+    part = part or Part()
+    say = say or (lambda what: print(f"... {what}", file=sys.stderr, flush=True))
+    clock = Clock(device)
+    say("limits of the device")
+    limit = limits(clock, dtype, 256 if small else 8192)
+    found: list[Iterator[Row]] = []
+    if "attention" in suites:
+        tokens = (64,) if small else (4096, 8192, 16384)
+        sizes = [(2 if small else 16, t, d) for d in ((16,) if small else (64, 128)) for t in tokens]
+        found.append(attention(clock, sizes, list(CASES), dtype, limit, say, part))
+    if "decode" in suites:
+        cells = [(2, 64)] if small else [(b, t) for b in (1, 8, 64) for t in (4096, 16384, 65536)]
+        found.append(decode(clock, cells, dtype, limit, say, part, *(((4, 2), 16) if small else ())))
+    if "mla" in suites:
+        three = [(2, 4, 64)] if small else [
+            (b, h, t) for h in (16, 128) for b in (1, 16, 64) for t in (4096, 16384)
+        ]  # fmt: skip
+        found.append(mla(clock, three, dtype, limit, say, part, *((16, 16) if small else ())))
+    name = torch.cuda.get_device_name() if clock.is_cuda else "cpu"
+    about = {
+        "device": name, "torch": torch.__version__, "dtype": str(dtype), "date": time.strftime("%Y-%m-%d"),
+        "limits": dataclasses.asdict(limit),
+    }  # fmt: skip
+    rows: list[Row] = []
+    for _, cell in itertools.groupby(itertools.chain.from_iterable(found), key=lambda row: row.cell):
+        rows += cell
+        if keep is not None:
+            keep(about, rows)
+    return about, rows
+
+
+def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    """For people."""
+    limit = about["limits"]
+    lines = [
+        f"{about['device']}, torch {about['torch']}, {about['dtype']}: "
+        f"{limit['flops'] / 1e12:.1f} TFLOP/s in a product, {limit['bytes'] / 1e9:.0f} GB/s in a copy"
+    ]
+    cell = ""
+    for row in rows:
+        if row.cell != cell:
+            cell = row.cell
+            lines += ["", cell]
+        if row.seconds is None:
+            lines.append(f"  {row.name:16} {row.problem}")
+            continue
+        speed = f"{row.tflops:8.1f} TFLOP/s" if row.gbytes is None else f"{row.gbytes:8.0f} GB/s"
+        lines.append(f"  {row.name:16} {row.seconds * 1e3:9.3f} ms {speed} {row.share:6.0%} of the limit")
+    return "\n".join(lines)
+
+
+def bars(about: dict[str, Any], rows: Sequence[Row]) -> Bars:
+    """Shares of the limit that was measured."""
+    cells: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.share is not None:
+            cells.setdefault(row.cell, {})[row.name] = 100 * row.share
+    title = f"{about['device']}, torch {about['torch']}, {about['date']}"
+    return Bars(title, "% of the limit that was measured", cells)

@@ -1,0 +1,228 @@
+"""From torch's exported program to our program graph.
+
+What an ExportedProgram says in its signature, its shape environment and its higher-order regions, said
+in the terms of `ir/graph/program_graph.py`: inputs by what they stand for, writes as results, sizes as
+conditions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attngraph.errors import CaptureError
+from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph
+
+_WRITTEN_OUT = frozenset(
+    {
+        "absolute", "negative", "multiply", "subtract", "divide", "true_divide", "greater", "greater_equal",
+        "less", "less_equal", "not_equal", "clip", "float_power", "concatenate", "hstack", "vstack",
+        "row_stack", "dstack", "column_stack", "atleast_1d", "atleast_2d", "atleast_3d", "fliplr", "flipud",
+        "meshgrid", "broadcast_tensors", "take_along_dim", "ger", "linalg_matmul", "linalg_multi_dot",
+        "chain_matmul", "linalg_vecdot", "cosine_similarity", "special_softmax", "special_log_softmax",
+        "special_logsumexp", "special_expit", "special_exp2", "special_erf", "special_erfc",
+        "special_expm1", "special_log1p", "special_round", "fix", "relu6", "selu", "isfinite", "isclose",
+        "isreal", "diag",
+    }
+)  # fmt: skip
+"""Ops that torch itself only writes down as others; the same computation, in eager too."""
+
+
+def hints(arguments: Sequence[fx.Node], computed: Iterable[fx.Node] = ()) -> dict[str, int]:
+    """The sizes of the example inputs, by symbol. One that data decide (how many tokens a mask selects) is
+    not known before the graph runs; it is taken to be as large as the largest of the others."""
+    extents = [s for n in arguments for s in n.meta["val"].shape if not isinstance(s, int)]
+    found = {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
+    largest = max((int(s) for n in arguments for s in n.meta["val"].shape if isinstance(s, int)), default=1)
+    largest = max([largest, *found.values()])
+    for node in computed:
+        for extent in getattr(node.meta.get("val"), "shape", ()):
+            if not isinstance(extent, int):
+                for symbol in extent.node.expr.free_symbols:
+                    found.setdefault(str(symbol), largest)
+    return found
+
+
+def size_of(value: Any) -> Any:
+    """A size as a number or a sympy expression."""
+    return value if isinstance(value, int) else value.node.expr
+
+
+def shape_env(arguments: Sequence[fx.Node]) -> Any:
+    """What torch knows about the symbolic sizes of these inputs; None if there are none."""
+    modes = [getattr(n.meta["val"], "fake_mode", None) for n in arguments]
+    return next((m.shape_env for m in modes if m is not None), None)
+
+
+def conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Iterator[Any]:
+    """Every relation between sizes that the trace took for granted."""
+    env = shape_env(arguments)
+    if env is None:
+        return
+    for guard in env.guards:
+        relation = env.simplify(guard.expr)
+        if relation not in (True, sympy.true):
+            yield relation
+    for symbol, limits in program.range_constraints.items():
+        if isinstance(symbol, sympy.Symbol):
+            if limits.lower.is_Integer:
+                yield sympy.Ge(symbol, max(int(limits.lower), 0))
+            if limits.upper.is_Integer:
+                yield sympy.Le(symbol, int(limits.upper))
+
+
+def inline_grad_regions(module: fx.GraphModule) -> None:
+    """Put the body of every `with torch.no_grad()` region in the graph itself; its results are
+    detached, which is all that the region means for a pure function."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
+            continue
+        enabled, body, *inputs = node.args
+        inner = getattr(module, str(body.target))
+        inline_grad_regions(inner)
+        copies: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        with module.graph.inserting_before(node):
+            for step in inner.graph.nodes:
+                if step.op not in ("placeholder", "output"):
+                    copies[step] = module.graph.node_copy(step, copies.__getitem__)
+            results = fx.map_arg(inner.graph.output_node().args[0], copies.__getitem__)
+            if not enabled:
+                results = [_detached(module.graph, r) for r in results]
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or _enters_vmap(n))
+    module.recompile()
+
+
+@functools.cache
+def written_out() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of ops that are other names, or compositions, of ops with element rules."""
+    known = torch.export.default_decompositions()
+    return {op: known[op] for op in known if _is_written_out(str(op))}
+
+
+def _is_written_out(op: str) -> bool:
+    namespace, name, *_ = op.split(".")
+    return namespace == "aten" and name in _WRITTEN_OUT
+
+
+def inline_vmap(program: ExportedProgram) -> None:
+    """Trace a program through the levels of torch.vmap that torch.export wrote down as they were entered
+    and left, so that what is left are ops on whole batches. Does nothing where there are none."""
+    old = program.graph_module
+    if not any(_enters_vmap(n) for n in old.graph.nodes):
+        return
+    inputs = list(old.graph.find_nodes(op="placeholder"))
+    values = [n.meta["val"] for n in inputs]
+    mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
+    with mode, fx.traceback.preserve_node_meta():
+        run = fx.Interpreter(old).run
+        new = make_fx(lambda *given: run(*given), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    for before, after in zip(inputs, new.graph.find_nodes(op="placeholder"), strict=True):
+        after.meta = dict(before.meta)
+        after.target = after.name = before.name
+    made: Any = new.graph.output_node().args[0]
+    for spec, node in zip(program.graph_signature.output_specs, made, strict=True):
+        spec.arg.name = node.name
+    new.meta.update(old.meta)
+    new.recompile()
+    program._graph_module = new
+
+
+def _enters_vmap(node: fx.Node) -> bool:
+    """Whether the node enters or leaves a level of torch.vmap, on which all in between depends."""
+    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return node
+    made: fx.Node = graph.call_function(torch.ops.aten.detach.default, (node,))
+    made.meta = dict(node.meta)
+    return made
+
+
+def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
+    """The exported graph with what its inputs and results stand for; `owner` has the buffers.
+
+    Raises:
+        CaptureError: an input or a result of a kind that an executable cannot feed or write back.
+    """
+    kinds = {
+        "PARAMETER": "parameter",
+        "BUFFER": "buffer",
+        "CONSTANT_TENSOR": "constant",
+        "USER_INPUT": "argument",
+    }
+    inputs: list[Input] = []
+    values: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
+    arguments = 0
+    written = {spec.target for spec in program.graph_signature.output_specs if "MUTATION" in spec.kind.name}
+    for spec in program.graph_signature.input_specs:
+        kind = kinds.get(spec.kind.name)
+        if kind is None:
+            reason = "an object that is no tensor, a random generator for one, is an input of the graph"
+            if spec.kind.name != "CUSTOM_OBJ":
+                reason = f"an input of kind {spec.kind.name}"
+            raise CaptureError(f"cannot capture the model: {reason}", reason)
+        name = str(spec.target)
+        placeholder = getattr(spec.arg, "name", "")
+        if kind == "argument":
+            name, arguments = str(arguments), arguments + 1
+        elif kind == "constant":
+            constants[name] = values[placeholder] = program.constants[name]
+            if constants[name].requires_grad:
+                raise CaptureError(
+                    "the model uses a weight that is not one of its own, so no gradient would reach it.\n"
+                    "What to do: register it as a parameter or a submodule.",
+                    "a weight that is not the model's own",
+                )
+        elif kind == "buffer" and name not in written and not _wants_gradient(owner.get_buffer(name)):
+            values[placeholder] = owner.get_buffer(name)
+        inputs.append(Input(kind, name))
+    outputs: list[Output] = []
+    order = [spec.arg.name for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")]
+    orders = {
+        n.name: memory_order(n.meta["val"])
+        for n in program.graph.output_node().all_input_nodes
+        if isinstance(n.meta.get("val"), Tensor)
+    }
+    for result in program.graph_signature.output_specs:
+        match result.kind.name:
+            case "USER_OUTPUT":
+                outputs.append(Output("value", order=orders.get(result.arg.name, ())))
+            case "BUFFER_MUTATION":
+                outputs.append(Output("buffer", str(result.target)))
+            case "USER_INPUT_MUTATION":
+                outputs.append(Output("argument", inputs[order.index(str(result.target))].name))
+            case other:
+                raise CaptureError(f"cannot capture a result of kind {other}", other)
+    return ProgramGraph(
+        fx.GraphModule({}, program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def _wants_gradient(buffer: Tensor) -> bool:
+    """Whether a buffer is as good as a parameter here: a formula of its values would give it no gradient."""
+    return buffer.requires_grad and torch.is_grad_enabled()
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the slowest in memory to the fastest; () if it is not dense."""
+    hints = [s if isinstance(s, int) else s.node.hint for s in tensor.stride()]
+    if any(h is None for h in hints):
+        return ()
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: (-hints[d], d)))
+    return order if tensor.permute(order).is_contiguous() else ()

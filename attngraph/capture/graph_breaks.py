@@ -1,0 +1,147 @@
+"""A model that cannot be captured whole, captured in pieces.
+
+torch.compile's graph capture follows data-dependent Python that torch.export cannot. It hands us each
+graph between two breaks as its backend, and each is compiled as a model of its own. The report says
+where and why the whole could not be captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from attngraph.errors import CaptureError
+from attngraph.report import report as reporting
+from attngraph.report.entries import Break
+from attngraph.report.report import CompileReport
+
+log = logging.getLogger(__name__)
+
+
+class Compiled(Protocol):
+    """What compiling a module gives (`compiled.CompiledModule`)."""
+
+    @property
+    def report(self) -> CompileReport: ...
+
+    def __call__(self, *args: Any) -> Any: ...
+
+
+Compile = Callable[[nn.Module], Compiled]
+
+
+class Pieces:
+    """`target` captured in pieces, each compiled by `compile_part`; `problem` is why."""
+
+    def __init__(self, target: Callable[..., Any], compile_part: Compile, problem: CaptureError) -> None:
+        self.target = target
+        self.breaks = [Break(problem.reason, problem.source)]
+        self.parts: list[Piece] = []
+
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.parts.append(Piece(module, compile_part, _place()))
+            return self.parts[-1]
+
+        self.run: Callable[..., Any] = torch.compile(target, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.run(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as problem:
+            # A wrong call fails in eager too, and says so better. Where eager runs, so do we, visibly.
+            result = self.target(*args, **kwargs)
+            reason = (
+                f"torch.compile cannot capture it either: {str(problem).splitlines()[0]}; it runs eagerly"
+            )
+            log.warning("%s", reason)
+            self.breaks.append(Break(reason, ""))
+            self.run = self.target
+            return result
+
+    def report(self) -> CompileReport:
+        stops = [*self.breaks, *(Break(p.problem.reason, p.problem.source) for p in self.parts if p.problem)]
+        graphs = sum(part.compiled.report.graphs for part in self.parts)
+        # torch.compile captures a piece again for other sizes: what is told is the latest of each.
+        latest = {part.place: part for part in self.parts}
+        found = reporting.merge([part.compiled.report for part in latest.values()])
+        return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(graphs, 1))
+
+
+def _place() -> object:
+    """Which stretch of the user's code torch.compile is capturing."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return object() if current is None else (current.frame_id, current.compiled_autograd_id)
+
+
+class Piece:
+    """One graph of torch.compile's as a callable of ours. It takes what torch.compile passes (sizes
+    among the tensors) and works sizes out from the tensors instead, so that they stay dynamic."""
+
+    def __init__(self, module: fx.GraphModule, compile_part: Compile, place: object = None) -> None:
+        self.place = place
+        # torch.compile goes on reading its own graph, so ours is a copy.
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        self.module = fx.GraphModule(module, graph)
+        self.kept = _sizes_from_tensors(self.module)
+        self.compiled = compile_part(_Interpreted(self.module))
+        self.problem: CaptureError | None = None
+        if any("autograd_function_apply" in str(n.target) for n in self.module.graph.nodes):
+            reason = "a function with a backward of its own"
+            self.problem = CaptureError(f"a graph of it would lose its backward: {reason}", reason)
+        self.__name__ = "attngraph_piece"
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> Any:
+        kept = [a for a, keep in zip(args, self.kept, strict=True) if keep]
+        if self.problem is None:
+            try:
+                return self.compiled(*kept)
+            except CaptureError as problem:
+                log.warning("a piece runs as it is: %s", problem)
+                self.problem = problem
+        return self.module(*kept)
+
+
+class _Interpreted(nn.Module):
+    """A graph run node by node, so that a trace of it keeps the lines of the user's code."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+
+    def forward(self, *args: Any) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(self.module).run(*args)
+
+
+def _sizes_from_tensors(module: fx.GraphModule) -> list[bool]:
+    """Replace size inputs by queries of the tensor inputs that have them; which inputs remain."""
+    graph = module.graph
+    inputs = graph.find_nodes(op="placeholder")
+    kept: list[bool] = []
+    found: dict[str, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        for axis, extent in enumerate(getattr(value, "shape", ())):
+            if isinstance(extent, torch.SymInt) and extent.node.expr.is_Symbol:
+                found.setdefault(str(extent.node.expr), (node, axis))
+    last = inputs[-1] if inputs else None
+    for node in inputs:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        source = found.get(str(value.node.expr)) if isinstance(value, torch.SymInt) else None
+        kept.append(source is None)
+        if source is not None and last is not None:
+            with graph.inserting_after(last):
+                size = graph.call_method("size", source)
+            node.replace_all_uses_with(size)
+            graph.erase_node(node)
+            last = size if node is last else last
+    module.recompile()
+    return kept

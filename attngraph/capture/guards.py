@@ -1,0 +1,149 @@
+"""What a traced graph is valid for: the fixed key of a call, and the sizes that a graph accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from attngraph.capture.state import fingerprint
+from attngraph.capture.structure import is_value
+from attngraph.ir.graph.program_graph import holds
+
+
+def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> Any:
+    """Everything about a call, except for tensor sizes and values, that a trace depends on: structure,
+    dtypes, devices, numbers, which tensors are the same or share memory, the state of PyTorch and of the
+    model."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return (
+        spec,
+        tuple(_leaf_key(leaf) for leaf in leaves),
+        repeats(tensors),
+        aliases(tensors),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        fingerprint([target, *things(leaves)]),
+    )
+
+
+def things(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a call that may hold numbers which change: objects without tensors, sets, functions."""
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_value(leaf)]
+
+
+def aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the number of the first one that it shares its memory with."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(_storage(t), place) for place, t in enumerate(tensors))
+
+
+def repeats(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the number of the first one that is the same object."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(t), place) for place, t in enumerate(tensors))
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad)
+    if isinstance(leaf, (float, complex)):
+        return repr(leaf)  # -0.0 and NaN are values of their own
+    return (type(leaf), leaf if is_value(leaf) else None)
+
+
+class ShapeGuard:
+    """Whether a graph accepts a call's sizes, and which numbers its symbols then stand for.
+
+    Args:
+        shapes: the shape of each tensor argument, numbers and sympy expressions.
+        conditions: sympy relations between the symbols that must hold.
+    """
+
+    def __init__(self, shapes: tuple[tuple[Any, ...], ...], conditions: tuple[Any, ...]) -> None:
+        self.shapes, self.conditions = shapes, conditions
+        self._known: dict[tuple[torch.Size, ...], dict[str, int] | None] = {}
+
+    def bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:
+        """The graph's symbols for these shapes, or None where the graph does not serve them."""
+        if shapes not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            self._known[shapes] = self._bind(shapes)
+        return self._known[shapes]
+
+    def _bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:
+        if len(shapes) != len(self.shapes):
+            return None
+        sizes: dict[str, int] = {}
+        formulas: list[tuple[Any, int]] = []
+        for wanted, given in zip(self.shapes, shapes, strict=True):
+            if len(wanted) != len(given):
+                return None
+            for extent, number in zip(wanted, given, strict=True):
+                if isinstance(extent, int):
+                    if extent != number:
+                        return None
+                elif extent.is_Symbol:
+                    if sizes.setdefault(str(extent), number) != number:
+                        return None
+                else:
+                    formulas.append((extent, number))
+        for formula, number in formulas:
+            if size_value(formula, sizes) != number:
+                return None
+        return sizes if all(holds(condition, sizes) for condition in self.conditions) else None
+
+
+def size_value(formula: Any, sizes: dict[str, int]) -> Any:
+    """A sympy size formula as a Python number."""
+    value = sympy.sympify(
+        formula.xreplace({s: sympy.Integer(sizes[str(s)]) for s in formula.free_symbols if str(s) in sizes})
+    )
+    if value.is_Boolean:
+        return bool(value)
+    return int(value) if value.is_Integer else float(value)
+
+
+MOST_COMPARED = 1 << 22
+"""Elements of buffers that are compared with what they were at every call; larger ones are trusted as
+long as they are the same tensor at the same version (a write through `.data` escapes that)."""
+
+
+class ValueGuard:
+    """Buffers whose contents were read when compiling: whether they still hold what they held."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._stamps = [_stamp(b) for b in buffers]
+        self._copies: list[Tensor] = []
+        if sum(b.numel() for b in buffers) <= MOST_COMPARED:
+            for buffer in buffers:
+                same = (c for c in self._copies if c.dtype == buffer.dtype and torch.equal(c, buffer))
+                self._copies.append(_first_or_copy(same, buffer))
+
+    def holds(self, buffers: Sequence[Tensor]) -> bool:
+        if any(_stamp(b) != stamp for b, stamp in zip(buffers, self._stamps, strict=True)):
+            return False
+        return all(torch.equal(b, c) for b, c in zip(buffers, self._copies, strict=False))
+
+
+def _first_or_copy(same: Iterator[Tensor], buffer: Tensor) -> Tensor:
+    """One copy serves all buffers of equal contents."""
+    found = next(same, None)
+    return buffer.detach().clone() if found is None else found
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

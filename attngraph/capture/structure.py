@@ -1,0 +1,96 @@
+"""Taking the arguments and results of a model apart into tensors, and putting them together again.
+
+Torch's pytrees know tuples, lists, dicts and what libraries registered. Dataclasses and plain objects
+that hold tensors (a cache, say) are opened here as well, as their class and attributes, without
+registering anything globally. Whatever holds no tensor is a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+TreeSpec = pytree.TreeSpec
+
+
+class _Object:
+    """An opened object: its class, the names of its attributes, and their values."""
+
+    def __init__(self, kind: type, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+        self.kind, self.names, self.values = kind, names, values
+
+
+pytree.register_pytree_node(
+    _Object,
+    lambda o: (list(o.values), (o.kind, o.names)),
+    lambda values, about: _Object(about[0], about[1], tuple(values)),
+    serialized_type_name="attngraph.capture.structure._Object",
+)
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure of a tree in which objects that hold tensors are opened."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if any(_holds_tensors(leaf, set()) for leaf in leaves):
+        leaves, spec = pytree.tree_flatten(pytree.tree_map(lambda leaf: _open(leaf, frozenset()), tree))
+    return leaves, spec
+
+
+def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
+    """The tree with these leaves; opened objects are objects of their class again."""
+    tree = pytree.tree_unflatten(leaves, spec)
+    if "_Object" not in str(spec):
+        return tree
+    return pytree.tree_map(_close, tree, is_leaf=lambda x: isinstance(x, _Object))
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf is a plain value that stays what it is: a number, a text, None, a dtype."""
+    plain = (
+        int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device,
+        torch.SymInt, torch.SymFloat, torch.SymBool,
+    )  # fmt: skip
+    return isinstance(leaf, plain)
+
+
+def _attributes(leaf: Any) -> dict[str, Any] | None:
+    """The attributes of an object that consists of nothing else; None for anything one cannot open."""
+    if is_value(leaf) or isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
+        return None
+    if dataclasses.is_dataclass(leaf) and not hasattr(leaf, "__dict__"):
+        return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+    return getattr(leaf, "__dict__", None)
+
+
+def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
+    """Whether a tensor is reached through the object's attributes. `seen` are objects already looked at."""
+    attributes = _attributes(leaf)
+    if not attributes or id(leaf) in seen:
+        return False
+    seen.add(id(leaf))
+    inner = pytree.tree_leaves(list(attributes.values()))
+    return any(isinstance(x, Tensor) or _holds_tensors(x, seen) for x in inner)
+
+
+def _open(leaf: Any, above: frozenset[int]) -> Any:
+    """The object opened, if it holds tensors; an object inside itself is left as a leaf."""
+    if id(leaf) in above or not _holds_tensors(leaf, set()):
+        return leaf
+    above |= {id(leaf)}
+    attributes = _attributes(leaf) or {}
+    values = tuple(pytree.tree_map(lambda x: _open(x, above), value) for value in attributes.values())
+    return _Object(type(leaf), tuple(attributes), values)
+
+
+def _close(node: Any) -> Any:
+    if not isinstance(node, _Object):
+        return node
+    made: Any = object.__new__(node.kind)
+    for name, value in zip(node.names, node.values, strict=True):
+        closed = pytree.tree_map(_close, value, is_leaf=lambda x: isinstance(x, _Object))
+        object.__setattr__(made, name, closed)
+    return made

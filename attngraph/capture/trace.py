@@ -1,0 +1,386 @@
+"""From a callable and example inputs to a program graph: the only caller of torch.export.
+
+The model is wrapped so that torch sees nothing but a flat list of tensors: input and output
+structures, numbers and None are ours to take apart and to put back. Every tensor dimension is dynamic
+unless the model forbids it. In-place ops are functionalised; writes to buffers and arguments become
+results that the executable copies back. Regions without gradients become `detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import inspect
+import io
+import logging
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+from torch.nn.parameter import is_lazy
+
+from attngraph.capture import exported
+from attngraph.capture.functional import functional, views_taken_apart
+from attngraph.capture.guards import aliases, things
+from attngraph.capture.replaced import replaced
+from attngraph.capture.state import Snapshot, fingerprint, has_hooks
+from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
+from attngraph.errors import CaptureError
+from attngraph.ir.graph.program_graph import ProgramGraph, accept
+from attngraph.ir.graph.source import short_path
+
+log = logging.getLogger(__name__)
+_CHATTY = (
+    "torch._export.non_strict_utils",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export._trace",
+    "torch._subclasses.fake_tensor",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """How a call's results go back together: the tree, and for each leaf either the position of a
+    tensor among the graph's values, a size to be worked out, or a fixed value."""
+
+    tree: TreeSpec
+    leaves: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A program graph, how its results go back together, and when it is valid.
+
+    `shapes` has the shape (numbers and sympy expressions) of each tensor argument.
+    """
+
+    graph: ProgramGraph
+    structure: Structure
+    shapes: tuple[tuple[Any, ...], ...]
+
+    def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
+        """The dimensions of the arguments, (argument, dimension), that these symbolic sizes stand for."""
+        names = set(sizes)
+        return frozenset(
+            (argument, dim)
+            for argument, shape in enumerate(self.shapes)
+            for dim, extent in enumerate(shape)
+            if names & {str(s) for s in getattr(extent, "free_symbols", ())}
+        )
+
+
+class _Recorded:
+    """What a trace saw: the structure of the results, and a change it made that a graph cannot make."""
+
+    structure: Structure | None = None
+    changed: str = ""
+    of_arguments: bool = False
+    """Whether the change is to what this call was given, and to nothing else: other calls may do without."""
+
+    def note(self, changed: str, of_arguments: bool = False) -> None:
+        self.of_arguments = of_arguments and (self.of_arguments or not self.changed)
+        self.changed = changed
+
+
+@contextlib.contextmanager
+def _own_gradients(recorded: _Recorded) -> Iterator[None]:
+    """Notice where the model says by itself what a gradient is: a graph of its forward would not."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.__dict__["register_hook"]
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch.") or cls.__module__ == "torch.utils.checkpoint":
+            recorded.changed = f"{cls.__name__} has a backward of its own"
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def hooked(tensor: Tensor, function: Any) -> Any:
+        recorded.changed = "forward() registers hooks on tensors"
+        return hook(tensor, function) if tensor.requires_grad else None
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+        mock.patch.object(torch.Tensor, "register_hook", hooked),
+    ):
+        yield
+
+
+class _Flat(nn.Module):
+    """The user's callable over a flat list of tensors."""
+
+    def __init__(self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
+        super().__init__()
+        if isinstance(target, nn.Module):
+            self.model = target
+        else:
+            self.function = target
+            for place, module in enumerate(closed_over_modules(target)):
+                self.add_module(f"closure_{place}", module)
+        self.leaves, self.spec = list(leaves), spec
+        self.recorded = _Recorded()  # export restores attributes that a forward sets, so not here
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        target = self.model if hasattr(self, "model") else self.function
+        printed = io.StringIO()
+        given_things = things(leaves)
+        kept = Snapshot([target, *given_things])
+        before, own = (fingerprint([target]), self._weights()), fingerprint(given_things)
+        with contextlib.redirect_stdout(printed), _own_gradients(self.recorded):
+            result = target(*args, **kwargs)
+        if own != fingerprint(given_things):
+            self.recorded.note("forward() changes an argument's attributes", of_arguments=True)
+        if before != (fingerprint([target]), self._weights()):
+            self.recorded.note("forward() changes attributes of the model, or values around it")
+        if printed.getvalue():
+            self.recorded.note("forward() prints")
+        if self.recorded.changed:
+            kept.restore()
+        after, _ = flatten((args, kwargs))
+        if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
+            self.recorded.note("forward() changes the containers among its arguments", of_arguments=True)
+        return self._record(result)
+
+    def _weights(self) -> list[int]:
+        return [id(t) for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
+
+    def _record(self, result: Any) -> tuple[Tensor, ...]:
+        leaves, tree = flatten(result)
+        tensors: list[Tensor] = []
+        recorded: list[tuple[str, Any]] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                recorded.append(("tensor", len(tensors)))
+                tensors.append(leaf)
+            elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                recorded.append(("size", leaf.node.expr))
+            elif is_value(leaf) or isinstance(leaf, enum.Enum):
+                recorded.append(("fixed", leaf))
+            else:
+                raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
+        self.recorded.structure = Structure(tree, tuple(recorded))
+        return tuple(tensors)
+
+
+def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that a callable reaches: itself, its owner, what its closure, its defaults and the
+    globals that it names hold, in functions that it calls too; what a partial application or another
+    callable object holds."""
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [function]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found[value] = None
+        elif isinstance(value, functools.partial):
+            stack += [value.func, *value.args, *value.keywords.values()]
+        elif inspect.ismethod(value):
+            stack += [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
+        elif inspect.isfunction(value):
+            if not value.__module__ or not value.__module__.startswith("torch"):
+                variables = inspect.getclosurevars(value)
+                stack += [*variables.nonlocals.values(), *variables.globals.values()]
+                stack += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+                stack.append(getattr(value, "__wrapped__", None))
+        elif isinstance(value, (list, tuple, dict)):
+            stack += value.values() if isinstance(value, dict) else value
+        elif callable(value) and not isinstance(value, type):
+            stack += getattr(value, "__dict__", {}).values()
+    return list(found)
+
+
+def capture(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: frozenset[tuple[int, int]] = frozenset(),
+) -> Captured:
+    """Trace one call of `target` on these inputs.
+
+    Args:
+        fixed: dimensions, (argument, dimension), that are to be numbers.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
+    """
+    leaves, spec = flatten((args, kwargs))
+    if any(isinstance(leaf, nn.Module) for leaf in leaves):
+        raise CaptureError(
+            "a module is among the arguments, and a graph would hold copies of its weights.\n"
+            "What to do: make it a submodule, or compile without strict=True.",
+            "a module among the arguments",
+        )
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    _refuse_what_a_graph_would_lose(target)
+    flat = _Flat(target, leaves, spec)
+    flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
+    # torch.export puts copies in the place of a module's lists and dicts.
+    kept = Snapshot([target, *things(leaves)])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shapes = tuple(
+                {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
+                for place, t in enumerate(tensors)
+            )
+            dynamic = (shapes,) if tensors else None
+            with (
+                _whole_stack_traces(),
+                _quiet(),
+                _without_looking_at_masks(),
+                _without_notes(),
+                views_taken_apart(),
+            ):
+                program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
+            structure = flat.recorded.structure
+            exported.inline_grad_regions(program.graph_module)
+            exported.inline_vmap(program)
+            # The executable checks sizes itself; torch's own code for it trips over unused inputs.
+            program._guards_code = []
+            program = functional(program)
+    except Exception as problem:  # torch raises many kinds; each means the same to us
+        raise _capture_error(problem) from problem
+    finally:
+        kept.restore()
+    assert structure is not None
+    if flat.recorded.changed:
+        raise _side_effect(flat.recorded.changed, lasting=not flat.recorded.of_arguments)
+    graph = exported.program_graph(program, flat)
+    accept(graph.graph)
+    if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
+        raise _side_effect("forward() writes to an argument that shares its memory with another")
+    arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
+    sizes = tuple(tuple(exported.size_of(s) for s in n.meta["val"].shape) for n in arguments)
+    graph.conditions = tuple(exported.conditions(program, arguments))
+    graph.hints = exported.hints(arguments, graph.graph.nodes)
+    env = exported.shape_env(arguments)
+    results = tuple(
+        (kind, env.simplify(value) if kind == "size" and env is not None else value)
+        for kind, value in structure.leaves
+    )
+    return Captured(graph, Structure(structure.tree, results), sizes)
+
+
+def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
+    """Raise where torch.export would drop something without a word."""
+    modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
+    if any(has_hooks(module) for module in modules):
+        raise _side_effect("modules have hooks")
+    if any(is_lazy(p) for module in modules for p in module.parameters()):
+        raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
+
+
+def _side_effect(what: str, lasting: bool = True) -> CaptureError:
+    return CaptureError(
+        f"a graph of the model would lose a side effect: {what}.\n"
+        "What to do: return what changes, or compile without strict=True.",
+        what,
+        lasting=lasting,
+    )
+
+
+def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int, Any]:
+    """All of a tensor's dimensions, but for those that `torch._dynamo.mark_static` was called for, and the
+    spatial ones of what a model convolves: strides and paddings make sizes of those that no symbolic algebra
+    finishes with. Other sizes get other graphs."""
+    convolves = isinstance(target, nn.Module) and any(
+        isinstance(m, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        for m in target.modules()
+    )
+    fixed = tensor.ndim - 2 if convolves and tensor.ndim >= 4 and tensor.is_floating_point() else tensor.ndim
+    static = getattr(tensor, "_dynamo_static_indices", ())
+    return dict.fromkeys((d for d in range(fixed) if d not in static), Dim.AUTO)
+
+
+@contextlib.contextmanager
+def _without_looking_at_masks() -> Iterator[None]:
+    """torch.nn's transformer layers look whether a mask's values are causal, to pass a hint along with the
+    mask. A trace has no values; without the hint the mask itself says it."""
+
+    def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    with replaced(nn.modules.transformer, "_detect_is_causal_mask", hint):
+        yield
+
+
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+    """Leave out two things that take long with symbolic sizes: what ops give on fake tensors is remembered,
+    which takes longer than to work it out again, and it is written down of each value how it lies in
+    memory, which its fake tensor says too."""
+    with (
+        replaced(torch._dynamo.config, "fake_tensor_cache_enabled", False),
+        replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _whole_stack_traces() -> Iterator[None]:
+    """Let traces record the user's own lines. Torch keeps only frames of functions called `forward`,
+    which loses the line where a helper function computes; its tracer lets the choice be overridden."""
+
+    def below_wrapper(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        names = [(f.filename, f.name) for f in frames]
+        start = names.index((__file__, "forward")) + 1 if (__file__, "forward") in names else 0
+        return traceback.StackSummary.from_list(frames[start:])
+
+    with replaced(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own messages about a failed or specialised export out of the user's terminal: what
+    matters of them is in our errors and reports."""
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _capture_error(problem: Exception) -> CaptureError:
+    """Torch's own words, shortened, with the user's line if they hold one."""
+    text = str(problem).strip()
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
+    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    frames = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith(("<", ours))]
+    if not frames:
+        trace = problem.__traceback__
+        while trace is not None:
+            path = trace.tb_frame.f_code.co_filename
+            if "/torch/" not in path and "attngraph/" not in path and not path.startswith("<"):
+                frames.append((path, str(trace.tb_lineno)))
+            trace = trace.tb_next
+    source = f"{short_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    return CaptureError(
+        f"torch.export cannot capture the model{' at ' + source if source else ''}: {reason}\n"
+        "What to do: make the control flow at that line independent of tensor values (torch.where, a "
+        "fixed bound), or compile without strict=True, which lets torch.compile capture the model in pieces.",
+        reason,
+        source,
+    )

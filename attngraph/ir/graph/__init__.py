@@ -1,0 +1,1 @@
+"""The program graph, its conditions, and its text: printed, and read back."""

@@ -1,0 +1,238 @@
+"""One graph out of the lines of its text: inputs, values, results.
+
+Knows what a line means, not where it stands: what is wrong with one is a ValueError, and the reader
+(`ir/graph/reader.py`) says which line it was.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, has_free_unbacked_symbols
+
+from attngraph.ir.graph.formula import Formulas
+from attngraph.ir.graph.literals import Formula, Name, TensorType, read_name, read_type, read_value, split
+from attngraph.ir.graph.overloads import implied
+from attngraph.ir.graph.program_graph import Input, Output, infer
+from attngraph.ir.language.score import ProgramError
+from attngraph.ir.ops.nodes import ATTENTION, LATENT
+
+_KINDS = ("buffer", "constant", "ahead", "parameter")
+_CACHED = ("cached_attention", "cached_latent_attention")
+_WORDS = ("kernel", "values", "absorb", "family")
+"""Arguments of attention nodes that are words of ours, no values."""
+
+
+def symbols_of(sizes: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
+    """A mode in which these sizes are symbols, and the symbols, by name."""
+    env = ShapeEnv()
+    found: dict[str, torch.SymInt] = {}
+    for name, hint in sizes.items():
+        source = ConstantSource(name)
+        symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=hint < 2)
+        made = env.create_symintnode(symbol, hint=hint, source=source)
+        assert isinstance(made, torch.SymInt)
+        found[name] = made
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), found
+
+
+class Body:
+    """A graph while its lines are read; every method raises ValueError where a line is wrong."""
+
+    def __init__(self, mode: FakeTensorMode, symbols: Mapping[str, torch.SymInt]) -> None:
+        self.mode = mode
+        self.graph = fx.Graph()
+        self.formulas = Formulas(symbols, self.graph, mode)
+        self.inputs: list[Input] = []
+        self.outputs: list[Output] = []
+        self.values: dict[str, fx.Node] = {}
+        self.ended = False
+        self._module = self._source = ""
+
+    def input(self, line: str) -> None:
+        """`  buffer $mask: bool[4, 4],`"""
+        found = re.fullmatch(r"  (?:(\w+) )?(%arg\d+|\$'.*'|\$\".*\"|\$[\w.\-]+): (.*),", line)
+        if found is None or found[1] not in (None, *_KINDS):
+            raise ValueError(f"expected an input such as `$weight: f32[4, 4],`, found {line[:60]!r}")
+        name = found[2]
+        if name in self.values:
+            raise ValueError(f"{name} stands twice among the inputs")
+        kind = "argument" if name[0] == "%" else found[1] or "parameter"
+        wanted = read_type(found[3])
+        if not isinstance(wanted, TensorType):
+            raise ValueError(f"an input is one tensor, found {found[3]!r}")
+        shape = [self.formulas.value(s) for s in wanted.shape]
+        strides = None if wanted.strides is None else [self.formulas.value(s) for s in wanted.strides]
+        about: dict[str, Any] = {"dtype": wanted.dtype, "device": wanted.device}
+        node = self.graph.placeholder(f"input_{len(self.inputs)}")
+        with self.mode:
+            node.meta["val"] = (
+                torch.empty(shape, **about)
+                if strides is None
+                else torch.empty_strided(shape, strides, **about)
+            )
+        self.formulas.found(node, wanted.shape)
+        self.values[name] = node
+        # The name in the model that the capture wrapped; it prints without the wrapper.
+        self.inputs.append(Input(kind, name[4:] if kind == "argument" else f"model.{read_name(name, '$')}"))
+
+    def statement(self, line: str, program: str) -> None:
+        """A value, the name of a module, or the results. `program`: the lines of a score program under it."""
+        code, _, comment = line.rpartition("  # ") if "  # " in line else (line, "", "")
+        code = code.strip()
+        if code.startswith("["):
+            self._module = read_name(code[1:-1], "")
+        elif code.startswith("return "):
+            self._return(code)
+        else:
+            found = re.fullmatch(r"(%\d+) = ([\w.]+)\((.*)\) : (.*)", code)
+            if found is None:
+                raise ValueError(f"expected a value such as `%3 = add(%1, %2) : f32[4]`, found {line[:60]!r}")
+            if found[1] in self.values:
+                raise ValueError(f"{found[1]} is defined twice")
+            self._source = comment.split("; ")[0]
+            self._value(found[1], found[2], found[3], read_type(found[4]), program)
+
+    def _value(self, name: str, op: str, text: str, wanted: Any, program: str) -> None:
+        if op in _CACHED:
+            raise ValueError("graphs of a decoder cannot be read back: what they keep is not in the text")
+        args, kwargs = self._arguments(text)
+        if op == "attention":
+            whole = self._call(ATTENTION, [*args, *_reads(kwargs), program, kwargs.get("kernel", "")], {})
+            self.values[f"{name}.1"] = self._call(operator.getitem, [whole, 1], {})
+            node = self._call(operator.getitem, [whole, 0], {})
+        elif op == "latent_attention":
+            node = self._call(LATENT, [*args, *_latent(kwargs, program)], {})
+        else:
+            node = self._call(_target(op, args, kwargs), args, kwargs)
+        self.values[name] = node
+        self._hold(node.meta["val"], wanted)
+
+    def _arguments(self, text: str) -> tuple[list[Any], dict[str, Any]]:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for part in split(text):
+            name, equals, value = part.partition("=")
+            if equals and re.fullmatch(r"[a-z_]\w*", name) and value[:1] != "=":
+                kwargs[name] = value if name in _WORDS else self._resolved(value)
+            else:
+                args.append(self._resolved(part))
+        return args, kwargs
+
+    def _resolved(self, text: str) -> Any:
+        def resolve(value: Any) -> Any:
+            if isinstance(value, list):
+                return [resolve(v) for v in value]
+            if isinstance(value, Name):
+                return self._named(value.text)
+            return self.formulas.node(value.text) if isinstance(value, Formula) else value
+
+        return resolve(read_value(text))
+
+    def _named(self, name: str) -> fx.Node:
+        if name not in self.values:
+            whole, dot, place = name.rpartition(".")
+            if not dot or whole not in self.values or not place.isdigit():
+                raise ValueError(f"{name} is not defined above")
+            self.values[name] = self._call(operator.getitem, [self.values[whole], int(place)], {})
+        return self.values[name]
+
+    def _call(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        node: fx.Node = self.graph.call_function(target, tuple(args), kwargs)
+        if self._source:
+            node.meta["source"] = self._source
+        if self._module:
+            node.meta["nn_module_stack"] = {"": (f"model.{self._module}", "")}
+        try:
+            node.meta["val"] = infer(target, node.args, node.kwargs, self.mode)
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            IndexError,
+            NotImplementedError,
+            ProgramError,
+        ) as problem:
+            raise ValueError(f"{target} cannot be applied to these operands: {problem}") from problem
+        return node
+
+    def _hold(self, value: Any, wanted: Any) -> None:
+        """Hold what was inferred against what is written."""
+        found = [v for v in value if v is not None] if isinstance(value, (tuple, list)) else [value]
+        expected = wanted if isinstance(wanted, list) else [wanted]
+        for one, type_ in zip(found, expected, strict=False):
+            if type_ is None or not isinstance(one, torch.Tensor):
+                continue
+            if any(has_free_unbacked_symbols(extent) for extent in one.shape):
+                raise ValueError(
+                    "data decide a size of its result when it runs. Such a graph can be looked at, but "
+                    "passes cannot be run on its text"
+                )
+            shape = [self.formulas.value(s) for s in type_.shape]
+            same = len(shape) == one.ndim and all(
+                _expression(a) == _expression(b) for a, b in zip(one.shape, shape, strict=True)
+            )
+            if one.dtype != type_.dtype or not same:
+                raise ValueError(
+                    f"written as {type_.dtype}[{', '.join(type_.shape)}], but it is "
+                    f"{one.dtype}[{', '.join(map(str, one.shape))}]"
+                )
+
+    def _return(self, code: str) -> None:
+        results = []
+        for part in split(code.removeprefix("return ")[1:-1]):
+            found = re.fullmatch(
+                r"(?:(buffer|argument|pages) (\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
+            )
+            assert found is not None  # anything at all is a value
+            results.append(self._resolved(found[3]))
+            order = tuple(int(n) for n in split(found[4])) if found[4] else ()
+            name = read_name(found[2], "$") if found[2] else ""
+            self.outputs.append(Output(found[1] or "value", f"model.{name}" if name else "", order))
+        self.graph.output(tuple(results))
+        self.ended = True
+
+
+def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The op of a call: `add`, `add.Scalar`, `library.op`, `library.op.overload`."""
+    first, *more = op.split(".")
+    if hasattr(torch.ops.aten, first):
+        packet = getattr(torch.ops.aten, first)
+    elif more and hasattr(getattr(torch.ops, first), more[0]):
+        packet = getattr(getattr(torch.ops, first), more.pop(0))
+    else:
+        raise ValueError(
+            f"there is no op {op}; if it is of a library, import that first (attngraph opt --import MODULE)"
+        )
+    target = getattr(packet, more[0], None) if more else implied(packet, args, kwargs)
+    if target is None:
+        raise ValueError(f"no form of {op} takes these arguments")
+    return target
+
+
+def _reads(kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """What a program reads as r0, r1, ... and as n0, n1, ...."""
+    found: dict[str, list[Any]] = {"r": [], "n": []}
+    for letter, values in found.items():
+        while f"{letter}{len(values)}" in kwargs:
+            values.append(kwargs[f"{letter}{len(values)}"])
+    return found["r"], found["n"]
+
+
+def _latent(kwargs: dict[str, Any], program: str) -> list[Any]:
+    """The arguments of latent attention after its operands."""
+    first, _, end = str(kwargs.get("values", "")).partition(":")
+    values = [int(first), int(end) - int(first)]
+    ups = [kwargs.get("key_up"), kwargs.get("value_up"), values]
+    return [*ups, *_reads(kwargs), program, kwargs.get("absorb", "auto"), kwargs.get("family", "")]
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size

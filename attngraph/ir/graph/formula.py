@@ -1,0 +1,128 @@
+"""Formulas of sizes in the text of a graph: `s0 + 1`, `((s1//4))`, `Max(1, s0)`, `Eq(Mod(s0, 4), 0)`.
+
+They are parsed as arithmetic, never evaluated as Python, and become nodes of the graph, which is what the
+passes work on: a query of the input that has the size, and an operation for each step.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import infer
+
+_BINARY: dict[type[ast.operator], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.BitOr: operator.or_, ast.BitAnd: operator.and_,
+}  # fmt: skip
+_COMPARE: dict[type[ast.cmpop], Callable[..., Any]] = {
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
+_CALLS: dict[str, Callable[..., Any]] = {
+    "Max": torch.sym_max, "Min": torch.sym_min, "Mod": operator.mod, "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv, "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv,
+    "Eq": operator.eq, "Ne": operator.ne, "ToFloat": torch.sym_float, "TruncToInt": math.trunc,
+    "CeilToInt": math.ceil, "FloorToInt": math.floor, "FloatPow": operator.pow, "PowByNatural": operator.pow,
+    "OpaqueUnaryFn_sqrt": torch.sym_sqrt, "And": operator.and_, "Or": operator.or_,
+}  # fmt: skip
+
+
+class Formulas:
+    """Reads formulas over the symbols of one graph."""
+
+    def __init__(self, symbols: Mapping[str, torch.SymInt], graph: fx.Graph, mode: Any) -> None:
+        self.symbols, self.graph, self.mode = symbols, graph, mode
+        self._places: dict[str, tuple[fx.Node, int]] = {}
+        self._nodes: dict[str, Any] = {}
+
+    def found(self, node: fx.Node, shape: Sequence[str]) -> None:
+        """Take note of the sizes that an input has."""
+        for axis, extent in enumerate(shape):
+            if extent in self.symbols:
+                self._places.setdefault(extent, (node, axis))
+
+    def value(self, text: str) -> Any:
+        """A number or a symbolic one.
+
+        Raises:
+            ValueError: it is no formula, or names a size that the head of the file does not.
+        """
+        return self._walk(_parsed(text), self._symbol, lambda function, *args: function(*args))
+
+    def node(self, text: str) -> Any:
+        """A number, or the node of the graph that computes the formula.
+
+        Raises:
+            ValueError: as `value`, or no input has a size that is named.
+        """
+        if text not in self._nodes:
+            self._nodes[text] = self._walk(_parsed(text), self._query, self._call)
+        return self._nodes[text]
+
+    def _walk(self, tree: ast.expr, name: Callable[[str], Any], call: Callable[..., Any]) -> Any:
+        def walk(tree: ast.expr) -> Any:
+            match tree:
+                case ast.Constant(value=int() | float() as number):
+                    return number
+                case ast.Name(id=known):
+                    return name(known)
+                case ast.UnaryOp(op=ast.USub(), operand=operand):
+                    return call(operator.neg, walk(operand))
+                case ast.UnaryOp(op=ast.Invert(), operand=operand):
+                    return call(torch.sym_not, walk(operand))
+                case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                    return call(_BINARY[type(op)], walk(left), walk(right))
+                case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+                    return call(_COMPARE[type(op)], walk(left), walk(right))
+                case ast.Call(func=ast.Name(id=function), args=[first, *more], keywords=[]) if (
+                    function in _CALLS
+                ):
+                    found = walk(first)
+                    for other in more:
+                        found = call(_CALLS[function], found, walk(other))
+                    return found if more else call(_CALLS[function], found)
+            raise ValueError(f"{ast.unparse(tree)!r} is no formula of sizes")
+
+        return walk(tree)
+
+    def _symbol(self, name: str) -> torch.SymInt:
+        if name not in self.symbols:
+            raise ValueError(
+                f"{name} is neither a value nor a size; the line `sizes` names {_all(self.symbols)}"
+            )
+        return self.symbols[name]
+
+    def _query(self, name: str) -> fx.Node:
+        self._symbol(name)
+        if name not in self._places:
+            raise ValueError(f"no input has the size {name}")
+        if name not in self._nodes:
+            self._nodes[name] = self._call(torch.ops.aten.sym_size.int, *self._places[name])
+        found: fx.Node = self._nodes[name]
+        return found
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        if not any(isinstance(a, fx.Node) for a in args):
+            return function(*args)
+        node = self.graph.call_function(function, args)
+        node.meta["val"] = infer(function, args, {}, self.mode)
+        return node
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as problem:
+        raise ValueError(f"{text!r} is no value") from problem
+
+
+def _all(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) or "none"

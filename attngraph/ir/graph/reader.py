@@ -1,0 +1,132 @@
+"""A program graph from its text: what `ir/graph/printer.py` printed, read back.
+
+Goes through the lines; what they hold is built by `ir/graph/body.py`. Every value is inferred anew and held
+against the type that is written, so a line that was changed by hand to something that does not fit is found.
+Nothing in a text is executed but the ops that it names, on tensors without contents. Contents of buffers are
+no part of the text (`dump.py` keeps them beside it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.errors import TextError
+from attngraph.ir.graph.body import Body, symbols_of
+from attngraph.ir.graph.literals import split
+from attngraph.ir.graph.printer import VERSION
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
+
+
+def read_graph(text: str, file: str = "the text") -> ProgramGraph:
+    """The graph that a dump's file holds.
+
+    Args:
+        file: how the file is called in errors.
+
+    Raises:
+        TextError: the file is of another version, cut off, or a line of it is wrong; names the line.
+    """
+    return _Reader(text, file).graph()
+
+
+@dataclasses.dataclass
+class _Head:
+    level: Level = Level.CAPTURED
+    gradients: bool = False
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    conditions: list[str] = dataclasses.field(default_factory=list)
+
+
+class _Reader:
+    def __init__(self, text: str, file: str) -> None:
+        self.file = file
+        self.lines = text.splitlines()
+        self.number = 0
+        self.head = _Head()
+
+    def graph(self) -> ProgramGraph:
+        self._read_head()
+        self.mode, self.symbols = symbols_of(self.head.sizes)
+        ahead = self._part("ahead") if self._peek() == "ahead(" else None
+        if self._peek() == "prelude(":
+            raise self._error("graphs of a decoder cannot be read back: what they keep is not in the text")
+        graph = self._part("graph")
+        graph.ahead = ahead
+        return graph
+
+    def _error(self, problem: object) -> TextError:
+        return TextError(f"{self.file}, line {self.number + 1}: {problem}.")
+
+    def _told(self, read: Callable[..., Any], *args: Any) -> Any:
+        """What a reader makes of a line; its complaint is told with the line's number."""
+        try:
+            return read(*args)
+        except (ValueError, SyntaxError) as problem:
+            raise self._error(problem) from problem
+
+    def _peek(self) -> str:
+        if self.number >= len(self.lines):
+            raise self._error("the file ends here, it is cut off")
+        return self.lines[self.number]
+
+    def _read_head(self) -> None:
+        while self._peek().startswith("#") or not self._peek().strip():
+            self.number += 1
+        found = re.fullmatch(r"dump (\d+), level (\w+)(, gradients)?", self._peek())
+        if found is None or int(found[1]) != VERSION or found[2].upper() not in Level.__members__:
+            raise self._error(
+                f"this is no dump of version {VERSION}, which begins with `dump {VERSION}, level ...`; "
+                f"found {self._peek()[:60]!r}. Write it again with this version of attngraph"
+            )
+        self.head = _Head(Level[found[2].upper()], bool(found[3]))
+        self.number += 1
+        while not self._peek().endswith("("):
+            kind, _, rest = self._peek().partition(" ")
+            if kind == "sizes":
+                for part in split(rest):
+                    name, _, value = part.partition(" = ")
+                    self.head.sizes[name] = self._told(int, value)
+            elif kind == "where":
+                self.head.conditions.append(rest)
+            else:
+                raise self._error(f"expected sizes, where or graph(, found {self._peek()[:60]!r}")
+            self.number += 1
+
+    def _part(self, title: str) -> ProgramGraph:
+        if self._peek() != f"{title}(":
+            raise self._error(f"expected {title}(, found {self._peek()[:60]!r}")
+        self.number += 1
+        body = Body(self.mode, self.symbols)
+        while self._peek() != ") {":
+            self._told(body.input, self._peek())
+            self.number += 1
+        self.number += 1
+        while self._peek() != "}":
+            program = self._program()
+            self._told(body.statement, self._peek(), "\n".join(program))
+            self.number += 1 + len(program)
+        if not body.ended:
+            raise self._error("the graph has no `return`, it is cut off")
+        self.number += 1
+        conditions = [self._told(body.formulas.value, c) for c in self.head.conditions]
+        return ProgramGraph(
+            fx.GraphModule({}, body.graph), self.head.level, tuple(body.inputs), tuple(body.outputs), {}, {},
+            self.head.gradients,
+            tuple(c.node._expr for c in conditions if isinstance(c, torch.SymBool)),
+            {str(self.symbols[name].node.expr): hint for name, hint in self.head.sizes.items()},
+        )  # fmt: skip
+
+    def _program(self) -> list[str]:
+        """The lines of a score program, which stand under the line of their attention."""
+        found = []
+        for line in self.lines[self.number + 1 :]:
+            if not line.startswith(" " * 10):
+                break
+            found.append(line.strip())
+        return found

@@ -1,0 +1,61 @@
+"""Where in the user's code a node comes from: `model.py:61`, never a machine path if it can be helped."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import sysconfig
+
+import torch
+from torch import fx
+
+ORIGIN = ("stack_trace", "nn_module_stack", "source")
+"""The keys of a node's meta that say where it comes from."""
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep
+
+
+def source_of(node: fx.Node) -> str:
+    """`file:line` of the innermost frame outside of torch, else of torch's own (a layer of torch.nn
+    that is the model itself), or "" if none is known. A node that was read from a text says it itself."""
+    if "source" in node.meta:
+        return str(node.meta["source"])
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [f for f in frames if not f[0].startswith(("<", "torch/", _OURS))]
+    outside = [f for f in frames if not f[0].startswith(_TORCH)]
+    layers = [f for f in frames if f[0].startswith(_LAYERS) and not f[0].endswith("module.py")]
+    for path, line in (outside or layers)[-1:]:
+        return f"{short_path(path)}:{line}"
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def short_path(path: str) -> str:
+    """Relative to the working directory, or to where packages are installed or imported from, or else
+    the file's own name."""
+    roots = [os.getcwd(), *sysconfig.get_paths().values(), *(p for p in sys.path if p)]
+    found = os.path.realpath(path)
+    for root in sorted({os.path.realpath(r) for r in roots}, key=len, reverse=True):
+        if root != os.sep and found.startswith(root + os.sep):
+            return os.path.relpath(found, root)
+    return os.path.basename(path)
+
+
+def module_of(node: fx.Node) -> str:
+    """The qualified name of the user's module that the node was computed in; "" for the root."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [str(name) for name, _ in stack.values()]
+    for name in reversed(names):
+        if name and not name.startswith("_empty"):
+            cleaned = re.sub(r"^L\['self'\]\.?", "", name)
+            for prefix in ("model.", "model"):
+                if cleaned == "model":
+                    return ""
+                if cleaned.startswith(prefix):
+                    return cleaned[len(prefix) :]
+            return cleaned
+    return ""

@@ -1,0 +1,270 @@
+"""What a score program means, in plain PyTorch: the one definition that backends are tested against.
+
+Everything is evaluated over a tile, a box of the (b, h, q, k) space, so that the same code serves
+the reference (one tile, everything) and executors that walk over small ones. Values broadcast
+against `[B, Hq, Sq, Skv]` of the tile. Any floating dtype; the caller chooses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, Score, ScoreProgram, Weight
+
+Value = Tensor | int | float | bool
+
+_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    name: getattr(torch, name)
+    for name in ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf",
+                 "abs", "sign", "floor", "ceil", "trunc", "round", "isnan")
+}  # fmt: skip
+_UNARY["neg"] = torch.neg
+
+_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide,
+    "floordiv": torch.floor_divide, "mod": torch.remainder, "pow": torch.pow,
+    "min": torch.minimum, "max": torch.maximum,
+    "eq": torch.eq, "ne": torch.ne, "le": torch.le, "lt": torch.lt, "ge": torch.ge, "gt": torch.gt,
+}  # fmt: skip
+
+
+_KEEPS_INTEGERS = frozenset({
+    "add", "sub", "mul", "floordiv", "mod", "min", "max", "neg", "abs", "sign", "floor", "ceil", "trunc",
+    "round", "isnan", "eq", "ne", "le", "lt", "ge", "gt",
+})  # fmt: skip
+"""Operations on integers that are exact in integers; all others are done in the real dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A box of the index space: half-open ranges for b, h, q and k."""
+
+    b: tuple[int, int]
+    h: tuple[int, int]
+    q: tuple[int, int]
+    k: tuple[int, int]
+
+    def range(self, name: str) -> tuple[int, int]:
+        found: tuple[int, int] = getattr(self, name)
+        return found
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        b, h, q, k = (hi - lo for lo, hi in (self.b, self.h, self.q, self.k))
+        return b, h, q, k
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What names mean while a program is evaluated on one tile."""
+
+    tile: Tile
+    reads: Sequence[Tensor]
+    sizes: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def index(self, name: str) -> Tensor:
+        lo, hi = self.tile.range(name)
+        shape = [1, 1, 1, 1]
+        shape[S.INDICES.index(name)] = hi - lo
+        return torch.arange(lo, hi, device=self.device).view(shape)
+
+
+def scores(
+    program: ScoreProgram, dot: Tensor, env: Environment, skip: frozenset[int] = frozenset()
+) -> Tensor:
+    """The scores s of one tile, shape of `dot`. `skip` lists statements (by position) that are
+    known to change nothing here."""
+    s = dot
+    for place, statement in enumerate(program.statements):
+        if place in skip:
+            continue
+        names: dict[str, Value] = {"dot": dot, "s": s}
+        if isinstance(statement, Score):
+            s = tensor(evaluate(statement.value, env, names), env)
+        elif isinstance(statement, Keep):
+            keep = evaluate(statement.predicate, env, names)
+            fill = evaluate(statement.fill, env, names)
+            s = torch.where(as_bool(keep, env), s, tensor(fill, env))
+    return s.expand(dot.shape)
+
+
+def weights(program: ScoreProgram, p: Tensor, env: Environment) -> Tensor:
+    """The weights after the program's `p = ...` statements, shape of `p`."""
+    for statement in program.statements:
+        if isinstance(statement, Weight):
+            p = tensor(evaluate(statement.value, env, {"p": p}), env).expand(p.shape)
+    return p
+
+
+def sink(program: ScoreProgram, env: Environment) -> Tensor | None:
+    """The sink of each row, broadcastable to `[B, Hq, Sq, 1]`, or None."""
+    return None if program.sink is None else tensor(evaluate(program.sink, env, {}), env)
+
+
+def tensor(value: Value, env: Environment) -> Tensor:
+    """A value as a tensor of the environment's floating dtype."""
+    if isinstance(value, Tensor):
+        return value.to(env.dtype)
+    return torch.tensor(value, dtype=env.dtype, device=env.device)
+
+
+def as_bool(value: Value, env: Environment) -> Tensor:
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, device=env.device)
+    return value if value.dtype == torch.bool else value != 0
+
+
+def evaluate(node: Expr, env: Environment, names: dict[str, Value]) -> Value:
+    """The value of an expression: a Python number where it is one, else a tensor that broadcasts
+    against the tile."""
+    op = node.op
+    if op == "const":
+        return math.nan if node.value == "nan" else node.value  # type: ignore[no-any-return]
+    if op == "size":
+        return env.sizes[int(node.value[1:])]
+    if op == "var":
+        return env.index(node.value)
+    if op in ("dot", "s", "p"):
+        return names[op]
+    if op == "read":
+        return read(node, env, names)
+    args = [evaluate(arg, env, names) for arg in node.args]
+    if not any(isinstance(a, Tensor) for a in args):
+        # Numbers among themselves are worked out in double precision.
+        exact = dataclasses.replace(env, dtype=torch.float64)
+        return _apply(op, [torch.tensor(a, dtype=_number_dtype(a)) for a in args], exact).item()
+    return _apply(op, args, env)
+
+
+def _number_dtype(value: Value) -> torch.dtype | None:
+    return torch.float64 if isinstance(value, float) else None
+
+
+def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
+    if op == "where":
+        condition = as_bool(args[0], env)
+        a, b = (_promote(x, env, condition) for x in args[1:])
+        return torch.where(condition, a, b)
+    if op in ("and", "or"):
+        a, b = (as_bool(x, env) for x in args)
+        return a & b if op == "and" else a | b
+    if op == "not":
+        return ~as_bool(args[0], env)
+    if op == "random":
+        return random(args, env)
+    like = next(a for a in args if isinstance(a, Tensor))
+    if op == "float":
+        return like.to(torch.promote_types(env.dtype, torch.float32))
+    if op == "int":
+        return like.to(torch.int64)
+    if (op != "isnan" and not like.is_floating_point()) or op in _BINARY:
+        args = [a.to(torch.int64) if isinstance(a, Tensor) and a.dtype == torch.bool else a for a in args]
+        args = [int(a) if isinstance(a, bool) else a for a in args]
+        like = next(a for a in args if isinstance(a, Tensor))
+    if op in _UNARY:
+        return _UNARY[op](like if op in _KEEPS_INTEGERS else _real(like, env))
+    a, b = (_promote(x, env, like) for x in args)
+    if op not in _KEEPS_INTEGERS:
+        a, b = _real(a, env), _real(b, env)
+    return _BINARY[op](a, b)
+
+
+def _real(value: Tensor, env: Environment) -> Tensor:
+    return value if value.is_floating_point() else value.to(env.dtype)
+
+
+def _promote(value: Value, env: Environment, like: Tensor) -> Tensor:
+    """Tensors as they are (bools as integers would be ambiguous, so only `where` sees them);
+    Python numbers as 0-dim tensors, floats in the environment's dtype."""
+    if isinstance(value, Tensor):
+        return value
+    dtype = env.dtype if isinstance(value, float) else None
+    return torch.tensor(value, dtype=dtype, device=like.device)
+
+
+def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
+    """`rN[...]` on this tile, in no narrower dtype than the environment's: a view where every index is a
+    variable or a number, else a gather."""
+    value = _read(node, env, names)
+    return value.to(torch.promote_types(value.dtype, env.dtype)) if value.is_floating_point() else value
+
+
+def _read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
+    source = env.reads[node.value]
+    plain = [a for a in node.args if a.op == "var"]
+    if len(set(plain)) == len(plain) and all(a.op == "var" or a.op == "const" for a in node.args):
+        return _read_view(node.value, node.args, env)
+    picks: list[Tensor] = []
+    for extent, arg in zip(source.shape, node.args, strict=True):
+        value = evaluate(arg, env, names)
+        place = value if isinstance(value, Tensor) else torch.tensor(value, device=env.device)
+        low, high = (int(x) for x in torch.aminmax(place)) if place.numel() else (0, 0)
+        if low < 0 or high >= extent:
+            raise IndexError(
+                f"{S.format_expr(node)} reads place {low if low < 0 else high} of a dimension of "
+                f"{extent}; an index must be in range, also where its value is not used."
+            )
+        picks.append(place.to(torch.int64))
+    picked: Tensor = source[tuple(picks)]
+    return picked
+
+
+def _read_view(number: int, args: tuple[Expr, ...], env: Environment) -> Tensor:
+    view = env.reads[number]
+    names: list[str] = []
+    for arg in args:
+        axis = len(names)
+        if arg.op == "const":
+            if not 0 <= arg.value < view.shape[axis]:
+                raise IndexError(f"r{number} is read at {arg.value} of a dimension of {view.shape[axis]}.")
+            view = view.select(axis, int(arg.value))
+        else:
+            lo, hi = env.tile.range(arg.value)
+            if hi > view.shape[axis]:
+                raise IndexError(
+                    f"r{number} is read at {arg.value} = {hi - 1} of a dimension of {view.shape[axis]}."
+                )
+            view = view.narrow(axis, lo, hi - lo)
+            names.append(arg.value)
+    order = sorted(range(len(names)), key=lambda i: S.INDICES.index(names[i]))
+    view = view.permute(order)
+    for axis, name in enumerate(S.INDICES):
+        if name not in names:
+            view = view.unsqueeze(axis)
+    return view
+
+
+def counters(places: Sequence[Value], extents: Sequence[Value]) -> list[Value]:
+    """The four counters of `random` for an element of a tensor of any rank: its indices, the leading
+    ones joined into one number where there are more than four, zeros where there are fewer."""
+    found = list(places)
+    sizes = list(extents)
+    while len(found) > 4:
+        found[:2] = [found[0] * sizes[1] + found[1]]
+        sizes[:2] = [sizes[0] * sizes[1]]
+    return found + [0] * (4 - len(found))
+
+
+def random(args: Sequence[Value], env: Environment) -> Tensor:
+    """Uniform numbers in [0, 1) from a seed and a counter, one 32-bit mix per index: the finaliser
+    of MurmurHash3 (Appleby, public domain), applied to (state ^ index) in turn. Stateless, so every
+    tile, backend and backward pass sees the same numbers."""
+    mask = 0xFFFFFFFF
+    state = torch.as_tensor(args[0], device=env.device).to(torch.int64) & mask
+    for index in args[1:]:
+        place = torch.as_tensor(index, device=env.device).to(torch.int64)
+        state = (state ^ (place * 0x9E3779B1)) & mask
+        state = ((state ^ (state >> 16)) * 0x85EBCA6B) & mask
+        state = ((state ^ (state >> 13)) * 0xC2B2AE35) & mask
+        state = state ^ (state >> 16)
+    return (state >> 8).to(env.dtype) * (1.0 / (1 << 24))

@@ -1,0 +1,135 @@
+"""Expressions: the formula of one element, as an immutable, interned tree.
+
+Both languages of attngraph are built from these nodes. A score program (`ir/language/score.py`) is an
+expression over `dot`, the index variables `b h q k`, sizes and reads of numbered tensors. The
+meaning of a graph value (`meaning/element.py`) is an expression over index variables, sizes and
+reads of graph nodes. Equal expressions are the same object, so equality is `is`.
+
+    const  value                      a Python int, float or bool
+    var    value = name, args = (extent,) or ()
+    size   value = name               a non-negative integer, fixed during one call
+    read   value = tensor, args = indices
+    sum    args = (variable, body)    over the variable's extent; `amax` and `amin` likewise
+    other  value = None               a pointwise operation on its args
+
+This file knows no algebra: nothing is simplified here (that is `meaning/simplify.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Scalar = int | float | bool
+
+BINDERS = frozenset({"sum", "amax", "amin"})
+MOST_WORDS = 1 << 60
+_serial = itertools.count()
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+
+
+class Expr:
+    """One node. Compare with `is`; build with `make` or the helpers below.
+
+    `kind` is "int", "float", "bool" or "any" (a read of unknown dtype). `free` holds the index
+    variables that occur unbound. `serial` orders nodes by creation, which gives canonical forms
+    a cheap total order within one process. `words` is how many operations, numbers and names it has when it
+    is written out: what is used several times is written several times.
+    """
+
+    __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value", "words")
+
+    op: str
+    args: tuple[Expr, ...]
+    value: Any
+    kind: str
+    free: frozenset[Expr]
+    serial: int
+    words: int
+
+    def __repr__(self) -> str:
+        from attngraph.ir.language.score import format_expr
+
+        return format_expr(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make, (self.op, self.args, self.value, self.kind)
+
+
+def make(op: str, args: tuple[Expr, ...] = (), value: Any = None, kind: str = "float") -> Expr:
+    """The one node with this operation, arguments, value and kind."""
+    # 1, 1.0 and True are equal and hash alike in Python, so the value's type is part of the key.
+    key: tuple[Any, ...] = (op, args, type(value), value, kind)
+    if type(value) is float and value == 0.0:
+        key = (*key, str(value))
+    found = _interned.get(key)
+    if found is not None:
+        return found
+    node = object.__new__(Expr)
+    node.op, node.args, node.value, node.kind = op, args, value, kind
+    if op == "var":
+        node.free = frozenset((node,))
+    elif op in BINDERS:
+        node.free = args[1].free - {args[0]}
+    else:
+        node.free = frozenset().union(*(arg.free for arg in args)) if args else frozenset()
+    node.serial = next(_serial)
+    node.words = min(1 + sum(arg.words for arg in args), MOST_WORDS)
+    _interned[key] = node
+    return node
+
+
+def const(value: Scalar) -> Expr:
+    kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    if value != value:
+        return NAN
+    return make("const", (), value, kind)
+
+
+def var(name: str, extent: Expr | None = None) -> Expr:
+    """An index variable, running over 0 .. extent-1 where the extent is known."""
+    return make("var", () if extent is None else (extent,), name, "int")
+
+
+def size(name: str) -> Expr:
+    return make("size", (), name, "int")
+
+
+def read(tensor: Any, indices: tuple[Expr, ...], kind: str = "any") -> Expr:
+    return make("read", indices, tensor, kind)
+
+
+NAN = make("const", (), "nan", "float")
+TRUE, FALSE = const(True), const(False)
+ZERO, ONE = const(0), const(1)
+NEG_INF, INF = const(float("-inf")), const(float("inf"))
+
+
+def is_const(node: Expr, *values: Scalar) -> bool:
+    """Whether the node is a constant, and one of `values` if any are given (1 equals 1.0)."""
+    return node.op == "const" and (not values or any(node.value == v for v in values))
+
+
+def walk(node: Expr) -> Iterator[Expr]:
+    """Every distinct node below and including this one, children first."""
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, bool]] = [(node, False)]
+    while stack:
+        current, expanded = stack.pop()
+        if expanded:
+            yield current
+        elif current not in seen:
+            seen.add(current)
+            stack.append((current, True))
+            stack.extend((arg, False) for arg in reversed(current.args))
+
+
+def rebuild(node: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
+    """Map a tree bottom up: `leaf(node, new_args)` gives each node's replacement. Shared nodes
+    are visited once."""
+    done: dict[Expr, Expr] = {}
+    for current in walk(node):
+        done[current] = leaf(current, tuple(done[arg] for arg in current.args))
+    return done[node]

@@ -1,0 +1,299 @@
+"""The text form of a score program, read back: `parse(str(program)) == program`, exactly.
+
+    program    := { statement ( newline | ";" ) }            "#" starts a comment
+    statement  := "s" "=" expr | "keep" expr [ "else" expr ] | "sink" expr | "p" "=" expr
+    expr       := or ;  or := and { "or" and } ;  and := not { "and" not } ;  not := "not" not | compare
+    compare    := sum [ ("<" | "<=" | ">" | ">=" | "==" | "!=") sum ]
+    sum        := product { ("+" | "-") product } ;  product := signed { ("*" | "/" | "//" | "%") signed }
+    signed     := "-" signed | power ;  power := atom [ "**" signed ]
+    atom       := number | "true" | "false" | "inf" | "nan" | "b" | "h" | "q" | "k" | "dot" | "s" | "p"
+                | "n" digits | "r" digits "[" [ expr { "," expr } ] "]" | function "(" expr { "," expr } ")"
+                | "(" expr ")"
+
+`/` divides real numbers; `//` and `%` are floor division and its remainder, as in Python.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, ProgramError, Score, ScoreProgram, Sink, Statement, Weight
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>=()\[\],]))"
+)
+LONGEST = 800
+"""Words of one statement, so that nothing that walks its tree runs out of stack."""
+_COMPARE = {S.BINARY[op][0]: op for op in S.COMPARISONS}
+_SUM = {"+": "add", "-": "sub"}
+_PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
+_INTEGER = frozenset({"floordiv", "mod", "int", "floor", "ceil", "trunc", "round"})
+_STATEMENTS = {"keep": Keep, "sink": Sink, "s": Score, "p": Weight}
+_CONSTANTS = {"true": E.TRUE, "false": E.FALSE, "inf": E.INF, "nan": E.NAN}
+_VALUES = {"dot": S.DOT, "s": S.SCORE, "p": S.WEIGHT}
+_WORDS = (*S.INDICES, *_VALUES, *_CONSTANTS, "and", "or", "not", "else")
+_ELSEWHERE = {
+    "&": "and", "&&": "and", "|": "or", "||": "or", "!": "not", "~": "not", "^": "**", "=": "==",
+    "maximum": "max", "minimum": "min", "none": "false", "infinity": "inf",
+}  # fmt: skip
+"""How other languages write what has another name here."""
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> ScoreProgram:
+    """The score program that `text` spells.
+
+    Raises:
+        ProgramError: with the line, the column, what was found and what was expected.
+    """
+    statements: list[Statement] = []
+    parsers: list[_Parser] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        code = line.split("#", 1)[0]
+        start = 0
+        for piece in code.split(";"):
+            if piece.strip():
+                parsers.append(_Parser(piece, line, number, start))
+                try:
+                    statements.append(parsers[-1].statement())
+                except RecursionError:
+                    raise ProgramError(f"score program, line {number}: nested too deeply.") from None
+            start += len(piece) + 1
+    try:
+        return ScoreProgram(tuple(statements))
+    except ProgramError:
+        _point_out(statements, parsers)
+        raise
+
+
+def _point_out(statements: list[Statement], parsers: list[_Parser]) -> None:
+    """Raise at the first statement that cannot follow those before it."""
+    for count, parser in enumerate(parsers, start=1):
+        try:
+            ScoreProgram(tuple(statements[:count]))
+        except ProgramError as problem:
+            parser.place = 0
+            raise parser.problem(str(problem)) from None
+
+
+def kind_of(op: str, args: tuple[Expr, ...]) -> str:
+    """The kind ("int", "float", "bool", "any") of an operation's result."""
+    if op in S.BOOLEAN:
+        return "bool"
+    kinds = {arg.kind for arg in (args[1:] if op == "where" else args)}
+    if op in ("add", "sub", "mul", "neg", "abs", "min", "max", "where", "floordiv", "mod"):
+        return kinds.pop() if len(kinds) == 1 else "float" if "float" in kinds else "any"
+    return "int" if op in _INTEGER and kinds == {"int"} else "int" if op == "int" else "float"
+
+
+def operation(op: str, *args: Expr) -> Expr:
+    """A pointwise operation, not simplified in any way."""
+    return E.make(op, args, None, kind_of(op, args))
+
+
+class _Parser:
+    """One statement, by recursive descent. `offset` is the piece's place in its line."""
+
+    def __init__(self, code: str, line: str, number: int, offset: int) -> None:
+        self.line, self.number, self.offset = line, number, offset
+        self.tokens: list[tuple[str, str, int]] = []
+        place = 0
+        while code[place:].strip():
+            found = _TOKEN.match(code, place)
+            if found is None:
+                place += len(code[place:]) - len(code[place:].lstrip())
+                self.tokens.append(("unknown", code[place], place))
+                break
+            group = found.lastgroup or ""
+            self.tokens.append((group, found[group], found.start(group)))
+            place = found.end()
+        self.tokens.append(("end", "end of statement", len(code.rstrip())))
+        if len(self.tokens) > LONGEST:
+            raise ProgramError(f"score program, line {number}: longer than {LONGEST} words.")
+        self.place = 0
+        self.kind: type[Statement] = Score
+
+    def fail(self, expected: str, hint: str = "") -> ProgramError:
+        kind, found, _ = self.tokens[self.place]
+        shown = found if kind == "end" else f"`{found}`"
+        return self.problem(f"expected {expected}, found {shown}{hint and '; '}{hint}")
+
+    def problem(self, message: str) -> ProgramError:
+        """An error at the next word: its place, the line, and a caret below the word."""
+        column = self.tokens[self.place][2] + self.offset
+        below = "".join("\t" if c == "\t" else " " for c in self.line[:column])
+        return ProgramError(
+            f"score program, line {self.number}, column {column + 1}: {message}\n  {self.line}\n  {below}^"
+        )
+
+    def accept(self, *texts: str) -> str | None:
+        kind, found, _ = self.tokens[self.place]
+        if kind in ("name", "sign") and found in texts:
+            self.place += 1
+            return found
+        return None
+
+    def expect(self, text: str) -> None:
+        if self.accept(text) is None:
+            raise self.fail(f"`{text}`")
+
+    def statement(self) -> Statement:
+        built: Statement
+        self.kind = _STATEMENTS.get(self.tokens[0][1], Score)
+        if self.accept("keep"):
+            predicate = self.expression()
+            built = Keep(predicate, self.expression() if self.accept("else") else E.NEG_INF)
+        elif self.accept("sink"):
+            built = Sink(self.expression())
+        elif self.accept("s"):
+            self.expect("=")
+            built = Score(self.expression())
+        elif self.accept("p"):
+            self.expect("=")
+            built = Weight(self.expression())
+        else:
+            wanted = "a statement (`s = ...`, `keep ...`, `sink ...` or `p = ...`)"
+            found = self.tokens[self.place]
+            raise self.fail(wanted, _did_you_mean(found[1], _STATEMENTS) if found[0] == "name" else "")
+        if self.tokens[self.place][0] != "end":
+            raise self.fail("an operator or the end of the statement", self.after_an_operand())
+        return built
+
+    def after_an_operand(self) -> str:
+        """What may be meant by a word that cannot follow an expression."""
+        found, last = self.tokens[self.place][1], self.tokens[self.place - 1][1]
+        if found == "[" and last == "]":
+            return "all indices stand in one bracket: `r0[b, k]`"
+        if found in ("(", "[") and self.tokens[self.place - 1][0] == "name":
+            return f"`{last}` is a value, it takes no arguments"
+        return _did_you_mean(found, ("and", "or", "else"))
+
+    def expression(self) -> Expr:
+        left = self.conjunction()
+        while self.accept("or"):
+            left = operation("or", left, self.conjunction())
+        return left
+
+    def conjunction(self) -> Expr:
+        left = self.negation()
+        while self.accept("and"):
+            left = operation("and", left, self.negation())
+        return left
+
+    def negation(self) -> Expr:
+        return operation("not", self.negation()) if self.accept("not") else self.comparison()
+
+    def comparison(self) -> Expr:
+        left = self.chain(_SUM)
+        sign = self.accept(*_COMPARE)
+        if sign is None:
+            return left
+        node = operation(_COMPARE[sign], left, self.chain(_SUM))
+        if self.tokens[self.place][1] in _COMPARE:
+            raise self.fail("`and` (comparisons do not chain)")
+        return node
+
+    def chain(self, signs: dict[str, str]) -> Expr:
+        """Operands joined by `signs`, grouped from the left; products stand inside sums."""
+        operand = self.signed if signs is _PRODUCT else functools.partial(self.chain, _PRODUCT)
+        left = operand()
+        while (sign := self.accept(*signs)) is not None:
+            left = operation(signs[sign], left, operand())
+        return left
+
+    def signed(self) -> Expr:
+        if not self.accept("-"):
+            return self.power()
+        literal = self.tokens[self.place][0] == "number" or self.tokens[self.place][1] == "inf"
+        operand = self.signed()
+        if literal and operand.op == "const":
+            return E.const(-operand.value)
+        return operation("neg", operand)
+
+    def power(self) -> Expr:
+        base = self.atom()
+        return operation("pow", base, self.signed()) if self.accept("**") else base
+
+    def arguments(self, close: str) -> tuple[Expr, ...]:
+        if self.accept(close):
+            return ()
+        found = [self.expression()]
+        while self.accept(","):
+            found.append(self.expression())
+        if self.accept(close) is None:
+            raise self.fail(f"`,` or `{close}`")
+        return tuple(found)
+
+    def atom(self) -> Expr:
+        kind, text, _ = self.tokens[self.place]
+        if self.accept("("):
+            inner = self.expression()
+            self.expect(")")
+            return inner
+        if kind == "number":
+            self.place += 1
+            return E.const(int(text) if text.isdigit() else float(text))
+        if kind != "name":
+            raise self.fail("an expression", _did_you_mean(text, ()))
+        if text in S.FUNCTIONS:
+            self.place += 1
+            self.expect("(")
+            start = self.place
+            args = self.arguments(")")
+            if len(args) != S.FUNCTIONS[text]:
+                self.place = start
+                raise self.fail(f"{S.FUNCTIONS[text]} argument(s) for {text}(), got {len(args)}, at")
+            return operation(text, *args)
+        return self.name(text)
+
+    def name(self, text: str) -> Expr:
+        if text in _CONSTANTS:
+            self.place += 1
+            return _CONSTANTS[text]
+        if text in _VALUES or text in S.INDICES:
+            allowed = S.NAMES[self.kind]
+            if text not in allowed:
+                statement = next(n for n, kind in _STATEMENTS.items() if kind is self.kind)
+                shown = f"`{statement} = ...`" if statement in _VALUES else f"`{statement} ...`"
+                raise self.problem(
+                    f"`{text}` has no meaning in {shown}; allowed there: {', '.join(sorted(allowed))}"
+                )
+            self.place += 1
+            return _VALUES.get(text) or S.index(text)
+        if re.fullmatch(r"n\d+", text):
+            self.place += 1
+            return E.size(text)
+        if re.fullmatch(r"r\d+", text):
+            self.place += 1
+            if self.accept("[") is None:
+                raise self.fail(
+                    "`[`",
+                    f"`{text}` is a tensor: `{text}[b, k]` is an element of it, `{text}[]` a single number",
+                )
+            return E.read(int(text[1:]), self.arguments("]"))
+        raise self.fail(
+            "a name of the score language (b h q k dot s p, n0.., r0[..], a function)",
+            self.unknown_name(text),
+        )
+
+    def unknown_name(self, text: str) -> str:
+        if text.lower() in ("n", "r"):
+            what = "a size is `n0`, `n1`, .." if text.lower() == "n" else "a tensor is `r0[..]`, `r1[..]`, .."
+            return f"{what}: numbered in the order in which they are given"
+        called = self.tokens[self.place + 1][1] == "("
+        return _did_you_mean(text, S.FUNCTIONS if called else (*_WORDS, *S.FUNCTIONS))
+
+
+def _did_you_mean(found: str, known: Iterable[str]) -> str:
+    word = found.lower()
+    if word in _ELSEWHERE:
+        return f"did you mean `{_ELSEWHERE[word]}`?"
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
+    return f"did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,281 @@
+"""Score programs: the small language inside an attention node.
+
+An attention node computes, for every batch b, head h, query q and key k,
+
+    dot  = sum over d of Q[b,h,q,d] * K[b,h',k,d]        h' = h // (Hq // Hkv)
+    s    = the score program's statements applied to dot
+    p    = exp(s) / (sum over k of exp(s) + exp(sink))
+    out  = sum over k of p * V[b,h',k,:]
+
+and this file is the language of the two middle lines: statements, printing, and what makes a
+program well formed. `ir/language/parser.py` reads the text form, `ir/language/evaluate.py` is its meaning in
+plain PyTorch. docs/score-programs.md is the page for users. Programs print and parse back to the identical
+object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+
+INDICES = ("b", "h", "q", "k")
+"""Batch, query head, query position, key position."""
+
+FUNCTIONS: dict[str, int] = {
+    "exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 1, "sigmoid": 1, "sqrt": 1, "rsqrt": 1,
+    "sin": 1, "cos": 1, "erf": 1, "abs": 1, "sign": 1, "floor": 1, "ceil": 1, "trunc": 1,
+    "round": 1, "isnan": 1, "float": 1, "int": 1, "min": 2, "max": 2, "where": 3, "random": 5,
+}  # fmt: skip
+"""Functions of the language and how many arguments each takes. `random(seed, b, h, q, k)` is a
+uniform number in [0, 1), the same for the same arguments on every backend."""
+
+BINARY: dict[str, tuple[str, int]] = {
+    "or": ("or", 1), "and": ("and", 2),
+    "eq": ("==", 4), "ne": ("!=", 4), "le": ("<=", 4), "lt": ("<", 4), "ge": (">=", 4), "gt": (">", 4),
+    "add": ("+", 5), "sub": ("-", 5),
+    "mul": ("*", 6), "div": ("/", 6), "floordiv": ("//", 6), "mod": ("%", 6),
+    "pow": ("**", 8),
+}  # fmt: skip
+"""Binary operations: how each is written and how tightly it binds. `not` binds at 3, a sign at 7."""
+
+COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
+BOOLEAN = COMPARISONS | {"and", "or", "not", "isnan"}
+_NOT, _SIGN, _ATOM = 3, 7, 9
+
+DOT = E.make("dot")
+SCORE = E.make("s")
+WEIGHT = E.make("p")
+
+
+class ProgramError(ValueError):
+    """A score program that is not well formed: says where, what was found and what was expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """`s = value`: the score becomes `value`."""
+
+    value: Expr
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """`keep predicate [else fill]`: the score becomes `fill` (minus infinity unless given) where
+    the predicate is false."""
+
+    predicate: Expr
+    fill: Expr = E.NEG_INF
+
+    @property
+    def lowers(self) -> bool:
+        """Whether minus infinity is added to what is hidden: as good as put there, but NaN stays NaN."""
+        return self.fill.op == "sub" and self.fill.args[0] is SCORE and self.fill.args[1] is E.INF
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether what is not kept gets no weight at all, whatever the scores are."""
+        return self.fill is E.NEG_INF
+
+
+@dataclasses.dataclass(frozen=True)
+class Sink:
+    """`sink value`: exp(value) joins the softmax's denominator, once for each row."""
+
+    value: Expr
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """`p = value`: the normalised weight becomes `value`."""
+
+    value: Expr
+
+
+Statement = Score | Keep | Sink | Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreProgram:
+    """An immutable sequence of statements. Equal programs print alike; `str()` is the text form.
+
+    Raises:
+        ProgramError: a statement uses a name that has no meaning there.
+    """
+
+    statements: tuple[Statement, ...]
+
+    def __post_init__(self) -> None:
+        sinks = [s for s in self.statements if isinstance(s, Sink)]
+        if len(sinks) > 1:
+            raise ProgramError(
+                f"`{format_statement(sinks[1])}` is a second sink; a row has one. Join them into one value."
+            )
+        seen_weight = False
+        for statement in self.statements:
+            if seen_weight and not isinstance(statement, Weight):
+                raise ProgramError(
+                    f"`{format_statement(statement)}` stands after `p = ...`: scores and masks come "
+                    "before the softmax, weights after it. Move it up."
+                )
+            seen_weight |= isinstance(statement, Weight)
+            _check_names(statement)
+
+    @functools.cached_property
+    def text(self) -> str:
+        return "\n".join(format_statement(s) for s in self.statements)
+
+    def __str__(self) -> str:
+        return self.text
+
+    @functools.cached_property
+    def expressions(self) -> tuple[Expr, ...]:
+        found: list[Expr] = []
+        for statement in self.statements:
+            if isinstance(statement, Keep):
+                found += [statement.predicate, statement.fill]
+            else:
+                found.append(statement.value)
+        return tuple(found)
+
+    @functools.cached_property
+    def reads(self) -> dict[int, int]:
+        """The rank at which each read tensor `rN` is read."""
+        nodes = [n for e in self.expressions for n in E.walk(e) if n.op == "read"]
+        return {n.value: len(n.args) for n in sorted(nodes, key=lambda n: int(n.value))}
+
+    @functools.cached_property
+    def sizes(self) -> int:
+        """How many sizes `n0, n1, ...` the program names (one more than the highest)."""
+        nodes = [n for e in self.expressions for n in E.walk(e) if n.op == "size"]
+        return max((int(n.value[1:]) + 1 for n in nodes), default=0)
+
+    @functools.cached_property
+    def scale(self) -> float | None:
+        """The factor c where scores are c * dot and nothing else before masking, else None."""
+        statements = self.statements
+        later = self.expressions
+        value = DOT
+        if statements and isinstance(statements[0], Score):
+            value, later = statements[0].value, later[1:]
+        if any(isinstance(s, Score) for s in statements[1:]) or any(
+            n is DOT for e in later for n in E.walk(e)
+        ):
+            return None
+        if value is DOT:
+            return 1.0
+        if value.op in ("mul", "div") and DOT in value.args:
+            other = value.args[1 if value.args[0] is DOT else 0]
+            if other.op == "const" and (value.op == "mul" or value.args[0] is DOT):
+                found = float(other.value)
+                return found if value.op == "mul" else 1.0 / found if found else None
+        return None
+
+    @functools.cached_property
+    def without_scale(self) -> ScoreProgram:
+        """The program for a q that was multiplied by `scale` beforehand (itself if there is none)."""
+        if self.scale is None or not self.statements or not isinstance(self.statements[0], Score):
+            return self
+        return ScoreProgram(self.statements[1:])
+
+    @property
+    def keeps(self) -> tuple[Keep, ...]:
+        return tuple(s for s in self.statements if isinstance(s, Keep))
+
+    @functools.cached_property
+    def changes_weights(self) -> bool:
+        """Whether anything is done to the weights after the softmax."""
+        return any(isinstance(s, Weight) for s in self.statements)
+
+    @property
+    def sink(self) -> Expr | None:
+        return next((s.value for s in self.statements if isinstance(s, Sink)), None)
+
+
+def index(name: str) -> Expr:
+    """The index variable `b`, `h`, `q` or `k` of a score program."""
+    return E.var(name)
+
+
+NAMES: dict[type[Statement], frozenset[str]] = {
+    Score: frozenset({"dot", "s", *INDICES}),
+    Keep: frozenset({"dot", "s", *INDICES}),
+    Sink: frozenset({"b", "h", "q"}),
+    Weight: frozenset({"p", *INDICES}),
+}
+"""Which names have a meaning in each kind of statement, besides sizes and reads."""
+
+
+def _check_names(statement: Statement) -> None:
+    allowed = NAMES[type(statement)]
+    parts = (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
+    for node in (n for part in parts for n in E.walk(part)):
+        if node.op in E.BINDERS or (node.op == "read" and not isinstance(node.value, int)):
+            raise ProgramError(f"`{format_expr(node)}` is not part of the score language.")
+        name = node.value if node.op == "var" else node.op if node.op in ("dot", "s", "p") else None
+        if name is not None and name not in allowed:
+            raise ProgramError(
+                f"`{name}` has no meaning in `{format_statement(statement)}`; "
+                f"allowed there: {', '.join(sorted(allowed))}."
+            )
+
+
+def format_statement(statement: Statement) -> str:
+    match statement:
+        case Score(value):
+            return f"s = {format_expr(value)}"
+        case Keep(predicate, fill):
+            tail = "" if fill is E.NEG_INF else f" else {format_expr(fill)}"
+            return f"keep {format_expr(predicate)}{tail}"
+        case Sink(value):
+            return f"sink {format_expr(value)}"
+        case Weight(value):
+            return f"p = {format_expr(value)}"
+
+
+def format_number(value: E.Scalar | str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value if isinstance(value, str) else repr(value)
+
+
+def format_expr(node: Expr, level: int = 0) -> str:
+    """The text of an expression; brackets only where the grammar needs them."""
+    text, binds = _format(node)
+    return f"({text})" if binds < level else text
+
+
+def _format(node: Expr) -> tuple[str, int]:
+    op, args = node.op, node.args
+    if op == "const":
+        text = format_number(node.value)
+        return text, _SIGN if text.startswith("-") else _ATOM
+    if op in ("var", "size"):
+        return str(node.value), _ATOM
+    if op == "read":
+        name = f"r{node.value}" if isinstance(node.value, int) else f"%{node.value}"
+        return f"{name}[{', '.join(format_expr(a) for a in args)}]", _ATOM
+    if op == "not":
+        return f"not {format_expr(args[0], _NOT)}", _NOT
+    if op == "neg":
+        # A literal keeps its sign to itself, so that -(5) and the number -5 stay apart.
+        inner = format_expr(args[0], _ATOM + 1 if args[0].op == "const" else _SIGN)
+        return f"-{inner}", _SIGN
+    if op in BINARY and len(args) == 2:
+        sign, binds = BINARY[op]
+        left_level, right_level = binds, binds + 1
+        if op in COMPARISONS:
+            left_level = binds + 1
+        if op == "pow":
+            left_level, right_level = _ATOM, _SIGN
+        return f"{format_expr(args[0], left_level)} {sign} {format_expr(args[1], right_level)}", binds
+    if op in E.BINDERS:
+        return f"{op}[{args[0].value}]({format_expr(args[1])})", _ATOM
+    if not args:
+        return op, _ATOM
+    return f"{op}({', '.join(format_expr(a) for a in args)})", _ATOM

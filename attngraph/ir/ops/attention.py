@@ -1,0 +1,256 @@
+"""The attngraph dialect: the ops that a program graph may hold besides ATen's.
+
+    attngraph::attention(q, k, v, reads, sizes, program, kernel) -> (out, lse)
+
+One op for every attention. q is `[B, Hq, Sq, D]`, k `[B, Hkv, Skv, D]`, v `[B, Hkv, Skv, Dv]`, by any
+strides; `Hq % Hkv == 0`. `program` is a score program as text (`ir/language/score.py`); it reads the tensors
+`reads` as r0, r1, ... and the integers `sizes` as n0, n1, .... `kernel` names who computes it
+(`ir/ops/kernels.py`); empty means the first that will. `out` is `[B, Hq, Sq, Dv]` in v's dtype, with the
+heads of a token side by side in memory; `lse`,
+`[B, Hq, Sq]`, is the logarithm of each row's normaliser, which the backward pass needs and by which
+partial attentions can be merged (in a row that keeps no key it is minus infinity or NaN).
+
+Registered with torch.library: schema, fake implementation, kernels, autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram, format_expr
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.kernels import KERNELS, Kernel
+
+torch.library.define(
+    "attngraph::attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor[] reads, SymInt[] sizes, str program, str kernel='') "
+    "-> (Tensor, Tensor)",
+)
+torch.library.define(
+    "attngraph::attention_backward",
+    "(Tensor grad_out, Tensor grad_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    "Tensor[] reads, SymInt[] sizes, str program, str kernel) -> Tensor[]",
+)
+torch.library.define("attngraph::seed", "() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, program: str | ScoreProgram = "", *reads: Tensor,
+    sizes: Sequence[int] = (), kernel: str = "",
+) -> Tensor:  # fmt: skip
+    """Attention whose scores follow `program` (docs/score-programs.md); differentiable.
+
+    Args:
+        q: `[B, Hq, Sq, D]`, floating. k: `[B, Hkv, Skv, D]`. v: `[B, Hkv, Skv, Dv]`. One dtype, one
+            device, `Hq % Hkv == 0`; any strides.
+        program: a score program, e.g. `"s = dot / 8; keep k <= q"`. Empty: softmax of the plain dot.
+        reads: the tensors that the program reads as r0, r1, ...; floating ones get gradients.
+        sizes: the integers that the program reads as n0, n1, ....
+        kernel: a kernel's name; empty: the first that serves the program.
+
+    Returns:
+        `[B, Hq, Sq, Dv]` in the operands' dtype. A row that keeps no key is NaN.
+
+    Raises:
+        ProgramError: the program does not parse. ValueError: shapes, dtypes, devices, reads or sizes
+            do not fit; says which and how.
+    """
+    text = program if isinstance(program, str) else str(program)
+    out: Tensor = torch.ops.attngraph.attention(q, k, v, list(reads), list(sizes), text, kernel)[0]
+    return out
+
+
+def check_operands(
+    q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor], sizes: Sequence[Any], program: ScoreProgram
+) -> None:
+    """Raise ValueError unless the operands fit together and the program's reads are all there."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"attention: {name} must be [batch, heads, tokens, width], found {tuple(tensor.shape)}."
+            )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"attention: q, k and v must have one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}."
+        )
+    everything = (q, k, v, *reads)
+    if len({t.device for t in everything}) > 1:
+        found = ", ".join(str(t.device) for t in everything)
+        raise ValueError(f"attention: all tensors must be on one device, found {found}.")
+    if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
+        raise ValueError(f"attention: batch sizes differ: {shapes}.")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention: q and k differ in width: {shapes}.")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise ValueError(f"attention: k and v differ in heads or tokens: {shapes}.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"attention: {q.shape[1]} query heads cannot share {k.shape[1]} key/value heads; "
+            f"the first must be a multiple of the second: {shapes}."
+        )
+    for number, rank in program.reads.items():
+        if number >= len(reads):
+            raise ValueError(
+                f"attention: the program reads r{number}, but only {len(reads)} tensor(s) are given."
+            )
+        if reads[number].ndim != rank:
+            raise ValueError(
+                f"attention: the program reads r{number} with {rank} index(es), but it has shape "
+                f"{tuple(reads[number].shape)}."
+            )
+    for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
+        for axis, index in enumerate(node.args):
+            extent = reads[node.value].shape[axis]
+            if index.op == "var":
+                wanted = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2]}[index.value]
+            elif index.op == "const":
+                wanted = int(index.value) + 1
+            else:
+                continue
+            if extent < wanted or (index.op == "const" and index.value < 0):
+                raise ValueError(
+                    f"attention: {format_expr(node)} needs r{node.value} to have at least {wanted} entries "
+                    f"in dimension {axis}, it has shape {tuple(reads[node.value].shape)}."
+                )
+    if program.sizes > len(sizes):
+        raise ValueError(
+            f"attention: the program names n{program.sizes - 1}, but only {len(sizes)} size(s) are given."
+        )
+
+
+def _kernel(name: str, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+    if not name:
+        return kernels.choose(program, (q, k, v))
+    if name not in KERNELS:
+        raise ValueError(f"attention: no kernel is called {name!r}; there are {', '.join(KERNELS)}.")
+    reason = KERNELS[name].refuse(program, (q, k, v))
+    if reason is not None:
+        raise ValueError(f"attention: kernel {name} does not serve this: {reason}.")
+    return KERNELS[name]
+
+
+def _own_dtypes(like: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside of a kernel autocast changes nothing: sums are held in the dtype that the kernel chose."""
+    device = like.device.type
+    if not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+@torch.library.impl("attngraph::attention", "CompositeExplicitAutograd")
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[int], program: str, kernel: str = ""
+) -> tuple[Tensor, Tensor]:
+    parsed = parse(program)
+    check_operands(q, k, v, reads, sizes, parsed)
+    with torch.no_grad(), _own_dtypes(q):
+        out, lse = _kernel(kernel, parsed, q, k, v).forward(parsed, (q, k, v), reads, sizes)
+        return _token_major(out), lse.contiguous()
+
+
+def _token_major(out: Tensor) -> Tensor:
+    """One layout for every kernel: [B, Sq, Hq, Dv] in memory, so that joining heads moves nothing. The
+    result is no view of another tensor, so autograd lets the caller change it in place."""
+    b, h, s, d = out.shape
+    if out.transpose(1, 2).is_contiguous() and not out._is_view():
+        return out
+    return out.new_empty_strided((b, h, s, d), (s * h * d, d, h * d, 1)).copy_(out)
+
+
+@torch.library.register_fake("attngraph::attention")  # type: ignore[untyped-decorator]
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[Any], program: str, kernel: str = ""
+) -> tuple[Tensor, Tensor]:
+    check_operands(q, k, v, reads, sizes, parse(program))
+    b, h, s, _ = q.shape
+    out = v.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=kernels.accumulation_dtype(q.dtype))
+    return out, lse
+
+
+@torch.library.impl("attngraph::attention_backward", "CompositeExplicitAutograd")
+def _attention_backward(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    reads: list[Tensor], sizes: list[int], program: str, kernel: str,
+) -> list[Tensor]:  # fmt: skip
+    parsed = parse(program)
+    with _own_dtypes(q):
+        found = _kernel(kernel, parsed, q, k, v).backward(
+            parsed, (q, k, v), reads, sizes, (out, lse), (grad_out, grad_lse)
+        )
+    return [g.contiguous() for g in found if g is not None]
+
+
+@torch.library.register_fake("attngraph::attention_backward")  # type: ignore[untyped-decorator]
+def _attention_backward_fake(
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    reads: list[Tensor], sizes: list[Any], program: str, kernel: str,
+) -> list[Tensor]:  # fmt: skip
+    floating = [r for r in reads if r.is_floating_point()]
+    return [t.new_empty(t.shape) for t in (q, k, v, *floating)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, reads, ctx.sizes, ctx.program, *kernel = inputs
+    ctx.kernel = kernel[0] if kernel else ""
+    ctx.reads = len(reads)
+    ctx.save_for_backward(*output, q, k, v, *reads)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    out, lse, q, k, v, *reads = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True: the gradient must itself be differentiable
+        return _differentiate_again(ctx, (q, k, v), reads, (grad_out, grad_lse))
+    found = torch.ops.attngraph.attention_backward(
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        torch.zeros_like(lse) if grad_lse is None else grad_lse,
+        out, lse, q, k, v, reads, ctx.sizes, ctx.program, ctx.kernel,
+    )  # fmt: skip
+    rest = iter(found[3:])
+    # torch flattens lists of tensors, and takes an empty list for one.
+    of_reads = [next(rest) if r.is_floating_point() else None for r in reads]
+    return _as_given(ctx, (*found[:3], of_reads, [] if not ctx.sizes else None, None, None))
+
+
+def _differentiate_again(
+    ctx: Any, operands: tuple[Tensor, Tensor, Tensor], reads: list[Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+) -> tuple[Any, ...]:  # fmt: skip
+    """The same by differentiating the reference, whose own operations autograd can follow further."""
+    with _own_dtypes(operands[0]):
+        outputs = KERNELS["reference"].forward(parse(ctx.program), operands, reads, ctx.sizes)
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+    inputs = [t for t in (*operands, *reads) if t.requires_grad]
+    results, given = [o for o, _ in pairs], [g for _, g in pairs]
+    found = torch.autograd.grad(results, inputs, given, create_graph=True, allow_unused=True)
+    by_input = dict(zip(map(id, inputs), found, strict=True))
+    of_operands = [by_input.get(id(t)) for t in operands]
+    of_reads = [by_input.get(id(r)) for r in reads]
+    return _as_given(ctx, (*of_operands, of_reads, [] if not ctx.sizes else None, None, None))
+
+
+def _as_given(ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As many gradients as arguments: torch 2.11 leaves one out that is the default."""
+    return gradients[: len(ctx.needs_input_grad)]
+
+
+torch.library.register_autograd("attngraph::attention", _differentiate, setup_context=_setup_context)
+
+
+@torch.library.impl("attngraph::seed", "CompositeExplicitAutograd")
+def _seed() -> Tensor:
+    """A 32-bit seed drawn from PyTorch's default generator, so that `torch.manual_seed` governs it."""
+    return torch.randint(0, 1 << 32, (), dtype=torch.int64)
+
+
+@torch.library.register_fake("attngraph::seed")  # type: ignore[untyped-decorator]
+def _seed_fake() -> Tensor:
+    return torch.empty((), dtype=torch.int64)

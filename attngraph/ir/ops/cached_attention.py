@@ -1,0 +1,316 @@
+"""Attention over a cache: the ops of a graph that decodes.
+
+    attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., by) -> out
+
+A step computes new tokens of several sequences at once. They lie side by side, `[1, heads, N, width]`:
+tokens starts[r] .. starts[r + 1] - 1 are row r's, the first of them stands at position first[r] of its
+sequence. Their queries look at the keys in the row's pages (positions 0 .. held[r] - 1) and at the new
+keys (from position held[r] on; k and v hold no tokens where keys are fixed). `program` is the score
+program of the whole-sequence attention, unchanged: b is the row, q and k are positions, and what it reads
+at a position is an array over positions.
+
+Pages are `[pages, heads, page, width]`; position p of row r lies in page table[r, s // page] at s % page,
+where s = p % (columns * page): where a row's pages hold fewer tokens than it has, the latest remain.
+
+    attngraph::history(pages, new, table, starts, held, dim) -> [rows, positions, ...]
+
+is what a value holds at every position of every row, with zeros where a row is shorter than the longest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.parser import operation, parse
+from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
+from attngraph.ir.ops import kernels
+
+torch.library.define(
+    "attngraph::cached_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor[] reads, SymInt[] sizes, "
+    "str program, Tensor table, Tensor starts, Tensor first, Tensor held, str by='') -> Tensor",
+)
+torch.library.define(
+    "attngraph::history",
+    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor held, int dim) -> Tensor",
+)
+
+
+class Rows(NamedTuple):
+    """Which tokens are whose: see the top of this file. All int64."""
+
+    table: Tensor
+    starts: Tensor
+    first: Tensor
+    held: Tensor
+
+
+class Counts(NamedTuple):
+    """What `Rows` say, as numbers: each row's new tokens, their first position, and kept tokens."""
+
+    new: list[int]
+    first: list[int]
+    held: list[int]
+
+
+_last = threading.local()
+
+
+def counts(rows: Rows) -> Counts:
+    """The numbers of rows. They are fetched (from a device, maybe) once for a step: all its layers are given
+    the same tensors."""
+    own = rows[1:]
+    versions = [t._version for t in own]
+    known: tuple[Any, list[int], Counts] | None = getattr(_last, "known", None)
+    if known is None or known[1] != versions or any(a is not b for a, b in zip(known[0], own, strict=True)):
+        starts, first, held = (t.tolist() for t in own)
+        found = Counts([b - a for a, b in itertools.pairwise(starts)], first, held)
+        known = _last.known = own, versions, found
+    return known[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """One value of which every token's share is kept.
+
+    `shape` is that of its pages, without the numbers of pages (dimension `row_dim`) and of tokens in each
+    (dimension `token_dim`), which are 0 here. `window`: only so many of the latest tokens are needed (None:
+    all). `label` says for the reader which value it is; `uses` how many operands are views of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    row_dim: int
+    token_dim: int
+    dtype: torch.dtype
+    window: int | None
+    label: str
+    uses: int = 1
+
+    @property
+    def bytes_per_token(self) -> int:
+        dims = [n for place, n in enumerate(self.shape) if place not in (self.row_dim, self.token_dim)]
+        return math.prod(dims) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A value that is computed once for a prompt; `row_dim` is the dimension of the sequences (None: the
+    same for all), of which `own` neighbours belong to one sequence, `inside` telling whether they lie
+    together (`[B * H]`) or apart (`[H * B]`)."""
+
+    name: str
+    row_dim: int | None
+    own: int = 1
+    together: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """What a graph that decodes keeps. `expanded` is what keys and values of every query head would take
+    per token; `attentions` how many look at the stores; `length` the symbol that counts a sequence's
+    tokens in the graph's conditions; `most_tokens` for how many the tables that it reads have entries."""
+
+    stores: tuple[Store, ...] = ()
+    fixed: tuple[Fixed, ...] = ()
+    expanded: int = 0
+    attentions: int = 0
+    length: str = ""
+    most_tokens: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(store.bytes_per_token for store in self.stores)
+
+
+class CachedKernel(Protocol):
+    """One way to compute attention over a cache; None where it does not serve these arguments."""
+
+    name: str
+
+    def attend(
+        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
+    ) -> Tensor | None: ...  # fmt: skip
+
+    def source(
+        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
+    ) -> str:
+        """The text that is compiled for calls in which each row brings one new token (tensors that hold
+        nothing are fine), "" where this kernel does not serve them."""
+
+
+CACHED: list[CachedKernel] = []
+"""Kernels in order of preference; what none of them serves is computed row by row by those of `KERNELS`."""
+
+
+def _candidates(by: str) -> list[CachedKernel]:
+    return [c for c in CACHED if by in ("", c.name, c.name.partition(".")[0])]
+
+
+def source_for_few(
+    program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor], by: str = ""
+) -> tuple[str, str]:
+    """The kernel that serves calls in which each row brings one new token, and the text that is compiled for
+    them; both empty where none that is made from a text does."""
+    texts = ((c.name, c.source(program, q, pages, reads)) for c in _candidates(by))
+    return next((found for found in texts if found[1]), ("", ""))
+
+
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
+    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
+) -> Tensor:  # fmt: skip
+    """What the op computes, by the kernel `by` or one of that family ("cpu", "reference", ...; empty: any);
+    without gradients."""
+    parsed = parse(program)
+    rows = Rows(table, starts, first, held)
+    for candidate in _candidates(by):
+        out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
+        if out is not None:
+            return out
+    return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by.partition(".")[0])
+
+
+@torch.library.impl("attngraph::cached_attention", "CompositeExplicitAutograd")
+def _cached_attention(*args: Any) -> Tensor:
+    with torch.no_grad():
+        return cached_attention(*args)
+
+
+@torch.library.register_fake("attngraph::cached_attention")  # type: ignore[untyped-decorator]
+def _cached_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[Any],
+    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
+) -> Tensor:  # fmt: skip
+    rows, heads, tokens, _ = q.shape  # one row when it runs; a symbol in a graph that was traced with several
+    return v.new_empty((rows, tokens, heads, v.shape[3])).transpose(1, 2)
+
+
+def row_by_row(
+    program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, family: str = "",
+) -> Tensor:  # fmt: skip
+    """Each row by itself: its keys put together, its positions counted from where they begin. New rows of
+    equal length are done at once."""
+    lengths, first, held = counts(rows)
+    starts = [0, *itertools.accumulate(lengths)]
+    fixed = new[0].shape[2] == 0 and q.shape[2] > 0
+    if not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0] > 0:
+        batch = [t[0].reshape(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1) for t in (q, *new)]
+        out = _attend(program, batch, reads, sizes, family)
+        return packed([out[row : row + 1] for row in range(len(lengths))], q, pages[1].shape[3])
+    outs: list[Tensor] = []
+    for row, length in enumerate(lengths):
+        place = slice(starts[row], starts[row] + length)
+        oldest = max(0, held[row] - rows.table.shape[1] * pages[0].shape[2])
+        slots = torch.arange(oldest, held[row], device=q.device)
+        keys, values = (
+            torch.cat([gather(p, rows.table[row], slots), *([] if fixed else [n[:, :, place]])], 2)
+            for p, n in zip(pages, new, strict=True)
+        )
+        shifted, count = shift(program)
+        moved = [*sizes, *([0] * (count - len(sizes))), row, first[row], oldest]
+        outs.append(_attend(shifted, [q[:, :, place], keys, values], reads, moved, family))
+    return packed(outs, q, pages[1].shape[3])
+
+
+def _attend(
+    program: ScoreProgram,
+    operands: Sequence[Tensor],
+    reads: Sequence[Tensor],
+    sizes: Sequence[int],
+    family: str,
+) -> Tensor:
+    q, k, v = operands
+    if q.shape[2] == 0:
+        return v.new_empty((*q.shape[:3], v.shape[3]))
+    chosen = kernels.choose(program, (q, k, v), family)
+    return chosen.forward(program, (q, k, v), reads, sizes)[0]
+
+
+def packed(outs: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
+    """Rows side by side, `[1, heads, N, width]`, with the heads of a token side by side in memory."""
+    if not outs:
+        return q.new_empty((1, 0, q.shape[1], width)).transpose(1, 2)
+    return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
+
+
+def gather(pages: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """What one row's pages hold at these positions: `[1, heads, positions, width]`."""
+    page = pages.shape[2]
+    slots = positions % (table.shape[0] * page)
+    picked = pages[table[slots // page], :, slots % page]
+    return picked.transpose(0, 1).unsqueeze(0)
+
+
+@functools.lru_cache(maxsize=256)
+def shift(program: ScoreProgram) -> tuple[ScoreProgram, int]:
+    """The program for one row of which queries and keys are counted from where they begin, and how many
+    sizes come before the three that it then has more: the row, the first query, the first key."""
+    count = program.sizes
+    row, first, oldest = (E.size(f"n{count + n}") for n in range(3))
+    moved = {
+        E.var("b"): operation("add", E.var("b"), row),
+        E.var("q"): operation("add", E.var("q"), first),
+        E.var("k"): operation("add", E.var("k"), oldest),
+    }
+
+    def change(node: E.Expr) -> E.Expr:
+        def leaf(current: E.Expr, args: tuple[E.Expr, ...]) -> E.Expr:
+            if current in moved:
+                return moved[current]
+            return current if not args else E.make(current.op, args, current.value, current.kind)
+
+        return E.rebuild(node, leaf)
+
+    statements: list[Statement] = []
+    for statement in program.statements:
+        match statement:
+            case Score(value):
+                statements.append(Score(change(value)))
+            case Keep(predicate, fill):
+                statements.append(Keep(change(predicate), change(fill)))
+            case Sink(value):
+                statements.append(Sink(change(value)))
+            case Weight(value):
+                statements.append(Weight(change(value)))
+    return parse(str(ScoreProgram(tuple(statements)))), count
+
+
+@torch.library.impl("attngraph::history", "CompositeExplicitAutograd")
+def _history(pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int) -> Tensor:
+    begins, lengths = starts.tolist(), held.tolist()
+    page = pages.shape[dim]
+    news = new.squeeze(0).movedim(dim - 1, 0)
+    store = pages.movedim(dim, 1)
+    counts = [b - a for a, b in itertools.pairwise(begins)]
+    longest = max((h + n for h, n in zip(lengths, counts, strict=True)), default=0)
+    found = news.new_zeros((len(counts), longest, *news.shape[1:]))
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        capacity = table.shape[1] * page
+        positions = torch.arange(max(0, length - capacity), length, device=pages.device)
+        slots = positions % capacity
+        found[row, positions] = store[table[row, slots // page], slots % page]
+        found[row, length : length + count] = news[begins[row] : begins[row] + count]
+    return found.movedim(1, dim)
+
+
+@torch.library.register_fake("attngraph::history")  # type: ignore[untyped-decorator]
+def _history_fake(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int
+) -> Tensor:
+    shape = list(new.shape)
+    shape[0] = table.shape[0]
+    shape[dim] = pages.shape[dim] * table.shape[1]
+    return new.new_empty(shape)

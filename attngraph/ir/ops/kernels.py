@@ -1,0 +1,248 @@
+"""Who computes an attention node: the registry of kernels, and the reference among them.
+
+A kernel serves some programs on some devices and says, in words, why it does not serve another.
+`codegen/` registers the fast ones; this file holds the one that serves everything and is the
+definition of right. The op in `ir/ops/attention.py` runs the kernel it is told, or the first that will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.language.score import ScoreProgram
+
+Operands = tuple[Tensor, Tensor, Tensor]
+TRUSTED = 128.0
+"""Beyond this a row's log-sum-exp in float32 holds too few digits of the sum."""
+
+
+class Kernel(Protocol):
+    """One way to compute attention.
+
+    `forward` returns the output `[B, Hq, Sq, Dv]` in v's dtype and the log-sum-exp of each row
+    `[B, Hq, Sq]` (sink included) in the accumulation dtype. `backward` returns the gradients of
+    q, k, v and of every read, None for a read that is not floating.
+    """
+
+    name: str
+
+    def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
+        """Why this kernel does not serve the program on such tensors (fake ones are fine), or None."""
+
+    def forward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        program: ScoreProgram,
+        operands: Operands,
+        reads: Sequence[Tensor],
+        sizes: Sequence[int],
+        results: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]: ...
+
+    def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
+        """The text that is compiled for such a call (fake tensors are fine), "" where nothing is: the
+        kernel is not made from a text, or this call would be computed by others."""
+        return ""
+
+    def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
+        """What came up in running the program, for the report: that a choice of the kernel's failed, and
+        what was done instead."""
+        return ()
+
+
+KERNELS: dict[str, Kernel] = {}
+"""By name, in order of preference among those made for the same devices; "reference" stays last."""
+_DEVICES: dict[str, frozenset[str]] = {}
+
+
+def register(kernel: Kernel, devices: frozenset[str] = frozenset()) -> None:
+    """Add a kernel, before the reference and after those registered earlier.
+
+    Args:
+        devices: the types of device ("cuda", ...) that the kernel is made for. There it is preferred
+            to kernels made for none in particular; elsewhere it serves only if it is asked for.
+    """
+    last = KERNELS.pop("reference", None)
+    KERNELS[kernel.name] = kernel
+    _DEVICES[kernel.name] = devices
+    if last is not None:
+        KERNELS["reference"] = last
+
+
+def candidates(device: str, family: str = "") -> list[Kernel]:
+    """Kernels to ask for tensors on such a device, the most preferred first."""
+    if family:
+        return [kernel for name, kernel in KERNELS.items() if name.split(".")[0] == family]
+    made_for = [kernel for name, kernel in KERNELS.items() if device in _DEVICES[name]]
+    return made_for + [kernel for name, kernel in KERNELS.items() if not _DEVICES[name]]
+
+
+def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kernel:
+    """The first kernel that serves the program; `family` ("cpu", "triton", ...) narrows the choice
+    to kernels whose name starts so.
+
+    Raises:
+        ValueError: none of the family serves it; the message lists each one's reason.
+    """
+    reasons = []
+    for kernel in candidates(operands[0].device.type, family):
+        reason = kernel.refuse(program, operands)
+        if reason is None:
+            return kernel
+        reasons.append(f"{kernel.name}: {reason}")
+    raise ValueError(f"no kernel of {family or 'any backend'} serves this attention: " + "; ".join(reasons))
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scores and sums are held in float32 for the half types, else in the operands' own dtype."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def attend(
+    program: ScoreProgram,
+    q: Tensor,
+    parts: Sequence[tuple[Tensor, Tensor, Environment, frozenset[int]]],
+) -> tuple[Tensor, Tensor]:
+    """Attention of a block of queries to several blocks of keys, every score at once.
+
+    Args:
+        q: `[B, Hq, S, D]` in the accumulation dtype.
+        parts: for each block of keys: k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of
+            its tile, and the statements that change nothing there.
+
+    Returns:
+        The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
+    """
+    blocks = [evaluate.scores(program, _dot(q, k), env, skip) for k, _, env, skip in parts]
+    top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
+    sink = evaluate.sink(program, parts[0][2])
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    # The shift changes nothing but rounding, so no gradient belongs to it.
+    top = top.detach()
+    weights = [(b - top).exp() for b in blocks]
+    total = sum((w.sum(-1, keepdim=True) for w in weights), torch.zeros_like(top))
+    if sink is not None:
+        total = total + (sink - top).exp()
+    has_weights = program.changes_weights
+    out = None
+    for weight, (_, v, env, _) in zip(weights, parts, strict=True):
+        p = evaluate.weights(program, weight / total, env) if has_weights else weight
+        part = _weigh(p, v)
+        out = part if out is None else out + part
+    assert out is not None
+    if not has_weights:
+        out = out / total
+    return out, (top + total.log()).squeeze(-1)
+
+
+def _dot(q: Tensor, k: Tensor) -> Tensor:
+    """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`; a group's queries are stacked, so
+    keys are not repeated."""
+    b, hq, s, d = q.shape
+    hkv = k.shape[1]
+    if hq == hkv:
+        return q @ k.mT
+    stacked = q.reshape(b, hkv, (hq // hkv) * s, d)
+    return (stacked @ k.mT).view(b, hq, s, k.shape[2])
+
+
+def _weigh(p: Tensor, v: Tensor) -> Tensor:
+    b, hq, s, sk = p.shape
+    hkv = v.shape[1]
+    if hq == hkv:
+        return p @ v
+    return (p.reshape(b, hkv, (hq // hkv) * s, sk) @ v).view(b, hq, s, v.shape[3])
+
+
+def environment(
+    program: ScoreProgram,
+    tile: Tile,
+    reads: Sequence[Tensor],
+    sizes: Sequence[int],
+    like: Tensor,
+) -> Environment:
+    return Environment(tile, reads, sizes, accumulation_dtype(like.dtype), like.device)
+
+
+class Reference(Kernel):
+    """The whole score matrix at once, in plain PyTorch: slow, and the meaning of the op."""
+
+    name = "reference"
+
+    def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
+        return None
+
+    def forward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = operands
+        dtype = accumulation_dtype(q.dtype)
+        b, hq, sq, _ = q.shape
+        sk = k.shape[2]
+        tile = Tile((0, b), (0, hq), (0, sq), (0, sk))
+        env = environment(program, tile, reads, sizes, q)
+        if sk == 0:
+            return _nothing_to_see(q, v, evaluate.sink(program, env))
+        out, lse = attend(program, q.to(dtype), [(k.to(dtype), v.to(dtype), env, frozenset())])
+        return out.to(v.dtype), lse
+
+    def backward(
+        self,
+        program: ScoreProgram,
+        operands: Operands,
+        reads: Sequence[Tensor],
+        sizes: Sequence[int],
+        results: tuple[Tensor, Tensor],
+        grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]:
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() for t in operands]
+            sources = [_differentiable(r) for r in reads]
+            outputs = self.forward(program, (inputs[0], inputs[1], inputs[2]), sources, sizes)
+            return gradients([*inputs, *sources], outputs, grads)
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def gradients(
+    inputs: Sequence[Tensor], outputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor]
+) -> list[Tensor | None]:
+    """Gradients of the floating inputs (zeros where there is no path), None for the others."""
+    wanted = [t for t in inputs if t.requires_grad]
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(t) if t.requires_grad else None for t in inputs]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    result: list[Tensor | None] = []
+    for t in inputs:
+        if not t.requires_grad:
+            result.append(None)
+            continue
+        grad = next(found)
+        result.append(torch.zeros_like(t) if grad is None else grad)
+    return result
+
+
+def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """With no keys at all the weighted sum is empty: zeros, as PyTorch's matmul gives."""
+    # Sums over nothing: zero, tied to the inputs so that gradients (zeros) flow.
+    nothing = q[..., :0].sum() + v.sum()
+    out = v.new_zeros((*q.shape[:3], v.shape[3])) + nothing
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
+    return out, lse if sink is None else lse.unsqueeze(-1).maximum(sink).squeeze(-1)
+
+
+register(Reference())

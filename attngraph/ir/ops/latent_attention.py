@@ -1,0 +1,293 @@
+"""Latent attention: keys and values of all heads are made from one narrow vector per token.
+
+    attngraph::latent_attention(q, latent, key_up, value_up, values, reads, sizes, program, absorb) -> out
+
+q is `[B, H, Sq, P + R]`, latent `[B, 1, Skv, C]`. A key of head g is key_up[g] times the first L values of
+the latent, followed by the next R values as they are; a value is value_up[g] times the values
+`values[0] : values[0] + values[1]`. key_up is `[G, P, L]` and value_up `[G, V, Lv]`, as nn.Linear has them;
+where one is absent those values are the key (the value) of every head themselves. What follows is
+`attngraph::attention` with the score program unchanged, in one of two orders of multiplication:
+
+    expanded    keys and values are written out for every head
+    absorbed    q . (W c) = (W^T q) . c, so the query is multiplied by key_up and looks at the latents, which
+                all heads share; sum of w (W c) = W (sum of w c), so value_up comes after the sum
+
+(Liu et al. 2024, DeepSeek-V2, section 2.1.2). `absorb` is "always", "never", or "auto": by cost
+(`ir/ops/cost.py`) at each call; `family` ("cpu", "reference", ...; empty: any) whose kernels are used.
+Nothing here has gradients.
+
+    attngraph::cached_latent_attention(q, latent, pages, key_up, value_up, values, reads, sizes, program,
+                                       rows..., absorb) -> out
+
+is the same over a cache whose pages hold latents (`ir/ops/cached_attention.py`). Expanded, a row's pages are
+projected up a block at a time, and what the blocks give is joined by their log-sum-exp, so memory does not
+grow with what is kept (but for rows whose scores are all far from zero: these are projected up at once).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import kernels
+from attngraph.ir.ops.cached_attention import Rows, cached_attention, counts, gather, packed, shift
+from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
+
+ABSORB = ("auto", "always", "never")
+BLOCK = 1024
+"""Kept tokens that are projected up at once."""
+_OPERANDS = (
+    "Tensor? key_up, Tensor? value_up, int[] values, Tensor[] reads, SymInt[] sizes, str program"
+)  # fmt: skip
+
+torch.library.define(
+    "attngraph::latent_attention",
+    f"(Tensor q, Tensor latent, {_OPERANDS}, str absorb='auto', str family='') -> Tensor",
+)
+torch.library.define(
+    "attngraph::cached_latent_attention",
+    f"(Tensor q, Tensor latent, Tensor pages, {_OPERANDS}, Tensor table, Tensor starts, Tensor first, "
+    "Tensor held, str absorb='auto', str family='') -> Tensor",
+)
+
+
+def sizes_of(
+    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int]
+) -> LatentSizes:
+    """The sizes of one node, from its operands."""
+    heads, width = int(q.shape[1]), int(q.shape[3])
+    kv_heads = next((int(t.shape[0]) for t in (key_up, value_up) if t is not None), 1)
+    nope, rank = (0, 0) if key_up is None else (int(key_up.shape[1]), int(key_up.shape[2]))
+    value, value_rank = (values[1], 0) if value_up is None else (int(value_up.shape[1]), values[1])
+    return LatentSizes(
+        heads, kv_heads, nope, width - nope, value, rank, value_rank, int(latent.shape[3])
+    )  # fmt: skip
+
+
+class _Node:
+    """One node's weights and numbers, and the two forms of its operands."""
+
+    def __init__(
+        self, q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int]
+    ) -> None:
+        self.sizes = sizes_of(q, latent, key_up, value_up, values)
+        self.key_up, self.value_up, self.values = key_up, value_up, values
+
+    def absorbed_query(self, q: Tensor) -> Tensor:
+        """`[B, H, S, L + R]`: the query as the latents see it."""
+        if self.key_up is None:
+            return q
+        nope = self.sizes.nope
+        return torch.cat([self._each_head(q[..., :nope], self.key_up), q[..., nope:]], -1)
+
+    def absorbed_result(self, out: Tensor) -> Tensor:
+        """`[B, H, S, V]` from the weighted sum of latents."""
+        return out if self.value_up is None else self._each_head(out, self.value_up.mT)
+
+    def _each_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Each head of x `[B, H, S, m]` times its own matrix of weight `[G, m, n]`."""
+        batch, heads, tokens, width = x.shape
+        group = heads // weight.shape[0]
+        stacked = x.reshape(batch, weight.shape[0], group * tokens, width)
+        return torch.matmul(stacked, weight).view(batch, heads, tokens, weight.shape[2])
+
+    def shared(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the absorbed form: two views of the latents."""
+        first, count = self.values
+        return latent[..., : self.sizes.latent + self.sizes.shared], latent[..., first : first + count]
+
+    def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys `[B, G, S, P + R]` and values `[B, G, S, V]` of every key/value head."""
+        keys, values = self.shared(latent)
+        rank, heads = self.sizes.latent, self.sizes.kv_heads
+        if self.key_up is not None:
+            direct = keys[..., rank:].expand(-1, heads, -1, -1)
+            keys = torch.cat([torch.matmul(keys[..., :rank], self.key_up.mT), direct], -1)
+        if self.value_up is not None:
+            values = torch.matmul(values, self.value_up.mT)
+        most = max(keys.shape[1], values.shape[1])
+        return keys.expand(-1, most, -1, -1), values.expand(-1, most, -1, -1)
+
+    def absorbs(self, absorb: str, rows: Sequence[tuple[int, int]], q: Tensor) -> bool:
+        if absorb != "auto":
+            return absorb == "always"
+        return absorbing_pays(self.sizes, rows, q.device.type, q.dtype.itemsize)
+
+
+def absorbed_operands(
+    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int]
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The query, and the keys and values, of the absorbed form."""
+    node = _Node(q, latent, key_up, value_up, values)
+    return node.absorbed_query(q), node.shared(latent)
+
+
+def latent_attention(
+    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int],
+    reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",
+) -> Tensor:  # fmt: skip
+    """What the op computes; without gradients."""
+    node = _Node(q, latent, key_up, value_up, values)
+    new, keys = q.shape[2], latent.shape[2]
+    absorbed = node.absorbs(absorb, [(new, max(0, keys - new))] * q.shape[0], q)
+    query = node.absorbed_query(q) if absorbed else q
+    k, v = node.shared(latent) if absorbed else node.expanded(latent)
+    chosen = kernels.choose(parse(program), (query, k, v), family)
+    out: Tensor = torch.ops.attngraph.attention(query, k, v, reads, sizes, program, chosen.name)[0]
+    return node.absorbed_result(out) if absorbed else out
+
+
+@torch.library.impl("attngraph::latent_attention", "CompositeExplicitAutograd")
+def _latent_attention(
+    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: list[int],
+    reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",
+) -> Tensor:  # fmt: skip
+    with torch.no_grad():
+        out = latent_attention(q, latent, key_up, value_up, values, reads, sizes, program, absorb, family)
+        return _token_major(out)
+
+
+def _token_major(out: Tensor) -> Tensor:
+    """With the heads of a token side by side in memory, so that joining them moves nothing."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fake_result(q: Tensor, value_up: Tensor | None, values: Sequence[int]) -> Tensor:
+    rows, heads, tokens, _ = q.shape
+    width = values[1] if value_up is None else value_up.shape[1]
+    return q.new_empty((rows, tokens, heads, width)).transpose(1, 2)
+
+
+@torch.library.register_fake("attngraph::latent_attention")  # type: ignore[untyped-decorator]
+def _latent_attention_fake(
+    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: list[int],
+    reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",
+) -> Tensor:  # fmt: skip
+    return _fake_result(q, value_up, values)
+
+
+def cached_latent_attention(
+    q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
+    values: Sequence[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
+    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "",
+) -> Tensor:  # fmt: skip
+    """What the op computes; without gradients."""
+    node = _Node(q, latent, key_up, value_up, values)
+    rows = Rows(table, starts, first, held)
+    news, _, kept = counts(rows)
+    if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):
+        new, old = node.shared(latent), node.shared(pages)
+        query = node.absorbed_query(q)
+        out = cached_attention(query, *new, *old, reads, sizes, program, table, starts, first, held, family)
+        return node.absorbed_result(out)
+    if not any(kept):  # nothing to expand but what is new
+        k, v = node.expanded(latent)
+        k_none, v_none = (t.new_empty((1, t.shape[1], 1, t.shape[3])) for t in (k, v))
+        return cached_attention(
+            q, k, v, k_none, v_none, reads, sizes, program, table, starts, first, held, family
+        )
+    return _expanded_by_blocks(node, q, latent, pages, reads, sizes, parse(program), rows, family)
+
+
+def _expanded_by_blocks(
+    node: _Node, q: Tensor, latent: Tensor, pages: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
+    program: ScoreProgram, rows: Rows, family: str,
+) -> Tensor:  # fmt: skip
+    """Row by row, the kept tokens projected up a block at a time."""
+    news, first, held = counts(rows)
+    starts = [0, *itertools.accumulate(news)]
+    moved, count = shift(program)
+    outs: list[Tensor] = []
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        query, new = q[:, :, begin:end], latent[:, :, begin:end]  # of fixed keys none are new
+        oldest, total = max(0, held[row] - rows.table.shape[1] * pages.shape[2]), held[row] + new.shape[2]
+
+        def attend(start: int, until: int, row: int = row, query: Tensor = query, new: Tensor = new) -> _Part:
+            old = torch.arange(start, max(start, min(until, held[row])), device=q.device)
+            fresh = new[:, :, max(0, start - held[row]) : max(0, until - held[row])]
+            k, v = node.expanded(torch.cat([gather(pages, rows.table[row], old), fresh], 2))
+            numbers = [*sizes, *([0] * (count - len(sizes))), row, first[row], start]
+            chosen = kernels.choose(moved, (query, k, v), family)
+            out, lse = chosen.forward(moved, (query, k, v), reads, numbers)
+            hidden = lse.isnan()
+            if not bool(hidden.any()) or all(map(_is_a_number, (query, k, v, *reads))):
+                return _Part(out, lse.masked_fill(hidden, -math.inf), True)
+            return _Part(out, lse, False)
+
+        if begin == end:
+            continue
+        length = BLOCK if _joins(program) else max(1, total)
+        parts = [attend(start, min(start + length, total)) for start in range(oldest, total, length)]
+        if len(parts) > 1:
+            joins = all(part.is_clear for part in parts) and _tell_shares(parts)
+            out = _joined(parts) if joins else attend(oldest, total).out
+        else:
+            out = parts[0].out if parts else attend(oldest, total).out
+        outs.append(out)
+    return packed(outs, q, node.sizes.value)
+
+
+class _Part(NamedTuple):
+    """Attention of some queries to a block of keys. `lse` is minus infinity for a row to which it shows
+    nothing; not `is_clear` where it may be that a NaN was seen."""
+
+    out: Tensor
+    lse: Tensor
+    is_clear: bool
+
+
+def _is_a_number(tensor: Tensor) -> bool:
+    """Whether nothing in it makes a score NaN: no NaN, and no infinity but the negative one of masks."""
+    return not tensor.is_floating_point() or bool((tensor < math.inf).all())
+
+
+def _tell_shares(parts: Sequence[_Part]) -> bool:
+    """Whether the blocks' log-sum-exps tell their shares of every row: not of one whose scores are all far
+    from zero, as those are that a finite fill masks."""
+    top = torch.stack([part.lse for part in parts]).amax(0).abs()
+    return not bool(((top > kernels.TRUSTED) & top.isfinite()).any())
+
+
+def _joined(parts: Sequence[_Part]) -> Tensor:
+    """Attention to all blocks of keys from attention to each: weighted by their shares of the normaliser. A
+    row to which no block shows anything is NaN."""
+    lse = torch.stack([part.lse for part in parts])
+    outs = torch.stack([part.out for part in parts])
+    weights = torch.softmax(lse, 0).to(outs.dtype)
+    return torch.where((lse > -math.inf)[..., None], outs, 0.0).mul(weights[..., None]).sum(0)
+
+
+def _joins(program: ScoreProgram) -> bool:
+    """Whether attention to blocks of keys can be joined afterwards: a sink would count once for each, and
+    what is done to weights is done to those of all keys."""
+    return program.sink is None and not program.changes_weights
+
+
+@torch.library.impl("attngraph::cached_latent_attention", "CompositeExplicitAutograd")
+def _cached_latent_attention(
+    q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
+    values: list[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
+    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "",
+) -> Tensor:  # fmt: skip
+    with torch.no_grad():
+        out = cached_latent_attention(
+            q, latent, pages, key_up, value_up, values, reads, sizes, program, table, starts, first, held,
+            absorb, family,
+        )  # fmt: skip
+        return _token_major(out)
+
+
+@torch.library.register_fake("attngraph::cached_latent_attention")  # type: ignore[untyped-decorator]
+def _cached_latent_attention_fake(
+    q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
+    values: list[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
+    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "",
+) -> Tensor:  # fmt: skip
+    return _fake_result(q, value_up, values)

@@ -1,0 +1,62 @@
+"""The attngraph dialect: attention without a softmax.
+
+    attngraph::linear_attention(q, k, v, reads, sizes, program) -> out
+
+Operands as of `attngraph::attention` (`ir/ops/attention.py`). The weights are the scores themselves: a
+multiple of the dot, zero where `keep k <= q` hides them, times whatever `p = ...` says, which may depend on
+the query but not on the key. Keys and values are summed first: O(T) time and memory, by chunks under a
+causal mask (Katharopoulos et al. 2020, arXiv 2006.16236). Made of differentiable ops, so autograd needs no
+rule.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.language.parser import parse
+
+CHUNK = 64
+"""Queries whose scores are computed at once under a causal mask."""
+
+torch.library.define(
+    "attngraph::linear_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor[] reads, SymInt[] sizes, str program) -> Tensor",
+)
+
+
+@torch.library.impl("attngraph::linear_attention", "CompositeImplicitAutograd")
+def _linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[int], program: str
+) -> Tensor:
+    parsed = parse(program)
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scaled = q if parsed.scale in (None, 1.0) else q * parsed.scale
+    out = _causal(scaled, k, v) if parsed.keeps else scaled @ (k.mT @ v)
+    if not parsed.changes_weights:
+        return out
+    tile = Tile((0, q.shape[0]), (0, q.shape[1]), (0, q.shape[2]), (0, 1))
+    env = Environment(tile, reads, sizes, out.dtype, out.device)
+    return out * evaluate.weights(parsed, out.new_ones((1, 1, 1, 1)).expand(*q.shape[:3], 1), env)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Within a chunk by its scores, from earlier chunks by their running sum of k v^T."""
+    tokens, keys = q.shape[2], k.shape[2]
+    chunks = (max(tokens, keys) + CHUNK - 1) // CHUNK
+    q, k, v = (
+        F.pad(t, (0, 0, 0, chunks * CHUNK - t.shape[2])).view(*t.shape[:2], chunks, CHUNK, t.shape[3])
+        for t in (q, k, v)
+    )
+    within = (q @ k.mT).tril() @ v
+    states = k.mT @ v
+    before = F.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    return (within + q @ before).flatten(2, 3)[:, :, :tokens]
+
+
+linear_attention = torch.ops.attngraph.linear_attention.default

@@ -1,0 +1,1 @@
+"""Canonical forms of expressions, bounds of their values, sizes, and digits of indices."""

@@ -1,0 +1,76 @@
+"""Index variables as digits: `h // 4` and `h % 4` are one variable of two digits.
+
+Views that join or split dimensions divide index variables. Cutting a variable into the digits that
+are used of it makes those divisions plain variables again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
+
+Digits = tuple[Expr, ...]
+"""The digits of one variable (or of several in a row), slowest first."""
+
+
+def split_digits(variables: Iterable[Expr], expressions: Iterable[Expr]) -> dict[Expr, Digits] | None:
+    """For every variable that some expression divides (`v // c`, `v % c`), its digits, slowest
+    first; None where the divisors do not nest."""
+    cuts: dict[Expr, list[Expr]] = {}
+    for expression in expressions:
+        for node in E.walk(expression):
+            if node.op in ("floordiv", "mod") and node.args[0].op == "var":
+                found = cuts.setdefault(node.args[0], [])
+                if node.args[1] not in found:
+                    found.append(node.args[1])
+    digits: dict[Expr, Digits] = {}
+    for variable in variables:
+        if variable not in cuts:
+            continue
+        bounds = _nested([*cuts[variable], variable.args[0]])
+        if bounds is None:
+            return None
+        parts: list[Expr] = []
+        below: Expr = E.ONE
+        for place, bound in enumerate(bounds):
+            extent = M.floordiv(bound, below)
+            if M.mul(extent, below) is not bound:
+                return None
+            parts.append(E.var(f"{variable.value}.{place}", extent))
+            below = bound
+        digits[variable] = tuple(p for p in reversed(parts) if not E.is_const(p.args[0], 1))
+    return digits
+
+
+def _nested(bounds: list[Expr]) -> list[Expr] | None:
+    ordered: list[Expr] = []
+    for bound in dict.fromkeys(bounds):
+        place = 0
+        while place < len(ordered) and _divides(ordered[place], bound):
+            place += 1
+        ordered.insert(place, bound)
+    if any(not _divides(a, b) for a, b in itertools.pairwise(ordered)):
+        return None
+    return ordered
+
+
+def _divides(a: Expr, b: Expr) -> bool:
+    divisor = ranges.polynomial(a)
+    return len(divisor) == 1 and not ranges.split_multiples(ranges.polynomial(b), divisor)[1]
+
+
+def joined(digits: Digits) -> Expr:
+    """The number that digits spell, slowest first."""
+    value: Expr = E.ZERO
+    for digit in digits:
+        value = M.add(M.mul(value, digit.args[0]), digit)
+    return value
+
+
+def extent(digits: Digits) -> Expr:
+    return M.mul(*(d.args[0] for d in digits))

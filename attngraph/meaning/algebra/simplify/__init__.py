@@ -1,0 +1,69 @@
+"""Algebra on expressions: constructors that return a canonical form.
+
+Element rules build meanings only through these functions, so two spellings of one thing tend to
+arrive at the same object, and the recogniser compares with `is`. What is known here: linear
+combinations, floor division and remainder of index expressions with ranges (`meaning/algebra/ranges.py`),
+comparisons, boolean algebra, selections (`where`), and exponentials with logarithms.
+
+Every rule is an identity over the real numbers with -inf as the logarithm of zero. Canonical
+operations: `add` and `mul` are n-ary, subtraction and division are spelled with a factor -1 and
+`recip`, integer comparisons are `le`/`eq` with positive terms on both sides.
+
+The files of this package are one algebra: each calls the others through the package.
+"""
+
+from attngraph.meaning.algebra.simplify.arithmetic import (
+    add,
+    coefficient,
+    div,
+    from_polynomial,
+    kind_of,
+    mul,
+    neg,
+    number,
+    recip,
+    scale,
+    sub,
+)
+from attngraph.meaning.algebra.simplify.division import floordiv, mod
+from attngraph.meaning.algebra.simplify.functions import absolute, exp, function, log, narrow, power
+from attngraph.meaning.algebra.simplify.logic import and_, eq, le, lt, ne, not_, or_, where
+from attngraph.meaning.algebra.simplify.rebuild import canonical_binders, construct, raw, substitute
+from attngraph.meaning.algebra.simplify.sums import FEW, pieces, total
+
+__all__ = [
+    "FEW",
+    "absolute",
+    "add",
+    "and_",
+    "canonical_binders",
+    "coefficient",
+    "construct",
+    "div",
+    "eq",
+    "exp",
+    "floordiv",
+    "from_polynomial",
+    "function",
+    "kind_of",
+    "le",
+    "log",
+    "lt",
+    "mod",
+    "mul",
+    "narrow",
+    "ne",
+    "neg",
+    "not_",
+    "number",
+    "or_",
+    "pieces",
+    "power",
+    "raw",
+    "recip",
+    "scale",
+    "sub",
+    "substitute",
+    "total",
+    "where",
+]

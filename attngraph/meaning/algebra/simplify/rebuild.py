@@ -1,0 +1,89 @@
+"""Rebuilding expressions through the canonical constructors: substitution, names of bound variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+
+_CONSTRUCTORS = {
+    op: op for op in ("add", "mul", "recip", "floordiv", "mod", "le", "lt", "eq", "where", "exp", "log")
+}
+_CONSTRUCTORS |= {
+    "not": "not_",
+    "and": "and_",
+    "or": "or_",
+    "pow": "power",
+    "abs": "absolute",
+    "sum": "total",
+}
+"""The constructor of each operation that has an algebra, by its name in this package."""
+
+
+def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """`node` with new arguments, in canonical form."""
+    if args == node.args:
+        return node
+    if node.op == "read":
+        return E.read(node.value, args, node.kind)
+    if node.op == "raw":
+        return raw(node.value, *args)
+    if node.op in _CONSTRUCTORS:
+        found: Expr = getattr(M, _CONSTRUCTORS[node.op])(*args)
+        return found
+    if node.op == "random" or node.op in E.BINDERS:
+        return E.make(node.op, args, node.value, node.kind)
+    return M.function(node.op, *args) if args else node
+
+
+def raw(name: str, *args: Expr) -> Expr:
+    """An operation that is to be done as it stands: no algebra looks into it."""
+    return E.make("raw", args, name, "float")
+
+
+def canonical_binders(node: Expr) -> Expr:
+    """`node` with its bound variables renamed by depth, so that two expressions that differ only
+    in the names of bound variables become the same object."""
+    done: dict[tuple[Expr, int, frozenset[tuple[Expr, Expr]]], Expr] = {}
+
+    def rename(current: Expr, depth: int, names: Mapping[Expr, Expr]) -> Expr:
+        if current.op == "var":
+            return names.get(current, current)
+        if not current.args:
+            return current
+        key = (current, depth, frozenset((v, names[v]) for v in current.free if v in names))
+        if key not in done:
+            if current.op in E.BINDERS:
+                variable, body = current.args
+                bound = E.var(f"_{depth}", variable.args[0])
+                args = (bound, rename(body, depth + 1, {**names, variable: bound}))
+                done[key] = E.make(current.op, args, None, current.kind)
+            else:
+                done[key] = _renamed(current, tuple(rename(a, depth, names) for a in current.args))
+        return done[key]
+
+    return rename(node, 0, {})
+
+
+def _renamed(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """`node` with arguments that differ in names alone. Factors that did not cancel before do not now, and
+    to look again would cost twice as much for every sum within a sum."""
+    if node.op != "mul" or node.kind == "int" or args == node.args:
+        return construct(node, args)
+    first = args[:1] if E.is_const(args[0]) else ()
+    rest = sorted(args[len(first) :], key=lambda t: t.serial)
+    return E.make("mul", (*first, *rest), None, node.kind)
+
+
+def substitute(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
+    """`node` with each key replaced by its value, in canonical form. A variable's own extent is
+    left alone."""
+
+    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        if current in mapping:
+            return mapping[current]
+        return current if current.op == "var" else construct(current, args)
+
+    return E.rebuild(node, replace)

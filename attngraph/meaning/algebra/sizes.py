@@ -1,0 +1,119 @@
+"""Sizes as expressions: what sympy, and so a graph, says of a size, in the language of the IR, and back.
+
+Sizes are whole numbers. A formula that need not be one, or that has no counterpart here, is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.rules import Unliftable
+
+
+def size_expression(value: Any) -> Expr:
+    """A size (int, SymInt or sympy expression) as an expression over named sizes."""
+    if isinstance(value, (bool, int, float)):
+        return E.const(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        value = value.node.expr
+    return from_sympy(value)
+
+
+def from_sympy(value: Any) -> Expr:
+    if value.is_Symbol:
+        return E.size(str(value))
+    if value.is_Integer:
+        return E.const(int(value))
+    if value.is_Number:
+        return E.const(float(value))
+    name = type(value).__name__
+    if name in ("CeilToInt", "FloorToInt", "TruncToInt", "RoundToInt"):
+        whole = _without_floats(value.args[0])
+        if whole is None:
+            raise Unliftable(f"a size of the form {value}")
+        return from_sympy(whole)
+    args = [from_sympy(a) for a in value.args]
+    if isinstance(value, sympy.Add):
+        return M.add(*args)
+    if isinstance(value, sympy.Mul):
+        return M.mul(*args)
+    if isinstance(value, sympy.Pow) or name in ("PowByNatural", "FloatPow"):
+        if args[1].op == "const" and isinstance(args[1].value, int) and 0 < args[1].value < 8:
+            return M.mul(*[args[0]] * args[1].value)
+        return M.power(*args)
+    if name in ("Max", "Min"):
+        return functools.reduce(lambda a, b: M.function(name.lower(), a, b), args)
+    if name in ("FloorDiv", "CleanDiv"):
+        return M.floordiv(*args)
+    if name in ("Mod", "PythonMod"):
+        return M.mod(*args)
+    if name in ("IntTrueDiv", "FloatTrueDiv"):
+        return M.div(*args)
+    if name == "ToFloat":
+        return args[0]
+    if name == "OpaqueUnaryFn_sqrt":
+        return M.function("sqrt", args[0])
+    raise Unliftable(f"a size of the form {value}")
+
+
+def _without_floats(value: Any) -> Any:
+    """A formula of sizes that is written with floating numbers, such as the length of a range of them, in
+    integers; None where it need not be a whole number."""
+    name = type(value).__name__
+    if value.is_Number:
+        return sympy.Integer(int(value)) if float(value).is_integer() else None
+    if value.is_Symbol or name == "ToFloat":
+        return value.args[0] if value.args else value
+    args = [_without_floats(a) for a in value.args]
+    if None in args:
+        return None
+    if name == "FloatTrueDiv":
+        return args[0] * args[1] if args[1] in (1, -1) else None
+    return value.func(*args) if isinstance(value, (sympy.Add, sympy.Mul)) else None
+
+
+def to_sympy(node: Expr) -> Any:
+    """A size expression as a sympy formula over symbols of the same names."""
+    if node.op == "const":
+        return sympy.sympify(node.value)
+    if node.op == "size":
+        return sympy.Symbol(node.value, integer=True)
+    args = [to_sympy(a) for a in node.args]
+    functions: dict[str, Callable[..., Any]] = {
+        "add": sympy.Add, "mul": sympy.Mul, "mod": sympy.Mod, "floordiv": lambda a, b: sympy.floor(a / b),
+        "min": sympy.Min, "max": sympy.Max,
+    }  # fmt: skip
+    if node.op not in functions:
+        raise Unliftable(f"a size of the form {node!r}")
+    return functions[node.op](*args)
+
+
+def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> Any:
+    """The number that a size expression stands for.
+
+    Raises:
+        Unliftable: the expression is not one over sizes.
+    """
+    match node.op:
+        case "const":
+            return node.value
+        case "size":
+            return sizes[node.value]
+    functions: dict[str, Callable[..., Any]] = {
+        "add": lambda *a: sum(a), "mul": lambda *a: math.prod(a), "floordiv": operator.floordiv,
+        "mod": operator.mod, "recip": lambda a: 1 / a, "sqrt": math.sqrt, "pow": operator.pow,
+        "min": min, "max": max,
+    }  # fmt: skip
+    if node.op not in functions:
+        raise Unliftable(f"a size of the form {node!r}")
+    return functions[node.op](*(evaluate_size(a, sizes) for a in node.args))

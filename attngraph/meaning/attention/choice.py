@@ -1,0 +1,74 @@
+"""Softmaxes that stand beside a choice of the largest few: routers of experts, samplers, matchings.
+
+They weigh what data choose, not keys, so none is attention; `describe_choice` finds the words that say so.
+Asked only about softmaxes that were not fused. It never decides what is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from attngraph.ir.graph.source import source_of
+from attngraph.meaning.element import Meaning, is_part
+from attngraph.meaning.rules import Category
+
+_CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
+_FARTHEST = 12
+"""How many ops may lie between the softmax and the choice; one farther off says nothing about it."""
+
+
+def describe_choice(meaning: Meaning, softmax: fx.Node) -> str | None:
+    """Why a softmax whose scores or weights are chosen among is no attention; None without a choice."""
+
+    def next_users(node: fx.Node) -> Iterable[fx.Node]:
+        return [user for user in node.users if _passes(meaning, user)]
+
+    def next_sources(node: fx.Node) -> Iterable[fx.Node]:
+        return node.all_input_nodes[:1] if _passes(meaning, node) else ()
+
+    after = _nearest([softmax], next_users, lambda n: any(map(_chooses, n.users)))
+    if after is not None:
+        choice = next(u for u in after.users if _chooses(u))
+        return (
+            f"the largest few of its weights are picked ({source_of(choice)}), as a router of experts does: "
+            "no values are summed with all of them, which is no attention and is left as it is"
+        )
+    before = _nearest(softmax.all_input_nodes[:1], next_sources, _is_choice_part)
+    if before is not None:
+        return (
+            f"its scores are the largest few of more ({source_of(before)}), as in a router of experts: what "
+            "they weigh is chosen by data, which is no attention over keys and is left as it is"
+        )
+    return None
+
+
+def _passes(meaning: Meaning, node: fx.Node) -> bool:
+    return node.op == "call_function" and meaning.category(node) in (Category.MOVEMENT, Category.POINTWISE)
+
+
+def _chooses(node: fx.Node) -> bool:
+    name = str(node.target).split(".")
+    return node.op == "call_function" and name[0] == "aten" and name[1] in _CHOICES
+
+
+def _is_choice_part(node: fx.Node) -> bool:
+    """Whether it is the values that a choice returns, not the places."""
+    return is_part(node) and bool(node.args[1] == 0) and _chooses(node.all_input_nodes[0])
+
+
+def _nearest(
+    starts: Iterable[fx.Node],
+    further: Callable[[fx.Node], Iterable[fx.Node]],
+    found: Callable[[fx.Node], bool],
+) -> fx.Node | None:
+    """The first node, going further from the starts, for which something is found."""
+    front, seen = list(starts), set(starts)
+    for _ in range(_FARTHEST):
+        for node in front:
+            if found(node):
+                return node
+        front = [n for node in front for n in further(node) if n not in seen]
+        seen.update(front)
+    return None

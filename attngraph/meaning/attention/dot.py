@@ -1,0 +1,327 @@
+"""The contraction inside a score: which product of a q-side and a k-side tensor is *the dot*.
+
+A score may contain several contractions (relative keys, positional projections). The dot is the
+one that sums a product of two tensors of which exactly one depends on the key. Any other becomes a
+read of the tensor that the model computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import LONGEST
+from attngraph.ir.language.score import DOT
+from attngraph.ir.ops import kernels
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.element import MOST_WORDS, Meaning, has_data, is_exact
+from attngraph.meaning.rules import Category, TooLong, Unliftable
+
+_COSTLY = (
+    ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
+    ["rsqrt"], ["erf"], ["div"], ["reciprocal"],
+)  # fmt: skip
+_LOOK_THROUGH = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """sum over `inner` of q * k. Each side is the chain of tensors from the one that was multiplied
+    down through views and scalings: (read, factor), outermost first. `node` computes the dot, if a
+    node of its own does."""
+
+    inner: tuple[Expr, ...]
+    q: tuple[tuple[Expr, float], ...]
+    k: tuple[tuple[Expr, float], ...]
+    node: fx.Node | None = None
+
+
+def look_into(
+    meaning: Meaning, node: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr], dtype: torch.dtype
+) -> Expr:
+    """Scores or weights in terms of contractions and data, looking through everything elementwise.
+
+    A function of data that does not vary over query and key together (slopes, gates, decays) is left
+    as the vector that the model computed: reading that is cheaper than computing it for every pair, unless
+    it is one of two numbers.
+    `of_value` are the variables of the values, so that the others can be told for queries. What the
+    model rounds to fewer digits than `dtype` has, it rounds: that is left as well, and so are masks and
+    biases whose formula is longer than anybody would want to read.
+    """
+
+    def through(read: Expr) -> bool:
+        tensor: fx.Node = read.value
+        if meaning.category(tensor) not in _LOOK_THROUGH:
+            return False
+        own: torch.dtype = tensor.meta["val"].dtype
+        if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
+            return _is_known(meaning, read, _is_whole)
+        coarser = own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps
+        if coarser and (dtype == torch.float64 or not meaning.contracts(tensor)):
+            return _is_known(meaning, read, lambda formula: is_exact(formula, own))
+        if not meaning.contracts(tensor) and not _is_known(meaning, read, lambda f: not _is_long(f)):
+            return False
+        if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
+            return True
+        pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
+        if pairs or meaning.index_expression(tensor, read.args) is not None:
+            return True
+        return _is_known(meaning, read, _is_choice)
+
+    return meaning.lift(node, through, into_sums=False)
+
+
+def _is_known(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
+    """Whether an element's formula passes a test; one that is too long to be written out does not."""
+    try:
+        return test(meaning.elementwise(read, MOST_WORDS))
+    except TooLong:
+        return False
+
+
+def _is_choice(node: Expr) -> bool:
+    """Whether it is one of two numbers, which costs nothing to compute: the logarithm of a mask, say."""
+    return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
+
+
+def _is_scaling(node: fx.Node) -> bool:
+    """Whether a division is by a number."""
+    return str(node.target).startswith("aten.div.") and not isinstance(node.args[1], fx.Node)
+
+
+def _rounds(node: fx.Node) -> torch.dtype | None:
+    """The floating dtype of what a node rounds to integers, if it does that."""
+    name = str(node.target).split(".")[1:2]
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    dtype: torch.dtype = source.meta["val"].dtype
+    own: torch.dtype = node.meta["val"].dtype
+    converts = dtype.is_floating_point and not own.is_floating_point and own != torch.bool
+    return dtype if (converts and node.op == "call_function") or name in _ROUNDING else None
+
+
+def _is_whole(node: Expr) -> bool:
+    """Whether it is seen to be a whole number (a selection of such), so that rounding changes nothing."""
+    if node.op == "where":
+        return all(_is_whole(a) for a in node.args[1:])
+    return node.op == "const" and node.kind == "int"
+
+
+_ROUNDING = (["floor"], ["ceil"], ["trunc"], ["round"])
+LONGEST_FORMULA = 200
+
+
+def _is_long(node: Expr) -> bool:
+    """Whether nobody would want to read it, or a program could not hold it, with its brackets and commas."""
+    many = sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
+    return many or node.words > LONGEST // 3
+
+
+def one_name(score: Expr) -> Expr:
+    """The score with one name for an element that has two: where h is 0 and m[h, q, k] stands elsewhere,
+    m[0, q, k] is that (a head, or a query, that was treated apart)."""
+    reads = [n for n in E.walk(score) if n.op == "read" and n.free]
+
+    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        if current.op == "where" and args[0].op == "eq":
+            for place, number in (args[0].args, args[0].args[::-1]):
+                if place.op == "var" and number.op == "const":
+                    here = {M.substitute(r, {place: number}): r for r in reads if place in r.free}
+                    args = (args[0], M.substitute(args[1], here), args[2])
+        return current if current.op == "var" else M.construct(current, args)
+
+    return E.rebuild(score, replace)
+
+
+def find_dot(
+    meaning: Meaning, score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]
+) -> tuple[Dot, Expr] | None:
+    """The dot of a lifted score, and the score with `dot` in its place; None where there is none.
+
+    Outer contractions come before those nested in their operands (a projection of the keys is a
+    contraction too), and one whose query side varies over more than the values do comes first.
+    """
+    found: list[tuple[Dot, Expr]] = []
+    for node in _outermost_first(score):
+        if node.free.isdisjoint(keys):
+            continue
+        if node.op == "sum":
+            dot = _as_dot(meaning, node, keys)
+            if dot is not None:
+                found.append((dot, M.substitute(score, {node: DOT})))
+        elif node.op == "read" and isinstance(node.value, fx.Node):
+            opened = _open(meaning, node)
+            for part in _outermost_first(opened) if opened is not None else ():
+                dot = _as_dot(meaning, part, keys) if part.op == "sum" else None
+                if dot is not None and opened is not None:
+                    inside = M.substitute(opened, {part: DOT})
+                    dot = dataclasses.replace(dot, node=node.value)
+                    found.append((dot, M.substitute(score, {node: inside})))
+                    break
+    # What stands inside another sum is a part of its terms.
+    found = [f for f in found if f[0].q[0][0].free | f[0].k[0][0].free <= score.free | set(f[0].inner)]
+    varied = [f for f in found if f[0].q[0][0].free - of_value - set(f[0].inner)]
+    return next(iter(varied or found), None)
+
+
+NO_DOT = "the scores are no product of a query side and a key side over a shared dimension"
+
+
+def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: torch.dtype) -> str:
+    """What stands between the scores and a contraction that they are computed from, if something does."""
+    for read in (n for n in _outermost_first(score) if n.op == "read" and isinstance(n.value, fx.Node)):
+        node: fx.Node = read.value
+        if read.free.isdisjoint(keys) or node.op != "call_function" or not _holds_contraction(meaning, node):
+            continue
+        try:
+            meaning.element(node, read.args)
+        except Unliftable as problem:
+            return f"{NO_DOT}: {problem}"
+        own: torch.dtype = node.meta["val"].dtype
+        if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps:
+            rounded, whole = (str(d).removeprefix("torch.") for d in (own, dtype))
+            return f"its scores are rounded to {rounded} inside a {whole} computation"
+    return NO_DOT
+
+
+def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
+    """Whether a contraction stands somewhere above a node."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in seen:
+            seen.add(current)
+            if meaning.category(current) is Category.CONTRACTION:
+                return True
+            stack += current.all_input_nodes
+    return False
+
+
+def dot_of_width_one(
+    score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr], dtype: torch.dtype
+) -> tuple[Dot, Expr] | None:
+    """The two sides of scores that no contraction makes: one number of a query and one of a key. Where they
+    are multiplied that is the dot; where they are not (added, say, under a function) the score reads them."""
+
+    def is_side(node: Expr) -> bool:
+        return node.op == "read" and isinstance(node.value, fx.Node) and node.value.meta["val"].dtype == dtype
+
+    for product in (n for n in E.walk(score) if n.op == "mul"):
+        q = [f for f in product.args if is_side(f) and f.free.isdisjoint(keys) and f.free - of_value]
+        k = [f for f in product.args if is_side(f) and not f.free.isdisjoint(keys)]
+        if len(q) == 1 and len(k) == 1:
+            rest = (f for f in product.args if f not in (q[0], k[0]))
+            return _sides_alone(q[0], k[0]), M.substitute(score, {product: M.mul(DOT, *rest)})
+    sides = [n for n in E.walk(score) if is_side(n)]
+    query = next((n for n in sides if n.free.isdisjoint(keys) and n.free - of_value), None)
+    key = next((n for n in sides if not n.free.isdisjoint(keys) and not n.free - of_value - set(keys)), None)
+    return None if query is None or key is None else (_sides_alone(query, key), score)
+
+
+def _sides_alone(q: Expr, k: Expr) -> Dot:
+    return Dot((), ((q, 1.0),), ((k, 1.0),))
+
+
+def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, float, Expr]]:
+    """Contractions that are added to the dot in the score, each with its factor relative to the dot's and
+    with the score without it: a.b + c.d is one dot of joined vectors."""
+    found: list[tuple[Dot, float, Expr]] = []
+    for total in (n for n in E.walk(score) if n.op == "add"):
+        terms = [M.coefficient(t) for t in total.args]
+        own = [times for times, rest in terms if rest is DOT]
+        for term, (times, rest) in zip(total.args, terms, strict=True):
+            if len(own) != 1 or rest is DOT or rest.op not in ("sum", "read") or rest.free.isdisjoint(keys):
+                continue
+            opened = _open(meaning, rest) if rest.op == "read" and isinstance(rest.value, fx.Node) else rest
+            more, inside = M.coefficient(opened) if opened is not None else (1.0, rest)
+            dot = _as_dot(meaning, inside, keys) if inside.op == "sum" else None
+            if dot is None:
+                continue
+            node = rest.value if rest.op == "read" else None
+            without = M.add(*(t for t in total.args if t is not term))
+            left = M.substitute(score, {total: without})
+            found.append((dataclasses.replace(dot, node=node), times * more / own[0], left))
+    return found
+
+
+def _outermost_first(node: Expr) -> list[Expr]:
+    """Every distinct node, breadth first from the top."""
+    order: dict[Expr, None] = {node: None}
+    queue = [node]
+    for current in queue:
+        for arg in current.args:
+            if arg not in order:
+                order[arg] = None
+                queue.append(arg)
+    return list(order)
+
+
+def _open(meaning: Meaning, node: Expr) -> Expr | None:
+    category = meaning.category(node.value)
+    if category not in (Category.CONTRACTION, Category.REDUCTION):
+        return None
+    try:
+        return meaning.element(node.value, node.args)
+    except Unliftable:
+        return None
+
+
+def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
+    """`node` as a sum of products of a side with the keys and a side without."""
+    inner: list[Expr] = []
+    body = node
+    while body.op == "sum":
+        inner.append(body.args[0])
+        body = body.args[1]
+    if body.op == "read" and isinstance(body.value, fx.Node):
+        if meaning.category(body.value) is not Category.POINTWISE:
+            return None
+        try:
+            body = meaning.element(body.value, body.args)
+        except Unliftable:
+            return None
+    if body.op != "mul" or len(body.args) != 2 or any(f.op != "read" for f in body.args):
+        return None
+    sides = sorted(body.args, key=lambda f: not f.free.isdisjoint(keys))
+    q, k = sides
+    if not q.free.isdisjoint(keys) or k.free.isdisjoint(keys):
+        return None
+    if any(i not in q.free or i not in k.free for i in inner):
+        return None
+    return Dot(tuple(inner), chain(meaning, q), chain(meaning, k))
+
+
+def chain(meaning: Meaning, node: Expr) -> tuple[tuple[Expr, float], ...]:
+    """A read, then what it is a view or a multiple of, and so on: (read, factor) each, where the
+    first read equals factor times this one."""
+    found: list[tuple[Expr, float]] = [(node, 1.0)]
+    factor = 1.0
+    while True:
+        current = found[-1][0]
+        tensor = current.value
+        if not isinstance(tensor, fx.Node) or meaning.category(tensor) not in (
+            Category.MOVEMENT,
+            Category.POINTWISE,
+        ):
+            return tuple(found)
+        try:
+            times, below = M.coefficient(meaning.element(tensor, current.args))
+        except Unliftable:
+            return tuple(found)
+        same_dtype = (
+            below.op == "read"
+            and isinstance(below.value, fx.Node)
+            and below.value.meta["val"].dtype == tensor.meta["val"].dtype
+        )
+        if not same_dtype or any(has_data(i) for i in below.args):
+            return tuple(found)
+        factor *= times
+        found.append((below, factor))

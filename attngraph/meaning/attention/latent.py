@@ -1,0 +1,320 @@
+"""Are the keys and values of an attention made from one narrow vector per token?
+
+Asked of a fused attention: what does one element of its keys (values) equal? Views, joins and slices are
+looked through until stretches of the width are left, each of which is either
+
+    direct     some tensor's elements that are the same for all heads (a shared rotary key), or
+    projected  for each head another linear image of a tensor that is the same for all heads: the latent
+
+Names of modules and ops play no part. A norm may stand before the latent, for what a token's latent is does
+not matter; anything between the projection and the attention that is not linear, or that follows the
+token's place (rotary positions), is in the way, and is named. What is returned is a claim; the pass that
+uses it checks it in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+
+from torch import fx
+
+from attngraph.ir.graph.program_graph import op_name
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.digits import joined, split_digits
+from attngraph.meaning.attention import layout
+from attngraph.meaning.attention.claim import View, merge_digits
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Unliftable
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Some neighbouring places of the width of a key or a value.
+
+    `source` is what is shared by all heads, as `[B, 1, S, n]`, and `of` tells equal ones. `up` projects it
+    for every head, `[G, width, n]`, and `bias` `[1, G, 1, width]` is added (None: nothing is done to it).
+    """
+
+    start: int
+    width: int
+    source: View
+    of: object
+    up: View | None = None
+    bias: View | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """A claim: keys are these stretches side by side, values that one. `width` values of a token are enough
+    to make both."""
+
+    keys: tuple[Stretch, ...]
+    values: Stretch
+    width: int
+
+    @property
+    def projected(self) -> Stretch | None:
+        """The stretch of the keys that is projected up, if there is one."""
+        return next((s for s in self.keys if s.up is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Obstacle:
+    """Why keys or values are not taken for images of a latent. `is_near`: a latent is there, and something
+    is in the way."""
+
+    reason: str
+    is_near: bool = False
+
+
+class _Stop(Exception):
+    def __init__(self, reason: str, is_near: bool = False) -> None:
+        super().__init__(reason)
+        self.obstacle = Obstacle(reason, is_near)
+
+
+class Latents:
+    """The question for the attentions of one graph."""
+
+    def __init__(self, meaning: Meaning) -> None:
+        self.meaning = meaning
+
+    def examine(self, k: fx.Node, v: fx.Node) -> Latent | Obstacle:
+        """What keys `[B, G, S, D]` and values `[B, G, S, V]` are made from."""
+        try:
+            found = _Operand(self.meaning, v, "values").stretches()
+            keys = _Operand(self.meaning, k, "keys", {s.source.base for s in found}).stretches()
+        except _Stop as stop:
+            return stop.obstacle
+        except Unliftable as problem:
+            return Obstacle(str(problem))
+        if len(found) != 1:
+            return Obstacle("its values are made from several tensors")
+        (values,) = found
+        if sum(s.up is not None for s in keys) > 1:
+            return Obstacle("its keys are projected up from more than one latent", is_near=True)
+        sources = {s.of: _width(s) for s in (*keys, values)}
+        return Latent(tuple(keys), values, sum(sources.values()))
+
+    def projection(self, node: fx.Node, what: str) -> Stretch | Obstacle:
+        """What all of `[B, H, S, n]` is projected from, if it is one projection for each head."""
+        try:
+            found = _Operand(self.meaning, node, what).stretches()
+        except _Stop as stop:
+            return stop.obstacle
+        except Unliftable as problem:
+            return Obstacle(str(problem))
+        if len(found) != 1 or found[0].up is None:
+            return Obstacle(f"its {what} are no projection of one tensor")
+        return found[0]
+
+
+def _width(stretch: Stretch) -> int:
+    """How many values of a token a stretch is made from."""
+    return stretch.width if stretch.up is None else int(stretch.of[-1])  # type: ignore[index]
+
+
+class _Operand:
+    """Keys or values of one attention. What is the same for all heads is followed through views as far as
+    to tensors of `wanted`."""
+
+    def __init__(
+        self, meaning: Meaning, node: fx.Node, what: str, wanted: Iterable[fx.Node] | None = None
+    ) -> None:
+        self.meaning, self.node, self.what = meaning, node, what
+        self.wanted = None if wanted is None else frozenset(wanted)
+        shape = meaning.shape(node)
+        self.batch, self.head, self.token = (E.var(n, s) for n, s in zip("bht", shape[:3], strict=True))
+        self.heads = shape[1]
+        if shape[3].op != "const":
+            raise _Stop(f"the width of its {what} is not a number")
+        self.width = int(shape[3].value)
+
+    def stretches(self) -> list[Stretch]:
+        place = E.var("d", E.const(self.width))
+        read = self.meaning.read(self.node, (self.batch, self.head, self.token, place))
+        return self._cut(read, place, 0)
+
+    def _cut(self, read: Expr, place: Expr, start: int) -> list[Stretch]:
+        """What the elements that `read` reads, over all values of `place`, are: the deepest tensors that
+        they are views of."""
+        problem: _Stop | None = None
+        if self.meaning.category(read.value) is Category.MOVEMENT and self._leads_on(read):
+            try:
+                found: list[Stretch] = []
+                for piece, inner, offset in _pieces(self.meaning.element(read.value, read.args), place):
+                    found += self._cut(piece, inner, start + offset)
+                return found
+            except Unliftable:
+                pass
+            except _Stop as stop:
+                problem = stop
+        if self.head not in read.free:
+            return [self._direct(read, place, start)]
+        if problem is not None:
+            raise problem
+        return [self._projected(read, place, start)]
+
+    def _leads_on(self, read: Expr) -> bool:
+        """Whether to look through a view: at what differs by head always."""
+        if self.head in read.free or self.wanted is None:
+            return True
+        stack, seen = [read.value], set()
+        while stack:
+            node = stack.pop()
+            if node in self.wanted:
+                return node is not read.value
+            if node not in seen and self.meaning.category(node) is Category.MOVEMENT:
+                seen.add(node)
+                stack += node.all_input_nodes
+        return False
+
+    def _direct(self, read: Expr, place: Expr, start: int) -> Stretch:
+        view = self._view(read, ((self.batch,), (), (self.token,), (place,)))
+        width = int(place.args[0].value)
+        return Stretch(start, width, view, (read.value, self._key(read, place), width))
+
+    def _projected(self, read: Expr, place: Expr, start: int) -> Stretch:
+        """A stretch that differs by head: a contraction of a shared tensor and weights of each head.
+
+        Raises:
+            _Stop: it is something else.
+        """
+        node: fx.Node = read.value
+        if self.meaning.category(node) is not Category.CONTRACTION:
+            raise self._in_the_way(node)
+        total, bias = self._terms(self.meaning.element(node, read.args), node)
+        factor, total = M.coefficient(total)
+        inner, body = total.args[0], total.args[1]
+        if body.op != "mul" or len(body.args) != 2 or any(f.op != "read" for f in body.args):
+            raise self._no_image(node)
+        of_token = {self.batch, self.token}
+        sources = [f for f in body.args if f.free & of_token]
+        if len(sources) != 1 or self.head in sources[0].free or place in sources[0].free:
+            raise self._no_image(node)
+        source, weight = sources[0], next(f for f in body.args if f is not sources[0])
+        if weight.free & of_token or inner not in weight.free or inner not in source.free:
+            raise self._no_image(node)
+        if inner.args[0].op != "const":
+            raise _Stop(f"the width of the latent of its {self.what} is not a number")
+        up = self._view(weight, ((self.head,), (place,), (inner,)))
+        added = None if bias is None else self._view(bias, ((), (self.head,), (), (place,)))
+        latent = self._deepest(source, inner)
+        of = (latent[0].value, self._key(latent[0], inner), int(inner.args[0].value))
+        return Stretch(
+            start, int(place.args[0].value), latent[1], of, dataclasses.replace(up, factor=factor), added
+        )
+
+    def _terms(self, element: Expr, node: fx.Node) -> tuple[Expr, Expr | None]:
+        """The sum and the bias of a projection."""
+        terms = element.args if element.op == "add" else (element,)
+        sums = [t for t in terms if M.coefficient(t)[1].op == "sum"]
+        rest = [t for t in terms if t not in sums]
+        plain = all(t.op == "read" and not t.free & {self.batch, self.token} for t in rest)
+        if len(sums) != 1 or len(rest) > 1 or not plain:
+            raise self._no_image(node)
+        return sums[0], rest[0] if rest else None
+
+    def _deepest(self, read: Expr, inner: Expr) -> tuple[Expr, View]:
+        """The tensor that a latent is a view of, so that keys' and values' are seen to be one."""
+        roles = ((self.batch,), (), (self.token,), (inner,))
+        found = read, self._view(read, roles)
+        while self.meaning.category(read.value) is Category.MOVEMENT:
+            try:
+                below = self.meaning.element(read.value, read.args)
+                if below.op != "read":
+                    break
+                found = below, self._view(below, roles)
+            except (Unliftable, _Stop):
+                break
+            read = below
+        return found
+
+    def _view(self, read: Expr, roles: layout.Roles) -> View:
+        digits = split_digits([v for role in roles for v in role], read.args) or {}
+        index = tuple(M.substitute(i, {v: joined(found) for v, found in digits.items()}) for i in read.args)
+        cut = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
+        wanted, index = merge_digits(cut, index)
+        try:
+            steps = layout.solve(self.meaning.shape(read.value), index, wanted, wanted)
+        except layout.NoView as problem:
+            raise _Stop(f"what its {self.what} are made from is no view of a tensor") from problem
+        return View(read.value, tuple(steps))
+
+    def _key(self, read: Expr, place: Expr) -> tuple[Expr, ...]:
+        """What is equal for equal elements, whatever the variable along the width is called."""
+        return tuple(M.substitute(i, {place: E.var("n", place.args[0])}) for i in read.args)
+
+    def _in_the_way(self, node: fx.Node) -> _Stop:
+        """What is done to keys after they were projected up."""
+        where = f"{op_name(node)} at {source_of(node) or 'an unknown line'}"
+        if not self.meaning.contracts(node):
+            return _Stop(f"its {self.what} differ by head and come from {where}")
+        lifted = self.meaning.elementwise(self.meaning.read(node, tuple(
+            E.var(f"e{n}", s) for n, s in enumerate(self.meaning.shape(node)))))  # fmt: skip
+        turned = any(n.op in ("sin", "cos") for n in E.walk(lifted))
+        by = ", by an angle that follows the token's place (rotary positions)" if turned else ""
+        contractions = [n for n in E.walk(lifted) if n.op == "read" and self._is_projection(n.value)]
+        if len(contractions) > 1 and not turned and "add" in str(node.target):
+            by = " (a sum of several products, as of a weight and its adapter)"
+        near = any(self._rank(n) < self._whole_width() for n in contractions)
+        return _Stop(f"its {self.what} are changed after they are projected up, by {where}{by}", near)
+
+    def _is_projection(self, node: fx.Node) -> bool:
+        return self.meaning.category(node) is Category.CONTRACTION
+
+    def _rank(self, read: Expr) -> float:
+        """How wide the tensor is that is projected; infinite where that is not known."""
+        sums = [n for n in E.walk(self.meaning.element(read.value, read.args)) if n.op == "sum"]
+        extents = [n.args[0].args[0] for n in sums]
+        return min((float(e.value) for e in extents if e.op == "const"), default=math.inf)
+
+    def _whole_width(self) -> float:
+        return self.width * float(self.heads.value) if self.heads.op == "const" else 0.0
+
+    def _no_image(self, node: fx.Node) -> _Stop:
+        return _Stop(
+            f"{op_name(node)} at {source_of(node)} is no projection of a tensor that all heads share"
+        )
+
+
+def _pieces(element: Expr, place: Expr) -> list[tuple[Expr, Expr, int]]:
+    """An element that is another read in different stretches of `place`, as (read, its own variable for the
+    stretch, where the stretch starts).
+
+    Raises:
+        Unliftable: it is no such thing.
+    """
+    extent = int(place.args[0].value)
+    if element.op == "read":
+        return [(element, place, 0)]
+    cuts = sorted({0, extent, *(c for c in _cuts(element, place) if 0 < c < extent)})
+    found: list[tuple[Expr, Expr, int]] = []
+    for start, end in itertools.pairwise(cuts):
+        inner = E.var(place.value, E.const(end - start))
+        moved = M.substitute(element, {place: M.add(E.const(start), inner)})
+        if moved.op != "read":
+            raise Unliftable("elements that are not read in stretches")
+        found.append((moved, inner, start))
+    return found
+
+
+def _cuts(element: Expr, place: Expr) -> list[int]:
+    """Where along `place` a condition of the element may change."""
+    found: list[int] = []
+    for node in E.walk(element):
+        if node.op not in ("le", "lt", "eq") or place not in node.free:
+            continue
+        line = ranges.subtract(ranges.polynomial(node.args[0]), ranges.polynomial(node.args[1]))
+        slope, rest = line.get((place,), 0), line.get((), 0)
+        if set(line) <= {(place,), ()} and slope in (1, -1):
+            root = int(-rest * slope)
+            found += [root, root + 1] if node.op == "eq" else [root + ((node.op == "le") == (slope == 1))]
+    return found

@@ -1,0 +1,323 @@
+"""From the meaning of scores to a score program: masks taken out as `keep`, tensors numbered,
+canonical forms turned back into what a person would write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation
+from attngraph.ir.language.score import (
+    INDICES,
+    SCORE,
+    WEIGHT,
+    Keep,
+    Score,
+    ScoreProgram,
+    Sink,
+    Statement,
+    Weight,
+)
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
+
+LOWERED = M.add(SCORE, E.NEG_INF)
+"""What a mask that is added leaves of a score."""
+LARGE_FILL = -1000.0
+"""A finite number at or below this, put in place of a score, is a mask that was meant to hide it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seed:
+    """A read that the model does not have yet: the seed of one dropout's random numbers."""
+
+    dropout: fx.Node
+
+
+Source = fx.Node | Seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    program: ScoreProgram
+    reads: tuple[Source, ...]
+    sizes: tuple[Expr, ...]
+
+
+def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
+    """The program of a score over `dot`, of what becomes of the weight `p`, and of the sink. All
+    variables are the program's own `b h q k` (extents are allowed and dropped)."""
+    statements: list[Statement] = []
+    masks, narrowed = _peel_masks(score)
+    writer = _Writer(guarded=narrowed)
+    if _rows_are_numbers(masks):
+        nan = E.make("isnan", (WEIGHT,), None, "bool")
+        weight = M.substitute(weight, {nan: E.FALSE})
+    for kind, value, fill in reversed(masks):
+        if kind == "keep":
+            filled = E.NEG_INF if fill is E.NEG_INF else writer.write(fill)
+            statements.append(Keep(writer.write(value), filled))
+        else:
+            statements.append(Score(writer.write(value)))
+    if sink is not None:
+        statements.append(Sink(writer.write(sink)))
+    if weight is not WEIGHT:
+        statements.append(Weight(writer.write(weight)))
+    return Built(ScoreProgram(tuple(statements)), tuple(writer.reads), tuple(writer.sizes))
+
+
+def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
+    """Whether every row's softmax is a number: nothing read can be infinite, and either the first key
+    or the query's own position is kept by every mask."""
+    values = [value for kind, value, _ in masks if kind == "score"]
+    if any(n.op == "read" for value in values for n in E.walk(value)):
+        return False
+    hidden = [value for kind, value, fill in masks if kind == "keep" and fill in (E.NEG_INF, LOWERED)]
+    variables = {v.value: v for predicate in hidden for v in predicate.free}
+    k, q = variables.get("k"), variables.get("q")
+    places = [E.ZERO] if q is None or k is None or q.args != k.args else [E.ZERO, q]
+    return any(all(M.substitute(p, {k: place} if k else {}) is E.TRUE for p in hidden) for place in places)
+
+
+def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
+    """Outermost first: ("keep", predicate, fill) and at last ("score", value, -); and whether the score
+    was narrowed to where the masks hold."""
+    found: list[tuple[str, Expr, Expr]] = []
+    narrowed = False
+    while True:
+        masked = _as_mask(score)
+        if masked is None:
+            break
+        predicate, whole, fill = masked
+        # What is added to a hidden score may leave it visible; what is put there hides it.
+        stays = fill is not LOWERED and any(n is SCORE for n in E.walk(fill))
+        score = whole if stays else _assuming(predicate, whole)
+        narrowed |= score is not whole
+        if fill in (E.NEG_INF, LOWERED) and found and found[-1][0] == "keep" and found[-1][2] is fill:
+            predicate = M.and_(found.pop()[1], predicate)
+        found.append(("keep", predicate, fill))
+    found.append(("score", score, E.ZERO))
+    return found, narrowed
+
+
+def _assuming(predicate: Expr, score: Expr) -> Expr:
+    """The score as far as it matters: where the predicate holds."""
+    parts = predicate.args if predicate.op == "and" else (predicate,)
+    known = dict.fromkeys((predicate, *parts), E.TRUE)
+    known |= {M.not_(part): E.FALSE for part in (predicate, *parts)}
+    return M.substitute(score, known)
+
+
+def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """(predicate, score where it holds, what stands where it does not)."""
+    if score.op == "where":
+        condition, yes, no = score.args
+        if _is_fill(no) and not _is_fill(yes):
+            return condition, yes, no
+        if _is_fill(yes) and not _is_fill(no):
+            return M.not_(condition), no, yes
+        difference = M.sub(no, yes)
+        if _is_fill(difference) and difference.op == "const":
+            return condition, yes, M.add(SCORE, difference)
+        difference = M.neg(difference)
+        if _is_fill(difference) and difference.op == "const":
+            return M.not_(condition), no, M.add(SCORE, difference)
+        return None
+    if score.op != "add":
+        return None
+    for place, term in enumerate(score.args):
+        if term.op != "where":
+            continue
+        condition, yes, no = term.args
+        rest = M.add(*score.args[:place], *score.args[place + 1 :])
+        # Adding minus infinity is not the same as putting it there: NaN stays NaN, gradients flow.
+        if no is E.NEG_INF:
+            return condition, M.add(rest, yes), LOWERED
+        if yes is E.NEG_INF:
+            return M.not_(condition), M.add(rest, no), LOWERED
+        if yes.op != "const" or no.op != "const":
+            continue
+        if _is_fill(no) and not _is_fill(yes):
+            return condition, M.add(rest, yes), M.add(SCORE, M.sub(no, yes))
+        if _is_fill(yes) and not _is_fill(no):
+            return M.not_(condition), M.add(rest, no), M.add(SCORE, M.sub(yes, no))
+    return None
+
+
+def _is_fill(node: Expr) -> bool:
+    return node.op == "const" and node is not E.NAN and node.value <= LARGE_FILL
+
+
+class _Writer:
+    """Canonical expressions to the program's: numbers reads and sizes in order of appearance.
+
+    `guarded`: reads may stand where the model does not use them, and there their indices may be out of
+    range. A program evaluates everywhere, so such indices are then kept in range.
+    """
+
+    def __init__(self, guarded: bool) -> None:
+        self.guarded = guarded
+        self.reads: list[Source] = []
+        self.sizes: list[Expr] = []
+
+    def write(self, node: Expr) -> Expr:
+        if node.op == "var":
+            assert node.value in INDICES, node
+            return E.var(node.value)
+        if node.op == "size":
+            if node not in self.sizes:
+                self.sizes.append(node)
+            return E.size(f"n{self.sizes.index(node)}")
+        if node.op == "read":
+            return self._read(node.value, node.args)
+        if node.op == "raw":
+            return operation(node.value, *(self.write(a) for a in node.args))
+        if node.op == "random":
+            seed = self._read(Seed(node.value), ())
+            counters = [self.write(a) for a in node.args]
+            counters += [E.ZERO] * (4 - len(counters))
+            return E.make("random", (seed, *counters), None, "float")
+        if not node.args:
+            return node
+        if node.op == "add":
+            return self._sum(node)
+        if node.op == "mul":
+            return self._product(node)
+        if node.op == "recip":
+            if node.args[0].op == "sqrt":
+                return operation("rsqrt", self.write(node.args[0].args[0]))
+            return operation("div", E.ONE, self.write(node.args[0]))
+        if node.op == "le":
+            return self._at_most(node)
+        if node.op == "not" and node.args[0].op == "eq":
+            return operation("ne", *(self.write(a) for a in self._ordered(node.args[0].args)))
+        if node.op == "eq":
+            return operation("eq", *(self.write(a) for a in self._ordered(node.args)))
+        if node.op in ("and", "or"):
+            parts = self._guarded(self._ordered(node.args))
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = operation(node.op, whole, part)
+            return whole
+        if node.op == "where":
+            return operation("where", *self._guarded(node.args))
+        return operation(node.op, *(self.write(a) for a in node.args))
+
+    def _guarded(self, nodes: Sequence[Expr]) -> list[Expr]:
+        """Nodes of which some decide whether the others matter."""
+        before, self.guarded = self.guarded, True
+        written = [self.write(n) for n in nodes]
+        self.guarded = before
+        return written
+
+    def _read(self, source: Source, indices: tuple[Expr, ...]) -> Expr:
+        if source not in self.reads:
+            self.reads.append(source)
+        if self.guarded and isinstance(source, fx.Node):
+            shape = (size_expression(s) for s in source.meta["val"].shape)
+            indices = tuple(_within(i, extent) for i, extent in zip(indices, shape, strict=True))
+        return E.read(self.reads.index(source), tuple(self.write(i) for i in indices))
+
+    def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
+        """An order for people that does not depend on how the nodes came about: what is computed
+        from indices first, then what is read; ties by text."""
+        return sorted(
+            nodes,
+            key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n)),
+        )
+
+    def _at_most(self, node: Expr) -> Expr:
+        """left <= right, with the key on the left where it stands alone: `k <= q`, `k > q - 4`."""
+        left, right = node.args
+        difference = M.sub(right, left)
+        for term in difference.args if difference.op == "add" else (difference,):
+            factor, rest = M.coefficient(term)
+            if rest.op == "var" and rest.value == "k" and factor in (1, -1):
+                other = M.sub(difference, term)
+                if factor == -1:
+                    return operation("le", self.write(rest), self.write(other))
+                bound = M.neg(other)
+                above = M.sub(bound, E.ONE)
+                if _weight_of(above) < _weight_of(bound):
+                    return operation("gt", self.write(rest), self.write(above))
+                return operation("ge", self.write(rest), self.write(bound))
+        return operation("le", self.write(left), self.write(right))
+
+    def _sum(self, node: Expr) -> Expr:
+        terms = sorted(node.args, key=_term_key)
+        whole: Expr | None = None
+        for term in terms:
+            factor, rest = (term.value, None) if term.op == "const" else M.coefficient(term)
+            negative = not isinstance(factor, str) and factor < 0
+            if whole is not None and negative:
+                size = E.const(-factor) if rest is None else M.scale(-factor, rest)
+                whole = operation("sub", whole, self.write(size))
+            else:
+                whole = self.write(term) if whole is None else operation("add", whole, self.write(term))
+        assert whole is not None
+        return whole
+
+    def _product(self, node: Expr) -> Expr:
+        factor, rest = M.coefficient(node)
+        over = [f.args[0] for f in _factors(rest) if f.op == "recip"]
+        under = [f for f in _factors(rest) if f.op != "recip"]
+        parts = [self.write(f) for f in sorted(under, key=_term_key)]
+        if factor == -1 and parts:
+            parts[0] = operation("neg", parts[0])
+        elif factor != 1 or not parts:
+            parts.insert(0, E.const(factor))
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = operation("mul", whole, part)
+        for divisor in over:
+            whole = operation("div", whole, self.write(divisor))
+        return whole
+
+
+def _within(index: Expr, extent: Expr) -> Expr:
+    """The index, kept in range where that is not plain to see."""
+    if index.op == "const":
+        return index  # a part that the model itself takes
+    last = ranges.subtract(ranges.polynomial(extent), {(): 1})
+    low, high = ranges.bounds(ranges.polynomial(index))
+    if index.op == "var" and high is not None and not ranges.is_positive(ranges.subtract(high, last)):
+        return index  # all of a dimension, as far as anybody knows
+    if low is None or not ranges.is_nonnegative(low):
+        index = M.function("max", index, E.ZERO)
+    if high is None or not ranges.is_nonnegative(ranges.subtract(last, high)):
+        index = M.function("min", index, M.from_polynomial(last))
+    return index
+
+
+def _factors(node: Expr) -> tuple[Expr, ...]:
+    return node.args if node.op == "mul" else (node,)
+
+
+def _weight_of(node: Expr) -> int:
+    return sum(1 for _ in E.walk(node))
+
+
+_RANK = {"dot": 0, "s": 0, "p": 0, "where": 3, "read": 4}
+
+
+def _shape_key(node: Expr) -> str:
+    """A text that names variables and operations but no tensors: stable between equal layers."""
+    if node.op in ("const", "var", "size"):
+        return f"{node.op}:{node.value}"
+    return f"{node.op}({','.join(sorted(_shape_key(a) for a in node.args))})"
+
+
+def _term_key(node: Expr) -> tuple[int, int, int, str]:
+    """dot first, then formulas of the index, then reads, numbers last (first in products)."""
+    if node.op == "const":
+        return (9, 0, 0, str(node.value))
+    ops = {n.op for n in E.walk(node)}
+    rank = 0 if ops & {"dot", "s", "p"} else 2 if "read" in ops else 1
+    negative = int(M.coefficient(node)[0] < 0)
+    variables = sorted(INDICES.index(v.value) for v in node.free if v.value in INDICES)
+    return (rank, negative, -variables[-1] if variables else 0, _shape_key(node))

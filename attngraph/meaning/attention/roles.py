@@ -1,0 +1,72 @@
+"""Which index variable is a batch, a head, a query, a key: roles, from who depends on what.
+
+Variables that are split by the operands (flattened batch and heads, `h // G` of grouped heads) are
+first cut into digits. Then, over the digits of the output:
+
+    value    occurs in V alone
+    shared   occurs in K or V (and may occur in Q): batch first, then key/value heads
+    query    occurs in Q alone, or only in the scores: the query position, then the heads of a group
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra.digits import Digits
+from attngraph.meaning.attention.normalised import Refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Digits by role, slowest first. Query heads are `kv_heads` then `groups`."""
+
+    batch: Digits
+    kv_heads: Digits
+    groups: Digits
+    queries: Digits
+    keys: Digits
+    inner: Digits
+    values: Digits
+
+    @property
+    def heads(self) -> Digits:
+        return self.kv_heads + self.groups
+
+
+def assign(
+    output: tuple[Digits, ...],
+    keys: Digits,
+    inner: Digits,
+    q: frozenset[Expr],
+    k: frozenset[Expr],
+    v: frozenset[Expr],
+    scores: frozenset[Expr],
+    beside_keys: frozenset[Expr],
+) -> Roles | Refusal:
+    """Roles of every digit of the output.
+
+    Args:
+        output: the digits of each output dimension; `q`, `k`, `v`, `scores` the variables that each
+            side depends on; `beside_keys` those that are compared with the key position.
+    """
+    shared: list[Expr] = []
+    queries: list[Expr] = []
+    values: list[Expr] = []
+    for digit in (d for dimension in output for d in dimension):
+        if digit in v and digit not in q | k | scores:
+            values.append(digit)
+        elif digit in k or digit in v:
+            shared.append(digit)
+        elif digit in q or digit in scores:
+            queries.append(digit)
+        else:
+            return Refusal("its result repeats along a dimension that no operand has")
+    row = [d for d in queries if d in beside_keys] or queries[-1:]
+    groups = [d for d in queries if d not in row]
+    first = output[0][:1] if len(output) > 1 else ()
+    batch = tuple(d for d in shared if d in first)
+    heads = tuple(d for d in shared if d not in batch)
+    if set(q | k | v) - set(shared + queries + values) - set(keys) - set(inner):
+        return Refusal("an operand depends on something that is no dimension of the result")
+    return Roles(batch, heads, tuple(groups), tuple(row), keys, inner, tuple(values))

@@ -1,0 +1,1 @@
+"""What a mask hides: tiles, later tokens, single pairs; and the mask in words."""

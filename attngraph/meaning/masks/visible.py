@@ -1,0 +1,99 @@
+"""What a program's masks do to each pair of a query and a key: kept, hidden, filled, or not known yet.
+
+Three-valued: what a predicate reads, or asks of the scores, may be unknown, and "and", "or" and "not" then
+decide as far as they can. Where everything is known the evaluator (`ir/language/evaluate.py`) says it. This
+is for people who look at a mask; kernels ask `meaning/masks/tiles.py`, which looks at no element. It looks
+at `keep` statements and at what later statements do to what they hid; a score that comes out as minus
+infinity in another way counts as kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.evaluate import Environment, Value, as_bool, evaluate, tensor
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import DOT, INDICES, SCORE, Keep, Score, ScoreProgram, Weight
+from attngraph.meaning.algebra.intervals import Cut, Grid, bit, bounds
+from attngraph.meaning.masks.tiles import keeps_zero
+
+KEPT, HIDDEN, FILLED = 1, 2, 4
+"""What can become of a pair: the score stays; it is minus infinity, so the weight is zero; it is a fill.
+Sums of them are pairs of which more than one is possible."""
+
+
+def unknown_names(nodes: Iterable[Expr], reads: int) -> tuple[str, ...]:
+    """What expressions need that only a call knows: tensors beyond the first `reads`, `dot`, `s`."""
+    found = {n for node in nodes for n in E.walk(node)}
+    tensors = sorted({int(n.value) for n in found if n.op == "read" and n.value >= reads})
+    return (*(f"r{n}" for n in tensors), *(n.op for n in (DOT, SCORE) if n in found))
+
+
+def visible(program: ScoreProgram, env: Environment) -> Tensor:
+    """What can become of each pair of a tile: uint8, the tile's shape, sums of KEPT, HIDDEN and FILLED.
+
+    Raises:
+        IndexError: the program reads beyond a tensor that is given.
+    """
+    found = torch.full(env.tile.shape, KEPT, dtype=torch.uint8)
+    for statement in program.statements:
+        if isinstance(statement, Keep):
+            low, high = _truth(statement.predicate, env)
+            dropped = _dropped(found, statement.fill, env)
+            found = torch.where(high, found, 0) | torch.where(low, 0, dropped)
+        elif isinstance(statement, Score):
+            found = _scored(found, statement.value, env)
+        elif isinstance(statement, Weight) and not keeps_zero(statement.value):
+            found = torch.where(found & HIDDEN > 0, found | FILLED, found)
+    return found
+
+
+def _truth(node: Expr, env: Environment) -> tuple[Tensor, Tensor]:
+    """Where a predicate is true for certain, and where it may be."""
+    if node.op == "not":
+        low, high = _truth(node.args[0], env)
+        return ~high, ~low
+    if node.op in ("and", "or"):
+        (a_low, a_high), (b_low, b_high) = (_truth(a, env) for a in node.args)
+        return (a_low & b_low, a_high & b_high) if node.op == "and" else (a_low | b_low, a_high | b_high)
+    if not unknown_names([node], len(env.reads)):
+        value = as_bool(evaluate(node, env, {}), env)
+        return value, value
+    b, h, q, k = (Cut(*env.tile.range(name), 1) for name in INDICES)
+    low, high = bit(bounds(node, Grid(b, h, q, k, tuple(env.sizes), env.reads), {}))
+    return low >= 1, high > 0
+
+
+def _dropped(found: Tensor, fill: Expr, env: Environment) -> Tensor:
+    """What becomes of pairs that a mask does not keep."""
+    return _moved(found, KEPT | FILLED, _hides(fill, 0.0, env)) | _moved(
+        found, HIDDEN, _hides(fill, -math.inf, env)
+    )
+
+
+def _scored(found: Tensor, value: Expr, env: Environment) -> Tensor:
+    """What becomes of pairs whose score is computed anew."""
+    if all(n is not SCORE for n in E.walk(value)):
+        return torch.full_like(found, KEPT)
+    return found & (KEPT | FILLED) | _moved(found, HIDDEN, _hides(value, -math.inf, env))
+
+
+def _moved(found: Tensor, which: int, hidden: Tensor | None) -> Tensor:
+    """Pairs that may be one of `which`: now hidden where `hidden` says so, filled elsewhere, either where
+    it is None."""
+    becomes = torch.tensor(HIDDEN | FILLED) if hidden is None else torch.where(hidden, HIDDEN, FILLED)
+    return torch.where(found & which > 0, becomes, 0).to(torch.uint8)
+
+
+def _hides(value: Expr, score: float, env: Environment) -> Tensor | None:
+    """Where a formula of a score of this value is minus infinity; None where that cannot be said."""
+    needs = set(unknown_names([value], len(env.reads))) - {"s"}
+    if needs:
+        return None
+    names: dict[str, Value] = {"s": torch.tensor(score, dtype=env.dtype)}
+    return tensor(evaluate(value, env, names), env) == -math.inf

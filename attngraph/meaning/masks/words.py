@@ -1,0 +1,129 @@
+"""A mask in words: `causal & window(4096) & r1[b, k]`."""
+
+from __future__ import annotations
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, ScoreProgram, format_expr, format_number
+from attngraph.meaning.algebra import simplify as M
+
+
+def describe(program: ScoreProgram) -> str:
+    """What a program's `keep` statements keep, in words; "none" without any."""
+    return " & ".join(_describe_keep(k) for k in program.keeps) or "none"
+
+
+def _describe_keep(keep: Keep) -> str:
+    words = _conjunction(_conjuncts(keep.predicate))
+    if keep.is_hard or keep.lowers:
+        return words
+    fill = keep.fill
+    shown = format_number(fill.value) if fill.op == "const" else format_expr(fill)
+    return f"{words} (else {shown})"
+
+
+def _conjuncts(node: Expr) -> list[Expr]:
+    return [c for a in node.args for c in _conjuncts(a)] if node.op == "and" else [node]
+
+
+def _conjunction(parts: list[Expr]) -> str:
+    words: list[str] = []
+    below: Expr | None = None
+    above: Expr | None = None
+    for part in parts:
+        limit = distance_limit(part)
+        if limit is None:
+            words.append(_other(part))
+        elif limit[0] == "behind" and below is None:
+            below = limit[1]
+        elif limit[0] == "ahead" and above is None:
+            above = limit[1]
+        else:
+            words.append(format_expr(part))
+    return " & ".join([*_distance_words(below, above), *words])
+
+
+def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
+    """Words for -behind <= k - q <= ahead."""
+    if behind is None and ahead is None:
+        return []
+    if behind is None:
+        assert ahead is not None
+        return ["causal" if E.is_const(ahead, 0) else f"k - q <= {_shown(ahead)}"]
+    if ahead is None:
+        return [f"q - k <= {_shown(behind)}"]
+    if E.is_const(ahead, 0):
+        return ["causal", f"window({format_expr(M.add(behind, E.ONE))})"]
+    if ahead is behind:
+        return [f"window(+-{format_expr(ahead)})"]
+    return [f"window(-{format_expr(behind)}, +{format_expr(ahead)})"]
+
+
+def _shown(node: Expr) -> str:
+    """A distance, with what is taken from it behind a minus sign."""
+    terms = [M.coefficient(t) for t in (node.args if node.op == "add" else (node,)) if t.op != "const"]
+    if not any(factor < 0 for factor, _ in terms):
+        return format_expr(node)
+    numbers = [int(t.value) for t in node.args if t.op == "const"] if node.op == "add" else []
+    signed = [(factor, format_expr(M.scale(abs(factor), rest))) for factor, rest in terms]
+    signed = sorted(signed, key=lambda t: t[0] < 0) + [(n, str(abs(n))) for n in numbers if n]
+    text = "".join(f" {'-' if factor < 0 else '+'} {shown}" for factor, shown in signed)
+    return text.removeprefix(" + ").removeprefix(" ")
+
+
+def distance_limit(node: Expr) -> tuple[str, Expr] | None:
+    """("ahead", n) for k - q <= n, ("behind", n) for q - k <= n."""
+    if node.op not in ("le", "lt", "ge", "gt"):
+        return None
+    left, right = (_canonical(a) for a in node.args)
+    if left is None or right is None:
+        return None
+    slack = M.sub(right, left) if node.op in ("le", "lt") else M.sub(left, right)
+    if node.op in ("lt", "gt"):
+        slack = M.sub(slack, E.ONE)
+    q, k = E.var("q"), E.var("k")
+    ahead = M.sub(slack, M.sub(q, k))
+    behind = M.sub(slack, M.sub(k, q))
+    if not ahead.free:
+        return "ahead", ahead
+    return ("behind", behind) if not behind.free else None
+
+
+def _canonical(node: Expr) -> Expr | None:
+    """A program's integer expression in canonical form; None where it is none."""
+    if node.op in ("var", "size") or (node.op == "const" and node.kind == "int"):
+        return node
+    args = [_canonical(a) for a in node.args]
+    if node.op not in ("add", "sub", "mul") or any(a is None for a in args):
+        return None
+    a, b = (x for x in args if x is not None)
+    if node.op == "mul":
+        return M.mul(a, b)
+    return M.add(a, b) if node.op == "add" else M.sub(a, b)
+
+
+def _other(node: Expr) -> str:
+    """Padding: a vector over the keys, kept or dropped where it is set. Documents: query and key must
+    read the same value of a vector over tokens."""
+    if node.op == "eq":
+        names = [_vector(a) for a in node.args]
+        if None not in names and names[0] == names[1] and node.args[0] is not node.args[1]:
+            return f"documents({names[0]})"
+    inner, dropped = node, False
+    if node.op == "not":
+        inner, dropped = node.args[0], True
+    elif node.op in ("eq", "ne") and E.is_const(node.args[1], 0):
+        inner, dropped = node.args[0], node.op == "eq"
+    name = _vector(inner)
+    over_keys = any(a.op == "var" and a.value == "k" for a in inner.args)
+    if name is not None and over_keys:
+        return f"padding({'not ' if dropped else ''}{name})"
+    return format_expr(node, 3)
+
+
+def _vector(node: Expr) -> str | None:
+    """`rN` where the node reads it by batch and one position at most."""
+    if node.op != "read" or any(a.op not in ("const", "var") for a in node.args):
+        return None
+    names = [a.value for a in node.args if a.op == "var"]
+    return f"r{node.value}" if set(names) <= {"b", "k"} or set(names) <= {"b", "q"} else None

@@ -1,0 +1,1 @@
+"""Which values of a graph belong to one token each, and what a decoder must keep of them."""

@@ -1,0 +1,135 @@
+"""Dimensions as digits: where in a value's dimensions the row of the batch and the token stand.
+
+A dimension may be the token axis, the batch, both in one (`[B * T, C]`), or either joined with something
+of the model's own (`[B * H, T, D]`). `candidates` lists what a shape may mean, `follows` tells whether an
+index expression walks through an operand's axes in step with the row and the token of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.digits import Digits, joined
+
+Indices = tuple[Expr, ...]
+Axes = tuple[Digits, ...]
+"""For each dimension its digits, slowest first; none where it has neither row nor token in it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """The two index variables that count: `token` runs over the tokens of a sequence, `row` over the
+    sequences of the batch (None where a model has no batch)."""
+
+    token: Expr
+    row: Expr | None
+
+    @property
+    def tokens(self) -> Expr:
+        return self.token.args[0]
+
+    @property
+    def rows(self) -> Expr:
+        return E.ONE if self.row is None else self.row.args[0]
+
+    @property
+    def both(self) -> frozenset[Expr]:
+        return frozenset(v for v in (self.token, self.row) if v is not None)
+
+    def counts(self, extent: Expr) -> bool:
+        """Whether a size depends on how many tokens or sequences there are."""
+        return any(n is self.tokens or n is self.rows for n in E.walk(extent) if n.op == "size")
+
+    def candidates(self, shape: Indices) -> Iterator[Axes]:
+        """What the dimensions of a shape may stand for, the most likely first; at most one of them holds
+        the token and one the row."""
+        options = [self._options(place, extent) for place, extent in enumerate(shape)]
+        for axes in itertools.product(*options):
+            digits = [d for dim in axes for d in dim]
+            if all(digits.count(v) <= 1 for v in self.both):
+                yield axes
+
+    def _options(self, place: int, extent: Expr) -> list[Digits]:
+        token, row, found = self.token, self.row, []
+        if row is not None:
+            found += self._with_rest(place, extent, (row, token))
+            found += self._with_rest(place, extent, (token, row))
+        found += self._with_rest(place, extent, (token,))
+        if row is not None:
+            found += self._with_rest(place, extent, (row,))
+        return [*found, ()]
+
+    def _with_rest(self, place: int, extent: Expr, digits: Digits) -> list[Digits]:
+        """`digits` as all of a dimension, or with one more digit of the model's own before or after."""
+        product = M.mul(*(d.args[0] for d in digits))
+        if product is extent:
+            return [digits]
+        rest = M.floordiv(extent, product)
+        if M.mul(rest, product) is not extent or self.counts(rest) or E.is_const(rest, 0):
+            return []
+        own = E.var(f"own{place}", rest)
+        found = [(*digits, own), (own, *digits)]
+        return [*found, (digits[0], own, digits[1])] if len(digits) == 2 else found
+
+    def indices(self, axes: Axes, shape: Indices) -> Indices:
+        """The index of an element: the digits put together, other variables of their own elsewhere."""
+        return tuple(
+            joined(digits) if digits else E.var(f"own{place}", extent)
+            for place, (digits, extent) in enumerate(zip(axes, shape, strict=True))
+        )
+
+    def follows(self, axes: Axes, at: Indices) -> bool:
+        """Whether elements `at` of a tensor with these axes belong to the very row and token of the
+        result that is computed from them."""
+        return all(self.follows_digits(digits, index) for digits, index in zip(axes, at, strict=True))
+
+    def follows_digits(self, digits: Digits, index: Expr) -> bool:
+        """The same for one dimension."""
+        if len(digits) <= 1:
+            return index is digits[0] if digits and digits[0] in self.both else not self.moves(index)
+        below: Expr = E.ONE
+        for number, digit in enumerate(reversed(digits)):
+            part = M.floordiv(index, below)
+            if number < len(digits) - 1:
+                part = M.mod(part, digit.args[0])
+            if part is not digit if digit in self.both else self.moves(part):
+                return False
+            below = M.mul(below, digit.args[0])
+        return True
+
+    def follows_rows(self, digits: Digits, index: Expr) -> bool:
+        """The same for one dimension, of an index of a score program, where `b` is the row."""
+        if self.row is None:
+            return not digits
+        return self.follows_digits(digits, M.substitute(index, {E.var("b"): self.row}))
+
+    def moves(self, index: Expr) -> bool:
+        """Whether an index changes with the row or the token, other than through data that it reads."""
+        return any(n in self.both for n in outside_reads(index))
+
+    def place(self, axes: Axes, variable: Expr | None) -> int | None:
+        """The dimension that holds the variable."""
+        return next((place for place, digits in enumerate(axes) if variable in digits), None)
+
+
+def outside_reads(node: Expr) -> Iterator[Expr]:
+    """The nodes of an expression, those inside the indices of reads and the extents of variables left out
+    (but with the extents of what is summed over)."""
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        yield current
+        if current.op in ("var", "read"):
+            continue
+        if current.op in E.BINDERS:
+            stack += [current.args[0].args[0], current.args[1]]
+        else:
+            stack += current.args

@@ -1,0 +1,80 @@
+"""What a decoder keeps of every token: a minimum cut between the tokens and what attention looks at.
+
+Keys, values and what masks read of a token are needed again by later tokens. Any cut through the values
+that lead to them would do; kept are the ones that take fewest bytes, among those from which the operands
+are only views (`networkx.minimum_cut`, each value an edge as heavy as its bytes per token). So grouped
+heads are kept ungrouped, keys that are also values once, and parts that are joined by `cat` apart if
+several heads share one of them. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import networkx as nx
+from torch import Tensor, fx
+
+from attngraph.meaning.rules import RULES, Category
+from attngraph.meaning.tokens.tokens import Kind, Tokens
+
+_FEWER_STEPS = 1.0 / (1 << 20)
+"""Of cuts with equal bytes the one nearest to the operands: nothing is left to do when they are read."""
+
+
+def choose_kept(tokens: Tokens, operands: Iterable[fx.Node]) -> list[fx.Node]:
+    """The values to keep, in the graph's order, such that every operand is a view of them."""
+    wanted = list(dict.fromkeys(operands))
+    flow = nx.DiGraph()
+    seen: set[fx.Node] = set()
+    stack = [(node, 0) for node in wanted]
+    for node in wanted:
+        flow.add_edge(("out", node), "operands")
+    while stack:
+        node, depth = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        capacity = bytes_per_token(tokens, node)
+        if capacity is None:
+            flow.add_edge(("in", node), ("out", node))
+        else:
+            flow.add_edge(("in", node), ("out", node), capacity=capacity + depth * _FEWER_STEPS)
+        before = _moved_from(tokens, node)
+        if not before:
+            flow.add_edge("tokens", ("in", node))
+        for operand in before:
+            flow.add_edge(("out", operand), ("in", node))
+            stack.append((operand, depth + 1))
+    if not wanted:
+        return []
+    _, (reachable, _) = nx.minimum_cut(flow, "tokens", "operands")
+    kept = {n for n in seen if ("in", n) in reachable and ("out", n) not in reachable}
+    return [n for n in tokens.graph.graph.nodes if n in kept]
+
+
+def bytes_per_token(tokens: Tokens, node: fx.Node) -> int | None:
+    """How many bytes of a value belong to one token; None where its tokens are no dimension of their own,
+    next to one of the sequences."""
+    fact, space = tokens[node], tokens.space
+    value = node.meta.get("val")
+    plain = [digits for digits in fact.axes if digits]
+    rows = [(space.row,)] if space.row is not None else []
+    if not isinstance(value, Tensor) or sorted(map(str, plain)) != sorted(map(str, [*rows, (space.token,)])):
+        return None
+    own = [n for n, digits in zip(value.shape, fact.axes, strict=True) if not digits]
+    if not all(isinstance(n, int) for n in own):
+        return None
+    return math.prod(own) * value.dtype.itemsize
+
+
+def _moved_from(tokens: Tokens, node: fx.Node) -> list[fx.Node]:
+    """The token-wise values that this one only rearranges; none where it computes something."""
+    name = str(node.target)
+    if node.op != "call_function" or name not in RULES or RULES[name].category is not Category.MOVEMENT:
+        return []
+    before = [n for n in node.all_input_nodes if n in tokens.facts]
+    dtypes = {n.meta["val"].dtype for n in (*before, node)}
+    if len(dtypes) > 1 or any(tokens[n].kind is not Kind.TOKEN for n in before):
+        return []
+    return before

@@ -1,0 +1,242 @@
+"""Does a computation treat each token by itself? Tried out, where no element rule says.
+
+The nodes between values whose axes are known and the one in question are run in float64 on random inputs:
+once on all tokens of two sequences, then on selections of them, fewer and in another order. A token-wise
+computation gives each token the same. Sorting tokens by expert, working on them in that order and putting
+them back is one. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.check.check import Evaluation, fingerprint
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.tokens.axes import Axes, Space
+
+ROWS, TOKENS = 2, 5
+MOST_NODES, MOST_TRIALS = 80, 400
+TOLERANCE = 1e-10
+Pick = tuple[int, int]
+"""A sequence of the batch and a token in it."""
+
+
+class Trial:
+    """Trials on one graph. At most MOST_TRIALS are made: a graph that needs more mixes tokens."""
+
+    def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
+        self.graph, self.space, self.meaning = graph, space, meaning
+        self.values = graph.known_values()
+        self.left = MOST_TRIALS
+        self.known: dict[Any, int] = {}
+
+    def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
+        """How many operations were run to see that the node treats each token (and each sequence) by
+        itself; 0 if it does not, or if that cannot be tried. Where integers begin the region they are made as
+        the model makes them in a second attempt: drawn ones may be no places of what they index."""
+        found = self._is_token_wise(node, axes, resolved)
+        made = [n for n in self.region(node, resolved)[1] if n.op == "call_function" and _is_integer(n)]
+        if found or not made:
+            return found
+        return self._is_token_wise(node, axes, {n: a for n, a in resolved.items() if n not in made})
+
+    def _is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
+        order, leaves = self.region(node, resolved)
+        steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
+        if not steps or len(steps) > MOST_NODES or self.left <= 0:
+            return 0
+        begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
+        key = (fingerprint(order, begins), axes)
+        if key not in self.known:
+            self.left -= 1
+            self.known[key] = len(steps) if self._try(node, axes, order, leaves, resolved) else 0
+        return self.known[key]
+
+    def region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes that compute this one from values of known axes, in order, and those values."""
+        order: dict[fx.Node, None] = {}
+        leaves: dict[fx.Node, None] = {}
+
+        def visit(current: fx.Node) -> None:
+            if current in order or len(order) > 4 * MOST_NODES:
+                return
+            if current is not node and (current in resolved or current.op == "placeholder"):
+                leaves[current] = None
+            elif not is_size(current):
+                for operand in current.all_input_nodes:
+                    visit(operand)
+            order[current] = None
+
+        visit(node)
+        return list(order), list(leaves)
+
+    def _try(
+        self, node: fx.Node, axes: Axes, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
+        resolved: Mapping[fx.Node, Axes],
+    ) -> bool:  # fmt: skip
+        known = [axes, *(resolved.get(n, ()) for n in leaves)]
+        of_rows = any(self.space.row in d for a in known for d in a) and any(
+            any(a) and self.space.place(a, self.space.token) is None for a in known
+        )  # a value for each sequence can only be beside tokens of one
+        for seed, picks in enumerate(_OF_ONE_ROW if of_rows else _SELECTIONS):
+            try:
+                run, given = self._inputs(leaves, ROWS, TOKENS, seed)
+                whole = run.evaluate(order, given)[node]
+                some = {n: self._select(t, resolved.get(n, ((),) * t.ndim), picks) for n, t in given.items()}
+                part, _ = self._inputs((), 1, len(picks), seed)
+                found = part.evaluate(order, some)[node]
+                wanted = self._select(whole, axes, picks)
+            except Exception:  # it cannot be run like this, so nothing is shown
+                return False
+            if not _same(found, wanted):
+                return False
+        return True
+
+    def _inputs(
+        self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
+    ) -> tuple[Evaluation, dict[fx.Node, Tensor]]:
+        sizes = dict(self.graph.hints)
+        for name in sizes:
+            size = self.meaning.named(E.size(name))
+            if size is self.space.tokens:
+                sizes[name] = tokens
+            elif size is self.space.rows:
+                sizes[name] = rows
+        run = Evaluation(self.values, sizes, torch.Generator().manual_seed(seed), seed)
+        with torch.no_grad():
+            return run, {leaf: run.leaf(leaf, False) for leaf in leaves}
+
+    def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick]) -> Tensor:
+        """The tensor for these tokens alone, as one sequence."""
+        return select(tensor, axes, self.space, picks, (ROWS, TOKENS))
+
+    # --- who sees whom ---
+
+    def witness(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[int, int] | None:
+        """A token of the node's value that changes when a later token of an operand does; where the value
+        has no token axis, token 0 stands for all of it. None too where an axis is of another length than
+        the tokens (a convolution's, with its padding): which place is which token's is not known there."""
+        order, leaves = self.region(node, {n: a for n, a in resolved.items() if n is not node})
+        with_tokens = [
+            n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None
+        ]
+        own = self._token_dimension(node)
+        if own is None and any(self.space.tokens in E.walk(extent) for extent in self._extents(node)):
+            return None
+        try:
+            run, given = self._inputs(leaves, ROWS, TOKENS, 0)
+            before = run.evaluate(order, given)[node]
+            for later in range(1, TOKENS):
+                changed = {n: self._changed(t, resolved[n], later) if n in with_tokens else t
+                           for n, t in given.items()}  # fmt: skip
+                again, _ = self._inputs((), ROWS, TOKENS, 0)
+                after = again.evaluate(order, changed)[node]
+                for token in range(later) if own is not None else (0,):
+                    a, b = (t if own is None else t.select(own, token) for t in (before, after))
+                    if not _same(a, b):
+                        return token, later
+        except Exception:  # an error message goes without a pair
+            return None
+        return None
+
+    def _token_dimension(self, node: fx.Node) -> int | None:
+        extents = self._extents(node)
+        return next((place for place, extent in enumerate(extents) if extent is self.space.tokens), None)
+
+    @staticmethod
+    def _extents(node: fx.Node) -> list[Expr]:
+        value = node.meta.get("val")
+        return [size_expression(s) for s in value.shape] if isinstance(value, Tensor) else []
+
+    def _changed(self, tensor: Tensor, axes: Axes, token: int) -> Tensor:
+        """The tensor with what it holds for one token changed, in all sequences."""
+        split, place = digits_of(tensor, axes, self.space, (ROWS, TOKENS))
+        other = split.clone()
+        part = other.select(place[self.space.token], token)
+        part.copy_(~part if part.dtype == torch.bool else part + 1)
+        return other.reshape(tensor.shape)
+
+
+_SELECTIONS: tuple[tuple[Pick, ...], ...] = (
+    ((0, 3), (1, 0), (1, 4), (0, 1)),
+    ((1, 2),),
+    ((1, 4), (0, 4), (0, 0), (1, 1), (1, 3), (0, 2), (0, 1)),
+)
+
+_OF_ONE_ROW: tuple[tuple[Pick, ...], ...] = (((1, 3), (1, 0), (1, 4)), ((0, 2),))
+
+
+def digits_of(
+    tensor: Tensor, axes: Axes, space: Space, extents: tuple[int, int]
+) -> tuple[Tensor, dict[Expr, int]]:
+    """The tensor with every digit a dimension of its own, and where row and token are then.
+
+    Args:
+        extents: how many rows and tokens it holds.
+    """
+    counted = {space.token: extents[1]}
+    if space.row is not None:
+        counted[space.row] = extents[0]
+    shape: list[int] = []
+    place: dict[Expr, int] = {}
+    for extent, digits in zip(tensor.shape, axes, strict=True):
+        known = math.prod(counted[d] for d in digits if d in counted)
+        for digit in digits:
+            if digit in counted:
+                place[digit] = len(shape)
+            shape.append(counted.get(digit, extent // known))
+        if not digits:
+            shape.append(extent)
+    return tensor.reshape(shape), place
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+
+
+def select(
+    tensor: Tensor, axes: Axes, space: Space, picks: Sequence[Pick], extents: tuple[int, int]
+) -> Tensor:
+    """A tensor for some tokens, as if they were the one sequence of a batch; itself if it has none.
+
+    Args:
+        picks: (row, token) of each.
+        extents: how many rows and tokens the tensor holds.
+    """
+    split, place = digits_of(tensor, axes, space, extents)
+    rows = torch.tensor([row for row, _ in picks])
+    tokens = torch.tensor([token for _, token in picks])
+    token_at, row_at = place.get(space.token), None if space.row is None else place.get(space.row)
+    if token_at is not None and row_at is not None:
+        moved = split.movedim((row_at, token_at), (0, 1))[rows, tokens]
+        split = moved.unsqueeze(0).movedim((0, 1), (row_at, token_at))
+    elif token_at is not None:
+        split = split.index_select(token_at, tokens)
+    elif row_at is not None:
+        # A value for each sequence: it cannot follow tokens of several, unless all are of one.
+        if len(set(rows.tolist())) > 1:
+            raise ValueError("a value for each sequence of the batch")
+        split = split.index_select(row_at, rows[:1])
+    shape: list[int] = []
+    dims = iter(split.shape)
+    for digits in axes:
+        shape.append(math.prod(next(dims) for _ in digits) if digits else next(dims))
+    return split.reshape(shape)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    return bool(torch.allclose(a, b, TOLERANCE, TOLERANCE, equal_nan=True))

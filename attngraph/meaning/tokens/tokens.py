@@ -1,0 +1,405 @@
+"""Which dimension of each value is the token axis, and who mixes tokens.
+
+Every value of a graph is one of these:
+
+    fixed        computed from weights and other inputs alone: the same whatever the tokens are
+    position     a formula of the token's place in its sequence (position ids, RoPE's angles)
+    token-wise   what it holds for a token is computed from that token alone (and its place)
+    attention    a token looks at others, through a mask that hides all later ones
+    mixing       anything else
+
+Element rules say what one element reads; a value is token-wise where the row and the token that it reads
+in every operand are its own. What no rule explains is tried out: the nodes between are run on all tokens
+and on some of them in another order, and must give each token the same (`meaning/tokens/token_probe.py`).
+Token-wise computations can be run on any selection of tokens: that is what makes a decoder. Nothing here
+edits the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.nodes import WHOLE
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.element import Meaning, is_part
+from attngraph.meaning.masks.causal import Causality, canonical, examine
+from attngraph.meaning.rules import Unliftable
+from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
+from attngraph.meaning.tokens.token_probe import Trial
+
+
+class Kind(enum.Enum):
+    """How a value depends on the tokens."""
+
+    FIXED = "fixed"
+    POSITION = "position"
+    TOKEN = "token-wise"
+    ATTENTION = "attention"
+    MIXING = "mixing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is known about one value.
+
+    `axes` says which of its dimensions hold the row and the token; `reason` why it is what it is.
+    `formula`: what one element at those axes equals, for a position that its operation does not compute
+    from positions token by token. `causality`: what an attention's mask lets a token see.
+    """
+
+    kind: Kind
+    axes: Axes = ()
+    reason: str = ""
+    formula: Expr | None = None
+    causality: Causality | None = None
+
+    def describe(self, space: Space) -> str:
+        """For a dump: the kind, the token's dimension, the reason."""
+        place = space.place(self.axes, space.token)
+        shown = self.kind.value + (f"({place})" if place is not None and self.kind is not Kind.FIXED else "")
+        return f"{shown}: {self.reason}" if self.reason else shown
+
+
+class Tokens:
+    """The token-axis analysis of one graph.
+
+    Args:
+        graph: fused.
+        token, row: the symbolic sizes that count tokens and sequences (row None: no batch).
+    """
+
+    def __init__(self, graph: ProgramGraph, token: str, row: str | None) -> None:
+        self.graph = graph
+        self.meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
+        rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
+        self.space = Space(E.var("t", self.meaning.named(E.size(token))), rows)
+        self.trial = Trial(graph, self.space, self.meaning)
+        self.facts: dict[fx.Node, Fact] = {}
+        for node in graph.graph.nodes:
+            if node.op == "output" or is_size(node):
+                continue
+            self.facts[node] = self._fact(node)
+
+    def __getitem__(self, node: fx.Node) -> Fact:
+        return self.facts[node]
+
+    def depends_on_tokens(self, node: fx.Node) -> bool:
+        return self.facts[node].kind is not Kind.FIXED
+
+    def most_tokens(self) -> int | None:
+        """The longest sequence for which every table that is read at a token's place has an entry."""
+        found: list[int] = []
+        for node, fact in self.facts.items():
+            place = self.space.place(fact.axes, self.space.token)
+            if (
+                fact.kind is not Kind.POSITION
+                or place is None
+                or not isinstance(node.meta.get("val"), Tensor)
+            ):
+                continue
+            at = self.space.indices(fact.axes, self.meaning.shape(node))
+            try:
+                element = fact.formula or self.meaning.element(node, at)
+            except Unliftable:
+                continue
+            found += [n for read in E.walk(element) if read.op == "read" for n in self._entries(read)]
+        return min(found, default=None)
+
+    def _entries(self, read: Expr) -> list[int]:
+        """For how many tokens a fixed table has entries, where it is read at the place plus a number."""
+        table = self.facts.get(read.value)
+        if table is None or table.kind is not Kind.FIXED:
+            return []
+        found: list[int] = []
+        for extent, index in zip(self.meaning.shape(read.value), read.args, strict=True):
+            place = self.meaning.lift(index, lambda r: self.facts[r.value].kind is Kind.POSITION)
+            more = M.sub(place, self.space.token)
+            if extent.op == "const" and more.op == "const" and self.space.token in place.free:
+                found.append(int(extent.value) - int(more.value))
+        return found
+
+    def cause(self, node: fx.Node) -> fx.Node:
+        """The first mixing node that this one is mixing because of."""
+        while True:
+            earlier = [n for n in node.all_input_nodes if n in self.facts and self[n].kind is Kind.MIXING]
+            if not earlier:
+                return node
+            node = earlier[0]
+
+    # --- one node ---
+
+    def _fact(self, node: fx.Node) -> Fact:
+        if node.op == "placeholder":
+            return self._input(node)
+        if node.target in WHOLE:
+            return self._attention(node)
+        if is_part(node):
+            whole: fx.Node = node.args[0]  # type: ignore[assignment]
+            if self.facts[whole].kind is Kind.ATTENTION or whole.target in WHOLE:
+                return self._part_of_attention(node, self.facts[whole])
+        if not isinstance(node.meta.get("val"), Tensor):
+            return self._several(node)
+        shape = self.meaning.shape(node)
+        if self._is_plainly_fixed(node, shape):
+            return Fact(Kind.FIXED, ((),) * len(shape))
+        found = self._by_rule(node, shape)
+        if found.kind is Kind.MIXING:
+            found = self._by_formula(node, shape) or self._by_trial(node, shape) or found
+        return found
+
+    def _several(self, node: fx.Node) -> Fact:
+        """An op of several results is judged by each of them."""
+        operands = [self.facts[n] for n in node.all_input_nodes if n in self.facts]
+        fixed = all(f.kind is Kind.FIXED and not any(f.axes) for f in operands)
+        return Fact(Kind.FIXED) if fixed else Fact(Kind.MIXING, reason="several results")
+
+    def _input(self, node: fx.Node) -> Fact:
+        shape = self.meaning.shape(node)
+        if not any(self.space.counts(extent) for extent in shape):
+            return Fact(Kind.FIXED, ((),) * len(shape))
+        axes = next(self.space.candidates(shape))
+        if sum(extent is self.space.tokens for extent in shape) > 1:
+            return Fact(Kind.MIXING, reason="an input with two token axes")
+        has_token = self.space.place(axes, self.space.token) is not None
+        return Fact(Kind.TOKEN if has_token else Kind.FIXED, axes, "an input")
+
+    def _is_plainly_fixed(self, node: fx.Node, shape: Indices) -> bool:
+        operands = [self.facts[n] for n in node.all_input_nodes if n in self.facts]
+        sizes = [size_expression(n.meta["val"]) for n in node.all_input_nodes if is_size(n)]
+        return (
+            all(f.kind is Kind.FIXED and not any(f.axes) for f in operands)
+            and not any(self.space.counts(extent) for extent in shape)
+            and not any(self.space.counts(self.meaning.renamed(size)) for size in sizes)
+        )
+
+    def _by_rule(self, node: fx.Node, shape: Indices) -> Fact:
+        """By the node's element rule, or because it is pointwise."""
+        problem, problem_is_known = "no rule says what its elements are computed from", False
+        for axes in self.space.candidates(shape):
+            at = self.space.indices(axes, shape)
+            try:
+                element = self._element(node, at)
+            except Unliftable as why_not:
+                problem = str(why_not) or problem
+                break
+            kind, why = self._judge(element, axes)
+            if kind is not None and not self._counts_unseen(shape, axes):
+                return Fact(kind, axes)
+            problem = problem if kind is not None or problem_is_known else why
+            problem_is_known = True
+        return Fact(Kind.MIXING, reason=problem)
+
+    def _counts_unseen(self, shape: Indices, axes: Axes) -> bool:
+        """Whether a dimension is as long as there are tokens or sequences without running over them."""
+        return any(
+            self.space.counts(extent) and not set(digits) & self.space.both
+            for extent, digits in zip(shape, axes, strict=True)
+        )
+
+    def _element(self, node: fx.Node, at: Indices) -> Expr:
+        try:
+            return self.meaning.element(node, at)
+        except Unliftable:
+            if not _is_pointwise(node):
+                raise
+            return self._pointwise(node, at)
+
+    def _pointwise(self, node: fx.Node, at: Indices) -> Expr:
+        """Some function of the operands' elements at the same place."""
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        return E.make("raw", tuple(self.meaning.read_broadcast(n, at) for n in tensors), "pointwise")
+
+    def _judge(self, element: Expr, axes: Axes) -> tuple[Kind | None, str]:
+        """What a value with these axes is, if an element of it equals this; or why it is nothing usable."""
+        found = Kind.POSITION if self.space.place(axes, self.space.token) is not None else Kind.FIXED
+        for node in E.walk(element):
+            if node.op != "read" or not isinstance(node.value, fx.Node):
+                continue
+            fact = self.facts[node.value]
+            if fact.kind is Kind.MIXING:
+                return None, "computed from a value that mixes tokens"
+            if fact.kind is Kind.FIXED and not any(fact.axes):
+                if any(self.space.moves(index) for index in node.args):
+                    return None, "reads a table at the token's place"
+                continue
+            if not self.space.follows(fact.axes, node.args):
+                return None, self._reads_others(fact, node.args)
+            if fact.kind in (Kind.TOKEN, Kind.ATTENTION):
+                found = Kind.TOKEN
+        for node in outside_reads(element):
+            if node in self.space.both:
+                what = (
+                    "the token's place" if node is self.space.token else "the sequence's place in the batch"
+                )
+                return None, f"computed from {what}"
+            if node.op == "size" and self.space.counts(node):
+                return None, "depends on how many tokens or sequences there are"
+        return found, ""
+
+    def _reads_others(self, fact: Fact, at: Indices) -> str:
+        place = self.space.place(fact.axes, self.space.token)
+        if place is None or self.space.follows_digits(fact.axes[place], at[place]):
+            return "a sequence reads another one of the batch"
+        index = at[place]
+        if self.space.moves(index):
+            return f"token t reads token {index!r}"
+        return "every token is read" if index.free else f"token {index!r} is read"
+
+    def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """As a formula of the token's place and of fixed tensors, through whatever computes it."""
+        kinds = {self.facts[n].kind for n in node.all_input_nodes if n in self.facts}
+        if not kinds <= {Kind.FIXED, Kind.POSITION}:
+            return None
+        for axes in self.space.candidates(shape):
+            if self.space.place(axes, self.space.token) is None:
+                continue
+            at = self.space.indices(axes, shape)
+            try:
+                lifted = self.meaning.lift(
+                    self.meaning.read(node, at),
+                    lambda r: r.value is node or self.facts[r.value].kind is Kind.POSITION,
+                )
+            except Unliftable:
+                return None
+            if self._is_formula(lifted):
+                return Fact(Kind.POSITION, axes, "a formula of the token's place", lifted)
+        return None
+
+    def _is_formula(self, element: Expr) -> bool:
+        """Whether an element depends on nothing but its token's place and fixed tensors of no batch."""
+        reads = [self.facts.get(n.value) for n in E.walk(element) if n.op == "read"]
+        if any(f is None or f.kind is not Kind.FIXED or any(f.axes) for f in reads):
+            return False
+        if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
+            return False
+        rows = self.space.row is not None and self.space.row in element.free
+        counted = [n for n in _without_extents(element) if n.op == "size" and self.space.counts(n)]
+        return not rows and not counted
+
+    def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """Token-wise after all, as running it on some of the tokens (or sequences) shows."""
+        resolved = {n: f.axes for n, f in self._resolved()}
+        for axes in self.space.candidates(shape):
+            if not any(axes) or self._counts_unseen(shape, axes):
+                continue
+            steps = self.trial.is_token_wise(node, axes, resolved)
+            if steps:
+                kinds = {self.facts[n].kind for n in self.trial.region(node, resolved)[1] if n in self.facts}
+                order = (Kind.TOKEN, Kind.ATTENTION, Kind.POSITION, Kind.FIXED)
+                kind = next((k for k in order if k in kinds), Kind.POSITION)
+                kind = Kind.TOKEN if kind is Kind.ATTENTION else kind
+                return Fact(kind, axes, f"shown by trial with {steps} operation(s) before it")
+        return None
+
+    def _resolved(self) -> list[tuple[fx.Node, Fact]]:
+        return [(n, f) for n, f in self.facts.items() if f.kind is not Kind.MIXING]
+
+    # --- attention ---
+
+    def _attention(self, node: fx.Node) -> Fact:
+        parts = nodes.parts(node)
+        q, facts, weights = (
+            self.facts[parts.q],
+            *([self.facts[n] for n in g] for g in (parts.reads, parts.operands)),
+        )
+        k, v = self.facts[parts.keys[0]], self.facts[parts.keys[-1]]
+        if any(f.kind is Kind.MIXING for f in (q, k, v, *facts, *weights)):
+            return Fact(Kind.MIXING, reason="computed from a value that mixes tokens")
+        if any(f.kind is not Kind.FIXED or any(f.axes) for f in weights):
+            return Fact(Kind.MIXING, reason="its keys are projected by weights that follow the tokens")
+        program = parse(parts.program)
+        keys_are_tokens = Kind.FIXED not in (k.kind, v.kind)
+        if q.kind is Kind.FIXED and k.kind is v.kind is Kind.FIXED:
+            return Fact(Kind.FIXED, q.axes, "attention among fixed values")
+        problem = self._layout_problem(q, k, v)
+        problem = problem or self._reads_problem(program.expressions, facts, keys_are_tokens)
+        if problem:
+            return Fact(Kind.MIXING, reason=problem)
+        counted = [
+            n for n, s in enumerate(parts.sizes)
+            if isinstance(s, fx.Node) and self.space.counts(self._size(s))
+        ]  # fmt: skip
+        causality = examine(program, keys_are_tokens, frozenset(f"n{n}" for n in counted))
+        if causality.problem:
+            return Fact(Kind.MIXING, reason=causality.problem, causality=causality)
+        reason = causality.describe() if keys_are_tokens else "tokens look at fixed keys"
+        return Fact(Kind.ATTENTION, q.axes, reason, causality=causality)
+
+    def _size(self, node: fx.Node) -> Expr:
+        return self.meaning.renamed(size_expression(node.meta["val"]))
+
+    def _layout_problem(self, q: Fact, k: Fact, v: Fact) -> str:
+        row: tuple[Expr, ...] = () if self.space.row is None else (self.space.row,)
+        wanted: Axes = (row, (), (self.space.token,), ())
+        if q.kind is Kind.FIXED:
+            return "its keys are tokens and its queries are not"
+        if q.axes != wanted:
+            return "its queries are not arranged as [batch, heads, tokens, width]"
+        if (k.kind is Kind.FIXED) != (v.kind is Kind.FIXED):
+            return "one of its keys and values is computed from the tokens, the other is not"
+        if k.kind is Kind.FIXED:
+            wanted = (row, (), (), ())
+            if k.axes[1:] != wanted[1:] or v.axes[1:] != wanted[1:]:
+                return "its fixed keys are not arranged as [batch, heads, tokens, width]"
+            return ""
+        if k.axes != wanted or v.axes != wanted:
+            return "its keys are not arranged as [batch, heads, tokens, width]"
+        return ""
+
+    def _reads_problem(self, expressions: tuple[Expr, ...], facts: list[Fact], keys: bool) -> str:
+        """Why a tensor that the scores read cannot be followed token by token."""
+        for node in (n for e in expressions for n in E.walk(e) if n.op == "read"):
+            for digits, index in zip(facts[node.value].axes, node.args, strict=True):
+                if not digits:
+                    if index.op != "var" and E.var("b") in index.free:
+                        return (
+                            f"its scores read r{node.value} at {index!r}, which is no sequence of the batch"
+                        )
+                    continue
+                own = self.space.token not in digits and self.space.follows_rows(digits, canonical(index))
+                names = {"q", "k"} if keys else {"q"}
+                at_token = digits == (self.space.token,) and index.op == "var" and index.value in names
+                if not own and not at_token:
+                    return f"its scores read r{node.value} at {index!r}, which is not the token's own place"
+        return ""
+
+    def _part_of_attention(self, node: fx.Node, whole: Fact) -> Fact:
+        if whole.kind is Kind.MIXING or whole.kind is Kind.FIXED:
+            return dataclasses.replace(whole, axes=whole.axes[: len(self.meaning.shape(node))])
+        if node.args[1] != 0:
+            return Fact(Kind.MIXING, reason="the log-sum-exp of an attention is used")
+        return Fact(Kind.TOKEN, whole.axes, "what attention gathered for the token")
+
+    # --- for the error message ---
+
+    def witness(self, node: fx.Node) -> tuple[int, int] | None:
+        """A pair (t, later) for which token t of the node's value changes when a later token does."""
+        fact = self.facts[node]
+        if fact.causality is not None and fact.causality.witness is not None:
+            return fact.causality.witness
+        return self.trial.witness(node, {n: f.axes for n, f in self._resolved()})
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _without_extents(node: Expr) -> list[Expr]:
+    """The nodes of an expression, indices of reads included, extents of variables not."""
+    found, stack = [], [node]
+    while stack:
+        current = stack.pop()
+        found.append(current)
+        if current.op != "var":
+            stack += current.args
+    return found

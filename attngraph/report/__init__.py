@@ -1,0 +1,1 @@
+"""What a compilation did, as records, as text, as files and as a page."""

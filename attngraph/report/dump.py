@@ -1,0 +1,225 @@
+"""A dump on disk: what was compiled, in files that a person can read and `attngraph inspect` can show.
+
+    DIR/graph-0/00-capture.txt            the graph as it was traced
+    DIR/graph-0/02-fuse-attention.txt     the graph after each pass that changed something, as it happens
+    DIR/graph-0/index.json                every pass with its timing
+    DIR/graph-0/report.json               the report, without texts
+    DIR/breaks-0.json                     why a model was captured in pieces, if it was
+    DIR/graph-0/values.json               contents of buffers, which passes may look at
+    DIR/graph-0/kernel-00.cpu.compiled.c  what was emitted for attention, each distinct text once
+
+Every graph has a folder of its own. Nothing that is there already is written over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from attngraph.errors import DumpError
+from attngraph.ir.graph.printer import input_name
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.reader import read_graph
+from attngraph.ir.graph.values import decode, encode
+from attngraph.report.entries import Break, KernelEntry, PassRecord
+from attngraph.report.report import CompileReport
+
+CAPTURE = "capture"
+VALUES = "values.json"
+_ENDINGS = {"cpu": "c", "triton": "py"}
+
+
+class Dump:
+    """Writes one graph's folder, pass by pass.
+
+    Raises:
+        DumpError: the folder cannot be made, or written to.
+    """
+
+    def __init__(self, root: Path) -> None:
+        number = 0
+        while (root / f"graph-{number}").exists():
+            number += 1
+        self.folder = root / f"graph-{number}"
+        self.count = 0
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as problem:
+            raise DumpError(
+                f"cannot write a dump to {root}: {problem.strerror or problem}. "
+                "Name a folder that can be made."
+            ) from problem
+
+    def stage(self, name: str, title: str, notes: Sequence[str], head: str, text: str) -> Path:
+        """Write the graph after a pass; the file. `head` and `text` are those of `ir/graph/printer.py`."""
+        words = [f"# {self.count:02d} {name}   {title}", *(f"# {n}" for n in notes)]
+        path = self.folder / f"{self.count:02d}-{name}.txt"
+        path.write_text("\n".join([*words, head, text]) + "\n", encoding="utf-8")
+        self.count += 1
+        return path
+
+    def finish(self, report: CompileReport) -> None:
+        """Write the index, the report, and the kernels' texts."""
+        entries = [{k: v for k, v in dataclasses.asdict(r).items() if k != "text"} for r in report.passes]
+        self._json("index.json", entries)
+        found = json.loads(report.to_json())
+        kernels = list(dict.fromkeys(a.kernel for a in report.attention if a.kernel.source))
+        for number, kernel in enumerate(kernels):
+            (self.folder / _kernel_file(number, kernel)).write_text(kernel.source, encoding="utf-8")
+        for entry, given in zip(found["attention"], report.attention, strict=True):
+            if given.kernel.source:
+                entry["kernel"]["file"] = _kernel_file(kernels.index(given.kernel), given.kernel)
+        self._json("report.json", found)
+
+    def values(self, graph: ProgramGraph) -> None:
+        """Write the contents of the buffers and constants that passes look at."""
+        write_values(graph, self.folder / VALUES)
+
+    def discard(self) -> None:
+        """Remove the folder: what it holds is of an attempt that was not kept."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _json(self, name: str, data: object) -> None:
+        (self.folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _kernel_file(number: int, kernel: KernelEntry) -> str:
+    ending = _ENDINGS.get(kernel.name.split(".")[0], "txt")
+    return f"kernel-{number:02d}.{re.sub(r'[^a-z0-9._-]', '-', kernel.name)}.{ending}"
+
+
+def read_dump(root: Path) -> tuple[CompileReport, ...]:
+    """The reports of all graphs of a dump, with their texts: of `DIR`, or of one `DIR/graph-N`.
+
+    Raises:
+        DumpError: there is no dump, or a file of it is missing, cut off, or of another version.
+    """
+    folders = sorted(root.glob("graph-*"), key=lambda p: (len(p.name), p.name)) or [root]
+    if not root.is_dir() or not any((f / f"00-{CAPTURE}.txt").exists() for f in folders):
+        raise DumpError(
+            f"there is no dump in {root}: a dump is a folder with graph-0/00-{CAPTURE}.txt in it, as "
+            'attngraph.compile(model, dump="DIR") or `attngraph compile TARGET --dump DIR` writes.'
+        )
+    first, *others = (_read_graph(folder) for folder in folders)
+    return dataclasses.replace(first, breaks=(*_read_breaks(root), *first.breaks)), *others
+
+
+def write_breaks(root: Path, breaks: Sequence[Break]) -> None:
+    """Write where capture of a whole model stopped, so that its graphs are pieces."""
+    number = 0
+    while (root / f"breaks-{number}.json").exists():
+        number += 1
+    text = json.dumps([dataclasses.asdict(b) for b in breaks], indent=2) + "\n"
+    (root / f"breaks-{number}.json").write_text(text, encoding="utf-8")
+
+
+def _read_breaks(root: Path) -> tuple[Break, ...]:
+    found: list[Break] = []
+    for path in sorted(root.glob("breaks-*.json")):
+        try:
+            found += [Break(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError) as problem:
+            raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
+    return tuple(dict.fromkeys(found))
+
+
+def _read_graph(folder: Path) -> CompileReport:
+    path = folder / "report.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        files = [entry["kernel"].pop("file", "") for entry in data["attention"]]
+        report = CompileReport.from_json(json.dumps(data))
+    except OSError as problem:
+        raise DumpError(
+            f"cannot read {path}: {problem.strerror or problem}. "
+            "It is written when compiling ends; compile again."
+        ) from problem
+    except (ValueError, KeyError, TypeError) as problem:
+        raise DumpError(
+            f"{path} is cut off or of another version of attngraph ({problem}). Write the dump again."
+        ) from problem
+    texts = {p.stem.split("-", 1)[1]: _graph_text(p) for p in sorted(folder.glob("[0-9][0-9]-*.txt"))}
+    lost = [r.name for r in report.passes if r.changed and r.name not in texts]
+    if lost:
+        raise DumpError(f"{folder} lacks the graph after {', '.join(lost)}. Write the dump again.")
+    passes = tuple(dataclasses.replace(r, text=texts[r.name] if r.changed else "") for r in report.passes)
+    attention = tuple(
+        dataclasses.replace(a, kernel=dataclasses.replace(a.kernel, source=_kernel_text(folder, file)))
+        for a, file in zip(report.attention, files, strict=True)
+    )
+    return dataclasses.replace(report, passes=passes, attention=attention, captured=texts[CAPTURE])
+
+
+def _graph_text(path: Path) -> str:
+    """A graph's text, without the words and the head before it."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    begins = next((n for n, line in enumerate(lines) if line.endswith("(")), len(lines))
+    return "\n".join(lines[begins:])
+
+
+def _kernel_text(folder: Path, name: str) -> str:
+    """The text of a kernel's file; only files of this folder are read."""
+    if not name:
+        return ""
+    path = folder / Path(name).name
+    if not path.is_file():
+        raise DumpError(f"{folder} lacks {path.name}, the source of a kernel. Write the dump again.")
+    return path.read_text(encoding="utf-8")
+
+
+def write_values(graph: ProgramGraph, path: Path) -> None:
+    """Write what is known of the contents of a graph's inputs; nothing where nothing is."""
+    known = {
+        input_name(given): encode(graph.values[node.name])
+        for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
+        if node.name in graph.values
+    }
+    if known:
+        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str, graph: ProgramGraph) -> Path:
+    """Write the graph before a pass that failed, into the dump or else a new folder; the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="attngraph-failed-")) if dump is None else dump.folder
+    path = folder / f"before-{name}.txt"
+    words = [f"# {line}" for line in about.splitlines()]
+    path.write_text("\n".join([*words, head, text]) + "\n", encoding="utf-8")
+    write_values(graph, folder / VALUES)
+    return path
+
+
+def read_graph_file(path: Path) -> ProgramGraph:
+    """The graph of a dump's file, with the contents of buffers that are kept beside it.
+
+    Raises:
+        DumpError: a file cannot be read. TextError: the text is cut off, or wrong; names the line.
+    """
+    try:
+        graph = read_graph(path.read_text(encoding="utf-8"), path.name)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DumpError(f"cannot read {path}: {problem}. Name a file of a dump, NN-<pass>.txt.") from problem
+    beside = path.with_name(VALUES)
+    if beside.exists():
+        try:
+            known = {name: decode(value) for name, value in json.loads(beside.read_text()).items()}
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, zlib.error) as problem:
+            raise DumpError(f"{beside} is cut off or of another version ({problem}).") from problem
+        for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
+            if input_name(given) in known:
+                graph.values[node.name] = known[input_name(given)]
+    return graph
+
+
+def notes_of(record: PassRecord) -> list[str]:
+    """What a pass's file says at its head."""
+    return [f"options: {record.options}"] * bool(record.options) + list(record.notes)

@@ -1,0 +1,14 @@
+"""A report as a page: one HTML file that needs no server, no network and nothing beside it.
+
+    ../report.py, dump.py   what is shown (`CompileReport`, one for each graph)
+      layers.py           a graph's text as lines that know their op and their layer
+      diff.py, folding.py what a pass changed, and what of it is shown at once
+      chart.py, layout.py, drawing.py   equal layers as one chart
+      attention.py, passes.py, graphs.py, build.py   the sections, put together; page.css, page.js beside them
+
+Nothing is computed of a model, and nothing from a model becomes markup: `html.py` escapes every text.
+"""
+
+from attngraph.report.page.build import render, write
+
+__all__ = ["render", "write"]

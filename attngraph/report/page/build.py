@@ -1,0 +1,187 @@
+"""The page put together: what was missed first, then attentions, passes and graphs.
+
+A content security policy lets the page's own script run (by its hash) and nothing else, and lets it reach
+nothing outside itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from attngraph.errors import DumpError
+from attngraph.report.files import write_whole
+from attngraph.report.page.attention import render_attentions
+from attngraph.report.page.graphs import final_text, graph_title, render_graphs
+from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
+from attngraph.report.page.passes import Store, render_passes
+from attngraph.report.report import CompileReport, folded
+
+
+def write(report: CompileReport, path: Path, title: str = "") -> Path:
+    """Write the page of a report as a whole or not at all; the file.
+
+    Raises:
+        DumpError: it cannot be written. What stood there still does.
+    """
+    text = render(report, title)
+    try:
+        write_whole(path, text)
+    except OSError as problem:
+        raise DumpError(
+            f"cannot write the page to {path}: {problem.strerror or problem}. "
+            "Name a file in a folder that exists."
+        ) from problem
+    return path
+
+
+def render(report: CompileReport, title: str = "") -> str:
+    """The page of a report as text. `title` says what was compiled, if that is known."""
+    graphs = report.parts or ((report,) if report.graphs else ())
+    store = Store()
+    groups = folded(report.attention)
+    sections = [
+        _section("missed", f"Not fused ({len(report.missed)})", _missed(report), bool(report.missed)),
+        _section("pieces", "Captured in pieces", _breaks(report), bool(report.breaks)),
+        _section(
+            "attention", f"Attention ({len(report.attention)})", render_attentions(groups), bool(groups)
+        ),
+        _section("cache", "Cache", _cache(report), report.cache is not None),
+        _section("passes", "Passes", _passes(graphs, store), bool(graphs)),
+        _section("graph", "Graph", render_graphs(graphs), any(final_text(g) for g in graphs)),
+    ]
+    return _document(report, title, [found for found in sections if found], store)
+
+
+_WITHOUT_SCRIPT = (
+    "The page's script did not run: what is folded cannot be unfolded here, nor searched. "
+    "The dump's text files hold every graph as a whole."
+)
+Section = tuple[str, str, Html]
+
+
+def _section(name: str, title: str, body: Html, is_there: bool) -> Section | None:
+    if not is_there:
+        return None
+    head = tag("h2", title, id=f"{name}-title")
+    return name, title, tag("section", head, body, id=name, aria_labelledby=f"{name}-title")
+
+
+def _document(report: CompileReport, title: str, sections: Sequence[Section], store: Store) -> str:
+    style, script = (_asset(name) for name in ("page.css", "page.js"))
+    links = [tag("li", tag("a", words, href=f"#{name}")) for name, words, _ in sections]
+    heading = f"attngraph: {title}" if title else "attngraph report"
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", heading),
+        tag("style", Html(style)),
+    ]
+    body = [
+        tag("a", "Skip to the report", href="#report", class_="skip"),
+        tag("header", tag("h1", heading), *_summary(report)),
+        tag("nav", tag("ul", *links), aria_label="parts of the report"),
+        tag("p", _WITHOUT_SCRIPT, class_="hint", id="without-script"),
+        tag("main", *(found for _, _, found in sections), id="report", tabindex=-1),
+        tag("p", "", role="status", class_="vh", id="said"),
+        tag("script", Html(store.packed()), type="text/plain", id="store"),
+        tag("script", Html(script)),
+    ]  # fmt: skip
+    return f'<!DOCTYPE html>\n<html lang="en">\n{tag("head", *head)}\n{tag("body", *body)}\n</html>\n'
+
+
+def _policy(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _asset(name: str) -> str:
+    text = resources.files("attngraph.report.page").joinpath(name).read_text(encoding="utf-8")
+    assert "</s" not in text, f"{name} would end its own element"
+    return text
+
+
+def _summary(report: CompileReport) -> list[Html]:
+    fused, missed = len(report.attention), len(report.missed)
+    if not report.graphs:
+        return [tag("p", "Nothing was traced: the compiled model has not been called.", class_="summary")]
+    kinds = len(folded(report.attention))
+    words = f"{fused} of {plural(fused + missed, 'softmax-like place')} fused"
+    words += f", {plural(kinds, 'distinct attention')}" if kinds else ""
+    words += ", captured in pieces" if report.breaks else ""
+    graphs = f", {plural(report.graphs, 'graph')}" if report.graphs > 1 else ""
+    state = "good" if not missed and not report.breaks else "notice"
+    return [
+        tag(
+            "p",
+            tag("strong", words, class_=state),
+            f"{graphs}, compiled in {report.seconds:.2f} s.",
+            class_="summary",
+        )
+    ]
+
+
+def _missed(report: CompileReport) -> Html:
+    found = []
+    for (reason, source), group in itertools.groupby(report.missed, key=lambda m: (m.reason, m.source)):
+        members = list(group)
+        times = f" {TIMES} {len(members)}" if len(members) > 1 else ""
+        names = span_of_names([m.name for m in members])
+        where = [
+            tag("code", source or "line not known"),
+            times,
+            *([" in ", tag("code", names)] if names else []),
+        ]
+        found.append(tag("li", tag("p", *where, class_="place"), tag("p", reason)))
+    return tag("ul", *found, class_="cards")
+
+
+def _breaks(report: CompileReport) -> Html:
+    intro = "The model is not one graph. torch.compile captured it in pieces, for this reason:"
+    found = [
+        tag(
+            "li", *([tag("p", tag("code", b.source), class_="place")] if b.source else []), tag("p", b.reason)
+        )
+        for b in report.breaks
+    ]
+    return joined([tag("p", intro), tag("ul", *found, class_="cards")])
+
+
+def _cache(report: CompileReport) -> Html:
+    if report.cache is None:
+        return html("")
+    first, *more = [line.strip() for line in report.cache.lines() if line.strip()]
+    head = first.removeprefix("cache").strip()
+    return joined([tag("p", tag("strong", head)), tag("ul", *(tag("li", line) for line in more))])
+
+
+def _passes(graphs: Sequence[CompileReport], store: Store) -> Html:
+    lists = [
+        tag("div", graph_title(graph, n, len(graphs)), render_passes(graph, f"g{n}", store), class_="graph")
+        for n, graph in enumerate(graphs)
+    ]
+    controls = tag(
+        "div",
+        tag("label", "Search passes ", tag("input", type="search", id="search", autocomplete="off")),
+        tag("label", tag("input", type="checkbox", id="unchanged"), " Show unchanged passes"),
+        tag("button", "Open all", type="button", id="open-all", aria_expanded="false"),
+        tag("p", "", role="status", id="found"),
+        class_="controls", role="search", hidden=True,
+    )  # fmt: skip
+    legend = tag(
+        "p",
+        "Lines are matched by what they compute, so that values which are only numbered anew count as ",
+        f"equal. {MINUS} removed or was, + added or is; what differs within a line is ",
+        tag("mark", "marked"), ". A line of yours (#) that is the same as above is not repeated.",
+        class_="hint",
+    )  # fmt: skip
+    return joined([controls, legend, *lists])

@@ -1,0 +1,188 @@
+"""What of a diff is shown at once, and what waits behind a button.
+
+Changes are shown with a few lines around them. Long equal stretches wait, and so does a layer that changed
+just as one before it did: in a model of 61 equal layers one is read, not 61. What waits is kept as line
+numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from attngraph.report.page.diff import Block
+from attngraph.report.page.html import plural, span_of_names
+from attngraph.report.page.layers import Line, shape_of, stretches
+
+_AROUND = 3
+"""Equal lines shown before and after a change."""
+_LEAST_FOLDED = 4
+"""Equal lines that are worth a button."""
+_MOST_SHOWN = 1200
+"""Lines of one diff that are shown at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hunk:
+    """Changes and the lines around them, and the modules of the lines that changed."""
+
+    blocks: tuple[Block, ...]
+    modules: tuple[str, ...]
+
+    def words(self) -> str:
+        """`16 lines removed, 20 added`."""
+        changed = sum(b.b - b.a for b in self.blocks if b.kind == "changed")
+        removed = sum(b.b - b.a for b in self.blocks if b.kind == "replaced")
+        added = sum(b.d - b.c for b in self.blocks if b.kind == "replaced")
+        counts = ((changed, "changed"), (removed, "removed"), (added, "added"))
+        found = [(count, word) for count, word in counts if count]
+        return ", ".join(
+            f"{plural(count, 'line') if place == 0 else f'{count:,}'} {word}"
+            for place, (count, word) in enumerate(found)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Lines that wait: `repeated` are the layers among them that changed as one before did, `changed` how
+    many other lines changed."""
+
+    blocks: tuple[Block, ...]
+    repeated: tuple[str, ...] = ()
+    changed: int = 0
+
+    @property
+    def lines(self) -> int:
+        return sum(max(b.b - b.a, b.d - b.c) for b in self.blocks)
+
+    def words(self) -> str:
+        if self.repeated:
+            again = f"the same change in {span_of_names(list(self.repeated))}"
+            again += f" ({len(self.repeated)} more times)" if len(self.repeated) > 1 else ""
+            return f"{plural(self.lines, 'line')}: {again}"
+        if self.changed:
+            return f"{plural(self.lines, 'more line')}, {self.changed:,} of them changed"
+        return plural(self.lines, "equal line")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    block: Block
+    layer: str
+    hidden: bool = False
+
+    @property
+    def lines(self) -> int:
+        return max(self.block.b - self.block.a, self.block.d - self.block.c)
+
+
+def fold(blocks: Sequence[Block], old: Sequence[Line], new: Sequence[Line]) -> list[Hunk | Fold]:
+    """The diff as it is shown: hunks, and what is folded between them, in order."""
+    parts = _without_repeated_layers(list(_by_layer(blocks, old, new)), old, new)
+    parts = list(_with_context(parts))
+    shown, found = 0, []
+    for part in parts:
+        shown += 0 if part.hidden else part.lines
+        found.append(dataclasses.replace(part, hidden=part.hidden or shown > _MOST_SHOWN))
+    repeated = {p.layer for p in parts if p.hidden and p.layer and p.block.kind != "equal"}
+    return list(_grouped(found, repeated, old, new))
+
+
+def _by_layer(blocks: Iterable[Block], old: Sequence[Line], new: Sequence[Line]) -> Iterator[_Part]:
+    """Blocks cut where a layer begins. A replaced one belongs to the layer it begins in."""
+    for block in blocks:
+        if block.kind == "replaced":
+            yield _Part(block, new[block.c].layer if block.c < block.d else old[block.a].layer)
+            continue
+        for cut in stretches(line.layer for line in new[block.c : block.d]):
+            c, d = block.c + cut.start, block.c + cut.stop
+            yield _Part(Block(block.kind, block.a + cut.start, block.a + cut.stop, c, d), cut.layer)
+
+
+def _without_repeated_layers(parts: list[_Part], old: Sequence[Line], new: Sequence[Line]) -> list[_Part]:
+    seen: set[object] = set()
+    found: list[_Part] = []
+    for cut in stretches(part.layer for part in parts):
+        group = parts[cut.start : cut.stop]
+        hidden = False
+        if cut.layer and any(p.block.kind != "equal" for p in group):
+            form = (
+                tuple((p.block.kind, p.lines) for p in group),
+                shape_of([line.code for p in group for line in old[p.block.a : p.block.b]], cut.layer),
+                shape_of([line.code for p in group for line in new[p.block.c : p.block.d]], cut.layer),
+            )
+            hidden = form in seen
+            seen.add(form)
+        found += [dataclasses.replace(p, hidden=hidden) for p in group]
+    return found
+
+
+def _with_context(parts: list[_Part]) -> Iterator[_Part]:
+    """Equal lines shown only where a change that is shown is near."""
+    for place, part in enumerate(parts):
+        if part.block.kind != "equal" or part.hidden:
+            yield part
+            continue
+        before = _near(parts, place, -1)
+        after = _near(parts, place, 1)
+        size = part.lines
+        is_between = (before or place == 0) and (after or place == len(parts) - 1)
+        if is_between and before + after and size < before + after + _LEAST_FOLDED:
+            yield part
+            continue
+        for start, stop, hidden in (
+            (0, before, False),
+            (before, size - after, True),
+            (size - after, size, False),
+        ):
+            if start < stop:
+                b = part.block
+                cut = Block("equal", b.a + start, b.a + stop, b.c + start, b.c + stop)
+                yield _Part(cut, part.layer, hidden)
+
+
+def _near(parts: list[_Part], place: int, step: int) -> int:
+    """How many lines at one end of an equal part are near a change that is shown."""
+    left = _AROUND
+    while 0 <= place + step < len(parts) and left > 0:
+        place += step
+        part = parts[place]
+        if part.hidden:
+            return 0
+        if part.block.kind != "equal":
+            return left
+        left -= part.lines
+    return 0
+
+
+def _grouped(
+    parts: list[_Part], repeated: set[str], old: Sequence[Line], new: Sequence[Line]
+) -> Iterator[Hunk | Fold]:
+    start = 0
+    for place in range(1, len(parts) + 1):
+        if place < len(parts) and parts[place].hidden == parts[start].hidden:
+            continue
+        group = parts[start:place]
+        start = place
+        blocks = tuple(_joined(p.block for p in group))
+        other = [p for p in group if p.block.kind != "equal"]
+        if group[0].hidden:
+            layers = tuple(dict.fromkeys(p.layer for p in other if p.layer in repeated))
+            yield Fold(blocks, layers, sum(p.lines for p in other if p.layer not in repeated))
+            continue
+        lines = [line for p in other for line in (*old[p.block.a : p.block.b], *new[p.block.c : p.block.d])]
+        yield Hunk(blocks, tuple(dict.fromkeys(line.module for line in lines if line.module)))
+
+
+def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Blocks of one kind that follow each other, as one."""
+    last: Block | None = None
+    for block in blocks:
+        if last is not None and last.kind == block.kind != "replaced":
+            last = Block(last.kind, last.a, block.b, last.c, block.d)
+            continue
+        if last is not None:
+            yield last
+        last = block
+    if last is not None:
+        yield last

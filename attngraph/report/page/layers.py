@@ -1,0 +1,134 @@
+"""The text of a graph as lines that know their op, their operands and their layer.
+
+A line says which module it belongs to (`  [h.0.attn]` stands before the values of a module); the module's
+layer is its name up to the first number in it. Stretches of a text are equal layers when they are the same
+words after their own value numbers, names and layer numbers are counted anew. Nothing here computes: a line
+that is none of a graph's is kept as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from attngraph.ir.graph.literals import read_name
+
+REFERENCE = re.compile(r"""%\w+(?:\.\d+)*|\$(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.\-]+)""")
+"""A value or an input, as the text names it."""
+_VALUE = re.compile(r"  (%\d+) = ([\w.]+)\((.*)")
+_MODULE = re.compile(r"  \[(.*)\]")
+_NUMBERED = re.compile(r"%\d+")
+_MADE_UP = re.compile(r"\b[su]\d+\b")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line. `code` is what is computed, `note` what stands behind `#`: the user's line, say. `value` and
+    `op` are empty where the line defines nothing, `module` where it belongs to no module."""
+
+    code: str
+    note: str = ""
+    value: str = ""
+    op: str = ""
+    module: str = ""
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What is computed, without the numbers that values have."""
+        return _NUMBERED.sub("%", self.code)
+
+    @functools.cached_property
+    def references(self) -> list[str]:
+        """What the line reads, in order, the parts of a value (`%3.1`) as they are named."""
+        return REFERENCE.findall(self.code.split(" = ", 1)[1]) if self.value else REFERENCE.findall(self.code)
+
+    @property
+    def type(self) -> str:
+        return self.code.rpartition(" : ")[2] if self.value else ""
+
+    @property
+    def layer(self) -> str:
+        return layer_of(self.module)
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is a line of a score program, under its attention."""
+        return not self.value and self.code.startswith("          ")
+
+
+def read_lines(text: str) -> list[Line]:
+    """The lines of a graph's text."""
+    found, module = [], ""
+    for raw in text.split("\n"):
+        code, mark, note = raw.partition("  # ")
+        code = code.rstrip()
+        value = _VALUE.match(code)
+        named = _MODULE.fullmatch(code)
+        if named:
+            module = _unquoted(named[1])
+        elif not value and not code.startswith("          "):
+            module = ""
+        op = value[2] if value else ""
+        found.append(Line(code, note if mark else "", value[1] if value else "", op, module))
+    return found
+
+
+def _unquoted(name: str) -> str:
+    try:
+        return read_name(name, "")
+    except (ValueError, SyntaxError):
+        return name
+
+
+@functools.cache
+def layer_of(module: str) -> str:
+    """`h.0` of `h.0.attn.c_proj`; "" where no part of the name is a number."""
+    parts = module.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ""
+
+
+def shape_of(lines: Sequence[str], layer: str) -> str:
+    """The lines with everything counted anew that differs between equal layers: what two equal layers share.
+
+    Values, names with numbers in them and symbolic sizes are numbered in order of appearance.
+    """
+    text = "\n".join(lines)
+    for name in {layer, repr(layer)[1:-1]} - {""}:
+        text = re.sub(rf"{re.escape(name)}(?!\w)", "#", text)
+    text = REFERENCE.sub(_counting("%", lambda name: _NUMBER.sub("#", name) if name[0] == "$" else "%"), text)
+    return _MADE_UP.sub(_counting("s", lambda name: name[0]), text)
+
+
+def _counting(mark: str, form: Callable[[str], str]) -> Callable[[re.Match[str]], str]:
+    known: dict[str, str] = {}
+
+    def count(found: re.Match[str]) -> str:
+        return known.setdefault(found[0], f"{form(found[0])}{mark}{len(known)}")
+
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Lines that follow each other and belong to one layer (or to none): `lines[start:stop]`."""
+
+    layer: str
+    start: int
+    stop: int
+
+
+def stretches(layers: Iterable[str]) -> list[Stretch]:
+    """Where each layer begins and ends, given the layer of every line."""
+    found: list[Stretch] = []
+    for place, layer in enumerate(layers):
+        if found and found[-1].layer == layer:
+            found[-1] = dataclasses.replace(found[-1], stop=place + 1)
+        else:
+            found.append(Stretch(layer, place, place + 1))
+    return found

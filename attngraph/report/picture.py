@@ -1,0 +1,235 @@
+"""Masks drawn: a `TileMap` (`report/tile_map.py`) as text for a terminal, or as SVG for a page.
+
+In both each kind of tile has a shape or a shade of its own, so that no colour is needed to tell them apart,
+and a legend in words. The SVG needs nothing from outside: no script, no font, no style of a page. It has a
+title and a description for those who do not see it, and follows light and dark. A page that it stands in may
+set `--attngraph-ink` and `--attngraph-accent`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from html import escape
+
+from attngraph.report.tile_map import STATES, Panel, Rows, State, TileMap, mask_map, tile_map
+
+__all__ = ["STATES", "Panel", "State", "TileMap", "marks", "mask_map", "tile_map", "to_svg", "to_text"]
+
+_BLOCKS: dict[State, str] = {"full": "█", "partial": "▒", "filled": "░", "empty": "·", "unknown": "?"}
+_PLAIN: dict[State, str] = {"full": "#", "partial": "+", "filled": "-", "empty": ".", "unknown": "?"}
+_COLORS: dict[State, str] = {"full": "34", "partial": "36", "filled": "35", "empty": "2", "unknown": "33"}
+_PANELS = 8
+"""Heads that are drawn; the others are counted."""
+_SIDE = 64
+"""Tiles along a side of a drawing; more are joined."""
+
+
+def marks(plain: bool = True) -> dict[State, str]:
+    """The character that stands for each kind of tile."""
+    return dict(_PLAIN if plain else _BLOCKS)
+
+
+def to_text(
+    drawn: TileMap, color: bool | None = None, plain: bool | None = None, columns: int | None = None
+) -> str:
+    """The map for a terminal, with a legend.
+
+    Args:
+        color: None: as standard output is a terminal and NO_COLOR is not set.
+        plain: ASCII alone; None: where standard output's encoding has no block characters.
+        columns: no line is longer (at least 40); None: the terminal's width.
+    """
+    color = _wants_color() if color is None else color
+    plain = not _can_draw_blocks() if plain is None else plain
+    columns = max(shutil.get_terminal_size((100, 24)).columns if columns is None else columns, 40)
+    signs = marks(plain)
+    shown = _fitting(drawn, min(_SIDE, columns - 2))
+    wide = 2 if 2 * len(shown.rows[0]) + 2 <= columns else 1
+
+    def cell(state: State, width: int) -> str:
+        text = signs[state] * width
+        return f"\x1b[{_COLORS[state]}m{text}\x1b[0m" if color else text
+
+    def wrapped(text: str) -> list[str]:
+        return [f"  {line}" for line in textwrap.wrap(text, columns - 2)]
+
+    lines: list[str] = []
+    for panel in shown.panels[:_PANELS]:
+        lines += wrapped(_heading(panel)) if len(shown.panels) > 1 else []
+        lines += ["  " + "".join(cell(state, wide) for state in row) for row in panel.rows]
+    lines += [line for note in _notes(shown, "mark") for line in wrapped(note)]
+    for state in shown.states():
+        first, *rest = textwrap.wrap(shown.meaning(state), columns - 6)
+        lines += [f"  {cell(state, 2)}  {first}", *(f"      {line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def _wants_color() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _can_draw_blocks() -> bool:
+    try:
+        "".join(_BLOCKS.values()).encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _fitting(drawn: TileMap, side: int) -> TileMap:
+    """The same with as many tiles joined as it takes for no side to have more than `side`."""
+    most = max(len(drawn.rows), len(drawn.rows[0]))
+    return drawn if most <= side else drawn.joined(-(-most // side))
+
+
+def _heading(panel: Panel) -> str:
+    count = len(panel.pairs)
+    several_b = any(b > 0 for b, _ in panel.pairs)
+    heads = ", ".join(f"b {b} h {h}" if several_b else f"{h}" for b, h in panel.pairs[:6])
+    more = f" and {count - 6} more" if count > 6 else ""
+    return f"{'' if several_b else 'head '}{heads}{more}"
+
+
+def _notes(shown: TileMap, mark: str) -> list[str]:
+    """What a reader has to know besides the legend."""
+    notes = [f"down: queries 0 to {shown.queries - 1}; across: keys 0 to {shown.keys - 1}"]
+    if shown.tile > 1:
+        notes.append(f"a {mark} is {shown.tile} queries by {shown.tile} keys")
+    if len(shown.panels) > _PANELS:
+        notes.append(f"heads that look different again: {len(shown.panels) - _PANELS}, not drawn")
+    return notes
+
+
+_CELL, _GAP, _MARGIN, _LINE = 240, 28, 12, 17
+"""The side of a panel and the distances between things, in units of the SVG."""
+_NARROW = 336
+"""The least width: what a phone shows without making letters smaller."""
+_ROW = 3
+"""Panels beside each other."""
+
+
+def to_svg(drawn: TileMap, title: str = "") -> str:
+    """The map as one self-contained SVG element.
+
+    Args:
+        title: what it shows; the mask in words if empty.
+    """
+    shown = _fitting(drawn, _SIDE)
+    title = _clean(title or f"Mask: {shown.mask}")
+    panels = shown.panels[:_PANELS]
+    across = min(len(panels), _ROW)
+    inner = max(across * (_CELL + _GAP) - _GAP, _NARROW)
+    body: list[str] = []
+    top: float = _MARGIN + _LINE
+    per_line = inner // 7
+    for line in textwrap.wrap(title, per_line) or [""]:
+        body.append(_label(_MARGIN, top, line, "bold"))
+        top += _LINE
+    for start in range(0, len(panels), _ROW):
+        if len(panels) > 1:
+            top += _LINE
+        for place, panel in enumerate(panels[start : start + _ROW]):
+            left = _MARGIN + place * (_CELL + _GAP)
+            if len(panels) > 1:
+                body.append(_label(left, top - 6, _heading(panel)))
+            body += _panel(panel.rows, left, top, shown)
+        top += _height(shown) + _GAP
+    for line in (part for note in _notes(shown, "square") for part in textwrap.wrap(note, per_line)):
+        body.append(_label(_MARGIN, top, line))
+        top += _LINE
+    for state in shown.states():
+        body += _mark(state, [(_MARGIN, top - 10)], 11, 11)
+        for line in textwrap.wrap(_clean(shown.meaning(state)), per_line - 3):
+            body.append(_label(_MARGIN + 20, top, line))
+            top += _LINE
+    return _document(shown, title, inner + 2 * _MARGIN, top, body)
+
+
+def _document(shown: TileMap, title: str, width: float, height: float, body: list[str]) -> str:
+    shares = ", ".join(f"{100 * drawn:.1f} % {state}" for state, drawn in shown.shares.items() if drawn)
+    pieces = "pairs" if shown.tile == 1 else f"tiles of {shown.tile} by {shown.tile}"
+    words = (
+        f"{shown.queries} queries and {shown.keys} keys in {pieces}: {shares}. Mask: {shown.mask}. "
+        f"Score program: {shown.program}"
+    )
+    name = "attngraph-" + hashlib.sha256("\0".join([title, *body]).encode()).hexdigest()[:10]
+    style = (
+        f"#{name}{{color:var(--attngraph-ink,#24292f)}}"
+        f"@media (prefers-color-scheme:dark){{#{name}{{color:var(--attngraph-ink,#e6edf3)}}}}"
+    )
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" role="img" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" style="max-width:100%;height:auto" '
+        f'aria-labelledby="{name}-title {name}-desc" font-family="system-ui,sans-serif" font-size="12">',
+        f'<title id="{name}-title">{escape(title)}</title>',
+        f'<desc id="{name}-desc">{escape(_clean(words))}</desc>',
+        f"<style>{style}</style>",
+        *body,
+        "</svg>",
+        "",
+    ])  # fmt: skip
+
+
+def _height(shown: TileMap) -> float:
+    """A panel is as wide as `_CELL`, or as high, whichever is longer; never too thin to see."""
+    return max(min(_CELL * shown.queries / shown.keys, 2 * _CELL), _CELL / 12)
+
+
+def _panel(rows: Rows, left: float, top: float, shown: TileMap) -> Iterator[str]:
+    width, height = _CELL / len(rows[0]), _height(shown) / len(rows)
+    for state in STATES:
+        places = [
+            (left + j * width, top + i * height)
+            for i, row in enumerate(rows)
+            for j, found in enumerate(row)
+            if found == state
+        ]
+        if places:
+            yield from _mark(state, places, width, height)
+    yield (
+        f'<rect x="{left:g}" y="{top:g}" width="{_CELL}" height="{_height(shown):.6g}" fill="none" '
+        'stroke="currentColor" stroke-opacity=".5"/>'
+    )
+
+
+def _mark(state: State, places: list[tuple[float, float]], width: float, height: float) -> Iterator[str]:
+    """One path for all tiles of a kind: a square, a pale one, a dash, a dot, a cross."""
+    w, h = width * 0.92, height * 0.92
+    square = f"h{w:.4g}v{h:.4g}h{-w:.4g}z"
+    shapes = {
+        "full": square,
+        "partial": square,
+        "filled": f"m{w * 0.2:.4g} {h / 2:.4g}h{w * 0.6:.4g}",
+        "empty": f"m{w / 2:.4g} {h / 2:.4g}h.01",
+        "unknown": "m{0:.4g} {1:.4g}l{2:.4g} {3:.4g}m0 -{3:.4g}l-{2:.4g} {3:.4g}".format(
+            w / 4, h / 4, w / 2, h / 2
+        ),
+    }
+    line = f'fill="none" stroke="currentColor" stroke-width="{min(w, h) / 6:.3g}"'
+    accent = 'style="fill:var(--attngraph-accent,#3b7dd8)"'
+    ink = {
+        "full": accent,
+        "partial": f'{accent} fill-opacity=".45"',
+        "filled": f'{line} stroke-opacity=".45"',
+        "empty": f'{line} stroke-linecap="round" stroke-opacity=".45"',
+        "unknown": f'{line} stroke-opacity=".8"',
+    }
+    path = "".join(f"M{x:.5g} {y:.5g}{shapes[state]}" for x, y in places)
+    yield f'<path class="{state}" {ink[state]} d="{path}"/>'
+
+
+def _label(x: float, y: float, text: str, weight: str = "normal") -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="currentColor" font-weight="{weight}">{escape(text)}</text>'
+
+
+def _clean(text: str) -> str:
+    """Without what XML does not allow."""
+    return re.sub(
+        r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "\N{REPLACEMENT CHARACTER}", text
+    )

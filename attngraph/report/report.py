@@ -1,0 +1,175 @@
+"""What a compilation did, for people (`str`, `to_html`) and for machines (`to_json`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attngraph.report.entries import AttentionEntry, Break, CacheEntry, LatentEntry, Missed, PassRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What was fused, what was not and why, and what each pass did.
+
+    `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the report
+    of each, and the graphs' texts stand there.
+    """
+
+    attention: tuple[AttentionEntry, ...] = ()
+    missed: tuple[Missed, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    breaks: tuple[Break, ...] = ()
+    seconds: float = 0.0
+    graphs: int = 1
+    cache: CacheEntry | None = None
+    captured: str = dataclasses.field(default="", repr=False)
+    parts: tuple[CompileReport, ...] = dataclasses.field(default=(), repr=False)
+
+    def to_json(self) -> str:
+        """The report as a JSON object, without the texts of graphs and kernels."""
+        found = dataclasses.asdict(dataclasses.replace(self, parts=()))
+        for left_out in ("captured", "parts"):
+            del found[left_out]
+        for entry in found["passes"]:
+            del entry["text"]
+        for entry in found["attention"]:
+            del entry["kernel"]["source"]
+        return json.dumps(found, indent=2)
+
+    def to_html(self, path: str | Path, title: str = "") -> Path:
+        """Write the report as one HTML file that needs nothing beside it; the file.
+
+        `title` says what was compiled. What stands at `path` is replaced as a whole.
+
+        Raises:
+            DumpError: the file cannot be written.
+        """
+        from attngraph.report import page
+
+        return page.write(self, Path(path), title)
+
+    @staticmethod
+    def from_json(text: str) -> CompileReport:
+        """The report that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no JSON; TypeError or KeyError: it is no report.
+        """
+        found: CompileReport = _made(CompileReport, json.loads(text))
+        return found
+
+    def __str__(self) -> str:
+        total = len(self.attention) + len(self.missed)
+        lines = [
+            f"attngraph: {len(self.attention)} of {total} softmax-like places fused, "
+            f"compiled in {self.seconds:.2f} s"
+        ]
+        if self.graphs == 0:
+            lines = ["attngraph: nothing traced yet; call the compiled model once"]
+        for entries in folded(self.attention):
+            lines += _attention_lines(entries)
+        for missed, group in itertools.groupby(self.missed, key=lambda m: (m.reason, m.source)):
+            count = len(list(group))
+            times = f" x {count}" if count > 1 else ""
+            lines += ["", f"  not fused{times}   {missed[1]}", f"      {missed[0]}"]
+        if self.cache is not None:
+            lines += self.cache.lines()
+        for stop in self.breaks:
+            lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
+        if self.passes:
+            lines.append("")
+        for record in self.passes:
+            change = f"{record.before} -> {record.after} ops" if record.changed else "no change"
+            lines.append(f"  {record.name:<18} {change:<18} {record.seconds * 1000:8.1f} ms")
+        return "\n".join(lines)
+
+
+def _made(kind: Any, data: Any) -> Any:
+    """A record, a tuple of records or a plain value from what JSON holds of it."""
+    if dataclasses.is_dataclass(kind):
+        fields = typing.get_type_hints(kind)
+        return kind(**{name: _made(fields[name], value) for name, value in data.items()})  # type: ignore[operator]
+    kinds = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        every = kinds[:1] * len(data) if kinds[-1] is Ellipsis else kinds
+        return tuple(_made(k, value) for k, value in zip(every, data, strict=True))
+    if type(None) in kinds:
+        return None if data is None else _made(kinds[0], data)
+    return data
+
+
+def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:
+    """Attentions in groups that are equal for a reader, in order of appearance."""
+    groups: dict[tuple[object, ...], list[AttentionEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.kind, []).append(entry)
+    return list(groups.values())
+
+
+def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
+    first = entries[0]
+    times = f" x {len(entries)}" if len(entries) > 1 else ""
+    names = first.name or "attention"
+    if len(entries) > 1:
+        names = f"{first.name} .. {entries[-1].name}"
+    heads = f"{first.heads} heads"
+    if first.kv_heads != first.heads:
+        heads += f" on {first.kv_heads} key/value heads"
+    if first.merged > 1:
+        heads += f", merged from {first.merged} attentions,"
+    width = f"{first.head_dim}"
+    if first.value_dim != first.head_dim:
+        width += f" (values {first.value_dim})"
+    error = max(e.error for e in entries)
+    return [
+        "",
+        f"  attention{times}   {first.source}   {names}",
+        f"      {heads} of width {width}, mask: {first.mask}",
+        *(f"      | {line}" for line in first.program.splitlines()),
+        *_latent_lines(first.latent),
+        f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
+        *(f"        {remark}" for remark in first.kernel.remarks),
+    ]
+
+
+def _latent_lines(latent: LatentEntry | None) -> list[str]:
+    lines = [] if latent is None else latent.lines()
+    return [f"      {'latent: ' if place == 0 else '        '}{line}" for place, line in enumerate(lines)]
+
+
+def merge(reports: Sequence[CompileReport]) -> CompileReport:
+    """One report for a model that was captured in pieces."""
+    if len(reports) == 1:
+        return reports[0]
+    parts = [part for r in reports for part in r.parts or (r,)]
+    return CompileReport(
+        tuple(a for r in reports for a in r.attention),
+        tuple(m for r in reports for m in r.missed),
+        _merged_passes([p for r in reports for p in r.passes]),
+        tuple(dict.fromkeys(b for r in reports for b in r.breaks)),
+        sum(r.seconds for r in reports),
+        sum(r.graphs for r in reports),
+        parts=tuple(parts),
+    )
+
+
+def _merged_passes(records: Sequence[PassRecord]) -> tuple[PassRecord, ...]:
+    """One record per pass: the runs of it on several graphs together."""
+    found: dict[str, PassRecord] = {}
+    for record in records:
+        known = found.get(record.name)
+        if known is None:
+            found[record.name] = record
+            continue
+        found[record.name] = PassRecord(
+            record.name, known.changed or record.changed, known.seconds + record.seconds,
+            known.before + record.before, known.after + record.after, known.notes + record.notes,
+            record.options,
+        )  # fmt: skip
+    return tuple(found.values())

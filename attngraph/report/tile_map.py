@@ -1,0 +1,279 @@
+"""Maps of masks: which pairs of a query and a key a score program keeps, pair by pair or tile by tile.
+
+`tile_map` shows what kernels skip, by the bounds that they go by (`meaning/masks/tiles.py`); `mask_map`
+shows each pair of a small attention, by evaluation (`meaning/masks/visible.py`). Both give a `TileMap`, of
+tiles of one pair in the second case. `report/picture.py` draws them. What is not known before a call is
+unknown here too, never guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram, format_expr
+from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.tiles import Cut, Grid
+from attngraph.meaning.masks.visible import FILLED, HIDDEN, KEPT, unknown_names, visible
+from attngraph.meaning.masks.words import describe
+
+State = Literal["full", "partial", "filled", "empty", "unknown"]
+STATES: tuple[State, ...] = ("full", "partial", "filled", "empty", "unknown")
+MOST = 1 << 20
+"""Tiles of one map."""
+Rows = tuple[tuple[State, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """The tiles of one attention head, a row of them for each stretch of queries, and the (b, h) it is of."""
+
+    pairs: tuple[tuple[int, int], ...]
+    rows: Rows = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileMap:
+    """What becomes of the pairs of each tile of `tile` queries by `tile` keys.
+
+    "full": all are kept, and no mask has to be looked at. "empty": none has any weight. "filled": none is
+    kept, and the score of some is a fill instead of minus infinity. "partial": the mask has to be looked
+    at. "unknown": it is decided by `unknown`, which only a call knows. `panels` has one entry for each
+    head (and batch) that was asked for and looks different; `fills` are the fills of the masks, `mask` is
+    the mask in words. `looked`: some tiles are as evaluation of their pairs found them, where the bounds
+    that kernels go by leave them open.
+    """
+
+    program: str
+    mask: str
+    queries: int
+    keys: int
+    tile: int
+    panels: tuple[Panel, ...]
+    fills: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    looked: bool = False
+
+    @property
+    def rows(self) -> Rows:
+        """The first panel's."""
+        return self.panels[0].rows
+
+    @functools.cached_property
+    def pairs(self) -> dict[State, int]:
+        """How many pairs of a query and a key lie in tiles of each kind, over all panels."""
+        heights, widths = (_lengths(n, self.tile) for n in (self.queries, self.keys))
+        found: dict[State, int] = dict.fromkeys(STATES, 0)
+        for panel in self.panels:
+            for height, row in zip(heights, panel.rows, strict=True):
+                for width, state in zip(widths, row, strict=True):
+                    found[state] += height * width * len(panel.pairs)
+        return found
+
+    @property
+    def shares(self) -> dict[State, float]:
+        """The share of all pairs that lies in tiles of each kind."""
+        total = sum(self.pairs.values())
+        return {state: count / total for state, count in self.pairs.items()}
+
+    def joined(self, by: int) -> TileMap:
+        """The same with squares of `by` by `by` tiles as one: what they all are, else partial."""
+        panels = tuple(dataclasses.replace(p, rows=_joined(p.rows, by)) for p in self.panels)
+        return dataclasses.replace(self, tile=self.tile * by, panels=panels)
+
+    def meaning(self, state: State) -> str:
+        """What a kind of tile is, in words."""
+        single = self.tile == 1
+        fill = f"the score of what is hidden becomes {' or '.join(self.fills)}"
+        return {
+            "full": "kept" if single else "full: every pair is kept, no mask is looked at",
+            "partial": "partial: the mask is evaluated for each pair",
+            "filled": f"hidden by a fill: {fill}" if single else f"filled: nothing is kept, {fill}",
+            "empty": "hidden" if single else "empty: no pair has any weight, nothing is computed",
+            "unknown": f"unknown until run: decided by {' and '.join(self.unknown) or 'the scores'}",
+        }[state]
+
+    def states(self) -> list[State]:
+        """The kinds that occur, in the order of `STATES`."""
+        return [state for state in STATES if self.pairs[state]]
+
+
+def tile_map(
+    program: ScoreProgram | str,
+    queries: int,
+    keys: int,
+    tile: int,
+    reads: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (),
+    *,
+    batch: Sequence[int] = (0,),
+    heads: Sequence[int] = (0,),
+) -> TileMap:
+    """What has to be computed of an attention, tile by tile.
+
+    Positions are decided by bounds, as kernels do it. Where masks read tensors that are given in `reads`
+    (r0, r1, ... in order) and bounds do not decide, the pairs of the tile are evaluated.
+
+    Args:
+        sizes: n0, n1, ...
+        batch, heads: the numbers b and h to look at.
+
+    Raises:
+        ValueError: a size or a tensor that does not fit the program, too many tiles.
+        IndexError: the program reads beyond a tensor that is given.
+    """
+    program = parse(program) if isinstance(program, str) else program
+    _check(program, queries, keys, tile, reads, sizes)
+    found: dict[Rows, list[tuple[int, int]]] = {}
+    seen: dict[tuple[int, int], Rows] = {}
+    looked = False
+    by_batch, by_head = (_depends_on(program, name) for name in "bh")
+    for b, h in ((b, h) for b in batch for h in heads):
+        key = (b if by_batch else 0, h if by_head else 0)
+        if key not in seen:
+            place = _Place(program, b, h, queries, keys, tile, tuple(reads), tuple(sizes))
+            seen[key] = place.bounded() if tile > 1 else place.evaluated()
+            if tile > 1 and place.is_open(seen[key]):
+                evaluated = place.decided(seen[key])
+                looked |= evaluated != seen[key]
+                seen[key] = evaluated
+        found.setdefault(seen[key], []).append((b, h))
+    panels = tuple(Panel(tuple(pairs), rows) for rows, pairs in found.items())
+    fills = dict.fromkeys(format_expr(k.fill) for k in program.keeps if not k.is_hard and not k.lowers)
+    unknown = unknown_names([k.predicate for k in program.keeps], len(reads))
+    mask = describe(program)
+    return TileMap(str(program), mask, queries, keys, tile, panels, tuple(fills), unknown, looked)
+
+
+def mask_map(
+    program: ScoreProgram | str,
+    queries: int = 24,
+    keys: int = 24,
+    reads: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (),
+    *,
+    batch: Sequence[int] = (0,),
+    heads: Sequence[int] = (0,),
+) -> TileMap:
+    """Each pair of a small attention by itself: as `tile_map` with tiles of one pair, all evaluated."""
+    return tile_map(program, queries, keys, 1, reads, sizes, batch=batch, heads=heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """One (b, h) of an attention, to be looked at in tiles."""
+
+    program: ScoreProgram
+    b: int
+    h: int
+    queries: int
+    keys: int
+    tile: int
+    reads: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+
+    def bounded(self) -> Rows:
+        """As kernels know it: by bounds."""
+        one_b, one_h = (Cut(n, n + 1, 1) for n in (self.b, self.h))
+        queries, keys = (Cut(0, n, self.tile) for n in (self.queries, self.keys))
+        grid = Grid(one_b, one_h, queries, keys, self.sizes, self.reads)
+        hard, soft = (tiles.block_map(self.program, grid, soft)[0, 0].tolist() for soft in (False, True))
+        predicates = [k.predicate for k in self.program.keeps]
+        open_question: State = "unknown" if unknown_names(predicates, len(self.reads)) else "partial"
+        kinds: dict[tuple[int, int], State] = {
+            (a, b): "empty" if a == tiles.SKIP else "full" if a == tiles.OPEN else
+            "filled" if b == tiles.SKIP else open_question
+            for a in range(3) for b in range(3)
+        }  # fmt: skip
+        rows = [[kinds[pair] for pair in zip(*row, strict=True)] for row in zip(hard, soft, strict=True)]
+        return tuple(tuple(row) for row in rows)
+
+    def is_open(self, rows: Rows) -> bool:
+        """Whether evaluation can say more than bounds: masks read tensors, all of which are given."""
+        return tiles.reads_data(self.program) and any("partial" in row for row in rows)
+
+    def evaluated(self) -> Rows:
+        """Every pair evaluated."""
+        across = -(-self.keys // self.tile)
+        return tuple(tuple(self._row(n, 0, across)) for n in range(-(-self.queries // self.tile)))
+
+    def decided(self, rows: Rows) -> Rows:
+        """The same with partial tiles as their pairs are."""
+        return tuple(tuple(self._decided(number, row)) for number, row in enumerate(rows))
+
+    def _decided(self, number: int, row: tuple[State, ...]) -> Sequence[State]:
+        places = [place for place, state in enumerate(row) if state == "partial"]
+        if not places:
+            return row
+        first, end = places[0], places[-1] + 1
+        return [*row[:first], *self._row(number, first, end), *row[end:]]
+
+    def _row(self, number: int, first: int, end: int) -> list[State]:
+        """Tiles `first` to `end` of one row, every pair of them evaluated."""
+        start = number * self.tile
+        queries = (start, min(start + self.tile, self.queries))
+        keys = (first * self.tile, min(end * self.tile, self.keys))
+        box = Tile((self.b, self.b + 1), (self.h, self.h + 1), queries, keys)
+        env = Environment(box, self.reads, self.sizes, torch.float64, torch.device("cpu"))
+        return _states(visible(self.program, env)[0, 0], self.tile)
+
+
+def _states(pairs: Tensor, tile: int) -> list[State]:
+    """One row of tiles from what can become of each of its pairs, `[queries, keys]`."""
+    last = pairs[:, -1:].expand(-1, -pairs.shape[1] % tile)
+    blocks = torch.cat([pairs, last], 1).reshape(len(pairs), -1, tile).transpose(0, 1).flatten(1)
+
+    def some(*kinds: int) -> Tensor:
+        return torch.stack([(blocks == kind).any(1) for kind in kinds]).any(0)
+
+    kept, dropped, filled = some(KEPT), some(HIDDEN, FILLED, HIDDEN | FILLED), some(FILLED)
+    open_question = ~torch.stack([blocks == kind for kind in (KEPT, HIDDEN, FILLED)]).any(0).all(1)
+    found = torch.stack([kept & dropped, open_question, kept, filled], 1).tolist()
+    kinds: tuple[State, ...] = ("partial", "unknown", "full", "filled", "empty")
+    return [kinds[(*holds, True).index(True)] for holds in found]
+
+
+def _depends_on(program: ScoreProgram, name: str) -> bool:
+    return any(v.value == name for e in program.expressions for v in e.free)
+
+
+def _check(
+    program: ScoreProgram, queries: int, keys: int, tile: int, reads: Sequence[Tensor], sizes: Sequence[int]
+) -> None:
+    for name, value in (("queries", queries), ("keys", keys), ("tile", tile)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, found {value}.")
+    if len(sizes) < program.sizes:
+        raise ValueError(f"the program names the size n{len(sizes)}, which is not given.")
+    for number, rank in program.reads.items():
+        if number < len(reads) and reads[number].ndim != rank:
+            raise ValueError(
+                f"r{number} is read with {rank} indices; the one given has {reads[number].ndim} dimensions."
+            )
+    count = -(-queries // tile) * -(-keys // tile)
+    if count > MOST:
+        raise ValueError(f"{count:,} tiles are more than {MOST:,}; make the tile larger than {tile}.")
+
+
+def _lengths(total: int, step: int) -> list[int]:
+    return [min(step, total - start) for start in range(0, total, step)]
+
+
+def _joined(rows: Rows, by: int) -> Rows:
+    def kind(i: int, j: int) -> State:
+        parts: set[State] = {state for row in rows[i : i + by] for state in row[j : j + by]}
+        if len(parts) == 1:
+            return parts.pop()
+        if parts == {"empty", "filled"}:
+            return "filled"
+        decided = "partial" in parts or ("full" in parts and parts & {"empty", "filled"})
+        return "partial" if decided else "unknown"
+
+    return tuple(tuple(kind(i, j) for j in range(0, len(rows[0]), by)) for i in range(0, len(rows), by))

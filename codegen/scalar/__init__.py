@@ -1,0 +1,1 @@
+"""What both backends share of writing a score program: derivatives, weights, gradients of reads."""

@@ -1,0 +1,100 @@
+"""Weights changed after the softmax (`p = ...`), where each change is a multiple.
+
+The softmax's denominator is known only after the last key, but a multiple of the weight does not wait
+for it: p * f = exp(s) * f / sum(exp(s)). So dropout, head gates and masks applied to weights join the
+online softmax as a factor. The other thing done to weights is `where(isnan(p), 0, p)`: a weight is NaN
+only if its whole row is, so that one is a question asked of each row at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation
+from attngraph.ir.language.score import WEIGHT, ScoreProgram, Weight, format_expr
+
+_ONE = E.const(1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiple:
+    """`factor` times the softmax's weight. `keeps_nan`: a row of NaN stays one (else it is zeros)."""
+
+    factor: Expr = _ONE
+    keeps_nan: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        return self.factor is _ONE
+
+
+_NOTHING = Multiple(E.const(0.0), keeps_nan=False)
+
+
+def weight_multiple(program: ScoreProgram) -> Multiple:
+    """What all `p = ...` statements make of a weight.
+
+    A row of NaN is taken to stay NaN where any branch of a `where` keeps it.
+
+    Raises:
+        UnsupportedError: one of them is not a multiple of p.
+    """
+    found = Multiple()
+    for statement in program.statements:
+        if isinstance(statement, Weight):
+            part = _part(statement.value, found)
+            if part is None:
+                raise _refusal(statement.value)
+            found = part
+    return found
+
+
+def _part(node: Expr, p: Multiple) -> Multiple | None:
+    """The node as a multiple of the weight, or None if p does not occur in it."""
+    if node is WEIGHT:
+        return p
+    if WEIGHT not in E.walk(node):
+        return _NOTHING if E.is_const(node, 0) else None
+    if node.op == "where":
+        return _choice(node, p)
+    parts = [_part(arg, p) for arg in node.args]
+    match node.op, parts:
+        case "float", [Multiple() as a]:
+            return a
+        case "neg", [Multiple() as a]:
+            return dataclasses.replace(a, factor=operation("neg", a.factor))
+        case "mul", [Multiple() as a, None]:
+            return dataclasses.replace(a, factor=_times(a.factor, node.args[1]))
+        case "mul", [None, Multiple() as a]:
+            return dataclasses.replace(a, factor=_times(a.factor, node.args[0]))
+        case "div", [Multiple() as a, None]:
+            return dataclasses.replace(a, factor=operation("div", a.factor, node.args[1]))
+        case "add" | "sub", [Multiple() as a, Multiple() as b]:
+            return Multiple(operation(node.op, a.factor, b.factor), a.keeps_nan or b.keeps_nan)
+    raise _refusal(node)
+
+
+def _choice(node: Expr, p: Multiple) -> Multiple:
+    condition, *branches = node.args
+    yes, no = (_part(branch, p) for branch in branches)
+    if yes is None or no is None:
+        raise _refusal(node)
+    if WEIGHT not in E.walk(condition):
+        return Multiple(operation("where", condition, yes.factor, no.factor), yes.keeps_nan or no.keeps_nan)
+    if condition.op == "not":
+        condition, yes, no = condition.args[0], no, yes
+    asked = _part(condition.args[0], p) if condition.op == "isnan" else None
+    if asked is None:
+        raise _refusal(node)
+    return Multiple(no.factor, yes.keeps_nan if asked.keeps_nan else no.keeps_nan)
+
+
+def _times(factor: Expr, other: Expr) -> Expr:
+    return operation("mul", factor, other)
+
+
+def _refusal(node: Expr) -> UnsupportedError:
+    return UnsupportedError(f"weights that are not a multiple of the softmax's: `{format_expr(node)}`")

@@ -1,0 +1,422 @@
+"""AbsorbMLA: attention whose keys and values are made from one narrow latent looks at the latent instead.
+
+Matches a fused attention whose keys and values are, head by head, linear images of a value that all heads
+share and that is narrower than they are (`meaning/attention/latent.py`): multi-head latent attention, by
+whatever names and ops. Right because a matrix can stand on either side of a dot product, q . (W c) = (W^T q)
+. c, and before or after a weighted sum; every claim is checked in float64 in both forms. The projections
+become operands of `attngraph::latent_attention`, which multiplies in the order that is cheaper at each call
+(`ir/ops/cost.py`), so that a decoder keeps the latent and never writes keys out. "fold" always absorbs, and
+multiplies the projections with the weights beside them ahead (`fold_weights.py`). A bias of the keys is the
+same for all keys of a query and cancels in the softmax; one of the values is added to the result. Refuses,
+with the reason, where something stands between the projection and the attention, where a bias does not
+cancel, where nothing would be saved, and where gradients may flow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram
+from attngraph.ir.ops import cost
+from attngraph.ir.ops.cost import LatentSizes
+from attngraph.ir.ops.latent_attention import ABSORB, sizes_of
+from attngraph.ir.ops.nodes import ATTENTION, LATENT
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
+from attngraph.meaning.check import check
+from attngraph.meaning.check.check import Verdict
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.masks.causal import canonical, lowers_enough
+from attngraph.passes.absorb_mla.fold_weights import (
+    Folded,
+    NotFolded,
+    fold_query,
+    fold_result,
+    hoist,
+    projection_of,
+)
+from attngraph.passes.build import Builder, NoSize
+from attngraph.pipeline import Outcome
+from attngraph.report.entries import LatentEntry
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+
+WAYS = (*ABSORB, "fold")
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsorbMLA:
+    """`absorb` is "auto" (by cost), "always", "never" or "fold"; `keeps`: the graph will become a decoder's,
+    which keeps what attention looks at."""
+
+    absorb: str = "auto"
+    keeps: bool = False
+    name: str = "absorb-mla"
+    requires: Level = Level.FUSED
+    yields: Level = Level.FUSED
+
+    def __post_init__(self) -> None:
+        if self.absorb not in WAYS:
+            raise ValueError(f"absorb must be one of {', '.join(WAYS)}, found {self.absorb!r}.")
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        if self.absorb == "never" or graph.gradients:
+            return outcome
+        absorption = _Absorption(graph, self)
+        for node in graph.attentions():
+            try:
+                note = absorption.try_on(node)
+            except Exception as problem:  # a fault of ours leaves the attention as it is
+                log.exception("could not absorb %s at %s", node, source_of(node))
+                note = f"left expanded at {source_of(node)}: an error of the compiler: {problem}"
+            if note:
+                outcome.notes.append(note)
+        graph.clean()
+        if absorption.products:
+            hoist(graph, absorption.products)
+        return outcome
+
+
+class _Refused(Exception):
+    """Why an attention is left as it is. `tell`: the user would expect it to be absorbed."""
+
+    def __init__(self, reason: str, tell: bool = True) -> None:
+        super().__init__(reason)
+        self.reason, self.tell = reason, tell
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """What an absorbed attention is given. Of `shared` `[B, 1, S, C]` the first `keys` values are the key,
+    and values[1] from values[0] on are what the value is made from."""
+
+    q: fx.Node
+    shared: fx.Node
+    key_up: fx.Node | None
+    value_up: fx.Node | None
+    keys: int
+    values: tuple[int, int]
+
+    def views(self, builder: Builder) -> tuple[fx.Node, fx.Node]:
+        """Keys and values that all heads share."""
+        return _part(builder, self.shared, 0, self.keys), _part(builder, self.shared, *self.values)
+
+    def sizes(self) -> LatentSizes:
+        up_k, up_v = (None if w is None else w.meta["val"] for w in (self.key_up, self.value_up))
+        return sizes_of(self.q.meta["val"], self.shared.meta["val"], up_k, up_v, self.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """`new` is to take the place of `old`. `products` of weights are to be computed ahead; `sources`: what
+    both are computed from, besides latents and projections."""
+
+    old: fx.Node
+    new: fx.Node
+    entry: LatentEntry
+    products: tuple[fx.Node, ...]
+    sources: tuple[fx.Node, ...]
+
+
+class _Absorption:
+    """One run of the pass on one graph."""
+
+    def __init__(self, graph: ProgramGraph, options: AbsorbMLA) -> None:
+        self.graph, self.options = graph, options
+        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.latents = Latents(self.meaning)
+        self.checked: dict[Any, Verdict] = {}
+        self.products: list[fx.Node] = []
+
+    def try_on(self, node: fx.Node) -> str:
+        """What was done to one attention, or why nothing was; "" where nobody would expect anything."""
+        source = source_of(node)
+        try:
+            entry = self._absorb(node, self._examine(node))
+        except (_Refused, NoSize) as problem:
+            if isinstance(problem, _Refused) and not problem.tell:
+                return ""
+            about = LatentEntry(reason=str(problem))
+            node.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=about)
+            return f"left expanded at {source}: {problem}"
+        return f"latent attention at {source}: {entry.describe()}"
+
+    def _examine(self, node: fx.Node) -> Latent:
+        """The latent of an attention whose program allows another order of multiplication.
+
+        Raises:
+            _Refused: it has none, or its biases do not cancel, or nothing would be saved.
+        """
+        args: Any = node.args
+        q, k, v = args[:3]
+        if node.target is not ATTENTION or args[6] or any(user.args[1] != 0 for user in node.users):
+            raise _Refused("the model itself says how it is computed", tell=False)
+        found = self.latents.examine(k, v)
+        if isinstance(found, Obstacle):
+            raise _Refused(found.reason, tell=found.is_near)
+        expanded = _width(k, v)
+        if found.width >= expanded:
+            raise _Refused(f"a latent of {found.width} values saves nothing", tell=False)
+        if not found.values.up and found.projected is None and self._is_shared_already(k, found):
+            raise _Refused("its values are a part of its keys already", tell=False)
+        program = parse(str(args[5]))
+        if found.projected and found.projected.bias and not _ignores_shift(program):
+            raise _Refused("a bias of its keys does not cancel: the scores are not only shifted by it")
+        if found.values.bias and (program.sink is not None or program.changes_weights):
+            raise _Refused("a bias of its values is weighed by weights that do not add up to one")
+        if any(v.base.meta["val"].dtype != q.meta["val"].dtype for s in (*found.keys, found.values)
+               for v in (s.source, s.up, s.bias) if v is not None):  # fmt: skip
+            raise _Refused("its latent and its queries differ in dtype")
+        return found
+
+    def _is_shared_already(self, k: fx.Node, found: Latent) -> bool:
+        (first, *more) = found.keys
+        return not more and first.source.base is found.values.source.base
+
+    def _absorb(self, node: fx.Node, found: Latent) -> LatentEntry:
+        """Replace the attention.
+
+        Raises:
+            _Refused: it would be slower, or compute something else. Nothing is changed then.
+        """
+        builder = Builder(self.graph, node)
+        try:
+            given = self._operands(builder, node, found)
+            if given.key_up is None and given.value_up is None:
+                change = self._shared(builder, node, given)
+            elif self.options.absorb == "fold":
+                change = self._folded(builder, node, given, found)
+            else:
+                change = self._latent(builder, node, given, found)
+            verdict = self._check(change, found, node)
+        except Exception:
+            builder.discard()
+            raise
+        if verdict.problem:
+            builder.discard()
+            raise _Refused(f"an absorbed node would not compute the same: {verdict.problem}")
+        change.old.replace_all_uses_with(change.new)
+        self.products += change.products
+        for dead in (change.old, *node.users, node):
+            if dead in self.graph.graph.nodes and not dead.users:
+                self.graph.graph.erase_node(dead)
+        return change.entry
+
+    def _operands(self, builder: Builder, node: fx.Node, found: Latent) -> _Operands:
+        """The latents side by side, the projections, and the query with its parts in the keys' order."""
+        q: Any = node.args[0]
+        keys = sorted(found.keys, key=lambda s: s.up is None)  # what is projected comes first
+        offsets: dict[object, int] = {}
+        parts: list[fx.Node] = []
+        at = 0
+        for stretch in (*keys, found.values):
+            if stretch.of not in offsets:
+                part = builder.view(stretch.source.base, stretch.source.steps)
+                offsets[stretch.of], at = at, at + int(part.meta["val"].shape[3])
+                parts.append(part)
+        shared = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, -1)
+        key_up, value_up = (self._up(builder, s) for s in (found.projected, found.values))
+        count = found.values.width if value_up is None else int(value_up.meta["val"].shape[2])
+        direct = sum(s.width for s in keys if s.up is None)
+        rank = 0 if key_up is None else int(key_up.meta["val"].shape[2])
+        if any(a.start + a.width != b.start for a, b in itertools.pairwise(keys)):
+            q = builder.call(
+                aten.cat.default,
+                [builder.call(aten.narrow.default, q, 3, s.start, s.width) for s in keys],
+                -1,
+            )
+        values = (offsets[found.values.of], count)
+        return _Operands(q, shared, key_up, value_up, rank + direct, values)
+
+    def _shared(self, builder: Builder, node: fx.Node, given: _Operands) -> _Change:
+        """Nothing is projected up: values become a part of the keys."""
+        args: Any = node.args
+        (old,) = node.users
+        own = given.views(builder)
+        whole = builder.call(ATTENTION, given.q, *own, *args[3:])
+        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(*args[1:3]))
+        whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
+        return _Change(old, builder.call(operator.getitem, whole, 0), entry, (), (args[0],))
+
+    def _latent(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
+        """The order of multiplication is chosen at each call."""
+        args: Any = node.args
+        (old,) = node.users
+        sizes = given.sizes()
+        entry = self._decide(sizes, given)
+        new = builder.call(
+            LATENT, given.q, given.shared, given.key_up, given.value_up, list(given.values), *args[3:6],
+            self.options.absorb, "",
+        )  # fmt: skip
+        new.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
+        return _Change(old, self._with_bias(builder, new, found.values), entry, (), (args[0],))
+
+    def _folded(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
+        """Absorbed in plain operations, with the products of weights made ahead as far as there are some."""
+        args: Any = node.args
+        (old,) = node.users
+        sizes = given.sizes()
+        query, done, apart, sources, wasted = given.q, [], [], [args[0]], 0
+        if given.key_up is not None:
+            try:
+                done.append(self._of_weights(fold_query(builder, self.latents, given.q, given.key_up)))
+                query, sources = done[-1].value, []
+                # The model's own projection of the query goes on, for the part that is not folded.
+                wasted = 2 * sizes.heads * sizes.nope * done[-1].width if sizes.shared else 0
+            except NotFolded as problem:
+                apart.append(str(problem))
+                query = _each_head(builder, _part(builder, given.q, 0, sizes.nope), given.key_up)
+            if sizes.shared:
+                rest = _part(builder, given.q, sizes.nope, sizes.shared)
+                query = builder.call(aten.cat.default, [query, rest], -1)
+        whole = builder.call(ATTENTION, query, *given.views(builder), *args[3:])
+        mixed = builder.call(operator.getitem, whole, 0)
+        result = mixed
+        if given.value_up is not None:
+            try:
+                if found.values.bias is not None:
+                    raise NotFolded("a bias of its values is added before they are projected")
+                to = projection_of(self.meaning, old)
+                builder.anchor = to.node
+                done.append(self._of_weights(fold_result(builder, mixed, given.value_up, to)))
+                old, result = to.node, done[-1].value
+            except NotFolded as problem:
+                apart.append(str(problem))
+                turned = builder.call(aten.transpose.int, given.value_up, 1, 2)
+                result = self._with_bias(builder, _each_head(builder, mixed, turned), found.values)
+        before, after = (sum(f.before for f in done), sum(f.after for f in done))
+        entry = LatentEntry(
+            sizes.width, sizes.expanded_width, "fold", None, 0.0, sizes.pair_absorbed, sizes.pair_expanded,
+            sizes.up, parameters=(before, after), operations=(2 * before, 2 * after + wasted),
+            apart="; ".join(apart),
+        )  # fmt: skip
+        whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
+        products = tuple(p for f in done for p in f.products)
+        return _Change(old, result, entry, products, (*sources, *(n for f in done for n in f.sources)))
+
+    def _of_weights(self, folded: Folded) -> Folded:
+        """The same, if its products depend on weights alone.
+
+        Raises:
+            NotFolded: they follow an input.
+        """
+        known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        for node in check.region(folded.products, []):
+            if node in known and known[node].kind == "argument":
+                raise NotFolded("its projections follow an input of the model")
+        return folded
+
+    def _up(self, builder: Builder, stretch: Stretch | None) -> fx.Node | None:
+        if stretch is None or stretch.up is None:
+            return None
+        node = builder.view(stretch.up.base, stretch.up.steps)
+        return node if stretch.up.factor == 1 else builder.call(aten.mul.Tensor, node, stretch.up.factor)
+
+    def _with_bias(self, builder: Builder, new: fx.Node, values: Stretch) -> fx.Node:
+        if values.bias is None:
+            return new
+        bias = builder.view(values.bias.base, values.bias.steps)  # [1, G, 1, V]
+        group = int(new.meta["val"].shape[1]) // int(bias.meta["val"].shape[1])
+        if group > 1:
+            bias = builder.call(aten.repeat_interleave.self_int, bias, group, 1)
+        return builder.call(aten.add.Tensor, new, bias)
+
+    def _decide(self, sizes: LatentSizes, given: _Operands) -> LatentEntry:
+        """What it costs in either order.
+
+        Raises:
+            _Refused: absorbing would be slower.
+        """
+        fake, latent = given.q.meta["val"], given.shared.meta["val"]
+        device, itemsize, few = fake.device.type, fake.dtype.itemsize, None
+        if self.options.absorb == "auto":
+            self._require_gain(sizes, device, itemsize, fake.shape[2], latent.shape[2])
+            few = cost.crossover(sizes, device, itemsize)
+        return LatentEntry(
+            sizes.width, sizes.expanded_width, self.options.absorb, few, sizes.crossover, sizes.pair_absorbed,
+            sizes.pair_expanded, sizes.up,
+        )  # fmt: skip
+
+    def _require_gain(self, sizes: LatentSizes, device: str, itemsize: int, queries: Any, keys: Any) -> None:
+        if sizes.width >= sizes.kv_heads * (sizes.nope + sizes.shared):
+            raise _Refused(
+                f"a latent of {sizes.width} values is no narrower than the keys: plain heads", tell=False
+            )
+        if self.options.keeps:
+            if not cost.keeping_pays(sizes, device, itemsize):
+                raise _Refused(
+                    f"{sizes.width} values per token could be kept for {sizes.expanded_width}, at "
+                    f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations: too slow here",
+                    tell=sizes.width * 2 < sizes.expanded_width,
+                )
+        elif self._size(queries) is self._size(keys):
+            raise _Refused(
+                f"there are as many queries as keys, so absorbing would take "
+                f"{sizes.pair_absorbed / sizes.pair_expanded:.1f} times the operations for nothing"
+            )
+
+    def _size(self, extent: Any) -> E.Expr:
+        return self.meaning.renamed(size_expression(extent))
+
+    def _check(self, change: _Change, found: Latent, node: fx.Node) -> Verdict:
+        """Compare with what there was, as functions of what both are made of."""
+        args: Any = node.args
+        views = [v for s in (*found.keys, found.values) for v in (s.source, s.up, s.bias) if v is not None]
+        leaves = list(dict.fromkeys([*change.sources, *(v.base for v in views), *args[3]]))
+        order = check.region((change.old, change.new), leaves)
+        key = check.fingerprint(order, {n: None for n in order if n in leaves or n.op == "placeholder"})
+        if key not in self.checked:
+            sizes = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
+            known = self.graph.known_values()
+            self.checked[key] = check.same_value(
+                change.old, change.new, leaves, known, sizes, self.graph.hints, False
+            )
+        return self.checked[key]
+
+
+def _part(builder: Builder, node: fx.Node, start: int, width: int) -> fx.Node:
+    return builder.call(aten.narrow.default, node, 3, start, width)
+
+
+def _each_head(builder: Builder, x: fx.Node, weight: fx.Node) -> fx.Node:
+    """Each head of x `[B, H, S, m]` times its own matrix of weight `[G, m, n]`."""
+    group = int(x.meta["val"].shape[1]) // int(weight.meta["val"].shape[0])
+    if group > 1:
+        weight = builder.call(aten.repeat_interleave.self_int, weight, group, 0)
+    return builder.call(aten.matmul.default, x, weight)
+
+
+def _width(k: fx.Node, v: fx.Node) -> int:
+    """Values of one token in keys and values as they are."""
+    return sum(int(n.meta["val"].shape[1]) * int(n.meta["val"].shape[3]) for n in (k, v))
+
+
+def _ignores_shift(program: ScoreProgram) -> bool:
+    """Whether adding a number to all dots of a row changes nothing: scores are a multiple of the dot plus
+    something else, and whatever is hidden stays so."""
+    if program.sink is not None:
+        return False
+    value = DOT
+    for statement in program.statements:
+        if isinstance(statement, Score):
+            value = M.substitute(canonical(statement.value), {SCORE: value})
+        elif isinstance(statement, Keep) and not (statement.is_hard or lowers_enough(statement.fill)):
+            return False
+    terms = value.args if value.op == "add" else (value,)
+    own = [t for t in terms if any(n is DOT for n in E.walk(t))]
+    return len(own) == 1 and M.coefficient(own[0])[1] is DOT

@@ -1,0 +1,198 @@
+"""Multiplying weights ahead: two projections in a row become one stored matrix. Used by `absorb_mla`.
+
+A query that is projected (x W_q) and then looks at latents through W_uk, and a weighted sum of latents that
+goes through W_uv and then through the output projection, each pass two matrices. Their products
+W_q W_uk^T and W_uv W_o depend on weights alone: `hoist` moves such values out of the graph, to be computed
+before the first call and again when a weight changes (`runtime/ahead.py`). The products are larger than
+their factors where the inner width is small; the report says by how much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import Input, ProgramGraph, part_of
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.digits import joined, split_digits
+from attngraph.meaning.attention import layout
+from attngraph.meaning.attention.claim import merge_digits
+from attngraph.meaning.attention.latent import Latents, Obstacle
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rules import Category, Unliftable
+from attngraph.passes.build import Builder
+
+aten = torch.ops.aten
+
+
+class NotFolded(Exception):
+    """Why two matrices stay apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """`value` stands for what two matrices gave; `products` are made of weights alone. Parameters of the two
+    before, of their product after; `sources` is what the value is computed from, `width` the width of the
+    outer side."""
+
+    value: fx.Node
+    products: tuple[fx.Node, ...]
+    before: int
+    after: int
+    sources: tuple[fx.Node, ...]
+    width: int
+
+
+def fold_query(builder: Builder, latents: Latents, q: fx.Node, key_up: fx.Node) -> Folded:
+    """`[B, H, S, L]`: the first P places of q `[B, H, S, P + R]` times key_up `[G, P, L]`, from what q is
+    projected from.
+
+    Raises:
+        NotFolded: they are no projection.
+    """
+    groups, nope, rank = (int(n) for n in key_up.meta["val"].shape)
+    heads = int(q.meta["val"].shape[1])
+    part = builder.call(aten.narrow.default, q, 3, 0, nope)
+    found = latents.projection(part, "queries")
+    if isinstance(found, Obstacle):
+        raise NotFolded(found.reason)
+    assert found.up is not None
+    x = builder.view(found.source.base, found.source.steps)  # [B, 1, S, n]
+    up = builder.view(found.up.base, found.up.steps)  # [H, P, n]
+    if found.up.factor != 1:
+        up = builder.call(aten.mul.Tensor, up, found.up.factor)
+    width = int(up.meta["val"].shape[2])
+    every = key_up if groups == heads else builder.call(
+        aten.repeat_interleave.self_int, key_up, heads // groups, 0)  # fmt: skip
+    turned = builder.call(aten.transpose.int, every, 1, 2)  # [H, L, P]
+    product = builder.call(
+        aten.reshape.default, builder.call(aten.bmm.default, turned, up), [heads * rank, width]
+    )
+    rows = builder.call(aten.squeeze.dim, x, 1)
+    products, bias = [product], None
+    if found.bias is not None:
+        added = builder.view(found.bias.base, found.bias.steps)  # [1, H, 1, P]
+        column = builder.call(aten.reshape.default, added, [heads, nope, 1])
+        bias = builder.call(
+            aten.reshape.default, builder.call(aten.bmm.default, turned, column), [heads * rank]
+        )
+        products.append(bias)
+    flat = builder.call(aten.linear.default, rows, product, bias)
+    value = builder.call(aten.transpose.int, builder.call(aten.unflatten.int, flat, 2, [heads, rank]), 1, 2)
+    sources = [v.base for v in (found.source, found.up, found.bias) if v is not None]
+    before = heads * nope * width + groups * nope * rank
+    return Folded(value, tuple(products), before, heads * rank * width, tuple(sources), width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """The contraction that takes an attention's result `[B, H, S, V]` to `[B, S, N]`: `weight` is its matrix
+    as `[N, H, V]`, `bias` `[N]`."""
+
+    node: fx.Node
+    weight: tuple[fx.Node, tuple[layout.Step, ...]]
+    bias: fx.Node | None
+
+
+def projection_of(meaning: Meaning, result: fx.Node) -> Projection:
+    """The projection that an attention's result goes to, through views alone.
+
+    Raises:
+        NotFolded: it goes elsewhere, too, or not as `[B, S, H * V]`.
+    """
+    node = result
+    while True:
+        if len(node.users) != 1:
+            raise NotFolded(f"its result is used in {len(node.users)} places ({source_of(node)})")
+        (user,) = node.users
+        category = meaning.category(user)
+        if category is Category.CONTRACTION:
+            break
+        if category is not Category.MOVEMENT:
+            raise NotFolded(f"its result is not projected at once ({source_of(user)})")
+        node = user
+    shape = meaning.shape(user)
+    if len(shape) != 3:
+        raise NotFolded(f"its result is not projected as [batch, tokens, width] ({source_of(user)})")
+    b, s, n = (E.var(name, extent) for name, extent in zip("bsn", shape, strict=True))
+    try:
+        element = meaning.element(user, (b, s, n))
+    except Unliftable as problem:
+        raise NotFolded(str(problem)) from problem
+    terms = element.args if element.op == "add" else (element,)
+    sums = [t for t in terms if t.op == "sum"]
+    rest = [t for t in terms if t.op != "sum"]
+    is_bias = all(t.op == "read" and t.args == (n,) for t in rest)
+    if len(sums) != 1 or len(rest) > 1 or not is_bias or sums[0].args[1].op != "mul":
+        raise NotFolded(f"its result is not projected by a plain product ({source_of(user)})")
+    inner, body = sums[0].args
+    weight = _weight(meaning, result, body, inner, (b, s, n))
+    return Projection(user, weight, rest[0].value if rest else None)
+
+
+def _weight(
+    meaning: Meaning, result: fx.Node, body: Expr, inner: Expr, at: tuple[Expr, Expr, Expr]
+) -> tuple[fx.Node, tuple[layout.Step, ...]]:
+    b, s, n = at
+    lifted = [
+        meaning.lift(f, lambda r: r.value is not result and meaning.category(r.value) is Category.MOVEMENT)
+        for f in body.args
+    ]
+    own = next((f for f in lifted if f.op == "read" and f.value is result), None)
+    weights = [f for f in body.args if not f.free & {b, s}]
+    if own is None or len(weights) != 1 or weights[0].op != "read" or len(body.args) != 2:
+        raise NotFolded("its result is not projected by a plain product")
+    digits = split_digits([inner], own.args) or {}
+    cut = digits.get(inner, (inner,))
+    index = tuple(M.substitute(i, {inner: joined(cut)}) for i in own.args)
+    places = zip(meaning.shape(result), (b, cut[0], s, cut[-1]), strict=True)
+    if len(cut) != 2 or index != tuple(E.ZERO if E.is_const(n, 1) else p for n, p in places):
+        raise NotFolded("its heads are not side by side where it is projected")
+    read = weights[0]
+    place = tuple(M.substitute(i, {inner: joined(cut)}) for i in read.args)
+    roles, place = merge_digits(((n,), (cut[0],), (cut[1],)), place)
+    try:
+        return read.value, tuple(layout.solve(meaning.shape(read.value), place, roles, roles))
+    except layout.NoView as problem:
+        raise NotFolded("the matrix that projects its result is no view of a tensor") from problem
+
+
+def fold_result(builder: Builder, mixed: fx.Node, value_up: fx.Node, to: Projection) -> Folded:
+    """`[B, S, N]`: mixed latents `[B, H, S, Lv]` through value_up `[G, V, Lv]` and the projection at once."""
+    groups, value, rank = (int(n) for n in value_up.meta["val"].shape)
+    heads = int(mixed.meta["val"].shape[1])
+    weight = builder.view(*to.weight)  # [N, H, V]
+    out = int(weight.meta["val"].shape[0])
+    every = value_up if groups == heads else builder.call(
+        aten.repeat_interleave.self_int, value_up, heads // groups, 0)  # fmt: skip
+    by_head = builder.call(aten.permute.default, weight, [1, 0, 2])  # [H, N, V]
+    whole = builder.call(aten.bmm.default, by_head, every)  # [H, N, Lv]
+    product = builder.call(
+        aten.reshape.default, builder.call(aten.permute.default, whole, [1, 0, 2]), [out, heads * rank]
+    )
+    flat = builder.call(aten.flatten.using_ints, builder.call(aten.transpose.int, mixed, 1, 2), 2)
+    made = builder.call(aten.linear.default, flat, product, to.bias)
+    before = heads * value * out + groups * value * rank
+    sources = [to.weight[0], *([] if to.bias is None else [to.bias])]
+    return Folded(made, (product,), before, heads * rank * out, tuple(sources), out)
+
+
+def hoist(graph: ProgramGraph, values: Sequence[fx.Node]) -> None:
+    """Make values that depend on weights alone inputs of the graph, computed ahead."""
+    known = graph.ahead.outputs if graph.ahead is not None else ()
+    assert not known, "values are hoisted once"
+    graph.ahead = part_of(graph, values)
+    last = graph.placeholders()[-1]
+    for number, value in enumerate(values):
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"ahead_{number}")
+        last.meta = {"val": value.meta["val"]}
+        value.replace_all_uses_with(last)
+        graph.inputs = (*graph.inputs, Input("ahead", f"ahead{number}"))
+    graph.clean()

@@ -1,0 +1,364 @@
+"""InsertKVCache: a graph of whole sequences becomes one that computes new tokens from what was kept.
+
+Matches a fused graph whose logits are, token by token, computed from the token, its place, fixed values
+and attention that hides all later tokens (`meaning/tokens/tokens.py`). Right because token-wise operations
+give a token the same whatever stands beside it: the graph is given the new tokens of all sequences as one
+packed sequence, `[1, N]`, and only three things are rewritten. What follows from a token's place is computed
+from a vector of positions (`shift_positions`); attention looks at pages of what was kept and at the new
+tokens (`attngraph::cached_attention`, the score program unchanged); what does not depend on the tokens at
+all (an encoder, keys computed from it) moves into a prelude that runs once for a prompt. What is kept is a
+minimum cut (`meaning/tokens/kv_cut.py`); the new share of it is a result, written to the pages after the
+step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.program_graph import Level, Output, ProgramGraph, is_size, op_name
+from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.cached_attention import CachePlan, Store
+from attngraph.ir.ops.nodes import ATTENTION, CACHED, parts
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept
+from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
+from attngraph.passes.build import Builder, NoSize, built
+from attngraph.passes.insert_kv_cache import shift_positions
+from attngraph.passes.insert_kv_cache.pick_results import pick_results
+from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
+from attngraph.pipeline import Outcome
+
+aten = torch.ops.aten
+ROWS = ("starts", "first", "row")
+"""Inputs that say which tokens are whose, besides the positions, the tables and how much is held."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertKVCache:
+    """`argument` is the number of the input that holds the tokens; `result` that of the logits."""
+
+    argument: int = 0
+    result: int = 0
+    name: str = "insert-kv-cache"
+    requires: Level = Level.FUSED
+    yields: Level = Level.CACHED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        _only_result(graph, self.result)
+        ids = next(
+            node for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
+            if given.kind == "argument" and int(given.name) == self.argument
+        )  # fmt: skip
+        tokens = _analyse(graph, ids)
+        outcome = Outcome()
+        _Step(graph, ids, tokens, outcome).run()
+        return outcome
+
+
+def _only_result(graph: ProgramGraph, result: int) -> None:
+    """Keep the logits alone of what the model returns. A model that writes to its inputs has no decoder."""
+    written = [o for o in graph.outputs if o.kind != "value"]
+    if written:
+        raise NoDecoderError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
+    output = graph.graph.output_node()
+    values: Any = output.args[0]
+    output.args = ((values[result],),)
+    graph.outputs = (graph.outputs[result],)
+    graph.clean()
+
+
+def _analyse(graph: ProgramGraph, ids: fx.Node) -> Tokens:
+    """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
+
+    Raises:
+        NoDecoderError: the input has another shape, or a token sees a later one.
+    """
+    shape = ids.meta["val"].shape
+    rank = len(shape) - (1 if ids.meta["val"].is_floating_point() else 0)
+    if rank != 2:
+        raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
+    for dim, what in enumerate(("sequences", "tokens")):
+        if isinstance(shape[dim], int):
+            raise NoDecoderError(f"it fixes how many {what} there are to {shape[dim]}.")
+    found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
+    _require_token_wise(graph, found)
+    return found
+
+
+def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
+    """Raise unless the logits are a value of each token.
+
+    Raises:
+        NoDecoderError: with the first operation that mixes tokens, its line, and a pair of tokens.
+    """
+    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
+    assert isinstance(result, fx.Node)
+    fact = tokens[result]
+    if fact.kind is Kind.MIXING:
+        culprit = tokens.cause(result)
+        source = source_of(culprit) or "an unknown line"
+        pair = tokens.witness(culprit) or tokens.witness(result)
+        seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
+        name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
+        raise NoDecoderError(
+            f"{name} at {source}: {tokens[culprit].reason}.{seen}\n"
+            "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
+            "attention looks at earlier ones."
+        )
+    if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
+        raise NoDecoderError("its result is not computed token by token from the tokens.")
+
+
+class _Step:
+    """One rewriting."""
+
+    def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens, outcome: Outcome) -> None:
+        self.graph, self.ids, self.tokens, self.outcome = graph, ids, tokens, outcome
+        self.space, self.meaning = tokens.space, tokens.meaning
+        self.inputs = StepInputs(graph, ids, tokens)
+        self.fixed = FixedValues(graph, ids, tokens, self.inputs)
+        self.stores: dict[fx.Node, Store] = {}
+        self.expanded = 0
+        self.needed = self._needed()
+
+    def run(self) -> None:
+        most_tokens = self.tokens.most_tokens()
+        attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
+        self._choose_stores(attentions)
+        for node in list(self.graph.graph.nodes):
+            fact = self.tokens.facts.get(node)
+            if fact is not None and fact.formula is not None and node in self.needed:
+                self._shift(node, fact)
+        kept = list(self.stores)
+        for node in attentions:
+            self._look_at_pages(node)
+        self.fixed.take()
+        pick_results(self.graph, self.tokens, self.ids, kept, self.inputs.rows("picked"))
+        output = self.graph.graph.output_node()
+        values: Any = output.args[0]
+        output.args = ((*values, *kept),)
+        self.graph.outputs = (*self.graph.outputs, *(Output("pages", self.stores[n].name) for n in kept))
+        self.graph.cache = CachePlan(
+            tuple(self.stores.values()),
+            tuple(self.fixed.found.values()),
+            self.expanded,
+            len(attentions),
+            str(self.space.tokens.value),
+            most_tokens,
+        )
+        self.graph.clean()
+        self.inputs.drop_unused()
+        self._annotate()
+        self._note(attentions)
+
+    def _needed(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        stack = list(self.graph.graph.output_node().all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += node.all_input_nodes
+        return found
+
+    def _looks_at_tokens(self, node: fx.Node) -> bool:
+        return self.tokens[node].kind is Kind.ATTENTION
+
+    # --- what is kept ---
+
+    def _choose_stores(self, attentions: Sequence[fx.Node]) -> None:
+        operands = [o for node in attentions for o in self._kept_operands(node)]
+        kept = choose_kept(self.tokens, operands)
+        for number, value in enumerate(kept):
+            users = [n for n in attentions for o in self._kept_operands(n) if value in self._path(o, kept)]
+            windows = [self.tokens[n].causality.window for n in users]  # type: ignore[union-attr]
+            window = None if None in windows else max(w for w in windows if w is not None)
+            space = self.space
+            fact = self.tokens[value]
+            row, token = space.place(fact.axes, space.row), space.place(fact.axes, space.token)
+            if token is None or bytes_per_token(self.tokens, value) is None:
+                raise NoDecoderError(
+                    f"{op_name(value)} at {source_of(value)}: what attention looks at does not have the "
+                    "tokens as a dimension of their own."
+                )
+            counted = [isinstance(n, int) and not digits for n, digits in
+                       zip(value.meta["val"].shape, fact.axes, strict=True)]  # fmt: skip
+            shape = [int(n) if own else 0 for n, own in zip(value.meta["val"].shape, counted, strict=True)]
+            if row is None:  # a model without a batch: pages come first
+                shape, row, token = [0, *shape], 0, token + 1
+            label = module_of(users[0]) or source_of(value) if users else source_of(value)
+            name = f"kept{number}"
+            self.stores[value] = Store(
+                name, tuple(shape), row, token, value.meta["val"].dtype, window, label, len(users)
+            )
+
+    def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
+        """What later tokens need of a token: keys, values, and what the scores read at positions."""
+        _, keys, _, reads, *_ = parts(node)
+        reads_tokens = [r for r in reads if any(self.space.token in d for d in self.tokens[r].axes)]
+        return [*([] if self.tokens[keys[0]].kind is Kind.FIXED else keys), *reads_tokens]
+
+    def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
+        """The kept values that an operand is a view of."""
+        stop, found, stack = set(kept), [], [operand]
+        while stack:
+            node = stack.pop()
+            if node in stop:
+                found.append(node)
+            else:
+                stack += [n for n in node.all_input_nodes if n in self.tokens.facts]
+        return found
+
+    # --- positions ---
+
+    def _shift(self, node: fx.Node, fact: Fact) -> None:
+        builder = Builder(self.graph, node)
+        try:
+            new = shift_positions.emit(
+                builder, self.meaning, self.space, node, fact, self.inputs.rows("positions")
+            )
+        except (shift_positions.NoFormula, NoSize) as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it follows from a token's place as {fact.formula!r}, "
+                f"and {problem} cannot be computed for other places."
+            ) from problem
+        self.tokens.facts[new] = dataclasses.replace(fact, formula=None)
+        node.replace_all_uses_with(new)
+        self.outcome.notes.append(f"{op_name(node)} at {source_of(node)} is computed from positions")
+
+    # --- attention ---
+
+    def _look_at_pages(self, node: fx.Node) -> None:
+        whole = parts(node)
+        builder = Builder(self.graph, node)
+        if self.tokens[whole.keys[0]].kind is Kind.FIXED:
+            window: int | None = None
+            pages = [self.fixed.value(n) for n in whole.keys]
+            none = [builder.call(aten.narrow.default, n, 2, 0, 0) for n in pages]
+            new = [self.fixed.one_row(builder, n) for n in none]
+            table, held = self.fixed.rows_of(builder, pages[0])
+        else:
+            about = node.meta["attention"]
+            width = about.heads * (about.head_dim + about.value_dim)
+            self.expanded += width * whole.q.meta["val"].dtype.itemsize
+            stores = [self.stores[n] for o in whole.keys for n in self._path(o, self.stores)]
+            window = stores[0].window if len({s.window for s in stores}) == 1 else None
+            if window is None:
+                self._widen(stores)
+            pages = [self._replay(builder, n) for n in whole.keys]
+            new, table, held = list(whole.keys), self.inputs.table(window), self.inputs.rows("first")
+        self._note_rows(parse(whole.program), whole.reads)
+        made = builder.call(
+            CACHED[node.target], whole.q,  # type: ignore[index]
+            *new, *pages, *whole.weights,
+            [self._read(builder, r) for r in whole.reads], list(whole.sizes), whole.program,
+            table, self.inputs.rows("starts"), self.inputs.rows("first"), held, *whole.chosen,
+        )  # fmt: skip
+        made.meta["attention"] = node.meta["attention"]
+        for user in list(node.users) if node.target is ATTENTION else [node]:
+            user.replace_all_uses_with(made)
+            if user is not node:
+                assert user.target is operator.getitem and user.args[1] == 0
+                self.graph.graph.erase_node(user)
+        self.tokens.facts[made] = self.tokens[node]
+        self.graph.graph.erase_node(node)
+
+    def _note_rows(self, program: ScoreProgram, reads: Sequence[fx.Node]) -> None:
+        """Scores that read a fixed value at `b` say which of its dimensions is the batch, also where the
+        trace does not say that it is as long."""
+        for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
+            for dim, index in enumerate(node.args):
+                if index.op == "var" and index.value == "b":
+                    self.fixed.row_dims[reads[node.value]] = dim
+
+    def _widen(self, stores: Sequence[Store]) -> None:
+        """Operands of one attention are kept for equally long."""
+        for value, store in self.stores.items():
+            if store in stores:
+                self.stores[value] = dataclasses.replace(store, window=None)
+
+    def _replay(self, builder: Builder, operand: fx.Node) -> fx.Node:
+        """An operand as a view of pages: the steps from the kept value to it, on pages instead of rows and
+        on the tokens of a page instead of all."""
+        done: dict[fx.Node, fx.Node] = {}
+
+        def replay(node: fx.Node) -> fx.Node:
+            if node in done:
+                return done[node]
+            if node in self.stores:
+                done[node] = self.inputs.pages(self.stores[node])
+                return done[node]
+            copies = {n: replay(n) for n in node.all_input_nodes if n in self.tokens.facts}
+            first = next(iter(copies))
+            sizes = self._page_sizes(builder, done, first)
+            for size in (n for n in node.all_input_nodes if is_size(n)):
+                copies[size] = built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
+            done[node] = builder.call(node.target, *args, **kwargs)
+            return done[node]
+
+        return replay(operand)
+
+    def _page_sizes(
+        self, builder: Builder, done: dict[fx.Node, fx.Node], node: fx.Node
+    ) -> dict[Expr, fx.Node]:
+        fact = self.tokens[node]
+        row, token = (
+            self.space.place(fact.axes, self.space.row),
+            self.space.place(fact.axes, self.space.token),
+        )
+        assert token is not None
+        shift = 1 if self.space.row is None else 0
+        found = {self.space.tokens: builder.call(aten.sym_size.int, done[node], token + shift)}
+        if row is not None:
+            found[self.space.rows] = builder.call(aten.sym_size.int, done[node], row)
+        return found
+
+    def _read(self, builder: Builder, node: fx.Node) -> fx.Node:
+        """A tensor that the scores read: over all positions of each row where it follows the tokens."""
+        fact = self.tokens[node]
+        token = self.space.place(fact.axes, self.space.token)
+        if token is not None:
+            value = next(iter(self._path(node, self.stores)))
+            if value is not node:
+                raise NoDecoderError(f"what scores read at {source_of(node)} is a view of something kept.")
+            store = self.stores[value]
+            if self.space.row is None:
+                raise NoDecoderError(
+                    f"scores read a value of each token ({source_of(node)}) without a batch."
+                )
+            return builder.call(
+                torch.ops.attngraph.history.default, self.inputs.pages(store), node,
+                self.inputs.table(store.window), self.inputs.rows("starts"), self.inputs.rows("first"),
+                store.token_dim,
+            )  # fmt: skip
+        return node
+
+    # --- at the end ---
+
+    def _annotate(self) -> None:
+        for node, fact in self.tokens.facts.items():
+            node.meta["tokens"] = fact.describe(self.space)
+
+    def _note(self, attentions: Sequence[fx.Node]) -> None:
+        plan = self.graph.cache
+        assert plan is not None
+        self.outcome.notes.insert(
+            0,
+            f"{len(attentions)} attention(s) look at {len(plan.stores)} kept value(s) of "
+            f"{plan.bytes_per_token} bytes per token (keys and values by query head: {plan.expanded})",
+        )
+        if plan.fixed:
+            self.outcome.notes.append(f"{len(plan.fixed)} value(s) are computed once for a prompt")

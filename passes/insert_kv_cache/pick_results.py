@@ -1,0 +1,92 @@
+"""Only the results that are wanted: after the last attention a decoder need not compute the others.
+
+Of a prompt mostly the last token's logits are asked for, and the head is a large part of the work. The
+tokens are picked at the first value, after the last attention, through which all that follows goes. Used
+by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.ops.nodes import CACHED
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.passes.build import Builder, built
+
+aten = torch.ops.aten
+
+
+def pick_results(
+    graph: ProgramGraph, tokens: Tokens, ids: fx.Node, kept: Sequence[fx.Node], picked: fx.Node
+) -> None:
+    """Compute the first result for the tokens at the places `picked` alone, as early as can be; does
+    nothing where there is no such value.
+
+    Args:
+        kept: values that are needed of every token.
+    """
+    space = tokens.space
+    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
+    assert isinstance(result, fx.Node)
+    for node, tail in _bottlenecks(tokens, result, kept):
+        place = space.place(tokens[node].axes, space.token)
+        others = {n for t in tail for n in t.all_input_nodes if n in tokens.facts} - tail - {node}
+        if place is None or not set(tokens[node].axes[place]) <= space.both:
+            continue
+        if any(any(tokens[n].axes) for n in others):
+            continue
+        ordered = [n for n in graph.graph.nodes if n in tail]
+        builder = Builder(graph, ordered[0] if ordered else graph.graph.output_node())
+        made = builder.call(aten.index_select.default, node, place, picked)
+        tokens.facts[made] = tokens[node]
+        for user in list(node.users):
+            if user in tail or (user.op == "output" and not tail):
+                user.replace_input_with(node, made)
+        sizes = {space.tokens: (made, place)}
+        row = space.place(tokens[ids].axes, space.row)
+        if row is not None:
+            sizes[space.rows] = (ids, row)
+        for user in ordered:
+            for size in [n for n in user.all_input_nodes if is_size(n)]:
+                value = tokens.meaning.renamed(size_expression(size.meta["val"]))
+                if space.counts(value):
+                    user.replace_input_with(size, built(Builder(graph, user), value, sizes))
+        return
+
+
+def _bottlenecks(
+    tokens: Tokens, result: fx.Node, kept: Sequence[fx.Node]
+) -> list[tuple[fx.Node, set[fx.Node]]]:
+    """The values that all which leads to the result goes through, after the last attention, the earliest
+    first, each with the nodes after it."""
+
+    def follows_tokens(node: fx.Node) -> bool:
+        fact = tokens.facts.get(node)
+        return fact is not None and fact.kind not in (Kind.FIXED, Kind.POSITION)
+
+    view = nx.DiGraph()
+    stack, seen = [result], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        before = [n for n in node.all_input_nodes if follows_tokens(n)]
+        sources: list[object] = [*before] or ["tokens"]
+        view.add_edges_from((operand, node) for operand in sources)
+        stack += before
+    above = nx.immediate_dominators(view, "tokens")
+    chain: list[tuple[fx.Node, set[fx.Node]]] = []
+    while isinstance(result, fx.Node):
+        tail = nx.descendants(view, result)
+        if any(n.target in CACHED.values() or n in kept for n in tail) or result in kept:
+            break
+        chain.append((result, tail))
+        result = above[result]
+    return chain[::-1]

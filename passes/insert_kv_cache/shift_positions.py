@@ -1,0 +1,147 @@
+"""Values that follow from a token's place, computed for the places of the tokens at hand.
+
+`arange(T)`, `table[:T]`, a running count: the analysis knows an element of each as a formula of the place
+t. Here the formula becomes operations on the vector of positions, so that a graph can be given any tokens
+of any sequences. Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.tokens.axes import Space
+from attngraph.meaning.tokens.tokens import Fact
+from attngraph.passes.build import Builder
+
+aten = torch.ops.aten
+
+
+class NoFormula(Exception):
+    """A formula with an operation that is not written out here."""
+
+
+def emit(
+    builder: Builder, meaning: Meaning, space: Space, node: fx.Node, fact: Fact, positions: fx.Node
+) -> fx.Node:
+    """A node with `node`'s values at `positions` (int64, `[N]`) instead of at 0 .. T - 1.
+
+    Raises:
+        NoFormula: the formula cannot be written as operations on tensors.
+    """
+    assert fact.formula is not None
+    return _Emitter(builder, meaning, space, node, fact, positions).emit()
+
+
+class _Emitter:
+    def __init__(
+        self, builder: Builder, meaning: Meaning, space: Space, node: fx.Node, fact: Fact, positions: fx.Node
+    ) -> None:
+        self.builder, self.space, self.node, self.fact = builder, space, node, fact
+        self.shape = meaning.shape(node)
+        self.positions = positions
+        self.made: dict[Expr, Any] = {}
+
+    def emit(self) -> fx.Node:
+        assert self.fact.formula is not None
+        digits = [d for dim in self.fact.axes for d in dim]
+        if digits.count(self.space.token) != 1 or any(len(dim) > 1 for dim in self.fact.axes):
+            raise NoFormula("its tokens share a dimension with something else")
+        value = self._value(self.fact.formula)
+        call, wanted = self.builder.call, self.node.meta["val"].dtype
+        if not isinstance(value, fx.Node):
+            raise NoFormula("a number")
+        if value.meta["val"].dtype != wanted:
+            value = call(aten._to_copy.default, value, dtype=wanted)
+        sizes = [
+            -1 if self.space.token in digits else 1 if digits else self.builder.size(extent)
+            for digits, extent in zip(self.fact.axes, self.shape, strict=True)
+        ]
+        return call(aten.expand.default, self._ranked(value), sizes)
+
+    def _ranked(self, value: fx.Node) -> fx.Node:
+        missing = len(self.shape) - value.meta["val"].ndim
+        for _ in range(missing):
+            value = self.builder.call(aten.unsqueeze.default, value, 0)
+        return value
+
+    def _along(self, vector: fx.Node, place: int) -> fx.Node:
+        """A vector as a tensor of the node's rank that varies along one dimension."""
+        for _ in range(len(self.shape) - 1 - place):
+            vector = self.builder.call(aten.unsqueeze.default, vector, -1)
+        return vector
+
+    def _value(self, node: Expr) -> Any:
+        if node not in self.made:
+            self.made[node] = self._written(node)
+        return self.made[node]
+
+    def _written(self, node: Expr) -> Any:
+        call = self.builder.call
+        if node.op == "const":
+            return float("nan") if node.value == "nan" else node.value
+        if node.op == "size":
+            return self.builder.size(node)
+        if node is self.space.token:
+            place = next(p for p, digits in enumerate(self.fact.axes) if node in digits)
+            return self._along(self.positions, place)
+        if node.op == "var":
+            place = int(str(node.value).removeprefix("own"))
+            device = self.node.meta["val"].device
+            vector = call(aten.arange.default, self.builder.size(node.args[0]), device=device)
+            return self._along(vector, place)
+        if node.op == "read":
+            return self._read(node)
+        args = [self._value(a) for a in node.args]
+        if not any(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor) for a in args):
+            raise NoFormula(f"{node!r}, which does not depend on the place")
+        if node.op in ("add", "mul"):
+            return self._folded(node.op, args)
+        if node.op in _PAIRS and len(args) == 2:
+            if not _is_tensor(args[0]):
+                args[0] = call(aten.full_like.default, next(a for a in args if _is_tensor(a)), args[0])
+            overload = "Tensor" if _is_tensor(args[1]) else "Scalar"
+            if node.op == "floordiv":
+                rounded = {"Tensor": aten.div.Tensor_mode, "Scalar": aten.div.Scalar_mode}[overload]
+                return call(rounded, *args, rounding_mode="floor")
+            return call(getattr(getattr(aten, _PAIRS[node.op]), overload), *args)
+        if node.op == "where":
+            like = next(a for a in args[1:] if _is_tensor(a)) if any(map(_is_tensor, args[1:])) else args[0]
+            branches = [a if _is_tensor(a) else call(aten.full_like.default, like, a) for a in args[1:]]
+            return call(aten.where.self, args[0], *branches)
+        if node.op == "not":
+            return call(aten.logical_not.default, *args)
+        raise NoFormula(f"{node.op}")
+
+    def _folded(self, op: str, args: list[Any]) -> Any:
+        tensors = [a for a in args if _is_tensor(a)]
+        value = tensors[0]
+        for other in [*tensors[1:], *(a for a in args if not _is_tensor(a))]:
+            overload = "Tensor" if _is_tensor(other) else "Scalar"
+            value = self.builder.call(getattr(getattr(aten, op), overload), value, other)
+        return value
+
+    def _read(self, node: Expr) -> fx.Node:
+        indices = [self._value(a) for a in node.args]
+        like = next((a for a in indices if _is_tensor(a)), None)
+        if like is None:
+            raise NoFormula("an element of a table that does not depend on the place")
+        tensors = [
+            a if _is_tensor(a) else self.builder.call(aten.full_like.default, like, a) for a in indices
+        ]
+        found: fx.Node = self.builder.call(aten.index.Tensor, node.value, tensors)
+        return found
+
+
+_PAIRS = {
+    "floordiv": "div", "mod": "remainder", "le": "le", "lt": "lt", "eq": "eq", "and": "bitwise_and",
+    "or": "bitwise_or",
+}  # fmt: skip
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

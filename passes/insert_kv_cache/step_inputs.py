@@ -1,0 +1,91 @@
+"""Inputs of a step beside the model's own: rows, pages, and what is fixed for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.ops.cached_attention import Store
+from attngraph.meaning.tokens.tokens import Tokens
+
+
+class StepInputs:
+    """Placeholders that a graph gets after its own, each made when it is first asked for."""
+
+    def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
+        self.graph, self.ids, self.tokens = graph, ids, tokens
+        self._fake = graph.fake_mode()
+        self._last = graph.placeholders()[-1]
+        self._made: dict[str, fx.Node] = {}
+
+    def __getitem__(self, name: str) -> fx.Node:
+        return self._made[name]
+
+    def take(self, kind: str, name: str, shape: Sequence[Any], dtype: torch.dtype = torch.int64) -> fx.Node:
+        """A new placeholder, or the one of that name; None in the shape is a size of its own."""
+        if name in self._made:
+            return self._made[name]
+        with self.graph.graph.inserting_after(self._last):
+            node = self.graph.graph.placeholder(f"{kind}_{name.replace('.', '_')}")
+        device = self._last.meta["val"].device
+        with self._fake:
+            sizes = [self._fake.shape_env.create_unbacked_symint() if s is None else s for s in shape]
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    torch._check(size >= 2)
+            node.meta["val"] = torch.empty(sizes, dtype=dtype, device=device)
+        self.graph.inputs = (*self.graph.inputs, Input(kind, name))
+        self._last = self._made[name] = node
+        return node
+
+    def rows(self, name: str) -> fx.Node:
+        """A vector about rows, or about tokens: as long as there are tokens then."""
+        if name not in ("positions", "row"):
+            return self.take("rows", name, [None])
+        made = self.take("rows", name, [])
+        space = self.tokens.space
+        extents = self.ids.meta["val"].shape
+        place = space.place(self.tokens[self.ids].axes, space.token)
+        with self._fake:
+            made.meta["val"] = torch.empty(
+                [extents[place]], dtype=torch.int64, device=made.meta["val"].device
+            )
+        return made
+
+    def table(self, window: int | None) -> fx.Node:
+        """The pages of each row, of values that are kept for a window or for good."""
+        return self.take("rows", f"table.{window or 'all'}", [None, None])
+
+    def pages(self, store: Store) -> fx.Node:
+        """All pages of a kept value."""
+        return self.take("pages", store.name, [n or None for n in store.shape], store.dtype)
+
+    def fixed(self, name: str, value: Any) -> fx.Node:
+        """What the prelude computed, like `value`."""
+        made = self.take("fixed", name, [], value.dtype)
+        made.meta["val"] = value
+        return made
+
+    def drop_unused(self) -> None:
+        """Keep the inputs that are used, and the parameters.
+
+        Raises:
+            NoDecoderError: one of the model's own is needed that does not depend on the tokens.
+        """
+        kept: list[Input] = []
+        for node, given in zip(self.graph.placeholders(), self.graph.inputs, strict=True):
+            if node.users or given.kind in ("parameter", "buffer", "constant"):
+                kept.append(given)
+                if given.kind == "argument" and not self.tokens.depends_on_tokens(node):
+                    user = source_of(next(iter(node.users)))
+                    raise NoDecoderError(f"a size of input {given.name} is needed for every token ({user}).")
+            else:
+                self.graph.graph.erase_node(node)
+        self.graph.inputs = tuple(kept)
+        self.graph.module.recompile()
