@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import attngraph
+from attngraph.api import compile as api
 from attngraph.capture.structure import flatten
 from attngraph.errors import meant
+from attngraph.ir.language.parser import parse
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.verify import compare
@@ -62,7 +63,7 @@ class Checked:
         file that is written anew instead of compared."""
         self._model, self._call = model, (args, kwargs)
         self._goldens, self._update = goldens, update
-        self._compiled = attngraph.compile(model, dump=folder)
+        self._compiled = api.compile(model, dump=folder)
         self.output = self._compiled(*args, **kwargs)
         self.report: CompileReport = self._compiled.report
         self.files: dict[str, list[Path]] = {}
@@ -87,7 +88,7 @@ class Checked:
         """
         __tracebackhide__ = True
         found = self.report.attention
-        wanted = None if program is None else str(attngraph.parse(program))
+        wanted = None if program is None else str(parse(program))
         fitting = [e for e in found if mask in (None, e.mask) and wanted in (None, _canonical(e))]
         described = "" if mask is None else f" with mask {mask!r}"
         described += "" if wanted is None else " with this program"
@@ -277,7 +278,7 @@ def _repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _canonical(entry: AttentionEntry) -> str:
-    return str(attngraph.parse(entry.program))
+    return str(parse(entry.program))
 
 
 def _difference(

@@ -23,7 +23,7 @@ from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, op_name
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.rules import Unliftable
+from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome

@@ -26,7 +26,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rules import Category, Unliftable
+from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
 

@@ -37,7 +37,7 @@ from attngraph.meaning.check import check
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.rules import Category
+from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall

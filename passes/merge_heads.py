@@ -33,7 +33,7 @@ from attngraph.meaning.attention.claim import merge_digits
 from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.rules import Category
+from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry

@@ -21,7 +21,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rules import RULES, Category, Unliftable
+from attngraph.meaning.rule import RULES, Category, Unliftable
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 

@@ -21,7 +21,7 @@ import torch
 import attngraph
 import attngraph.codegen  # registers the kernels, whatever a page loads
 from attngraph.ir.ops import kernels
-from attngraph.meaning.rules import RULES, load
+from attngraph.meaning.rule import RULES
 from attngraph.models.targets import tiny_decoder_lm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,7 +147,6 @@ def test_every_reason_that_the_compiler_gives_is_explained() -> None:
 @pytest.fixture(autouse=True)
 def registries_as_they_were() -> Iterator[None]:
     """Examples that add a rule or a kernel leave none behind."""
-    load()
     kept = [(table, dict(table)) for table in (RULES, kernels.KERNELS, kernels._DEVICES)]
     yield
     for table, before in kept:

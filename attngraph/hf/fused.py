@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import attngraph
 from attngraph.hf.masks import every_row_sees, formula_of
+from attngraph.ir.ops import attention as op
 
 NAME = "attngraph"
 
@@ -57,7 +57,7 @@ def attention(
         return _spelled_out(query, key, value, changes).transpose(1, 2).contiguous(), None
     program, reads, sizes = _program(query, key, changes)
     with torch.autocast(device, enabled=False):  # kernels choose the types that they compute in
-        out = attngraph.attention(query, key, value, program, *reads, sizes=sizes)
+        out = op.attention(query, key, value, program, *reads, sizes=sizes)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.meaning.constants import MOST_ELEMENTS
-from attngraph.meaning.rules import RULES, Category, load
+from attngraph.meaning.rule import RULES, Category
 
 FEW_OPS, MANY_OPS = 8, 64
 """A table that more than a few ops wrote is looked at whole first, one that more than many wrote only so."""
@@ -30,7 +30,6 @@ class Known:
     """
 
     def __init__(self, given: Mapping[fx.Node, Tensor]) -> None:
-        load()
         self.given = given
         self._writers: dict[fx.Node, frozenset[fx.Node] | None] = {}
         self._values: dict[fx.Node, Tensor | None] = {}

@@ -20,12 +20,12 @@ from torch import Tensor, fx
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import LONGEST
-from attngraph.meaning import constants, rules
+from attngraph.meaning import constants
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy, size_expression
 from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, Known
-from attngraph.meaning.rules import PARTS, RULES, Category, TooLong, Unliftable
+from attngraph.meaning.rule import PARTS, RULES, Category, TooLong, Unliftable, sums_nothing
 
 Indices = tuple[Expr, ...]
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
@@ -65,7 +65,6 @@ class Meaning:
         self, values: Mapping[fx.Node, Tensor] | None = None, conditions: Iterable[Any] = (),
         complex_too: bool = False,
     ) -> None:  # fmt: skip
-        rules.load()
         self.complex_too = complex_too
         self._same: dict[Expr, Expr] = {}
         for condition in conditions:
@@ -141,7 +140,7 @@ class Meaning:
             return found[0] if found else None
         if name in PARTS:
             return PARTS[name][0]
-        if name == "aten.einsum.default" and rules.sums_nothing(node):
+        if name == "aten.einsum.default" and sums_nothing(node):
             return Category.POINTWISE
         if name in RULES:
             return RULES[name].category

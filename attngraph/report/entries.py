@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -235,3 +236,30 @@ class PassRecord:
     notes: tuple[str, ...]
     options: str = ""
     text: str = dataclasses.field(default="", repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """All that there is to say of a compilation.
+
+    `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the entries
+    of each, and the graphs' texts stand there.
+    """
+
+    attention: tuple[AttentionEntry, ...] = ()
+    missed: tuple[Missed, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    breaks: tuple[Break, ...] = ()
+    seconds: float = 0.0
+    graphs: int = 1
+    cache: CacheEntry | None = None
+    captured: str = dataclasses.field(default="", repr=False)
+    parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
+
+
+def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:
+    """Attentions in groups that are equal for a reader, in order of appearance."""
+    groups: dict[tuple[object, ...], list[AttentionEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.kind, []).append(entry)
+    return list(groups.values())

@@ -10,25 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attngraph.report.entries import AttentionEntry, Break, CacheEntry, LatentEntry, Missed, PassRecord
+from attngraph.report import page
+from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, folded
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileReport:
-    """What was fused, what was not and why, and what each pass did.
+class CompileReport(Entries):
+    """What was fused, what was not and why, and what each pass did."""
 
-    `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the report
-    of each, and the graphs' texts stand there.
-    """
-
-    attention: tuple[AttentionEntry, ...] = ()
-    missed: tuple[Missed, ...] = ()
-    passes: tuple[PassRecord, ...] = ()
-    breaks: tuple[Break, ...] = ()
-    seconds: float = 0.0
-    graphs: int = 1
-    cache: CacheEntry | None = None
-    captured: str = dataclasses.field(default="", repr=False)
     parts: tuple[CompileReport, ...] = dataclasses.field(default=(), repr=False)
 
     def to_json(self) -> str:
@@ -50,8 +39,6 @@ class CompileReport:
         Raises:
             DumpError: the file cannot be written.
         """
-        from attngraph.report import page
-
         return page.write(self, Path(path), title)
 
     @staticmethod
@@ -102,14 +89,6 @@ def _made(kind: Any, data: Any) -> Any:
     if type(None) in kinds:
         return None if data is None else _made(kinds[0], data)
     return data
-
-
-def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:
-    """Attentions in groups that are equal for a reader, in order of appearance."""
-    groups: dict[tuple[object, ...], list[AttentionEntry]] = {}
-    for entry in entries:
-        groups.setdefault(entry.kind, []).append(entry)
-    return list(groups.values())
 
 
 def _attention_lines(entries: list[AttentionEntry]) -> list[str]:

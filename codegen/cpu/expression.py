@@ -39,7 +39,7 @@ _FUNCTIONS = {
     "sqrt": "sqrtf", "rsqrt": "rsqrt_", "sin": "sinf", "cos": "cosf", "erf": "erff",
 }  # fmt: skip
 _ROUNDING = {"floor": "floorf", "ceil": "ceilf", "trunc": "truncf", "round": "rintf"}
-_CHEAP = frozenset({"var", "const", "add", "sub", "neg", "and", "or", "not"}) | S.COMPARISONS
+_CHEAP = frozenset({"var", "const", "add", "sub", "neg", "and", "or", "not"}) | E.COMPARISONS
 _NUMBERS = evaluate.Environment(
     evaluate.Tile((0, 1), (0, 1), (0, 1), (0, 1)), (), (), torch.float32, torch.device("cpu")
 )
@@ -132,10 +132,10 @@ class Writer:
             kind = self._wide_enough(node, terms)
             if op == "neg":
                 return Term(f"(-{cast(terms[0], kind)})", kind)
-            return Term(f"({cast(terms[0], kind)} {S.BINARY[op][0]} {cast(terms[1], kind)})", kind)
-        if op in S.COMPARISONS:
+            return Term(f"({cast(terms[0], kind)} {E.BINARY[op][0]} {cast(terms[1], kind)})", kind)
+        if op in E.COMPARISONS:
             kind = join(*terms)
-            return Term(f"({cast(terms[0], kind)} {S.BINARY[op][0]} {cast(terms[1], kind)})", "bool")
+            return Term(f"({cast(terms[0], kind)} {E.BINARY[op][0]} {cast(terms[1], kind)})", "bool")
         if op in _FUNCTIONS:
             return Term(f"{_FUNCTIONS[op]}({cast(terms[0], 'float')})", "float")
         if op in _ROUNDING:
@@ -205,7 +205,7 @@ class Writer:
             name = "floor_divide_float" if whole else "floor_modulo_float"
             return Term(f"{name}({cast(a, 'float')}, {cast(b, 'float')})", "float")
         if not is_number(divisor) or (divisor.op == "const" and divisor.value in (0, -1)):
-            raise UnsupportedError(f"a whole division by what may be 0 or -1: `{S.format_expr(node)}`")
+            raise UnsupportedError(f"a whole division by what may be 0 or -1: `{E.format_expr(node)}`")
         if divisor in self.numbers:
             self.divisors.add(divisor)
         positive = divisor in self.numbers or bounds(divisor)[0] >= 1

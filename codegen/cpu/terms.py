@@ -67,7 +67,7 @@ def kind_of_number(node: Expr) -> str:
     """The kind that `ir/language/evaluate.py` gives a number made of constants and sizes."""
     if node.op == "size" or node.op == "int":
         return "int"
-    if node.op == "const" or node.op in S.BOOLEAN:
+    if node.op == "const" or node.op in E.BOOLEAN:
         return node.kind
     kinds = {kind_of_number(arg) for arg in (node.args[1:] if node.op == "where" else node.args)}
     if node.op == "where" and kinds == {"bool"}:

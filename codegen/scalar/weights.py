@@ -12,9 +12,9 @@ import dataclasses
 
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.expr import Expr, format_expr
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import WEIGHT, ScoreProgram, Weight, format_expr
+from attngraph.ir.language.score import WEIGHT, ScoreProgram, Weight
 
 _ONE = E.const(1.0)
 

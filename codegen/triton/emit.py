@@ -48,17 +48,6 @@ def strides_of(*tensors: str) -> Groups:
     return [tuple(f"{tensor}_{axis}" for axis in "bhsd") for tensor in tensors]
 
 
-def emit(plan: Plan) -> Kernel:
-    """The kernel of a plan, in the schedule that its blocks ask for.
-
-    Raises:
-        UnsupportedError: the score program has something that is not written yet; says what.
-    """
-    from attngraph.codegen.triton.emit_specialised import SpecialisedEmitter
-
-    return (SpecialisedEmitter if plan.blocks.specialised else Emitter)(plan).kernel()
-
-
 class Emitter:
     """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles come and
     the loops, `emit_decode.py` where queries and keys come from."""

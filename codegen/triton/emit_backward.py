@@ -19,7 +19,7 @@ from attngraph.codegen.triton.module import Groups, Kernel, indented, names_of_r
 from attngraph.codegen.triton.plan import stays_trusted
 from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, read_gradients
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.score import format_expr
+from attngraph.ir.language.expr import format_expr
 
 OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
 """The names of the kernels; the last with the number of the read in `read_gradients`."""

@@ -151,9 +151,9 @@ class Writer:
         terms = [self._term(arg) for arg in args]
         if op in _ARITHMETIC or op == "neg":
             return self._arithmetic(node, terms)
-        if op in S.COMPARISONS:
+        if op in E.COMPARISONS:
             left, right = (self._number(t) for t in terms)
-            return Term(f"{left.at(_OR)} {S.BINARY[op][0]} {right.at(_OR)}", _COMPARE, "bool")
+            return Term(f"{left.at(_OR)} {E.BINARY[op][0]} {right.at(_OR)}", _COMPARE, "bool")
         if op in _FUNCTIONS:
             return self._call(f"tl.{op}", self._real(terms[0]))
         if op in _ROUNDING:
@@ -233,7 +233,7 @@ class Writer:
 
     def _arithmetic(self, node: Expr, terms: list[Term]) -> Term:
         if len(terms) == 2 and all(t.kind == "bool" for t in terms):
-            raise UnsupportedError(f"arithmetic of two truth values: `{S.format_expr(node)}`")
+            raise UnsupportedError(f"arithmetic of two truth values: `{E.format_expr(node)}`")
         terms = [self._number(t) for t in terms]
         kind = _join(*terms)
         if kind == "int" and not _fits(bounds(node)):
@@ -283,7 +283,7 @@ class Writer:
             if not term.is_integer:
                 term = self._call("tl.cast", term.code, "tl.int64", kind="long")
             if arg.op == "const" and arg.value < 0:
-                raise UnsupportedError(f"a negative index: `{S.format_expr(node)}`")
+                raise UnsupportedError(f"a negative index: `{E.format_expr(node)}`")
             if arg.op not in ("var", "const"):
                 term = self._atom(arg, term, "i")
                 inside += [f"({term.code} >= 0)"] if bounds(arg)[0] < 0 else []

@@ -27,7 +27,7 @@ from attngraph.codegen.triton.device import (
     shared_memory,
     with_scratch,
 )
-from attngraph.codegen.triton.emit import emit
+from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.plan import (
     DTYPES,
     READS,

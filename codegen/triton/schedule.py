@@ -44,9 +44,9 @@ def obstacle(plan: Plan) -> str | None:
         return "descriptors count in 32 bits"
     for node in (n for e in plan.program.expressions for n in E.walk(e) if n.op == "read"):
         if _K in node.free or _has_score(node):
-            return f"`{S.format_expr(node)}` is read in the loop over keys"
+            return f"`{E.format_expr(node)}` is read in the loop over keys"
         if _Q in node.free:
-            return f"`{S.format_expr(node)}` is read for every query"
+            return f"`{E.format_expr(node)}` is read for every query"
     return None
 
 

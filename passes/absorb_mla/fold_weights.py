@@ -25,7 +25,7 @@ from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import merge_digits
 from attngraph.meaning.attention.latent import Latents, Obstacle
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rules import Category, Unliftable
+from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder
 
 aten = torch.ops.aten

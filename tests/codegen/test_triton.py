@@ -22,9 +22,10 @@ from torch._subclasses import FakeTensorMode
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.triton import ahead, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.decode import decode_blocks
-from attngraph.codegen.triton.emit import arguments, emit
+from attngraph.codegen.triton.emit import arguments
 from attngraph.codegen.triton.emit_backward import emit_backward
 from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
+from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.plan import (
     Blocks,
     Plan,

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.triton import ahead, apart, attempts, compiler, device, launch, schedule, store, tuned
 from attngraph.codegen.triton.compiler import Request
-from attngraph.codegen.triton.emit import emit
+from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.plan import Blocks, Plan, Read
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.parser import parse

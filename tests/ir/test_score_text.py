@@ -22,7 +22,7 @@ _names = [S.index(n) for n in S.INDICES] + [S.DOT, S.SCORE, E.size("n0"), E.size
 
 def _grow(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     calls = [st.builds(operation, st.just(f), *[inner] * count) for f, count in S.FUNCTIONS.items()]
-    binary = st.builds(operation, st.sampled_from(sorted(S.BINARY)), inner, inner)
+    binary = st.builds(operation, st.sampled_from(sorted(E.BINARY)), inner, inner)
     unary = st.builds(operation, st.sampled_from(["neg", "not"]), inner)
     reads = st.builds(E.read, st.integers(0, 12), st.lists(inner, max_size=3).map(tuple))
     return st.one_of(binary, unary, reads, *calls)

@@ -24,9 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rules import PARTS, RULES, load
+from attngraph.meaning.rule import PARTS, RULES
 
-load()
 aten = torch.ops.aten
 
 

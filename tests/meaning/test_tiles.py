@@ -16,9 +16,9 @@ from torch import Tensor
 from attngraph.ir.language import evaluate
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.expr import Expr, format_expr
 from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import Keep, ScoreProgram, format_expr
+from attngraph.ir.language.score import Keep, ScoreProgram
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Box, Cut, Fill, Grid, Run
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Weight
@@ -211,7 +212,7 @@ def _read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
         low, high = (int(x) for x in torch.aminmax(place)) if place.numel() else (0, 0)
         if low < 0 or high >= extent:
             raise IndexError(
-                f"{S.format_expr(node)} reads place {low if low < 0 else high} of a dimension of "
+                f"{E.format_expr(node)} reads place {low if low < 0 else high} of a dimension of "
                 f"{extent}; an index must be in range, also where its value is not used."
             )
         picks.append(place.to(torch.int64))

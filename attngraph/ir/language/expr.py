@@ -12,12 +12,14 @@ reads of graph nodes. Equal expressions are the same object, so equality is `is`
     sum    args = (variable, body)    over the variable's extent; `amax` and `amin` likewise
     other  value = None               a pointwise operation on its args
 
-This file knows no algebra: nothing is simplified here (that is `meaning/simplify.py`).
+An expression's `repr` is its text in the score language. This file knows no algebra: nothing is simplified
+here (that is `meaning/algebra/simplify`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +28,18 @@ Scalar = int | float | bool
 
 BINDERS = frozenset({"sum", "amax", "amin"})
 MOST_WORDS = 1 << 60
+BINARY: dict[str, tuple[str, int]] = {
+    "or": ("or", 1), "and": ("and", 2),
+    "eq": ("==", 4), "ne": ("!=", 4), "le": ("<=", 4), "lt": ("<", 4), "ge": (">=", 4), "gt": (">", 4),
+    "add": ("+", 5), "sub": ("-", 5),
+    "mul": ("*", 6), "div": ("/", 6), "floordiv": ("//", 6), "mod": ("%", 6),
+    "pow": ("**", 8),
+}  # fmt: skip
+"""Binary operations: how each is written and how tightly it binds. `not` binds at 3, a sign at 7."""
+
+COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
+BOOLEAN = COMPARISONS | {"and", "or", "not", "isnan"}
+_NOT, _SIGN, _ATOM = 3, 7, 9
 _serial = itertools.count()
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 
@@ -50,8 +64,6 @@ class Expr:
     words: int
 
     def __repr__(self) -> str:
-        from attngraph.ir.language.score import format_expr
-
         return format_expr(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -133,3 +145,48 @@ def rebuild(node: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr]) -> Expr:
     for current in walk(node):
         done[current] = leaf(current, tuple(done[arg] for arg in current.args))
     return done[node]
+
+
+def format_number(value: Scalar | str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value if isinstance(value, str) else repr(value)
+
+
+def format_expr(node: Expr, level: int = 0) -> str:
+    """The text of an expression; brackets only where the grammar needs them."""
+    text, binds = _format(node)
+    return f"({text})" if binds < level else text
+
+
+def _format(node: Expr) -> tuple[str, int]:
+    op, args = node.op, node.args
+    if op == "const":
+        text = format_number(node.value)
+        return text, _SIGN if text.startswith("-") else _ATOM
+    if op in ("var", "size"):
+        return str(node.value), _ATOM
+    if op == "read":
+        name = f"r{node.value}" if isinstance(node.value, int) else f"%{node.value}"
+        return f"{name}[{', '.join(format_expr(a) for a in args)}]", _ATOM
+    if op == "not":
+        return f"not {format_expr(args[0], _NOT)}", _NOT
+    if op == "neg":
+        # A literal keeps its sign to itself, so that -(5) and the number -5 stay apart.
+        inner = format_expr(args[0], _ATOM + 1 if args[0].op == "const" else _SIGN)
+        return f"-{inner}", _SIGN
+    if op in BINARY and len(args) == 2:
+        sign, binds = BINARY[op]
+        left_level, right_level = binds, binds + 1
+        if op in COMPARISONS:
+            left_level = binds + 1
+        if op == "pow":
+            left_level, right_level = _ATOM, _SIGN
+        return f"{format_expr(args[0], left_level)} {sign} {format_expr(args[1], right_level)}", binds
+    if op in BINDERS:
+        return f"{op}[{args[0].value}]({format_expr(args[1])})", _ATOM
+    if not args:
+        return op, _ATOM
+    return f"{op}({', '.join(format_expr(a) for a in args)})", _ATOM

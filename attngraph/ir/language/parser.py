@@ -31,7 +31,7 @@ _TOKEN = re.compile(
 )
 LONGEST = 800
 """Words of one statement, so that nothing that walks its tree runs out of stack."""
-_COMPARE = {S.BINARY[op][0]: op for op in S.COMPARISONS}
+_COMPARE = {E.BINARY[op][0]: op for op in E.COMPARISONS}
 _SUM = {"+": "add", "-": "sub"}
 _PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
 _INTEGER = frozenset({"floordiv", "mod", "int", "floor", "ceil", "trunc", "round"})
@@ -85,7 +85,7 @@ def _point_out(statements: list[Statement], parsers: list[_Parser]) -> None:
 
 def kind_of(op: str, args: tuple[Expr, ...]) -> str:
     """The kind ("int", "float", "bool", "any") of an operation's result."""
-    if op in S.BOOLEAN:
+    if op in E.BOOLEAN:
         return "bool"
     kinds = {arg.kind for arg in (args[1:] if op == "where" else args)}
     if op in ("add", "sub", "mul", "neg", "abs", "min", "max", "where", "floordiv", "mod"):

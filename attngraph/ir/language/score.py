@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.expr import Expr, format_expr
 
 INDICES = ("b", "h", "q", "k")
 """Batch, query head, query position, key position."""
@@ -32,19 +31,6 @@ FUNCTIONS: dict[str, int] = {
 }  # fmt: skip
 """Functions of the language and how many arguments each takes. `random(seed, b, h, q, k)` is a
 uniform number in [0, 1), the same for the same arguments on every backend."""
-
-BINARY: dict[str, tuple[str, int]] = {
-    "or": ("or", 1), "and": ("and", 2),
-    "eq": ("==", 4), "ne": ("!=", 4), "le": ("<=", 4), "lt": ("<", 4), "ge": (">=", 4), "gt": (">", 4),
-    "add": ("+", 5), "sub": ("-", 5),
-    "mul": ("*", 6), "div": ("/", 6), "floordiv": ("//", 6), "mod": ("%", 6),
-    "pow": ("**", 8),
-}  # fmt: skip
-"""Binary operations: how each is written and how tightly it binds. `not` binds at 3, a sign at 7."""
-
-COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
-BOOLEAN = COMPARISONS | {"and", "or", "not", "isnan"}
-_NOT, _SIGN, _ATOM = 3, 7, 9
 
 DOT = E.make("dot")
 SCORE = E.make("s")
@@ -234,48 +220,3 @@ def format_statement(statement: Statement) -> str:
             return f"sink {format_expr(value)}"
         case Weight(value):
             return f"p = {format_expr(value)}"
-
-
-def format_number(value: E.Scalar | str) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    return value if isinstance(value, str) else repr(value)
-
-
-def format_expr(node: Expr, level: int = 0) -> str:
-    """The text of an expression; brackets only where the grammar needs them."""
-    text, binds = _format(node)
-    return f"({text})" if binds < level else text
-
-
-def _format(node: Expr) -> tuple[str, int]:
-    op, args = node.op, node.args
-    if op == "const":
-        text = format_number(node.value)
-        return text, _SIGN if text.startswith("-") else _ATOM
-    if op in ("var", "size"):
-        return str(node.value), _ATOM
-    if op == "read":
-        name = f"r{node.value}" if isinstance(node.value, int) else f"%{node.value}"
-        return f"{name}[{', '.join(format_expr(a) for a in args)}]", _ATOM
-    if op == "not":
-        return f"not {format_expr(args[0], _NOT)}", _NOT
-    if op == "neg":
-        # A literal keeps its sign to itself, so that -(5) and the number -5 stay apart.
-        inner = format_expr(args[0], _ATOM + 1 if args[0].op == "const" else _SIGN)
-        return f"-{inner}", _SIGN
-    if op in BINARY and len(args) == 2:
-        sign, binds = BINARY[op]
-        left_level, right_level = binds, binds + 1
-        if op in COMPARISONS:
-            left_level = binds + 1
-        if op == "pow":
-            left_level, right_level = _ATOM, _SIGN
-        return f"{format_expr(args[0], left_level)} {sign} {format_expr(args[1], right_level)}", binds
-    if op in E.BINDERS:
-        return f"{op}[{args[0].value}]({format_expr(args[1])})", _ATOM
-    if not args:
-        return op, _ATOM
-    return f"{op}({', '.join(format_expr(a) for a in args)})", _ATOM

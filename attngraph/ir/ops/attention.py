@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import format_expr
 from attngraph.ir.language.parser import parse
-from attngraph.ir.language.score import ScoreProgram, format_expr
+from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.kernels import KERNELS, Kernel
 

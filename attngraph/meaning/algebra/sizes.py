@@ -17,7 +17,7 @@ import torch
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.rules import Unliftable
+from attngraph.meaning.rule import Unliftable
 
 
 def size_expression(value: Any) -> Expr:

@@ -12,7 +12,7 @@ from torch import fx
 
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.element import Meaning, is_part
-from attngraph.meaning.rules import Category
+from attngraph.meaning.rule import Category
 
 _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
 _FARTHEST = 12

@@ -21,7 +21,7 @@ from attngraph.ir.language.score import DOT
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import MOST_WORDS, Meaning, has_data, is_exact
-from attngraph.meaning.rules import Category, TooLong, Unliftable
+from attngraph.meaning.rule import Category, TooLong, Unliftable
 
 _COSTLY = (
     ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],

@@ -31,7 +31,7 @@ from attngraph.meaning.algebra.digits import joined, split_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import View, merge_digits
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rules import Category, Unliftable
+from attngraph.meaning.rule import Category, Unliftable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.normalised import Refusal
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.element import MOST_WORDS, Meaning
-from attngraph.meaning.rules import Category, Unliftable
+from attngraph.meaning.rule import Category, Unliftable
 
 SUMS = ("aten.sum.dim_IntList",)
 

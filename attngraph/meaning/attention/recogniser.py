@@ -35,7 +35,7 @@ from attngraph.meaning.attention.claim import (
 )  # fmt: skip
 from attngraph.meaning.attention.normalised import Refusal, Unnormalised
 from attngraph.meaning.element import MOST_WORDS, Meaning, is_part
-from attngraph.meaning.rules import Category, TooLong, Unliftable
+from attngraph.meaning.rule import Category, TooLong, Unliftable
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 SOFTMAX_LIKE = frozenset(f"aten.{n}" for n in (*SOFTMAX, "scaled_dot_product_attention.default"))

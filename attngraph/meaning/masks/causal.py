@@ -11,8 +11,8 @@ import functools
 import math
 
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram, Weight, format_expr
+from attngraph.ir.language.expr import Expr, format_expr
+from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram, Weight
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks
 from attngraph.meaning.masks.tiles import keeps_zero

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, ScoreProgram, format_expr, format_number
+from attngraph.ir.language.expr import Expr, format_expr, format_number
+from attngraph.ir.language.score import Keep, ScoreProgram
 from attngraph.meaning.algebra import simplify as M
 
 

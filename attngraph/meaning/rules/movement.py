@@ -12,7 +12,7 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rules import Category, Indices, Unliftable, part_rule, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rule
 
 MOVEMENT = Category.MOVEMENT
 _END = (1 << 63) - 1

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import networkx as nx
 from torch import Tensor, fx
 
-from attngraph.meaning.rules import RULES, Category
+from attngraph.meaning.rule import RULES, Category
 from attngraph.meaning.tokens.tokens import Kind, Tokens
 
 _FEWER_STEPS = 1.0 / (1 << 20)

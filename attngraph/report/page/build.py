@@ -14,15 +14,15 @@ from importlib import resources
 from pathlib import Path
 
 from attngraph.errors import DumpError
+from attngraph.report.entries import Entries, folded
 from attngraph.report.files import write_whole
 from attngraph.report.page.attention import render_attentions
 from attngraph.report.page.graphs import final_text, graph_title, render_graphs
 from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.passes import Store, render_passes
-from attngraph.report.report import CompileReport, folded
 
 
-def write(report: CompileReport, path: Path, title: str = "") -> Path:
+def write(report: Entries, path: Path, title: str = "") -> Path:
     """Write the page of a report as a whole or not at all; the file.
 
     Raises:
@@ -39,7 +39,7 @@ def write(report: CompileReport, path: Path, title: str = "") -> Path:
     return path
 
 
-def render(report: CompileReport, title: str = "") -> str:
+def render(report: Entries, title: str = "") -> str:
     """The page of a report as text. `title` says what was compiled, if that is known."""
     graphs = report.parts or ((report,) if report.graphs else ())
     store = Store()
@@ -71,7 +71,7 @@ def _section(name: str, title: str, body: Html, is_there: bool) -> Section | Non
     return name, title, tag("section", head, body, id=name, aria_labelledby=f"{name}-title")
 
 
-def _document(report: CompileReport, title: str, sections: Sequence[Section], store: Store) -> str:
+def _document(report: Entries, title: str, sections: Sequence[Section], store: Store) -> str:
     style, script = (_asset(name) for name in ("page.css", "page.js"))
     links = [tag("li", tag("a", words, href=f"#{name}")) for name, words, _ in sections]
     heading = f"attngraph: {title}" if title else "attngraph report"
@@ -110,7 +110,7 @@ def _asset(name: str) -> str:
     return text
 
 
-def _summary(report: CompileReport) -> list[Html]:
+def _summary(report: Entries) -> list[Html]:
     fused, missed = len(report.attention), len(report.missed)
     if not report.graphs:
         return [tag("p", "Nothing was traced: the compiled model has not been called.", class_="summary")]
@@ -130,7 +130,7 @@ def _summary(report: CompileReport) -> list[Html]:
     ]
 
 
-def _missed(report: CompileReport) -> Html:
+def _missed(report: Entries) -> Html:
     found = []
     for (reason, source), group in itertools.groupby(report.missed, key=lambda m: (m.reason, m.source)):
         members = list(group)
@@ -145,7 +145,7 @@ def _missed(report: CompileReport) -> Html:
     return tag("ul", *found, class_="cards")
 
 
-def _breaks(report: CompileReport) -> Html:
+def _breaks(report: Entries) -> Html:
     intro = "The model is not one graph. torch.compile captured it in pieces, for this reason:"
     found = [
         tag(
@@ -156,7 +156,7 @@ def _breaks(report: CompileReport) -> Html:
     return joined([tag("p", intro), tag("ul", *found, class_="cards")])
 
 
-def _cache(report: CompileReport) -> Html:
+def _cache(report: Entries) -> Html:
     if report.cache is None:
         return html("")
     first, *more = [line.strip() for line in report.cache.lines() if line.strip()]
@@ -164,7 +164,7 @@ def _cache(report: CompileReport) -> Html:
     return joined([tag("p", tag("strong", head)), tag("ul", *(tag("li", line) for line in more))])
 
 
-def _passes(graphs: Sequence[CompileReport], store: Store) -> Html:
+def _passes(graphs: Sequence[Entries], store: Store) -> Html:
     lists = [
         tag("div", graph_title(graph, n, len(graphs)), render_passes(graph, f"g{n}", store), class_="graph")
         for n, graph in enumerate(graphs)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from attngraph.report.entries import Entries
 from attngraph.report.page.chart import Chart, charts
 from attngraph.report.page.drawing import draw
 from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.layers import read_lines
-from attngraph.report.report import CompileReport
 
 _MOST_OPS = 250
 """Ops of a chart that is drawn; of a longer one there is the text alone."""
@@ -18,7 +18,7 @@ _MOST_OPEN = 3
 """Charts that are open at first, those with attentions before others."""
 
 
-def graph_title(report: CompileReport, number: int, count: int) -> Html:
+def graph_title(report: Entries, number: int, count: int) -> Html:
     """Which graph it is, where there are several."""
     if count == 1:
         return html("")
@@ -26,12 +26,12 @@ def graph_title(report: CompileReport, number: int, count: int) -> Html:
     return tag("h3", f"Graph {number}", tag("span", f" {fused}, {report.seconds:.2f} s", class_="sub"))
 
 
-def final_text(report: CompileReport) -> str:
+def final_text(report: Entries) -> str:
     """The last text there is of a graph."""
     return next((p.text for p in reversed(report.passes) if p.text), report.captured)
 
 
-def render_graphs(graphs: Sequence[CompileReport]) -> Html:
+def render_graphs(graphs: Sequence[Entries]) -> Html:
     """Charts of all graphs."""
     intro = tag(
         "p", "The graph as it runs, one chart for each group of equal layers. Attentions are framed, "

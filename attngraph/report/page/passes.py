@@ -12,12 +12,11 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 
-from attngraph.report.entries import PassRecord
+from attngraph.report.entries import Entries, PassRecord
 from attngraph.report.page.diff import Block, changed_words, compare
 from attngraph.report.page.folding import Fold, Hunk, fold
 from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.layers import Line, read_lines
-from attngraph.report.report import CompileReport
 
 _KINDS = {"equal": 0, "changed": 1, "replaced": 2}
 
@@ -43,7 +42,7 @@ class Store:
         return base64.b64encode(zlib.compress(data.encode("utf-8", "replace"), 9)).decode("ascii")
 
 
-def render_passes(report: CompileReport, prefix: str, store: Store) -> Html:
+def render_passes(report: Entries, prefix: str, store: Store) -> Html:
     """The list of a graph's passes, the capture before them; `prefix` begins the ids of its elements."""
     items = []
     last, known = store.add_text(report.captured), read_lines(report.captured)
@@ -62,7 +61,7 @@ def render_passes(report: CompileReport, prefix: str, store: Store) -> Html:
     return tag("ol", *items, class_="passes")
 
 
-def _capture(report: CompileReport, place: int) -> Html:
+def _capture(report: Entries, place: int) -> Html:
     ops = plural(report.passes[0].before, "op") if report.passes else ""
     lines = report.captured.count("\n") + 1
     head = tag(

@@ -1,0 +1,17 @@
+"""The forward kernel of a plan, in the schedule that its blocks ask for."""
+
+from __future__ import annotations
+
+from attngraph.codegen.triton.emit import Emitter
+from attngraph.codegen.triton.emit_specialised import SpecialisedEmitter
+from attngraph.codegen.triton.module import Kernel
+from attngraph.codegen.triton.plan import Plan
+
+
+def emit(plan: Plan) -> Kernel:
+    """The kernel of a plan.
+
+    Raises:
+        UnsupportedError: the score program has something that is not written yet; says what.
+    """
+    return (SpecialisedEmitter if plan.blocks.specialised else Emitter)(plan).kernel()
