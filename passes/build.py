@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, infer
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.attention.claim import Operand

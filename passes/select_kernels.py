@@ -34,10 +34,9 @@ class SelectKernels:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         outcome = Outcome()
-        if graph.prelude is not None:
-            outcome.notes += [f"{note} of the prelude" for note in self.run(graph.prelude).notes]
-            graph.prelude.level = self.yields
-            graph.prelude.clean()
+        for rate, stage in graph.stages.items():
+            outcome.notes += [f"{note} of the stage {rate.value}" for note in self.run(stage).notes]
+            stage.clean()
         for node in graph.graph.nodes:
             if node.target in CHOSEN_LATER:
                 node.args = (*node.args[: CHOSEN_LATER[node.target]], self.backend)

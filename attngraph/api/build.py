@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 from attngraph import codegen, pipeline
 from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
+from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.structure import flatten, unflatten
-from attngraph.capture.trace import Captured, Structure
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.parser import parse
@@ -76,6 +77,7 @@ def _rewritten(
     return kept
 
 
+@LOCK.trace()
 def compile_graph(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Executable:
@@ -89,7 +91,7 @@ def compile_graph(
     made = _rewritten(target, args, kwargs, options, options.pipeline())
     result, graph = made.result, made.captured.graph
     entries = tuple(_entries(graph))
-    run = _runner(options)(graph)
+    found = Executable(made.captured, _owner(target), _runner(options))
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured
@@ -103,7 +105,8 @@ def compile_graph(
             f"{first.source or 'an unknown line'}: {first.reason}.\n"
             "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
         )
-    return Executable(made.captured, _owner(target), run, report)
+    found.report = report
+    return found
 
 
 def _owner(target: Callable[..., Any]) -> nn.Module:
@@ -131,6 +134,7 @@ def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
     return run
 
 
+@LOCK.trace()
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any]
 ) -> Step:
@@ -140,13 +144,12 @@ def derive_decoder(
         CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
     """
     start = time.perf_counter()
-    passes = options.decoder_pipeline()
-    place = next(n for n, step in enumerate(passes) if step.name == InsertKVCache.name)
-    made = _rewritten(target, (), arguments, options, passes[:place], config.proof)
+    first, (_, *later) = pipeline.split_at(options.decoder_pipeline(), InsertKVCache.name)
+    made = _rewritten(target, (), arguments, options, first, config.proof)
     captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
-    rest = (InsertKVCache(names.index(name), logits), *passes[place + 1 :])
+    rest = (InsertKVCache(names.index(name), logits), *later)
     try:
         last = pipeline.run(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
@@ -157,7 +160,8 @@ def derive_decoder(
             f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
             f"{first.reason}.)"
         ) from problem
-    assert graph.cache is not None
+    plan = graph.state
+    assert plan is not None
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
         captured=result.captured,
@@ -170,9 +174,9 @@ def derive_decoder(
             options.progress("proof")
         error = prove(whole, step, arguments, name, logits)
     cache = CacheEntry(
-        graph.cache.bytes_per_token, graph.cache.expanded, graph.cache.attentions,
-        tuple((s.label, s.bytes_per_token, s.window) for s in graph.cache.stores),
-        len(graph.cache.fixed), step.limit, error,
+        plan.bytes_per_token, plan.expanded, plan.attentions,
+        tuple((s.label, s.bytes_per_token, s.window) for s in plan.stores),
+        len(plan.fixed), step.limit, error,
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:
@@ -182,7 +186,7 @@ def derive_decoder(
 
 def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
     """What the report says of each attention."""
-    for part in (g for g in (graph.prelude, graph) if g is not None):
+    for part in (*graph.stages.values(), graph):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
             kernel = _chosen_later(node) if node.target in CHOSEN_LATER else _kernel(node)
             yield dataclasses.replace(node.meta["attention"], kernel=kernel)

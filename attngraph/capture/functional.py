@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.capture.exported import written_out
 from attngraph.capture.replaced import replaced
-from attngraph.ir.graph.program_graph import infer
+from attngraph.ir.graph.infer import infer
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -20,6 +20,7 @@ from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
 
 TOLERANCE = 1e-8
@@ -80,8 +81,7 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         generator = torch.Generator().manual_seed(0)
         order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
         full = {n: _stretched(v, order) if n in step.arguments else v for n, v in arguments.items()}
-        inputs = _inputs(whole, step, full)
-        wanted = Widened(whole.module).run(*inputs)[result]
+        wanted = Machine(whole, step.owner, names=step.names)(full, interpret=Widened)[result]
         found = _by_steps(step, full, name, lengths)
         scale = float(wanted.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
         worst = 0.0
@@ -133,10 +133,6 @@ def _poison(store: Tensor, state: KVCache) -> None:
 def _stretched(value: Tensor, order: Tensor) -> Tensor:
     """What an argument brings for every token, for as many tokens as the trial has."""
     return torch.stack([row[places] for row, places in zip(value, order, strict=True)])
-
-
-def _inputs(whole: ProgramGraph, step: Step, full: Mapping[str, Any]) -> list[Any]:
-    return [step.fetch(given, full) for given in whole.inputs]
 
 
 @contextlib.contextmanager

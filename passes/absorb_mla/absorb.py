@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import parse
@@ -44,7 +44,6 @@ from attngraph.passes.absorb_mla.fold_weights import (
     NotFolded,
     fold_query,
     fold_result,
-    hoist,
     projection_of,
 )
 from attngraph.passes.build import Builder, NoSize
@@ -88,7 +87,8 @@ class AbsorbMLA:
                 outcome.notes.append(note)
         graph.clean()
         if absorption.products:
-            hoist(graph, absorption.products)
+            products = {f"folded{number}": value for number, value in enumerate(absorption.products)}
+            move_to_stage(graph, Rate.WEIGHTS, products)
         return outcome
 
 
@@ -123,8 +123,8 @@ class _Operands:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """`new` is to take the place of `old`. `products` of weights are to be computed ahead; `sources`: what
-    both are computed from, besides latents and projections."""
+    """`new` is to take the place of `old`. `products` of weights are to be computed beforehand; `sources`:
+    what both are computed from, besides latents and projections."""
 
     old: fx.Node
     new: fx.Node

@@ -6,7 +6,7 @@ give a token the same whatever stands beside it: the graph is given the new toke
 packed sequence, `[1, N]`, and only three things are rewritten. What follows from a token's place is computed
 from a vector of positions (`shift_positions`); attention looks at pages of what was kept and at the new
 tokens (`attngraph::cached_attention`, the score program unchanged); what does not depend on the tokens at
-all (an encoder, keys computed from it) moves into a prelude that runs once for a prompt. What is kept is a
+all (an encoder, keys computed from it) moves into a stage that runs once for a prompt. What is kept is a
 minimum cut (`meaning/tokens/kv_cut.py`); the new share of it is a result, written to the pages after the
 step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
@@ -150,7 +150,7 @@ class _Step:
         values: Any = output.args[0]
         output.args = ((*values, *kept),)
         self.graph.outputs = (*self.graph.outputs, *(Output("pages", self.stores[n].name) for n in kept))
-        self.graph.cache = CachePlan(
+        self.graph.state = CachePlan(
             tuple(self.stores.values()),
             tuple(self.fixed.found.values()),
             self.expanded,
@@ -353,7 +353,7 @@ class _Step:
             node.meta["tokens"] = fact.describe(self.space)
 
     def _note(self, attentions: Sequence[fx.Node]) -> None:
-        plan = self.graph.cache
+        plan = self.graph.state
         assert plan is not None
         self.outcome.notes.insert(
             0,

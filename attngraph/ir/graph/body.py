@@ -18,13 +18,14 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, has_free_unbacked_symbols
 
 from attngraph.ir.graph.formula import Formulas
+from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.literals import Formula, Name, TensorType, read_name, read_type, read_value, split
 from attngraph.ir.graph.overloads import implied
-from attngraph.ir.graph.program_graph import Input, Output, infer
+from attngraph.ir.graph.program_graph import Input, Output, Rate
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops.nodes import ATTENTION, LATENT
 
-_KINDS = ("buffer", "constant", "ahead", "parameter")
+_KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter")
 _CACHED = ("cached_attention", "cached_latent_attention")
 _WORDS = ("kernel", "values", "absorb", "family")
 """Arguments of attention nodes that are words of ours, no values."""
@@ -80,8 +81,7 @@ class Body:
             )
         self.formulas.found(node, wanted.shape)
         self.values[name] = node
-        # The name in the model that the capture wrapped; it prints without the wrapper.
-        self.inputs.append(Input(kind, name[4:] if kind == "argument" else f"model.{read_name(name, '$')}"))
+        self.inputs.append(Input(kind, name[4:] if kind == "argument" else _whole_name(kind, name)))
 
     def statement(self, line: str, program: str) -> None:
         """A value, the name of a module, or the results. `program`: the lines of a score program under it."""
@@ -189,15 +189,22 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(buffer|argument|pages) (\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
+                r"(?:(?:(buffer|argument|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
             )
             assert found is not None  # anything at all is a value
             results.append(self._resolved(found[3]))
             order = tuple(int(n) for n in split(found[4])) if found[4] else ()
-            name = read_name(found[2], "$") if found[2] else ""
-            self.outputs.append(Output(found[1] or "value", f"model.{name}" if name else "", order))
+            kind = found[1] or "value"
+            self.outputs.append(Output(kind, _whole_name(kind, found[2]) if found[2] else "", order))
         self.graph.output(tuple(results))
         self.ended = True
+
+
+def _whole_name(kind: str, text: str) -> str:
+    """The name that prints like this. Names in the model print without the wrapper that capture puts around
+    it; results of stages have names of their own."""
+    name = read_name(text, "$")
+    return name if kind in ("value", Rate.WEIGHTS.value) else f"model.{name}"
 
 
 def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph.literals import format_dtype, format_name
 from attngraph.ir.graph.overloads import implied
-from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, is_size, op_name
+from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate, is_size, op_name
 from attngraph.ir.graph.source import module_of, source_of
 
 VERSION = 1
@@ -27,7 +27,7 @@ _OURS = torch.ops.attngraph
 
 
 def format_graph(graph: ProgramGraph) -> str:
-    """The whole graph as text; before it, what is computed from weights alone and what once for a prompt."""
+    """The whole graph as text; before it, its stages by how often they run."""
     return format_file(graph)[1]
 
 
@@ -35,8 +35,8 @@ def format_file(graph: ProgramGraph) -> tuple[str, str]:
     """What a file says of a graph first (the version of the format, the level, the sizes of the example with
     what is known of them), and the graph."""
     names: dict[str, str] = {}
-    parts = (("ahead", graph.ahead), ("prelude", graph.prelude), ("graph", graph))
-    lines = [line for name, part in parts if part is not None for line in _Printer(part, name, names).lines()]
+    parts = (*((rate.value, graph.stages[rate]) for rate in Rate if rate in graph.stages), ("graph", graph))
+    lines = [line for name, part in parts for line in _Printer(part, name, names).lines()]
     plain = _Sizes(names)
     flags = ", gradients" if graph.gradients else ""
     head = [f"dump {VERSION}, level {graph.level.name.lower()}{flags}"]
@@ -118,9 +118,8 @@ class _Printer:
         return [*head, ") {", *body, "}"]
 
     def _result(self, value: Any, to: Output) -> str:
-        where = (
-            "" if to.kind == "value" else f"{to.kind} {format_name('$', to.name.removeprefix('model.'))} = "
-        )
+        kind = "" if to.kind == "value" else f"{to.kind} "
+        where = f"{kind}{format_name('$', to.name.removeprefix('model.'))} = " if to.name else ""
         inverted = f" order {list(to.order)}" if list(to.order) != sorted(to.order) else ""
         return f"{where}{self._argument(value)}{inverted}"
 
