@@ -40,9 +40,7 @@ def order(backend: str = "auto", absorb: str = "auto", decoder: bool = False) ->
 
 DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
-PASSES: tuple[Pass, ...] = tuple(
-    {p.name: p for p in (*DEFAULT_PIPELINE, *order(decoder=True)[::-1])}.values()
-)
+PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, InsertKVCache(), Tidy())
 """Every pass by which a graph can be rewritten on its own."""
 
 

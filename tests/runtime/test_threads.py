@@ -1,4 +1,4 @@
-"""Threads trace and serve at once: every way into the compiler waits its turn, and every answer is eager's."""
+"""Threads trace and serve at once: whatever traces waits its turn, and every answer is eager's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import attngraph
 from attngraph.models.targets import tiny_decoder_lm
 
 THREADS = 8
-"""The machine's default float type is looked at all the while: a proof in float64 must not change it."""
 
 
 def together(works: list[Callable[[], None]]) -> None:
