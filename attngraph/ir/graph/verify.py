@@ -61,7 +61,7 @@ def _without_assertions(graph: ProgramGraph) -> Problems:
     """No op is there only to assert what a tensor's metadata are."""
     for node in graph.graph.nodes:
         if str(node.target).startswith("aten._assert_tensor_metadata"):
-            yield f"{node}: {node.target} may not occur from level CANONICAL on"
+            yield f"{node}: {node.target} may not occur at level {graph.level.name}"
 
 
 def _with_programs(graph: ProgramGraph) -> Problems:
