@@ -98,7 +98,7 @@ def test_the_example_at_the_start_of_a_page_runs_when_pasted_and_prints_the_repo
 
 def test_the_picture_of_the_readme_is_the_mask_of_its_report_as_show_draws_it(tmp_path: Path) -> None:
     text = README.read_text(encoding="utf-8")
-    command = re.search(r"`attngraph show (\"[^`]+--svg) (docs/\w+\.svg)`", text)
+    command = re.search(r"^attngraph show (.+ --svg) (docs/\w+\.svg)$", text, re.MULTILINE)
     assert command, "README.md does not say which command drew its picture"
     drawn = tmp_path / "drawn.svg"
     assert main(["show", *shlex.split(command[1]), str(drawn)]) == 0
@@ -112,11 +112,13 @@ def test_the_docs_count_the_spellings_of_the_tests(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(ROOT / "tests" / "fusion")
     spellings = importlib.import_module("spellings")
     fused, known = len(spellings.MUST_FUSE), len(spellings.MUST_FUSE) + len(spellings.NOT_YET)
-    benchmarks, coverage = (
-        " ".join((DOCS / name).read_text("utf-8").split()) for name in ("benchmarks.md", "coverage.md")
+    readme, benchmarks, coverage = (
+        " ".join(page.read_text("utf-8").split())
+        for page in (README, DOCS / "benchmarks.md", DOCS / "coverage.md")
     )
+    assert f"{fused} of the {known} ways to write attention" in readme
+    assert f"a list of {known} ways to write attention" in benchmarks
     assert f"| {fused} of {known}, all {fused} equal to eager |" in benchmarks
-    assert f"{known} ways to write attention" in benchmarks
     assert f"{known} ways to write attention" in coverage
     assert f"of which {fused} fuse" in coverage
 
