@@ -24,7 +24,7 @@ from attngraph.capture.structure import unflatten
 from attngraph.capture.trace import Captured, capture
 from attngraph.errors import ConversionError
 from attngraph.ir.graph.program_graph import Pooling, ProgramGraph
-from attngraph.ir.ops.nodes import parts
+from attngraph.ir.ops import nodes
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.convert_heads import ConvertHeads
 from attngraph.passes.fuse_attention import FuseAttention
@@ -238,7 +238,8 @@ def _report(
     def count(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    itemsize = next(parts(node).keys[0].meta["val"].dtype.itemsize for node in graph.attentions())
+    attention = nodes.AttentionOp.of(graph.attentions()[0])
+    itemsize = attention.q.meta["val"].dtype.itemsize
     widths = [(entry.kv_heads, entry.head_dim + entry.value_dim) for entry in before]
     cache = (sum(h * w for h, w in widths) * itemsize, sum(kv_heads * w for _, w in widths) * itemsize)
     kl = top1 = None

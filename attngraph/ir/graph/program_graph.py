@@ -24,6 +24,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._sympy.printers import PythonPrinter
 
 from attngraph.errors import VerificationError
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
 
 
@@ -35,9 +36,6 @@ class Level(enum.IntEnum):
     FUSED = 2
     CACHED = 3
     LOWERED = 4
-
-
-_ATTENTION = ("attngraph.attention.default", "attngraph.latent_attention.default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +138,8 @@ class ProgramGraph:
         return all(holds(condition, sizes) for condition in self.conditions)
 
     def attentions(self) -> list[fx.Node]:
-        """The attention nodes, in order. Each carries its report entry as `meta["attention"]`."""
-        return [n for n in self.graph.nodes if n.op == "call_function" and str(n.target) in _ATTENTION]
+        """The attentions over whole sequences, in order. Each has its report entry as `meta["attention"]`."""
+        return [n for n in self.graph.nodes if nodes.whole(n) is not None]
 
     def copy(self) -> ProgramGraph:
         """The same computation in nodes of its own; tensors and facts are shared."""
@@ -327,8 +325,8 @@ def verify(graph: ProgramGraph) -> None:
             continue
         if str(node.target).startswith(_FORBIDDEN[graph.level]):
             raise VerificationError(f"{node}: {node.target} may not occur at level {graph.level.name}")
-        is_attention = str(node.target).startswith("attngraph.attention")
-        if graph.level is Level.LOWERED and is_attention and not node.args[6]:
+        found = nodes.view(node)
+        if graph.level is Level.LOWERED and isinstance(found, nodes.Attention) and not found.kernel:
             raise VerificationError(f"{node}: no kernel was chosen for it")
         if isinstance(node.meta.get("val"), Tensor) and not _is_inferred(node):
             _check_shape(node)
