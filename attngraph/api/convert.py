@@ -238,8 +238,7 @@ def _report(
     def count(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    attention = nodes.AttentionOp.of(graph.attentions()[0])
-    itemsize = attention.q.meta["val"].dtype.itemsize
+    itemsize = nodes.AttentionOp.of(graph.attentions()[0]).q.meta["val"].dtype.itemsize
     widths = [(entry.kv_heads, entry.head_dim + entry.value_dim) for entry in before]
     cache = (sum(h * w for h, w in widths) * itemsize, sum(kv_heads * w for _, w in widths) * itemsize)
     kl = top1 = None

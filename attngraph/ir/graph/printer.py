@@ -26,11 +26,8 @@ _COLUMN = 78
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NAMED = ("key_up", "value_up", "table", "held")
 """Tensors that an attention prints with their names."""
-
-
-def format_graph(graph: ProgramGraph) -> str:
-    """The whole graph as text; before it, what is computed from weights alone and what once for a prompt."""
-    return format_file(graph)[1]
+_SAME = ("starts", "first")
+"""Tensors that are the same for all attentions of a step: not printed."""
 
 
 def format_file(graph: ProgramGraph) -> tuple[str, str]:
@@ -146,18 +143,15 @@ class _Printer:
         """Its arguments, by name but for the tensors that it begins with; under it its program."""
         args: list[str] = []
         for name, value in attention.named.items():
-            match name, value:
-                case (("reads" | "sizes"), _):
-                    letter = "r" if name == "reads" else "n"
-                    args += [f"{letter}{i}={self._argument(v)}" for i, v in enumerate(value)]
-                case (("program" | "starts" | "first"), _):
-                    pass  # the tokens of a step are the same for all
-                case "values", (first, count):
-                    args.append(f"values={first}:{first + count}")
-                case _, fx.Node():
-                    args.append(f"{f'{name}=' if name in _NAMED else ''}{self._argument(value)}")
-                case _ if value:
-                    args.append(f"{name}={value}")
+            if name in ("reads", "sizes"):
+                letter = "r" if name == "reads" else "n"
+                args += [f"{letter}{i}={self._argument(v)}" for i, v in enumerate(value)]
+            elif name == "values":
+                args.append(f"values={value[0]}:{sum(value)}")
+            elif isinstance(value, fx.Node) and name not in _SAME:
+                args.append(f"{f'{name}=' if name in _NAMED else ''}{self._argument(value)}")
+            elif isinstance(value, str) and value:
+                args.append(f"{name}={value}")
         value = node.meta["val"]
         result = value[0] if isinstance(value, tuple) else value  # beside the log-sum-exp
         lines = self._line(node, f"{op_name(node)}({', '.join(args)})", result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import torch
 from torch import fx
@@ -30,6 +30,8 @@ class AttentionOp:
     target: ClassVar[Any]
     told_kernel: ClassVar[str] = "kernel"
     """The argument that names the kernel, or the family of kernels, that computes it."""
+    key_names: ClassVar[tuple[str, ...]] = ("k", "v")
+    projection_names: ClassVar[tuple[str, ...]] = ()
     q: Value
     reads: Sequence[Value]
     sizes: Sequence[Value]
@@ -47,12 +49,12 @@ class AttentionOp:
     def keys(self) -> tuple[Value, ...]:
         """The tensors whose tokens are looked at: keys and values, or the latents that both are made from.
         Over a cache these are the new tokens'."""
-        raise NotImplementedError
+        return tuple(getattr(self, name) for name in self.key_names)
 
     @property
     def projections(self) -> tuple[Value, ...]:
         """The weights that keys and values are projected up by."""
-        return ()
+        return tuple(w for n in self.projection_names if (w := getattr(self, n)) is not None)
 
     def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
         """The same over a cache, of new tokens' keys, pages of earlier ones, and what it has besides."""
@@ -82,13 +84,15 @@ class AttentionOp:
 
 VIEWS: dict[Any, type[AttentionOp]] = {}
 """By op."""
-_Op = TypeVar("_Op", bound=type[AttentionOp])
+_View = TypeVar("_View", bound=AttentionOp)
 
 
-def _views(target: Any) -> Callable[[_Op], _Op]:
-    """Register a dataclass as the view of an op, whose schema it must follow."""
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _views(target: Any) -> Callable[[type[_View]], type[_View]]:
+    """Make a dataclass the view of an op, whose schema it must follow."""
 
-    def register(cls: _Op) -> _Op:
+    def register(cls: type[_View]) -> type[_View]:
+        cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         schema = {a.name: a for a in target._schema.arguments}
         fields = {f.name: f.default for f in dataclasses.fields(cls)}
         assert fields.keys() == schema.keys(), f"{cls.__name__} names other arguments than {target._schema}"
@@ -130,17 +134,12 @@ class Cached(AttentionOp):
 
 
 @_views(torch.ops.attngraph.attention.default)
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention(AttentionOp):
     """`ir/ops/attention.py`"""
 
     k: Value
     v: Value
     kernel: str = ""
-
-    @property
-    def keys(self) -> tuple[Value, ...]:
-        return self.k, self.v
 
     def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
         (k, v), (k_pages, v_pages) = keys, pages
@@ -149,25 +148,16 @@ class Attention(AttentionOp):
 
 
 @_views(torch.ops.attngraph.latent_attention.default)
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention(AttentionOp):
     """`ir/ops/latent_attention.py`"""
 
-    told_kernel = "family"
+    told_kernel, key_names, projection_names = "family", ("latent",), ("key_up", "value_up")
     latent: Value
     key_up: Value | None
     value_up: Value | None
     values: Sequence[int]
     absorb: str = "auto"
     family: str = ""
-
-    @property
-    def keys(self) -> tuple[Value, ...]:
-        return (self.latent,)
-
-    @property
-    def projections(self) -> tuple[Value, ...]:
-        return tuple(w for w in (self.key_up, self.value_up) if w is not None)
 
     def references(self) -> tuple[Self, ...]:
         return tuple(self.replace(absorb=way, family="reference") for way in ("always", "never"))
@@ -178,7 +168,6 @@ class LatentAttention(AttentionOp):
 
 
 @_views(torch.ops.attngraph.cached_attention.default)
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedAttention(Cached):
     """`ir/ops/cached_attention.py`"""
 
@@ -189,13 +178,8 @@ class CachedAttention(Cached):
     v_pages: Value
     by: str = ""
 
-    @property
-    def keys(self) -> tuple[Value, ...]:
-        return self.k, self.v
-
 
 @_views(torch.ops.attngraph.cached_latent_attention.default)
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedLatentAttention(Cached, LatentAttention):
     """`ir/ops/latent_attention.py`"""
 
