@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Outcome:
-    """What a pass did, in words, and which softmax-like places it left alone (`report.Missed`).
+    """What a pass did, in words, and which softmax-like places it left alone (`report.entries.Missed`).
 
     `obstacles`: symbolic sizes without which it might have done more, if they were numbers.
     """

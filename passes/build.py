@@ -15,6 +15,7 @@ from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.attention.claim import Operand
 from attngraph.meaning.attention.layout import Step
 
@@ -40,6 +41,9 @@ class Builder:
         self.made.append(node)
         node.meta["val"] = infer(target, args, kwargs, self.graph.fake_mode())
         return node
+
+    def attention(self, view: AttentionOp) -> fx.Node:
+        return self.call(view.target, *view.args)
 
     def discard(self) -> None:
         """Take back everything that was built."""

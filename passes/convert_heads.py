@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +25,7 @@ from attngraph.ir.graph.program_graph import Input, Level, ProgramGraph, Rate, m
 from attngraph.ir.graph.source import ORIGIN, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
@@ -94,8 +94,8 @@ class _Conversion:
 
     def collect(self, node: fx.Node) -> None:
         """Find the rows of parameters that make the keys and values of one attention."""
-        args: Any = node.args
-        heads = int(args[1].meta["val"].shape[1])
+        attention = Attention.of(node)
+        heads = int(attention.k.meta["val"].shape[1])
         if heads % self.kv_heads != 0:
             raise ConversionError(
                 f"the attention at {source_of(node)} has {heads} key/value heads, which are no multiple of "
@@ -103,7 +103,7 @@ class _Conversion:
             )
         if heads == self.kv_heads:
             return
-        for operand, what in ((args[1], "keys"), (args[2], "values")):
+        for operand, what in ((attention.k, "keys"), (attention.v, "values")):
             self._collect(operand, what, heads)
 
     def _collect(self, operand: fx.Node, what: str, heads: int) -> None:
@@ -250,15 +250,15 @@ class _Conversion:
 
     def share(self, node: fx.Node) -> None:
         """Let an attention look at one head of each group."""
-        args: Any = node.args
-        heads = int(args[1].meta["val"].shape[1])
+        attention = Attention.of(node)
+        heads = int(attention.k.meta["val"].shape[1])
         group = heads // self.kv_heads
         if group == 1:
             return
         builder = Builder(self.graph, node)
-        one = [builder.call(aten.slice.Tensor, x, 1, 0, _END, group) for x in args[1:3]]
-        self.shared += [(x, group) for x in args[1:3]]
-        node.args = (args[0], *one, *args[3:])
+        k, v = (builder.call(aten.slice.Tensor, x, 1, 0, _END, group) for x in attention.keys)
+        self.shared += [(x, group) for x in attention.keys]
+        node.args = attention.replace(k=k, v=v).args
         node.meta["attention"] = dataclasses.replace(node.meta["attention"], kv_heads=self.kv_heads)
 
     def check(self) -> None:

@@ -22,13 +22,11 @@ from attngraph.capture.structure import flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import source_for_few
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
-from attngraph.ir.ops.nodes import ATTENTION, CACHED, LATENT, parts
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
-from attngraph.passes.select_kernels import CHOSEN_LATER
 from attngraph.pipeline import Pass
 from attngraph.report.dump import Dump
 from attngraph.report.entries import AttentionEntry, CacheEntry, KernelEntry
@@ -188,31 +186,24 @@ def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
     """What the report says of each attention."""
     for part in (*graph.stages.values(), graph):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
-            kernel = _chosen_later(node) if node.target in CHOSEN_LATER else _kernel(node)
-            yield dataclasses.replace(node.meta["attention"], kernel=kernel)
+            yield dataclasses.replace(node.meta["attention"], kernel=_kernel(node))
 
 
 def _kernel(node: fx.Node) -> KernelEntry:
-    """The kernel of an attention, with what is emitted for it."""
-    found, name = parts(node), str(node.args[6])
-    if not name:
-        return KernelEntry()
-    q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
-    reads = [r.meta["val"] for r in found.reads]
-    return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
-
-
-def _chosen_later(node: fx.Node) -> KernelEntry:
-    """What serves an attention where rows bring one new token, with what is emitted for it."""
-    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    name, text = "", ""
-    if node.target is CACHED[ATTENTION]:
-        q, _, _, *pages, reads, _, program, _, _, _, _, by = args
-        name, text = source_for_few(parse(program), q, (pages[0], pages[1]), reads, by)
-    elif node.target is CACHED[LATENT] and args[-2] != "never":
-        q, _, pages, *ups, reads, _, program, _, _, _, _, _, by = args
-        name, text = source_for_few(parse(program), *absorbed_operands(q, pages, *ups), reads, by)
-    return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", text)
+    """The kernel of an attention, with what is emitted for it. Where kernels are chosen at each call: the one
+    for rows that bring one new token."""
+    few = "", ""
+    match nodes.called(node.target, fx.node.map_arg(node.args, lambda n: n.meta["val"]), {}):  # type: ignore[arg-type]
+        case nodes.Attention(q=q, k=k, v=v, kernel=name) as found:
+            source = KERNELS[name].source(found.program, (q, k, v), found.reads) if name else ""
+            return KernelEntry(name, source)
+        case nodes.CachedAttention(k_pages=k, v_pages=v) as found:
+            few = source_for_few(found.program, found.q, (k, v), found.reads, found.by)
+        case nodes.CachedLatentAttention(absorb="auto" | "always") as found:
+            operands = absorbed_operands(found.q, found.pages, found.key_up, found.value_up, found.values)
+            few = source_for_few(found.program, *operands, found.reads, found.family)
+    name, source = few
+    return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", source)
 
 
 def _place_of_logits(structure: Structure) -> int:

@@ -24,7 +24,7 @@ from attngraph.capture.trace import capture
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ConversionError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
-from attngraph.ir.ops.nodes import parts
+from attngraph.ir.ops import nodes
 from attngraph.passes import DEFAULT_PIPELINE
 from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.convert_heads import ConvertHeads
@@ -231,7 +231,7 @@ def _report(
     def count(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    itemsize = next(parts(node).keys[0].meta["val"].dtype.itemsize for node in graph.attentions())
+    itemsize = nodes.AttentionOp.of(graph.attentions()[0]).q.meta["val"].dtype.itemsize
     widths = [(entry.kv_heads, entry.head_dim + entry.value_dim) for entry in before]
     cache = (sum(h * w for h, w in widths) * itemsize, sum(kv_heads * w for _, w in widths) * itemsize)
     kl = top1 = None

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.ops import nodes
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Machine
@@ -37,21 +38,13 @@ class Widened(fx.Interpreter):
         if name.startswith("aten._assert_tensor_metadata"):
             return None  # of the dtypes as they were
         args, kwargs = pytree.tree_map(_widened, (args, kwargs))
-        if name.startswith("attngraph.attention."):
-            args, kwargs = (*args[:6], "reference"), {}
-        if name.startswith("attngraph.cached_attention."):
-            args, kwargs = (*args[:12], "reference"), {}
-        if name.startswith("attngraph.latent_attention."):
-            args, kwargs = (*args[:8], "always", "reference"), {}
-        if name.startswith("attngraph.cached_latent_attention."):
-            # Either order of multiplication may be chosen later: where they differ, nothing is right.
-            one, other = (
-                super(Widened, self).call_function(target, (*args[:13], way, "reference"), {})
-                for way in ("always", "never")
-            )
-            same = torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-            return one if same else torch.full_like(one, math.inf)
-        return pytree.tree_map(_widened, super().call_function(target, args, kwargs))
+        attention = nodes.called(target, args, kwargs)
+        if attention is None:
+            return pytree.tree_map(_widened, super().call_function(target, args, kwargs))
+        # Any order of multiplication may be chosen later: where they differ, nothing is right.
+        one, *others = (target(*way.args) for way in attention.references())
+        same = all(torch.allclose(one, o, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True) for o in others)
+        return one if same else torch.full_like(one, math.inf)
 
 
 def _widened(value: Any) -> Any:

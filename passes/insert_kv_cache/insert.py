@@ -26,10 +26,9 @@ from attngraph.ir.graph.program_graph import Level, Output, ProgramGraph, is_siz
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Store
-from attngraph.ir.ops.nodes import ATTENTION, CACHED, parts
+from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept
 from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
@@ -206,9 +205,9 @@ class _Step:
 
     def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
         """What later tokens need of a token: keys, values, and what the scores read at positions."""
-        _, keys, _, reads, *_ = parts(node)
-        reads_tokens = [r for r in reads if any(self.space.token in d for d in self.tokens[r].axes)]
-        return [*([] if self.tokens[keys[0]].kind is Kind.FIXED else keys), *reads_tokens]
+        view = AttentionOp.of(node)
+        reads_tokens = [r for r in view.reads if any(self.space.token in d for d in self.tokens[r].axes)]
+        return [*([] if self.tokens[view.keys[0]].kind is Kind.FIXED else view.keys), *reads_tokens]
 
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """The kept values that an operand is a view of."""
@@ -241,7 +240,7 @@ class _Step:
     # --- attention ---
 
     def _look_at_pages(self, node: fx.Node) -> None:
-        whole = parts(node)
+        whole = AttentionOp.of(node)
         builder = Builder(self.graph, node)
         if self.tokens[whole.keys[0]].kind is Kind.FIXED:
             window: int | None = None
@@ -259,18 +258,17 @@ class _Step:
                 self._widen(stores)
             pages = [self._replay(builder, n) for n in whole.keys]
             new, table, held = list(whole.keys), self.inputs.table(window), self.inputs.rows("first")
-        self._note_rows(parse(whole.program), whole.reads)
-        made = builder.call(
-            CACHED[node.target], whole.q,  # type: ignore[index]
-            *new, *pages, *whole.weights,
-            [self._read(builder, r) for r in whole.reads], list(whole.sizes), whole.program,
-            table, self.inputs.rows("starts"), self.inputs.rows("first"), held, *whole.chosen,
+        self._note_rows(whole.program, whole.reads)
+        cached = whole.over_cache(
+            new, pages, reads=[self._read(builder, r) for r in whole.reads],
+            table=table, starts=self.inputs.rows("starts"), first=self.inputs.rows("first"), held=held,
         )  # fmt: skip
+        made = builder.attention(cached)
         made.meta["attention"] = node.meta["attention"]
-        for user in list(node.users) if node.target is ATTENTION else [node]:
+        for user in [n for n in node.users if n.target is operator.getitem] or [node]:
             user.replace_all_uses_with(made)
             if user is not node:
-                assert user.target is operator.getitem and user.args[1] == 0
+                assert user.args[1] == 0
                 self.graph.graph.erase_node(user)
         self.tokens.facts[made] = self.tokens[node]
         self.graph.graph.erase_node(node)

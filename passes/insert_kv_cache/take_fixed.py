@@ -16,8 +16,8 @@ from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate, is_size, op_name, part_of
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Fixed
-from attngraph.ir.ops.nodes import CACHED
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.tokens.tokens import Kind, Tokens
 from attngraph.passes.build import Builder, built
@@ -107,7 +107,7 @@ class FixedValues:
         fact = self.tokens[operand]
         made = self.value(operand)
         place = self.found[operand].row_dim
-        if place is None or node.target in CACHED.values():
+        if place is None or isinstance(nodes.view(node), nodes.Cached):
             return made
         # A value of each sequence beside values of tokens: each token takes its own sequence's.
         own, wanted = self.tokens.facts.get(node), self.space.token

@@ -13,6 +13,7 @@ from attngraph.capture.trace import capture
 from attngraph.errors import VerificationError
 from attngraph.ir.graph.program_graph import Level, Output, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.verify import PROMISES, verify
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.passes import DEFAULT_PIPELINE
 
@@ -69,7 +70,7 @@ def _keeps_nothing_that_it_plans(graph: ProgramGraph) -> None:
 
 def _has_no_kernel(graph: ProgramGraph) -> None:
     (node,) = graph.attentions()
-    node.args = (*node.args[:-1], "")
+    node.args = nodes.Attention.of(node).with_kernel("").args
 
 
 BROKEN: dict[str, tuple[Level, Callable[[ProgramGraph], None], str]] = {

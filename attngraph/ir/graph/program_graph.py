@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.conditions import holds
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
 
 
@@ -34,9 +35,6 @@ class Level(enum.IntEnum):
     FUSED = 2
     CACHED = 3
     LOWERED = 4
-
-
-_ATTENTION = ("attngraph.attention.default", "attngraph.latent_attention.default")
 
 
 class Rate(enum.Enum):
@@ -121,8 +119,8 @@ class ProgramGraph:
         return all(holds(condition, sizes) for condition in self.conditions)
 
     def attentions(self) -> list[fx.Node]:
-        """The attention nodes, in order. Each carries its report entry as `meta["attention"]`."""
-        return [n for n in self.graph.nodes if n.op == "call_function" and str(n.target) in _ATTENTION]
+        """The attentions over whole sequences, in order. Each has its report entry as `meta["attention"]`."""
+        return [n for n in self.graph.nodes if nodes.whole(n) is not None]
 
     def copy(self) -> ProgramGraph:
         """The same computation in nodes of its own; tensors and facts are shared."""

@@ -16,10 +16,9 @@ from torch import Tensor, fx
 from attngraph.errors import VerificationError
 from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate
-from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ProgramError
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.kernels import KERNELS
-from attngraph.ir.ops.nodes import WHOLE, parts
 
 Problems = Iterator[str]
 """What breaks a promise, each naming the node and the rule."""
@@ -66,9 +65,9 @@ def _without_assertions(graph: ProgramGraph) -> Problems:
 
 def _with_programs(graph: ProgramGraph) -> Problems:
     """The program of every attention parses (that the operands fit it is part of its shape)."""
-    for node in graph.attentions():
+    for node in graph.graph.nodes:
         try:
-            parse(parts(node).program)
+            nodes.view(node)
         except ProgramError as problem:
             yield f"{node}: {problem}"
 
@@ -89,10 +88,12 @@ def _keeping(graph: ProgramGraph) -> Problems:
 def _with_kernels(graph: ProgramGraph) -> Problems:
     """Every attention names a kernel that there is."""
     for node in graph.graph.nodes:
-        if node.target is WHOLE[0]:
-            name = parts(node).chosen[0] if parts(node).chosen else ""
-            if name not in KERNELS:
-                yield f"{node}: no kernel was chosen for it" if not name else f"{node}: no kernel {name!r}"
+        found = nodes.view(node)
+        if isinstance(found, nodes.Attention) and found.kernel not in KERNELS:
+            chosen = (
+                f"no kernel is called {found.kernel!r}" if found.kernel else "no kernel was chosen for it"
+            )
+            yield f"{node}: {chosen}"
 
 
 PROMISES: dict[Level, tuple[Callable[[ProgramGraph], Problems], ...]] = {

@@ -1,7 +1,7 @@
 """What the recogniser claims: an attention, written down as views of tensors that the graph has.
 
-`attention.py` and `joined.py` find out what an attention is made of; here that becomes operands in the op's
-layout (`Views`) and indices of a score program. Nothing here looks at a graph's operations.
+`recogniser.py` and `key_parts.py` find out what an attention is made of; here that becomes operands in the
+op's layout (`Views`) and indices of a score program. Nothing here looks at a graph's operations.
 """
 
 from __future__ import annotations
