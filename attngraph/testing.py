@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attngraph.api import compile as api
-from attngraph.capture.structure import flatten
 from attngraph.errors import meant
 from attngraph.ir.language.parser import parse
+from attngraph.meaning.check import comparison
+from attngraph.meaning.check.comparison import elementwise
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
-from attngraph.runtime.verify import compare
+from attngraph.runtime.verify import compare, tensors_of
 
 MOST_LINES = 200
 """Of a diff in a message."""
@@ -269,12 +270,8 @@ class _Function(nn.Module):
 def _repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether two calls answer alike, so far as rounding goes."""
     with torch.no_grad():
-        one, two = (
-            [leaf for leaf in flatten(model(*args, **kwargs))[0] if isinstance(leaf, Tensor)]
-            for _ in range(2)
-        )
-    pairs = zip(one, two, strict=False)
-    return all(a.shape == b.shape and torch.allclose(a, b, 1e-2, 1e-2, equal_nan=True) for a, b in pairs)
+        one, two = (tensors_of(model(*args, **kwargs)) for _ in range(2))
+    return all(comparison.compare(a, b, elementwise(1e-2)).holds for a, b in zip(one, two, strict=False))
 
 
 def _canonical(entry: AttentionEntry) -> str:

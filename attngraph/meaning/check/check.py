@@ -1,0 +1,157 @@
+"""Is a claim true? Two values of one graph, computed in float64 on random inputs and compared.
+
+The region between two nodes and the tensors that both are computed from is run on its own, with every
+floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one
+size. Where gradients flow they are compared as well. At the first size both are computed once more in
+float32: the same real function may be written so that its last digits drown. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.meaning.check.comparison import compare, elementwise
+from attngraph.meaning.check.region import bytes_in_float64, region
+from attngraph.meaning.check.rounding import factors, rounding
+from attngraph.meaning.check.sample import Sample
+
+TOLERANCE = 1e-10
+"""Largest accepted difference, relative to 1 + |value|, in float64."""
+MOST_BYTES = 4 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether two values agree: the largest error, the sizes tried, and what went wrong if not."""
+
+    error: float
+    sizes: tuple[dict[str, int], ...]
+    problem: str = ""
+
+
+def same_value(
+    old: fx.Node,
+    new: fx.Node,
+    leaves: Iterable[fx.Node],
+    values: Mapping[fx.Node, Tensor],
+    sizes: Sequence[dict[str, int]],
+    example: dict[str, int],
+    gradients: bool,
+) -> Verdict:
+    """Whether `new` equals `old` as functions of `leaves`, for random values of these.
+
+    Args:
+        values: known tensors by placeholder (buffers), used as they are.
+        sizes: assignments of numbers to the graph's symbolic sizes, one sample each; `example` is one
+            that the model is known to run at, used where it runs at none of the others.
+        gradients: compare the gradients of the leaves too.
+    """
+    with _one_thread():
+        return _same_value(old, new, list(dict.fromkeys(leaves)), values, sizes, example, gradients)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sampled tensors are small: waking other threads for each op costs more than it saves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _same_value(
+    old: fx.Node, new: fx.Node, leaves: list[fx.Node], values: Mapping[fx.Node, Tensor],
+    sizes: Sequence[dict[str, int]], example: dict[str, int], gradients: bool,
+) -> Verdict:  # fmt: skip
+    order = region((old, new), leaves)
+    tolerance = TOLERANCE + rounding(order)
+    steep = {f"gradient for {leaf}": factor for leaf, factor in factors(order).items()}
+    worst = 0.0
+    tried: list[dict[str, int]] = []
+    problem = ""
+    for number, chosen in enumerate((*sizes, example)):
+        if number == len(sizes) and tried:
+            break
+        at = {**example, **chosen}  # some operands contribute only a dtype: their sizes are not chosen
+        if bytes_in_float64(order, at) > MOST_BYTES:
+            return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
+        try:
+            pairs = _both_ways(old, new, leaves, order, Sample(values, at, number), gradients)
+        except (IndexError, RuntimeError, ValueError) as cause:
+            # A table is read beyond its end, say: these sizes do not go together in this model.
+            problem = f"cannot be run at small sizes: {cause}"
+            continue
+        tried.append(chosen)
+        for what, wanted, found in pairs:
+            # Where terms cancel, gradients round as their largest ones do.
+            added = 0.0 if what == "value" else _largest(wanted) + steep.get(what, 0.0)
+            result = compare(found, wanted, elementwise(tolerance, added))
+            if not result.holds:
+                shown = ", ".join(f"{k}={v}" for k, v in chosen.items())
+                return Verdict(result.error, tuple(tried), f"its {what} differs at sizes ({shown}): {result}")
+            worst = max(worst, result.error)
+        if len(tried) == 1:
+            in_float32 = Sample(values, at, number, torch.float32)
+            problem = _drowned(old, new, leaves, order, in_float32, pairs[0][1])
+            if problem:
+                return Verdict(worst, tuple(tried), problem)
+    return Verdict(worst, tuple(tried), "" if tried else problem)
+
+
+def _drowned(
+    old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
+    exact: Tensor,
+) -> str:  # fmt: skip
+    """What is wrong with `new` in float32, if its error is far beyond the old one's own. (Where only one of
+    them is NaN or infinite, float32 does not have the numbers of the one way of writing it.)"""
+    try:
+        with torch.no_grad():
+            found = sample.evaluate(order, {leaf: sample.draw(leaf) for leaf in leaves}, new, old)
+    except RuntimeError:  # a number that float32 does not have: the model itself does not run in it
+        return ""
+    if not exact.is_floating_point() or not exact.numel():
+        return ""
+    wanted = torch.nan_to_num(exact.detach(), 0.0, 0.0, 0.0)
+    error, own = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0).sub(wanted).abs() for t in found)
+    slack = 32 * torch.finfo(torch.float32).eps * wanted.abs().max()
+    # The model's own error may be large in a few places, where all keys are masked, say.
+    for of in (torch.max, torch.median):
+        if of(error) > 8 * of(own) + slack:
+            return f"in float32 its error is {float(of(error)):.1e}, the model's own is {float(of(own)):.1e}"
+    return ""
+
+
+def _both_ways(
+    old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
+    gradients: bool,
+) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
+    """What is to be compared: (what it is, by the old node, by the new one)."""
+    given = {leaf: sample.draw(leaf, gradients) for leaf in leaves}
+    with torch.set_grad_enabled(gradients):
+        both = sample.evaluate(order, given, old, new)
+        pairs = [("value", *both)]
+        if gradients:
+            inputs = {n: t for n, t in given.items() if t.requires_grad}
+            weight = torch.randn(both[0].shape, generator=sample.generator, dtype=torch.float64)
+            grads = [_gradients(result, weight, list(inputs.values())) for result in both]
+            pairs += [(f"gradient for {n}", a, b) for n, a, b in zip(inputs, *grads, strict=True)]
+    return pairs
+
+
+def _gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Those of a random combination of the finite results; zeros where none flows."""
+    if not result.requires_grad:
+        return [torch.zeros_like(t) for t in inputs]
+    finite = torch.where(result.isfinite(), result, torch.zeros_like(result))
+    return torch.autograd.grad((finite * weight).sum(), inputs, allow_unused=True, materialize_grads=True)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
