@@ -1,4 +1,4 @@
-"""The comparison of two tensors sees every difference, says where it is, and judges by the rule it is given."""
+"""Comparing two tensors sees every difference, says where it is, and judges by the rule it is given."""
 
 from __future__ import annotations
 
