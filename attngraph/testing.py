@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from attngraph.api import compile as api
 from attngraph.errors import meant
@@ -146,8 +145,7 @@ class Checked:
             AssertionError: it is not so.
         """
         __tracebackhide__ = True
-        model = self._model if isinstance(self._model, nn.Module) else _Function(self._model)
-        args, kwargs = self._call
+        model, (args, kwargs) = self._model, self._call
         if not _repeats(model, args, kwargs):
             self._fail(
                 "the model itself answers differently each time it is called: nothing to be close to.",
@@ -256,18 +254,7 @@ def without_what_varies(text: str) -> str:
     return re.sub(r" +# ", "  # ", text)
 
 
-class _Function(nn.Module):
-    """A function of tensors as a module without weights."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-def _repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _repeats(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether two calls answer alike, so far as rounding goes."""
     with torch.no_grad():
         one, two = (tensors_of(model(*args, **kwargs)) for _ in range(2))

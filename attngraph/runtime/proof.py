@@ -45,7 +45,9 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         places = torch.arange(sum(count for count, _ in STEPS)) % given
         generator = torch.Generator().manual_seed(0)
         order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
-        full = {n: _stretched(v, order) if n in step.arguments else v for n, v in arguments.items()}
+        full = dict(arguments)
+        for n in step.arguments:  # what they bring for every token, for as many as there are steps
+            full[n] = torch.stack([row[picked] for row, picked in zip(arguments[n], order, strict=True)])
         wanted = Exact(whole.module).run(*(step.fetch(given, full) for given in whole.inputs))[result]
         difference = compare(_by_steps(step, full, full[name].device), wanted, Rule(TOLERANCE))
     if not difference.holds:
@@ -97,8 +99,3 @@ def poison(state: KVCache) -> None:
                 written = slots[places]
                 slots.fill_(math.nan)
                 slots[places] = written
-
-
-def _stretched(value: Tensor, order: Tensor) -> Tensor:
-    """What an argument brings for every token, for as many tokens as there are steps."""
-    return torch.stack([row[places] for row, places in zip(value, order, strict=True)])

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
 
-from attngraph.meaning.check.comparison import compare, elementwise
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.rounding import factors, rounding
-from attngraph.meaning.check.sample import Sample
+from attngraph.meaning.check.sample import Sample, choose_sizes
 
 TOLERANCE = 1e-10
 """Largest accepted difference, relative to 1 + |value|, in float64."""
@@ -34,27 +35,6 @@ class Verdict:
     problem: str = ""
 
 
-def same_value(
-    old: fx.Node,
-    new: fx.Node,
-    leaves: Iterable[fx.Node],
-    values: Mapping[fx.Node, Tensor],
-    sizes: Sequence[dict[str, int]],
-    example: dict[str, int],
-    gradients: bool,
-) -> Verdict:
-    """Whether `new` equals `old` as functions of `leaves`, for random values of these.
-
-    Args:
-        values: known tensors by placeholder (buffers), used as they are.
-        sizes: assignments of numbers to the graph's symbolic sizes, one sample each; `example` is one
-            that the model is known to run at, used where it runs at none of the others.
-        gradients: compare the gradients of the leaves too.
-    """
-    with _one_thread():
-        return _same_value(old, new, list(dict.fromkeys(leaves)), values, sizes, example, gradients)
-
-
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Sampled tensors are small: waking other threads for each op costs more than it saves."""
@@ -66,10 +46,12 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _same_value(
-    old: fx.Node, new: fx.Node, leaves: list[fx.Node], values: Mapping[fx.Node, Tensor],
-    sizes: Sequence[dict[str, int]], example: dict[str, int], gradients: bool,
-) -> Verdict:  # fmt: skip
+@_one_thread()
+def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
+    """Whether `new` equals `old` as functions of `leaves`, for random values of these, at two choices of
+    sizes. The sizes of the example are tried where the model runs at none of the others."""
+    values, example = graph.known_values(), graph.hints
+    sizes = choose_sizes(leaves, graph.admits, example)
     order = region((old, new), leaves)
     tolerance = TOLERANCE + rounding(order)
     steep = {f"gradient for {leaf}": factor for leaf, factor in factors(order).items()}
@@ -83,7 +65,7 @@ def _same_value(
         if bytes_in_float64(order, at) > MOST_BYTES:
             return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
         try:
-            pairs = _both_ways(old, new, leaves, order, Sample(values, at, number), gradients)
+            pairs = _both_ways(old, new, leaves, order, Sample(values, at, number), graph.gradients)
         except (IndexError, RuntimeError, ValueError) as cause:
             # A table is read beyond its end, say: these sizes do not go together in this model.
             problem = f"cannot be run at small sizes: {cause}"
@@ -91,7 +73,7 @@ def _same_value(
         tried.append(chosen)
         for what, wanted, found in pairs:
             # Where terms cancel, gradients round as their largest ones do.
-            added = 0.0 if what == "value" else _largest(wanted) + steep.get(what, 0.0)
+            added = 0.0 if what == "value" else largest(wanted) + steep.get(what, 0.0)
             result = compare(found, wanted, elementwise(tolerance, added))
             if not result.holds:
                 shown = ", ".join(f"{k}={v}" for k, v in chosen.items())
@@ -151,7 +133,3 @@ def _gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequ
         return [torch.zeros_like(t) for t in inputs]
     finite = torch.where(result.isfinite(), result, torch.zeros_like(result))
     return torch.autograd.grad((finite * weight).sum(), inputs, allow_unused=True, materialize_grads=True)
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,21 +102,21 @@ def compare(found: Tensor, wanted: Tensor, rule: Rule = EXACT, eager: Tensor | N
     a, b, c = found.double(), wanted.double(), model.double()
     finite, lost = known & model.isfinite(), ~known & model.isfinite()
     if bool(lost.any()):
-        wrong = lost & ((a - c).abs() > ROUNDINGS * torch.finfo(model.dtype).eps * _largest(c, lost))
+        wrong = lost & ((a - c).abs() > ROUNDINGS * torch.finfo(model.dtype).eps * largest(c, lost))
         if bool(wrong.any()):
             problem = "it differs from eager where the float64 model gives NaN or infinity"
             return Comparison(rule, problem=problem, detail=_instead(found, model, _first(wrong)))
     error = (a - b).abs().masked_fill(~finite, 0.0)
-    scale = 1.0 if rule.each else max(rule.floor, _largest(b, known))
+    scale = 1.0 if rule.each else max(rule.floor, largest(b))
     if rule.each:
         error = error / (rule.floor + b.abs().masked_fill(~known, 0.0))
     worst = float(error.max()) if error.numel() else 0.0
     detail = _instead(found, wanted, _first(error == worst)) if worst else ""
-    return Comparison(rule, worst, scale, _largest(c - b, finite), detail=detail)
+    return Comparison(rule, worst, scale, largest(c - b, finite), detail=detail)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _infinities(tensor: Tensor) -> Tensor:
@@ -134,6 +133,7 @@ def _instead(found: Tensor, wanted: Tensor, place: Sequence[int]) -> str:
     return f"{have:.6g} instead of {want:.6g} at {list(place)}"
 
 
-def _largest(tensor: Tensor, where: Any) -> float:
-    """The largest absolute value at these places."""
+def largest(tensor: Tensor, where: Tensor | None = None) -> float:
+    """The largest absolute value at these places, or of all finite ones."""
+    where = tensor.isfinite() if where is None else where
     return float(tensor.abs().masked_fill(~where, 0.0).max()) if tensor.numel() else 0.0

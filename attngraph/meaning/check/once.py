@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check import check
 from attngraph.meaning.check.region import fingerprint, region
-from attngraph.meaning.check.sample import choose_sizes
 
 
 class Checks:
@@ -23,17 +22,13 @@ class Checks:
         self._contents: list[Tensor] = []
 
     def same_value(self, old: fx.Node, new: fx.Node, leaves: Iterable[fx.Node]) -> check.Verdict:
-        """Whether `new` equals `old` as functions of `leaves`, at two choices of sizes."""
-        graph, leaves = self.graph, list(dict.fromkeys(leaves))
-        values = graph.known_values()
+        """Whether `new` equals `old` as functions of `leaves`."""
+        leaves, values = list(dict.fromkeys(leaves)), self.graph.known_values()
         order = region((old, new), leaves)
         begins = [n for n in order if n in leaves or n.op == "placeholder"]
         key = fingerprint(order, {n: self._content(values[n]) if n in values else None for n in begins})
         if key not in self.verdicts:
-            sizes = choose_sizes(leaves, graph.admits, graph.hints)
-            self.verdicts[key] = check.same_value(
-                old, new, leaves, values, sizes, graph.hints, graph.gradients
-            )
+            self.verdicts[key] = check.same_value(self.graph, old, new, leaves)
         return self.verdicts[key]
 
     def _content(self, tensor: Tensor) -> int:
