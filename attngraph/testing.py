@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from attngraph.api import compile as api
-from attngraph.capture.structure import flatten
 from attngraph.errors import meant
 from attngraph.ir.language.parser import parse
+from attngraph.meaning.check import comparison
+from attngraph.meaning.check.comparison import elementwise
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
-from attngraph.runtime.verify import compare
+from attngraph.runtime.verify import compare, tensors_of
 
 MOST_LINES = 200
 """Of a diff in a message."""
@@ -145,8 +145,7 @@ class Checked:
             AssertionError: it is not so.
         """
         __tracebackhide__ = True
-        model = self._model if isinstance(self._model, nn.Module) else _Function(self._model)
-        args, kwargs = self._call
+        model, (args, kwargs) = self._model, self._call
         if not _repeats(model, args, kwargs):
             self._fail(
                 "the model itself answers differently each time it is called: nothing to be close to.",
@@ -255,26 +254,11 @@ def without_what_varies(text: str) -> str:
     return re.sub(r" +# ", "  # ", text)
 
 
-class _Function(nn.Module):
-    """A function of tensors as a module without weights."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-def _repeats(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _repeats(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether two calls answer alike, so far as rounding goes."""
     with torch.no_grad():
-        one, two = (
-            [leaf for leaf in flatten(model(*args, **kwargs))[0] if isinstance(leaf, Tensor)]
-            for _ in range(2)
-        )
-    pairs = zip(one, two, strict=False)
-    return all(a.shape == b.shape and torch.allclose(a, b, 1e-2, 1e-2, equal_nan=True) for a, b in pairs)
+        one, two = (tensors_of(model(*args, **kwargs)) for _ in range(2))
+    return all(comparison.compare(a, b, elementwise(1e-2)).holds for a, b in zip(one, two, strict=False))
 
 
 def _canonical(entry: AttentionEntry) -> str:

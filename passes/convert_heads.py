@@ -27,7 +27,9 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.check import check
+from attngraph.meaning.check.comparison import compare, elementwise
+from attngraph.meaning.check.region import region
+from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder
@@ -35,7 +37,7 @@ from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
 _END = 2**63 - 1
-_TOLERANCE = 1e-9
+_EQUAL = elementwise(1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,16 +266,12 @@ class _Conversion:
     def check(self) -> None:
         """Heads of a group are one and the same: whatever is done to them on the way is done alike."""
         for operand, group in self.shared:
-            order = check.region([operand], [])
-            run = check.Evaluation(
-                {**self.graph.known_values(), **self._orders()}, self.graph.hints,
-                torch.Generator().manual_seed(0), 0,
-            )  # fmt: skip
+            sample = Sample({**self.graph.known_values(), **self._orders()}, self.graph.hints, 0)
             with torch.no_grad():
-                found = run.evaluate(order, {})[operand]
+                (found,) = sample.evaluate(region([operand], []), {}, operand)
             heads = found.unflatten(1, (-1, group))
             one = heads[:, :, :1].expand_as(heads)
-            if not torch.allclose(heads, one, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+            if not compare(heads, one, _EQUAL).holds:
                 raise ConversionError(
                     f"heads are treated unlike each other before attention at {source_of(operand)}, so "
                     "the mean of their projections stands for none of them."

@@ -14,12 +14,11 @@ import functools
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import networkx as nx
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, memory_of
 from attngraph.ir.graph.source import module_of, source_of
@@ -32,8 +31,9 @@ from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.normalised import Refusal
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
-from attngraph.meaning.check import check
 from attngraph.meaning.check.check import Verdict
+from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
 from attngraph.meaning.rule import Category
@@ -62,14 +62,12 @@ class _Fusion:
 
     def __init__(self, graph: ProgramGraph) -> None:
         self.graph = graph
-        self.values = graph.known_values()
-        self.meaning = Meaning(self.values, graph.conditions)
+        self.meaning = Meaning(graph.known_values(), graph.conditions)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
         self.fused = 0
         self.reasons: dict[fx.Node, Refusal] = {}
-        self.checked: dict[Any, Verdict] = {}
-        self.contents: list[Tensor] = []
+        self.checks = Checks(graph)
 
     def run(self) -> Outcome:
         for node in self.graph.attentions():
@@ -86,7 +84,7 @@ class _Fusion:
         self.graph.clean()
         self._report_missed()
         self.graph.assumed |= {n.name for n in self.meaning.assumed}
-        checks = f"{len(self.checked)} distinct one(s) checked in float64"
+        checks = f"{len(self.checks.verdicts)} distinct one(s) checked in float64"
         if self.fused:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")
         return self.outcome
@@ -126,7 +124,7 @@ class _Fusion:
         builder = Builder(self.graph, old)
         try:
             new, leaves = _build(builder, claims)
-            verdict = self._check(old, new, leaves)
+            verdict = self.checks.same_value(old, new, leaves)
         except (NoSize, ProgramError) as problem:
             builder.discard()
             return Refusal(str(problem))
@@ -168,30 +166,6 @@ class _Fusion:
                     continue
                 return f"its {what} are also used in {place}, so fusing would not remove them"
         return None
-
-    def _check(self, old: fx.Node, new: fx.Node, leaves: list[fx.Node]) -> Verdict:
-        key = self._fingerprint(old, new, leaves)
-        if key not in self.checked:
-            sizes = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
-            self.checked[key] = check.same_value(
-                old, new, leaves, self.values, sizes, self.graph.hints, self.graph.gradients
-            )
-        return self.checked[key]
-
-    def _fingerprint(self, old: fx.Node, new: fx.Node, leaves: list[fx.Node]) -> Any:
-        """Equal for equal layers: the region, and the contents of the buffers in it."""
-        order = check.region((old, new), leaves)
-        begins = [n for n in order if n in leaves or n.op == "placeholder"]
-        known = {n: self._content(self.values[n]) if n in self.values else None for n in begins}
-        return check.fingerprint(order, known)
-
-    def _content(self, tensor: Tensor) -> int:
-        """A number that is equal for tensors of equal contents."""
-        for place, other in enumerate(self.contents):
-            if other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor):
-                return place
-        self.contents.append(tensor)
-        return len(self.contents) - 1
 
     def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)
@@ -256,7 +230,7 @@ class _Fusion:
             category = self.meaning.category(node)
             sides = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
             if category is Category.CONTRACTION:
-                above = [check.region([side], ()) for side in sides]
+                above = [region([side], ()) for side in sides]
                 if all(any(n in named and named[n].kind == "argument" for n in a) for a in above):
                     return True
             elif category in (Category.MOVEMENT, Category.POINTWISE):

@@ -31,7 +31,7 @@ from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.claim import merge_digits
-from attngraph.meaning.check import check
+from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
 from attngraph.meaning.rule import Category
@@ -272,13 +272,9 @@ class _Merge:
             for tensor in (head.q, *head.keys, *head.reads):
                 if tensor.target is not torch.ops.attngraph.seed.default:
                     leaves[self._source(tensor)] = None
-        graph = self.graph
-        sizes = check.choose_sizes(list(leaves), graph.admits, graph.hints)
-        worst = 0.0
+        checks, worst = Checks(self.graph), 0.0
         for result, part in zip(results, parts, strict=True):
-            verdict = check.same_value(
-                result, part, leaves, graph.known_values(), sizes, graph.hints, graph.gradients
-            )
+            verdict = checks.same_value(result, part, leaves)
             if verdict.problem:
                 return verdict.error, verdict.problem
             worst = max(worst, verdict.error)

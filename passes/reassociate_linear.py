@@ -28,7 +28,7 @@ from attngraph.meaning.attention import linear
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
-from attngraph.meaning.check import check
+from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
@@ -149,10 +149,7 @@ class _Reassociation:
         sources = (*claim.q.bases, *claim.k.bases, *claim.v.bases, *claim.reads)
         leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
         # A normaliser may have been rewritten already: compare as functions of what both are made of.
-        chosen = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
-        verdict = check.same_value(
-            claim.node, new, leaves, self.graph.known_values(), chosen, self.graph.hints, self.graph.gradients
-        )
+        verdict = Checks(self.graph).same_value(claim.node, new, leaves)
         if verdict.problem:
             builder.discard()
             return verdict.problem

@@ -33,6 +33,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import attngraph
 from attngraph.benchmark.measure import Measurement, measure
 from attngraph.benchmark.plot import Bars
+from attngraph.meaning.check.comparison import compare
 
 HEADS, WIDTH, WINDOW, GLOBAL, CAP, DOCUMENTS = 8, 64, 256, 64, 50.0, 5
 TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -217,9 +218,12 @@ def run(name: str, tokens: int, dtype: str, rounds: int, log: Callable[[str], No
         answers[way] = call()
         first[way] = time.perf_counter() - start
     ours = answers["attngraph"].float()
-    differs = {way: float((answer.float() - ours).abs().max()) for way, answer in answers.items()}
-    if max(differs.values()) > (1e-4 if dtype == "float32" else 0.1):
-        raise SystemExit(f"{name}, {tokens} tokens, {dtype}: the answers differ: {differs}")
+    results = {way: compare(answer.float(), ours) for way, answer in answers.items()}
+    differs = {way: result.error for way, result in results.items()}
+    most = 1e-4 if dtype == "float32" else 0.1
+    if any(result.problem or result.error > most for result in results.values()):
+        shown = {way: str(result) for way, result in results.items()}
+        raise SystemExit(f"{name}, {tokens} tokens, {dtype}: the answers differ: {shown}")
     del answers
     found: dict[str, Measurement] = measure(ways, rounds=rounds, seconds=60.0)
     return {

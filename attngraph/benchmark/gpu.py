@@ -33,6 +33,7 @@ import attngraph
 from attngraph.benchmark.plot import Bars
 from attngraph.codegen import triton
 from attngraph.codegen.triton.tuning import run_specialised
+from attngraph.meaning.check.comparison import Rule, compare
 
 ROUNDS = 9
 WINDOW, CAP = 1024, 30.0
@@ -357,9 +358,9 @@ def _measured(
             yield Row(cell, name, problem=f"{type(problem).__name__}: {text}")
             continue
         if compared and wanted is not None:
-            error = float((found - wanted).abs().max())
-            if not error <= 0.05 * float(wanted.abs().max()):
-                yield Row(cell, name, problem=f"another answer: {error:.2g} away")
+            result = compare(found, wanted, Rule(0.05))
+            if not result.holds:
+                yield Row(cell, name, problem=f"another answer: {result}")
                 continue
         wanted = found if wanted is None else wanted
         running[name] = call

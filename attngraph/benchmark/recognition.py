@@ -29,6 +29,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 import attngraph
+from attngraph.meaning.check.comparison import compare, elementwise
 
 TOLERANCE = 2e-4
 """Largest accepted difference from eager in float32, relative to 1 + |value|; the tests hold float64."""
@@ -74,10 +75,7 @@ def attngraph_fuses(
         [t for t in pytree.tree_leaves(f(*args, **kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         for f in (compiled, function)
     )
-    same = all(
-        bool(((a - b).abs() <= TOLERANCE * (1 + b.abs())).logical_or(a.isnan() & b.isnan()).all())
-        for a, b in zip(mine, theirs, strict=True)
-    )
+    same = all(compare(a, b, elementwise(TOLERANCE)).holds for a, b in zip(mine, theirs, strict=True))
     return sum(a.merged for a in compiled.report.attention), same
 
 

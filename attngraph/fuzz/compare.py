@@ -22,6 +22,7 @@ from torch import Tensor
 import attngraph
 from attngraph.fuzz.grammar import ADDITIVE, Case
 from attngraph.fuzz.source import forget, render
+from attngraph.meaning.check.comparison import Rule, compare
 
 TOLERANCE = 1e-9
 """Allowed difference of a value, relative to the largest finite one of its tensor, or to one."""
@@ -158,24 +159,10 @@ def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Ten
 
 def difference(wanted: Tensor, found: Tensor, limit: float) -> tuple[str, str]:
     """What differs and how much; two empty texts where nothing does."""
-    if wanted.dtype != found.dtype:
-        return "another dtype", f"{found.dtype} instead of {wanted.dtype}"
-    if wanted.shape != found.shape:
-        return "another shape", f"{list(found.shape)} instead of {list(wanted.shape)}"
     if wanted.requires_grad != found.requires_grad:
         return "another requires_grad", f"{found.requires_grad} instead of {wanted.requires_grad}"
-    wanted, found = wanted.detach(), found.detach()
-    if not wanted.is_floating_point():
-        return ("", "") if torch.equal(wanted, found) else ("wrong", "integers differ")
-    if not torch.equal(wanted.isnan(), found.isnan()):
-        return "NaN in other places", f"{int(found.isnan().sum())} NaN instead of {int(wanted.isnan().sum())}"
-    finite = wanted.isfinite()
-    if not torch.equal(finite, found.isfinite()) or not torch.equal(
-        wanted[~finite].nan_to_num(), found[~finite].nan_to_num()
-    ):
-        return "infinities in other places", f"{int((~finite).sum())} in eager"
-    a, b = wanted[finite], found[finite]
-    if not a.numel():
+    result = compare(found, wanted, Rule(limit, floor=1.0))
+    if result.holds:
         return "", ""
-    off, scale = float((a - b).abs().max()), max(1.0, float(a.abs().max()))
-    return ("", "") if off <= limit * scale else ("wrong", f"off by {off:.3g}, values up to {scale:.3g}")
+    off = f"off by {result.error:.3g}, values up to {result.scale:.3g}: {result.detail}"
+    return (result.problem, result.detail) if result.problem else ("wrong", off)

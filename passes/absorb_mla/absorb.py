@@ -34,8 +34,9 @@ from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
-from attngraph.meaning.check import check
 from attngraph.meaning.check.check import Verdict
+from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import canonical, lowers_enough
 from attngraph.passes.absorb_mla.fold_weights import (
@@ -139,7 +140,7 @@ class _Absorption:
         self.graph, self.options = graph, options
         self.meaning = Meaning(graph.known_values(), graph.conditions)
         self.latents = Latents(self.meaning)
-        self.checked: dict[Any, Verdict] = {}
+        self.checks = Checks(graph)
         self.products: list[fx.Node] = []
 
     def try_on(self, node: fx.Node) -> str:
@@ -316,7 +317,7 @@ class _Absorption:
             NotFolded: they follow an input.
         """
         known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
-        for node in check.region(folded.products, []):
+        for node in region(folded.products, []):
             if node in known and known[node].kind == "argument":
                 raise NotFolded("its projections follow an input of the model")
         return folded
@@ -377,16 +378,8 @@ class _Absorption:
         """Compare with what there was, as functions of what both are made of."""
         view = Attention.of(node)
         views = [v for s in (*found.keys, found.values) for v in (s.source, s.up, s.bias) if v is not None]
-        leaves = list(dict.fromkeys([*change.sources, *(v.base for v in views), *view.reads]))
-        order = check.region((change.old, change.new), leaves)
-        key = check.fingerprint(order, {n: None for n in order if n in leaves or n.op == "placeholder"})
-        if key not in self.checked:
-            sizes = check.choose_sizes(leaves, self.graph.admits, self.graph.hints)
-            known = self.graph.known_values()
-            self.checked[key] = check.same_value(
-                change.old, change.new, leaves, known, sizes, self.graph.hints, False
-            )
-        return self.checked[key]
+        leaves = [*change.sources, *(v.base for v in views), *view.reads]
+        return self.checks.same_value(change.old, change.new, leaves)
 
 
 def _part(builder: Builder, node: fx.Node, start: int, width: int) -> fx.Node:

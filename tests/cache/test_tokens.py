@@ -15,6 +15,7 @@ import attngraph
 from attngraph import CacheConfig, NoDecoderError, parse
 from attngraph.capture.trace import capture
 from attngraph.ir.language import expr as E
+from attngraph.ir.ops.cached_attention import CachePlan, Store
 from attngraph.meaning.masks.causal import canonical, examine
 from attngraph.meaning.tokens.axes import Space
 from attngraph.meaning.tokens.token_probe import select
@@ -24,6 +25,8 @@ from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.pipeline import run
+from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.proof import poison
 
 
 def facts(function: Any, *shapes: tuple[int, ...]) -> tuple[Tokens, Any]:
@@ -235,3 +238,64 @@ def test_the_proof_catches_what_is_kept_in_the_wrong_place(monkeypatch: pytest.M
     model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
     with pytest.raises(NoDecoderError, match="do not give"):
         attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))
+
+
+def test_the_proof_catches_what_reads_a_page_that_was_added_later_and_not_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory of a new page may hold numbers that do no harm: the proof must not depend on it."""
+    from attngraph.ir.ops import cached_attention
+    from attngraph.runtime import pages
+
+    gather, empty = cached_attention.gather, pages.Pages._empty
+    first = 4
+    """The pages that the proof begins with."""
+    read: list[int] = []
+
+    def reading(store: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        read.append(store.shape[0] - first)
+        return gather(store, table, positions) + 0 * store[first:].sum()
+
+    model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
+    monkeypatch.setattr(pages.Pages, "_empty", lambda *args: empty(*args).zero_())
+    monkeypatch.setattr(cached_attention, "gather", reading)
+    with pytest.raises(NoDecoderError, match="NaN in other places"):
+        attngraph.compile(model, cache=True).prefill(torch.tensor([[1, 2, 3]]))
+    assert max(read) > 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_only_what_holds_a_token_is_a_number_in_the_proof(layout: str, window: int | None) -> None:
+    shape = (0, 2, 0, 1)  # pages, heads, tokens of each, width
+    plan = CachePlan((Store("kept", shape, 0, 2, torch.float64, window, ""),))
+    state = KVCache(plan, 2, CacheConfig(layout=layout, page=2, rollback=1), torch.device("cpu"))
+
+    def step(*counts: int) -> None:
+        state.reserve(counts)
+        poison(state)
+        assert numbers() == held()
+        rows = state.inputs(counts)
+        news = rows["positions"].double()[None, None, :, None].expand(1, 2, -1, 1)
+        state.write({"kept": news}, rows, counts)
+
+    def held() -> list[float]:
+        """The positions of each row that are kept and were not overwritten, twice, for two heads."""
+        (group,) = state.groups.values()
+        places = zip(state.lengths, state.lost, strict=True)
+        firsts = [(max(lost, n - group.capacity, 0), n) for n, lost in places]
+        return sorted(2 * [float(p) for first, n in firsts for p in range(first, n)])
+
+    def numbers() -> list[float]:
+        (store,) = state.stores().values()
+        return sorted(store[~store.isnan()].tolist())
+
+    step(3, 1)
+    step(1, 2)  # pages are added
+    step(2, 0)
+    state.crop([5, 1])  # slots are given back
+    step(1, 1)
+    state.reset(0)
+    step(2, 2)
+    poison(state)
+    assert numbers() == held()

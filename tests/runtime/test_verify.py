@@ -35,9 +35,11 @@ def test_where_float64_has_no_answer_eager_itself_is_what_counts(amount: float, 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (lambda x: x[:1], "number or shape"),
-        (lambda x: x.double(), "dtype"),
-        (lambda x: x.log(), "NaN or infinity in one"),
+        (lambda x: (x, x), "another number of results: 2 instead of 1"),
+        (lambda x: x[:1], "another shape: [1, 4] instead of [3, 4]"),
+        (lambda x: x.double(), "another dtype: torch.float64 instead of torch.float32"),
+        (lambda x: x.log(), "NaN in other places"),
+        (lambda x: x / 0, "infinities in other places: 12 instead of 0, first at [0, 0]"),
         (lambda x: x * 1.001, "NOT equal to eager: largest distance"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The second opinion: a claim and the graph it would replace, computed in float64 and compared."""
+"""The second opinion: graphs computed in float64 by one oracle, and compared by one rule."""

@@ -19,13 +19,15 @@ from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.check.check import Evaluation, fingerprint
+from attngraph.meaning.check.comparison import compare, elementwise
+from attngraph.meaning.check.region import fingerprint
+from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Axes, Space
 
 ROWS, TOKENS = 2, 5
 MOST_NODES, MOST_TRIALS = 80, 400
-TOLERANCE = 1e-10
+EQUAL = elementwise(1e-10)
 Pick = tuple[int, int]
 """A sequence of the batch and a token in it."""
 
@@ -90,20 +92,20 @@ class Trial:
         for seed, picks in enumerate(_OF_ONE_ROW if of_rows else _SELECTIONS):
             try:
                 run, given = self._inputs(leaves, ROWS, TOKENS, seed)
-                whole = run.evaluate(order, given)[node]
+                (whole,) = run.evaluate(order, given, node)
                 some = {n: self._select(t, resolved.get(n, ((),) * t.ndim), picks) for n, t in given.items()}
                 part, _ = self._inputs((), 1, len(picks), seed)
-                found = part.evaluate(order, some)[node]
+                (found,) = part.evaluate(order, some, node)
                 wanted = self._select(whole, axes, picks)
             except Exception:  # it cannot be run like this, so nothing is shown
                 return False
-            if not _same(found, wanted):
+            if not compare(found, wanted, EQUAL).holds:
                 return False
         return True
 
     def _inputs(
         self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
-    ) -> tuple[Evaluation, dict[fx.Node, Tensor]]:
+    ) -> tuple[Sample, dict[fx.Node, Tensor]]:
         sizes = dict(self.graph.hints)
         for name in sizes:
             size = self.meaning.named(E.size(name))
@@ -111,9 +113,9 @@ class Trial:
                 sizes[name] = tokens
             elif size is self.space.rows:
                 sizes[name] = rows
-        run = Evaluation(self.values, sizes, torch.Generator().manual_seed(seed), seed)
+        run = Sample(self.values, sizes, seed)
         with torch.no_grad():
-            return run, {leaf: run.leaf(leaf, False) for leaf in leaves}
+            return run, {leaf: run.draw(leaf) for leaf in leaves}
 
     def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick]) -> Tensor:
         """The tensor for these tokens alone, as one sequence."""
@@ -134,15 +136,15 @@ class Trial:
             return None
         try:
             run, given = self._inputs(leaves, ROWS, TOKENS, 0)
-            before = run.evaluate(order, given)[node]
+            (before,) = run.evaluate(order, given, node)
             for later in range(1, TOKENS):
                 changed = {n: self._changed(t, resolved[n], later) if n in with_tokens else t
                            for n, t in given.items()}  # fmt: skip
                 again, _ = self._inputs((), ROWS, TOKENS, 0)
-                after = again.evaluate(order, changed)[node]
+                (after,) = again.evaluate(order, changed, node)
                 for token in range(later) if own is not None else (0,):
                     a, b = (t if own is None else t.select(own, token) for t in (before, after))
-                    if not _same(a, b):
+                    if not compare(a, b, EQUAL).holds:
                         return token, later
         except Exception:  # an error message goes without a pair
             return None
@@ -232,11 +234,3 @@ def select(
     for digits in axes:
         shape.append(math.prod(next(dims) for _ in digits) if digits else next(dims))
     return split.reshape(shape)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return bool(torch.equal(a, b))
-    return bool(torch.allclose(a, b, TOLERANCE, TOLERANCE, equal_nan=True))

@@ -1,0 +1,139 @@
+"""Two tensors that should be equal: what differs, by how much, and where. The only such comparison here.
+
+Shapes, dtypes, NaN and infinities must be the same. How far numbers may be off is a `Rule`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ROUNDINGS = 64
+"""Units in the last place of the largest value by which two answers may differ where neither can be held to
+an exact one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How large an error may be: `tolerance` times a scale, plus `eager` times an eager reference's error.
+
+    The scale is the largest absolute value that is wanted, and no less than `floor`. With `each`, every
+    element has a scale of its own, `floor` plus its absolute value, and the error is relative to it.
+    """
+
+    tolerance: float = 0.0
+    floor: float = 0.0
+    each: bool = False
+    eager: float = 0.0
+
+
+EXACT = Rule()
+FLASH = Rule(tolerance=1e-6, eager=2.0)
+"""The flash-attention rule. The tolerance is for rounding where eager happens to be exact."""
+
+
+def elementwise(tolerance: float, added: float = 0.0) -> Rule:
+    """An error of at most `tolerance` times 1 + |value| + `added` in every element."""
+    return Rule(tolerance, 1 + added, each=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How a tensor differs from the wanted one.
+
+    Attributes:
+        error, scale: the largest error, and what it is held against (1 where errors are relative).
+        eager_error: the largest error of the eager reference; 0 without one.
+        problem: why the two cannot be equal whatever the rule ("another shape", "NaN in other places", ...).
+        detail: the numbers of the problem, or of the largest error, and where it is.
+    """
+
+    rule: Rule
+    error: float = 0.0
+    scale: float = 0.0
+    eager_error: float = 0.0
+    problem: str = ""
+    detail: str = ""
+
+    @property
+    def holds(self) -> bool:
+        allowed = self.rule.tolerance * self.scale + self.rule.eager * self.eager_error
+        return not self.problem and self.error <= allowed
+
+    @property
+    def relative(self) -> float:
+        """The error in units of the scale."""
+        return self.error / self.scale if self.scale else math.inf if self.error else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.detail}" if self.problem else self.detail
+
+
+def compare(found: Tensor, wanted: Tensor, rule: Rule = EXACT, eager: Tensor | None = None) -> Comparison:
+    """Hold `found` against `wanted`.
+
+    Args:
+        eager: where `wanted` is an exact answer in a wider dtype, the eager answer in the dtype of `found`.
+            It then says where NaN and infinities belong, and what is wanted where the exact answer is one.
+    """
+    model = wanted if eager is None else eager
+    if found.dtype != model.dtype:
+        return Comparison(rule, problem="another dtype", detail=f"{found.dtype} instead of {model.dtype}")
+    if found.shape != model.shape:
+        detail = f"{list(found.shape)} instead of {list(model.shape)}"
+        return Comparison(rule, problem="another shape", detail=detail)
+    found, wanted, model = (_real(t.detach()) for t in (found, wanted, model))
+    if not found.is_floating_point():
+        other = found != model
+        if not bool(other.any()):
+            return Comparison(rule)
+        return Comparison(rule, problem="another value", detail=_instead(found, model, _first(other)))
+    for what, marks in (("NaN", torch.isnan), ("infinities", _infinities)):
+        have, want = marks(found), marks(model)
+        if not torch.equal(have, want):
+            place = _first(have != want)
+            detail = f"{int(have.count_nonzero())} instead of {int(want.count_nonzero())}, first at {place}"
+            return Comparison(rule, problem=f"{what} in other places", detail=detail)
+    known = wanted.isfinite()
+    a, b, c = found.double(), wanted.double(), model.double()
+    finite, lost = known & model.isfinite(), ~known & model.isfinite()
+    if bool(lost.any()):
+        wrong = lost & ((a - c).abs() > ROUNDINGS * torch.finfo(model.dtype).eps * largest(c, lost))
+        if bool(wrong.any()):
+            problem = "it differs from eager where the float64 model gives NaN or infinity"
+            return Comparison(rule, problem=problem, detail=_instead(found, model, _first(wrong)))
+    error = (a - b).abs().masked_fill(~finite, 0.0)
+    scale = 1.0 if rule.each else max(rule.floor, largest(b))
+    if rule.each:
+        error = error / (rule.floor + b.abs().masked_fill(~known, 0.0))
+    worst = float(error.max()) if error.numel() else 0.0
+    detail = _instead(found, wanted, _first(error == worst)) if worst else ""
+    return Comparison(rule, worst, scale, largest(c - b, finite), detail=detail)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _infinities(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.isinf(), tensor.sign(), 0)
+
+
+def _first(mask: Tensor) -> list[int]:
+    place: list[int] = mask.nonzero()[0].tolist()
+    return place
+
+
+def _instead(found: Tensor, wanted: Tensor, place: Sequence[int]) -> str:
+    have, want = (t[tuple(place)].item() for t in (found, wanted))
+    return f"{have:.6g} instead of {want:.6g} at {list(place)}"
+
+
+def largest(tensor: Tensor, where: Tensor | None = None) -> float:
+    """The largest absolute value at these places, or of all finite ones."""
+    where = tensor.isfinite() if where is None else where
+    return float(tensor.abs().masked_fill(~where, 0.0).max()) if tensor.numel() else 0.0

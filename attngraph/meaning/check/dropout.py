@@ -1,0 +1,73 @@
+"""Dropout in the second opinion: a model's own draws are replaced by those of the fused program.
+
+Both then keep and drop the same elements, by `random(seed, indices)`, so a claim about a model that drops
+weights can be checked number by number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.meaning.rules.movement import argument
+
+SEED = 2**31 + 12345
+
+
+def draws(node: fx.Node) -> Callable[..., Any] | None:
+    """What computes a node that draws random numbers, from its operands; None for others."""
+    match str(node.target):
+        case "attngraph.seed.default":
+            return lambda: torch.tensor(SEED)
+        case "aten.dropout.default" | "aten.native_dropout.default":
+            return lambda value, *_, **__: _dropout(node, value)
+        case "aten.scaled_dot_product_attention.default" if argument(node, 4, "dropout_p", 0.0):
+            return _attention
+    return None
+
+
+def _dropout(node: fx.Node, value: Tensor) -> Any:
+    parts = "native" in str(node.target)
+    rate = float(argument(node, 1, "p", 0.5))
+    if argument(node, 2, "train", parts) is False or rate == 0:
+        return (value, torch.ones_like(value, dtype=torch.bool)) if parts else value
+    kept = _kept(value, rate)
+    result = torch.where(kept, value * (1 / (1 - rate)), 0.0)
+    return (result, kept) if parts else result
+
+
+def _kept(value: Tensor, rate: float) -> Tensor:
+    """Which elements a dropout keeps."""
+    shape, device = value.shape, value.device
+    env = Environment(Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, device)
+    places: list[Any] = [
+        torch.arange(n, device=device).view([-1 if d == axis else 1 for d in range(len(shape))])
+        for axis, n in enumerate(shape)
+    ]
+    return evaluate.random([SEED, *evaluate.counters(places, list(shape))], env) >= rate
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's attention by its definition, with the dropout of the fused program."""
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    if attn_mask is not None:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
+        shown = 0.0 if attn_mask.dtype == torch.bool else attn_mask.masked_fill(hidden, 0.0)
+        scores = (scores + shown).masked_fill(hidden, -math.inf)
+    weights = scores.softmax(-1)
+    weights = torch.where(weights.isnan(), 0.0, weights)
+    return torch.where(_kept(weights, dropout_p), weights * (1 / (1 - dropout_p)), 0.0) @ v

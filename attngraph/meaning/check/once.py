@@ -1,0 +1,40 @@
+"""Equal layers are checked once: the verdicts on the claims of one graph, kept by what the claims compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.meaning.check import check
+from attngraph.meaning.check.region import fingerprint, region
+
+
+class Checks:
+    """The verdicts so far."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.graph = graph
+        self.verdicts: dict[Any, check.Verdict] = {}
+        self._contents: list[Tensor] = []
+
+    def same_value(self, old: fx.Node, new: fx.Node, leaves: Iterable[fx.Node]) -> check.Verdict:
+        """Whether `new` equals `old` as functions of `leaves`."""
+        leaves, values = list(dict.fromkeys(leaves)), self.graph.known_values()
+        order = region((old, new), leaves)
+        begins = [n for n in order if n in leaves or n.op == "placeholder"]
+        key = fingerprint(order, {n: self._content(values[n]) if n in values else None for n in begins})
+        if key not in self.verdicts:
+            self.verdicts[key] = check.same_value(self.graph, old, new, leaves)
+        return self.verdicts[key]
+
+    def _content(self, tensor: Tensor) -> int:
+        """A number that is equal for tensors of equal contents."""
+        for place, other in enumerate(self._contents):
+            if other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor):
+                return place
+        self._contents.append(tensor)
+        return len(self._contents) - 1

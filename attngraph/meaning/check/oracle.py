@@ -1,0 +1,145 @@
+"""What a graph computes in float64, whatever its dtypes are: the one answer that others are held against.
+
+Tensors are widened where they are used, so weights never all at once. Our own ops are computed by the
+reference. Nothing depends on torch's default dtype, which belongs to the whole process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from attngraph.ir.ops import nodes
+from attngraph.meaning.check.comparison import compare, elementwise
+from attngraph.meaning.check.dropout import draws
+from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
+
+EQUAL_ORDERS = elementwise(1e-8)
+"""When both orders of multiplication of a latent attention count as equal."""
+_CONVERTING = frozenset(
+    f"aten.{n}"
+    for n in ("_to_copy.default", "to.dtype", "to.dtype_layout", "type_as.default", *SOFTMAX, *LOG_SOFTMAX)
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """Computes nodes with every floating dtype replaced by one.
+
+    Args:
+        device: where everything is computed; None: where the graph says.
+        turn: which of the ways that the reference has of an op of ours is taken, in turn; None: all. If they
+            do not agree, nothing is right, and its result is infinite.
+    """
+
+    dtype: torch.dtype = torch.float64
+    device: torch.device | None = None
+    turn: int | None = None
+
+    def evaluate(
+        self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: Sequence[fx.Node]
+    ) -> list[Any]:
+        """The values of `wanted`, computed from those of `given`, each freed after its last use.
+
+        Args:
+            order: the nodes in between, operands first.
+        """
+        found = dict(given)
+        last = {operand: node for node in order for operand in node.all_input_nodes}
+        for node in order:
+            if node not in found:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                found[node] = self.compute(node, args, kwargs)
+                for operand in node.all_input_nodes:
+                    if last[operand] is node and operand not in wanted:
+                        found.pop(operand, None)
+        return [found[node] for node in wanted]
+
+    def compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """The value of one operation."""
+        if str(node.target).startswith("aten._assert_tensor_metadata"):
+            return None  # of the dtypes as they were
+        args, kwargs = pytree.tree_map(self.widened, (list(args), dict(kwargs)))
+        drawn = draws(node)
+        if drawn is not None:
+            return drawn(*args, **kwargs)
+        attention = nodes.called(node.target, args, kwargs)
+        if attention is not None:
+            return self._by_reference(attention)
+        kwargs.pop("pin_memory", None)
+        if str(node.target) in _CONVERTING:
+            args[0] = _narrowed(node, args[0])
+        return pytree.tree_map(self.widened, self._call(node, args, kwargs))
+
+    def widened(self, value: Any) -> Any:
+        """A tensor, a dtype or a device as this oracle has it; anything else as it is."""
+        if isinstance(value, torch.device):
+            return self.device or value
+        if isinstance(value, torch.dtype):
+            return self.dtype if value.is_floating_point else value
+        if isinstance(value, Tensor):
+            return value.to(self.device or value.device, self.widened(value.dtype))
+        return value
+
+    def _by_reference(self, attention: nodes.AttentionOp) -> Any:
+        """One of our own ops."""
+        ways = attention.references()
+        if self.turn is not None:
+            ways = (ways[self.turn % len(ways)],)
+        one, *others = (attention.target(*way.args) for way in ways)
+        same = all(compare(other, one, EQUAL_ORDERS).holds for other in others)
+        return one if same else torch.full_like(one, math.inf)
+
+    def _call(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The operation itself. What torch makes of integers and Python numbers alone has the default dtype;
+        here the dtype is asked for, or the integers are made real first."""
+        target: Any = node.target
+        value = node.meta.get("val")
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if (
+            not isinstance(target, torch._ops.OpOverload)
+            or not (isinstance(value, Tensor) and value.is_floating_point())
+            or any(t.is_floating_point() or t.is_complex() for t in tensors)
+        ):
+            return target(*args, **kwargs)
+        names = [a.name for a in target._schema.arguments]
+        if "dtype" in names:
+            if names.index("dtype") < len(args):
+                args[names.index("dtype")] = self.dtype
+            else:
+                kwargs["dtype"] = self.dtype
+            return target(*args, **kwargs)
+        if target.overloadpacket is torch.ops.aten.where:
+            condition, *sides = args
+            return torch.where(
+                condition, *(torch.as_tensor(x, dtype=self.dtype, device=condition.device) for x in sides)
+            )
+        real = pytree.tree_map(lambda x: x.to(self.dtype) if isinstance(x, Tensor) else x, args)
+        return target(*real, **kwargs)
+
+
+class Exact(fx.Interpreter):
+    """A whole graph by the oracle."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        return Oracle().compute(n, *self.fetch_args_kwargs_from_env(n))
+
+
+def _narrowed(node: fx.Node, value: Tensor) -> Tensor:
+    """The operand of a conversion with what the model's own dtype cannot hold made infinite."""
+    source: Any = node.args[0]
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    if not (before.is_floating_point and after.is_floating_point):
+        return value
+    limit = torch.finfo(after).max
+    if torch.finfo(before).max <= limit:
+        return value
+    return value.masked_fill(value > limit, math.inf).masked_fill(value < -limit, -math.inf)

@@ -1,0 +1,63 @@
+"""The part of a graph between some values and what they are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import is_size
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+
+
+def region(targets: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes needed to compute `targets` from `leaves`, operands first, in an order that depends on
+    the computation alone (not on where its nodes stand in the graph). Sizes are not followed."""
+    stop = set(leaves)
+    order: dict[fx.Node, None] = {}
+    stack = [(node, False) for node in reversed(list(targets))]
+    while stack:
+        node, visited = stack.pop()
+        if visited:
+            order[node] = None
+        elif node not in order:
+            stack.append((node, True))
+            if node not in stop and not is_size(node):
+                stack.extend((n, False) for n in reversed(node.all_input_nodes))
+    return list(order)
+
+
+class _Place(int):
+    """A node's place in a region; prints as a number."""
+
+
+def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
+    """A region as text in which nodes are numbered: equal for equal layers.
+
+    Args:
+        given: what is known of the values that the region begins with, besides dtype and shape.
+    """
+    number = {node: _Place(place) for place, node in enumerate(order)}
+    lines: list[Any] = []
+    for node in order:
+        value = node.meta.get("val")
+        about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
+        if node in given:
+            lines.append((about, given[node]))
+        else:
+            shown = fx.map_arg((node.args, node.kwargs), lambda n: number.get(n, _Place(-1)))
+            lines.append((str(node.target), repr(shown), about))
+    return tuple(lines)
+
+
+def bytes_in_float64(order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
+    """What all values of a region take together."""
+    values = (node.meta.get("val") for node in order)
+    return sum(8 * torch.Size(shape_at(v, sizes)).numel() for v in values if isinstance(v, Tensor))
+
+
+def shape_at(value: Tensor, sizes: Mapping[str, int]) -> list[int]:
+    """The shape of a traced tensor where its symbolic sizes are these numbers."""
+    return [evaluate_size(size_expression(s), sizes) for s in value.shape]

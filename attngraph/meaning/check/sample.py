@@ -1,0 +1,91 @@
+"""What a claim is tried with: numbers for the symbolic sizes, random tensors for everything else.
+
+Small sizes, normal numbers, small integers, and booleans. Every other sample's booleans have a first row
+that is all true and a last one that is all false.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import is_size
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.check.oracle import Oracle
+from attngraph.meaning.check.region import shape_at
+
+
+class Sample:
+    """One assignment of sizes, and what is drawn at it.
+
+    Args:
+        values: known tensors by placeholder (buffers), used as they are.
+        sizes: a number for every symbolic size.
+        number: which sample this is: the seed, and what alternates from one to the next.
+    """
+
+    def __init__(
+        self, values: Mapping[fx.Node, Tensor], sizes: Mapping[str, int], number: int,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:  # fmt: skip
+        self.values, self.sizes, self.number = values, sizes, number
+        self.generator = torch.Generator().manual_seed(number)
+        self.oracle = Oracle(dtype, torch.device("cpu"), number)
+
+    def draw(self, node: fx.Node, gradients: bool = False) -> Tensor:
+        """A tensor for a node that nothing is computed from here; the known one if there is one."""
+        if node in self.values:
+            return self.oracle.widened(self.values[node])  # type: ignore[no-any-return]
+        value = node.meta["val"]
+        shape = shape_at(value, self.sizes)
+        if value.dtype == torch.bool:
+            drawn = torch.rand(shape, generator=self.generator) < 0.7
+            if self.number % 2 and drawn.ndim and shape[0] > 1:
+                drawn[0], drawn[-1] = True, False
+            return drawn
+        if value.is_complex():
+            return torch.randn(shape, generator=self.generator, dtype=torch.complex128)
+        if not value.is_floating_point():
+            return torch.randint(0, 2, shape, generator=self.generator, dtype=value.dtype)
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.oracle.dtype)
+        return drawn.requires_grad_(gradients)
+
+    def evaluate(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any], *wanted: fx.Node) -> list[Any]:
+        """The values of the wanted nodes, by the oracle."""
+        known = dict(given)
+        for node in order:
+            if node not in known and is_size(node):
+                known[node] = evaluate_size(size_expression(node.meta["val"]), self.sizes)
+            elif node not in known and node.op == "placeholder":
+                known[node] = self.draw(node)
+        return self.oracle.evaluate(order, known, wanted)
+
+
+def choose_sizes(
+    nodes: Iterable[fx.Node], admissible: Callable[[Mapping[str, int]], bool], example: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """Two assignments of small, different numbers to every symbolic size of `nodes` that keep to what
+    the trace took for granted. Where there is but one, it stands twice, to be tried with other values."""
+    names: dict[str, None] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            for extent in value.shape:
+                if not isinstance(extent, int):
+                    names.update((str(s), None) for s in extent.node.expr.free_symbols)
+    if not names:
+        return [{}, {}]
+    found: list[dict[str, int]] = []
+    for candidates in ((3, 5, 7, 2, 4, 6, 8, 16), (17, 13, 19, 12, 16, 10, 24, 32)):
+        tries = itertools.islice(itertools.product(candidates, repeat=len(names)), 5000)
+        distinct = sorted(tries, key=lambda c: -len(set(c)))
+        for choice in distinct:
+            assignment = dict(zip(names, choice, strict=True))
+            if admissible({**example, **assignment}):
+                found.append(assignment)
+                break
+    return found * 2 if len(found) == 1 else found
