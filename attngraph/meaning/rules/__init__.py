@@ -82,6 +82,6 @@ def sums_nothing(node: fx.Node) -> bool:
 
 def load() -> None:
     """Fill the registry (idempotent)."""
-    from attngraph.meaning.rules import contraction, index, movement, pointwise, reduction
+    from attngraph.meaning.rules import assignment, contraction, index, movement, pointwise, reduction
 
-    assert contraction and index and movement and pointwise and reduction
+    assert assignment and contraction and index and movement and pointwise and reduction
