@@ -40,7 +40,7 @@ def index_fill(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(Category.MOVEMENT, "index_put.default")
 def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """Values written or added at computed places. Of several that are written at one place the last one stays."""
+    """Values written or added at computed places. Of several written at one place, the last one stays."""
     listed: Any = node.args[1]
     picks = {d: pick for d, pick in enumerate(listed) if pick is not None}
     first, covered = first_picked(list(picks)), set(picks)
@@ -93,8 +93,8 @@ def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices
             found = M.and_(found, exists)
             unknown.remove(variable)
             compared.remove(d)
-    lengths = [v.args[0].value if v.args[0].op == "const" else math.inf for v in unknown]
-    if math.prod(lengths) > MOST_ENTRIES:
+    lengths = [v.args[0].value for v in unknown if v.args[0].op == "const"]
+    if len(lengths) < len(unknown) or math.prod(lengths) > MOST_ENTRIES:
         raise Unliftable("an index of many places that is no range")
     entries = []
     for numbers in itertools.product(*map(range, lengths)):
