@@ -19,7 +19,7 @@ from attngraph import codegen, pipeline
 from attngraph.capture import Captured, Structure
 from attngraph.dump import Dump
 from attngraph.entries import AttentionEntry, CacheEntry, KernelEntry
-from attngraph.errors import NoDecoderError, NotFusedError
+from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.cache import source_for_few
 from attngraph.ir.graph import ProgramGraph
 from attngraph.ir.kernels import KERNELS
@@ -53,13 +53,18 @@ def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False,
 ) -> _Rewritten:  # fmt: skip
-    """Capture one call and run the passes; where a symbolic size was in a pass's way, once more with that
-    size as a number."""
+    """Capture one call and run the passes; where a symbolic size was in the way of a pass, or of torch, once
+    more with that size as a number."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
-        captured = capturing.capture(target, args, kwargs, fixed)
+        try:
+            captured = capturing.capture(target, args, kwargs, fixed)
+        except CaptureError as problem:
+            if "symbolic sizes" not in problem.reason:  # torch's words where an op needs numbers
+                raise
+            captured = capturing.capture(target, args, kwargs, capturing.all_dimensions(args, kwargs))
         before = captured.graph.copy() if keep else None
         dump = None if options.dump is None else Dump(options.dump)
         result = pipeline.run(captured.graph, passes, dump, options.progress)

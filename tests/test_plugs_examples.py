@@ -28,7 +28,7 @@ def is_for_lm_eval(code: str) -> bool:
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that the page's examples define, but for those of lm-eval's, in a module that dynamo can import."""
+    """The names that the examples define, but for those of lm-eval, in a module that dynamo can import."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = types.ModuleType("page")
