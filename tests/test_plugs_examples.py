@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,13 @@ def is_for_lm_eval(code: str) -> bool:
 
 
 @pytest.fixture
-def page() -> dict[str, Any]:
-    """The names that the page's examples define, but for those of lm-eval's."""
+def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that the examples define, but for those of lm-eval, in a module that dynamo can import."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "page"}
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    names = vars(module)
     for number, code in enumerate(c for c in EXAMPLES if not is_for_lm_eval(c)):
         exec(compile(code, f"docs/plugs.md, example {number + 1}", "exec"), names)
     return names

@@ -20,7 +20,7 @@ from attngraph.capture import trace as capturing
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import NoDecoderError, NotFusedError
+from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import source_for_few
@@ -52,13 +52,18 @@ def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False,
 ) -> _Rewritten:  # fmt: skip
-    """Capture one call and run the passes; where a symbolic size was in a pass's way, once more with that
-    size as a number."""
+    """Capture one call and run the passes; where a symbolic size was in the way of a pass, or of torch, once
+    more with that size as a number."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
-        captured = capturing.capture(target, args, kwargs, fixed)
+        try:
+            captured = capturing.capture(target, args, kwargs, fixed)
+        except CaptureError as problem:
+            if "symbolic sizes" not in problem.reason:  # torch's words where an op needs numbers
+                raise
+            captured = capturing.capture(target, args, kwargs, capturing.all_dimensions(args, kwargs))
         before = captured.graph.copy() if keep else None
         dump = None if options.dump is None else Dump(options.dump)
         result = pipeline.run(captured.graph, passes, dump, options.progress)

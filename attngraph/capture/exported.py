@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -124,7 +125,8 @@ def inline_vmap(program: ExportedProgram) -> None:
     inputs = list(old.graph.find_nodes(op="placeholder"))
     values = [n.meta["val"] for n in inputs]
     mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
-    with mode, fx.traceback.preserve_node_meta():
+    # The dispatcher of Python takes composite ops apart; what C++ does instead may make numbers of sizes.
+    with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher():
         run = fx.Interpreter(old).run
         new = make_fx(lambda *given: run(*given), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     for before, after in zip(inputs, new.graph.find_nodes(op="placeholder"), strict=True):

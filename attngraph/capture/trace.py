@@ -246,6 +246,12 @@ def capture(
     return Captured(graph, Structure(structure.tree, results), sizes)
 
 
+def all_dimensions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[tuple[int, int]]:
+    """Every dimension of the arguments, (argument, dimension)."""
+    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    return frozenset((place, d) for place, tensor in enumerate(tensors) for d in range(tensor.ndim))
+
+
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
     """Raise where torch.export would drop something without a word."""
     modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)

@@ -1,7 +1,8 @@
 """What the values of a known tensor say, as a formula of the index.
 
 A buffer that holds a lower triangle, a band, equal blocks, a range or a single number is read as that
-formula. The formula must give every value of the tensor exactly: one odd entry and it is refused.
+formula. The formula must give every value of the tensor exactly: one odd entry and it is refused. What stands
+at a place that is a number, in an index of any pattern, is a number.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:
     first = values.reshape(-1)[0]
     if bool((values == first).all()):
         return E.const(first.item())
+    if not values.is_floating_point() and all(place.op == "const" for place in at):
+        places = tuple(place.value for place in at)
+        inside = all(0 <= place < extent for place, extent in zip(places, values.shape, strict=True))
+        return E.const(values[places].item()) if inside else None
     kept = [d for d, extent in enumerate(values.shape) if extent > 1]
     squeezed = values.squeeze()
     if len(kept) == 1:

@@ -79,6 +79,12 @@ def pick(extent: int, *shape: int, seed: int = 0) -> Tensor:
     return i(*shape, low=0, high=extent, seed=seed)
 
 
+def assigned(x: Tensor, where: Any, values: Tensor) -> Tensor:
+    x = x.clone()
+    x[where] = values
+    return x
+
+
 T = traced
 H = hand
 ROWS: list[Row] = [
@@ -247,6 +253,71 @@ ROWS: list[Row] = [
     T("index_fill", lambda x: x.index_fill(-1, torch.tensor([0, -2]), -7.0), f(2, 5)),
     T("index_fill", lambda x: x.index_fill(0, torch.tensor(1), x.sum()), f(3, 2)),
     T("index_fill", lambda x: x.index_fill(1, torch.tensor([3, 1, 1]), True) > 0, f(2, 5)),
+    T("index_fill", lambda x: x.index_fill(1, torch.arange(5, 0, -2), 0.0), f(2, 6), fixed=True),
+    T("index_fill", lambda x: x.index_fill(1, torch.arange(x.shape[1] - 1), 0.0), f(2, 6)),
+    # --- assignments ---
+    *[
+        T("index_put", lambda x, v, where=where: assigned(x, where, v), f(4, 5, 6), values)
+        for where, values in [
+            ((..., [0, -2, 2]), f()),
+            ((slice(None), [0, -2, 2]), f(3, 6, seed=1)),
+            ((slice(1, 3), [1, 3, 0]), f(2, 1, 6, seed=1)),
+            (([1, -1, 0], [2, 0, 0]), f(3, 6, seed=1)),
+            (([1, -1, 0], slice(None), [2, 0, 0]), f(3, 5, seed=1)),
+            (([[1], [-1]], slice(1, 4), [2, 0, 4]), f(2, 3, 3, seed=1)),
+            ((slice(None, None, 2), None, [4, 1], 3), f()),
+            ((None, [3, 1]), f(1, 2, 5, 6, seed=1)),
+            ((2, [], 1), f()),
+        ]
+    ],
+    *[
+        T(
+            "index_put",
+            lambda x, v, *p, d=d: assigned(x, (slice(None),) * d + p, v),
+            f(4, 5, 6),
+            v,
+            *p,
+            fixed=fixed,
+        )
+        for d, v, p, fixed in [
+            (1, f(3, 1, seed=1), (torch.tensor([0, 4, -2]),), True),
+            (0, f(2, 3, 6, seed=1), (torch.tensor([[1], [-2]]), torch.tensor([4, 0, 2])), True),
+            (0, f(), (m(4, 5, 6),), False),
+            (1, f(4, 1, seed=1), (m(5, 6),), False),
+            (1, f(1, 6, seed=1), (m(5),), False),
+            (2, f(1), (m(6),), False),
+        ]
+    ],
+    *[
+        T(
+            "index_put",
+            lambda x, v, where=where: assigned(x, where(*x.shape), v),
+            f(6, 6),
+            values,
+            fixed=fixed,
+        )
+        for where, values, fixed in [
+            (lambda n, _: (torch.arange(n), torch.arange(n)), f(6, seed=1), False),
+            (lambda n, _: (torch.arange(n), torch.arange(n - 1, -1, -1)), f(6, seed=1), False),
+            (lambda n, _: (torch.arange(n)[:, None], torch.arange(0, n, 2)), f(6, 3, seed=1), False),
+            (lambda n, _: (slice(None), torch.arange(n - 2, 0, -3)), f(6, 2, seed=1), True),
+            (lambda n, _: (torch.arange(n - 1), torch.arange(n - 1) + 1), f(), False),
+            (lambda n, _: torch.arange(3) - 5, f(3, 1, seed=1), False),
+            (lambda n, _: torch.arange(3) - 1, f(3, 1, seed=1), True),
+            (lambda n, _: ([4, 1], torch.arange(n)[:, None]), f(6, 2, seed=1), False),
+        ]
+    ],
+    *[
+        T("index_put", lambda x, v, p=p: x.index_put(p(x.shape[0]), v, accumulate=True), x, v)
+        for p, x, v in [
+            (lambda n: (torch.tensor([3, 1, 1, -1]),), f(4, 5), f(4, 5, seed=1)),
+            (lambda n: (torch.tensor([3, 1, 1, -1]),), i(4, 5), i(5, seed=1)),
+            (lambda n: (torch.arange(n), torch.arange(n)), f(4, 5), f(4, seed=1)),
+            (lambda n: (torch.arange(n) < 2,), f(4, 5), f(5, seed=1)),
+        ]
+    ],
+    H("index_put.default", m(4, 5), [None, torch.tensor([2, 2, 0])], m(3)),
+    H("index_put.default", f(4, 5), [torch.tensor([1, 0, 1, 0], dtype=torch.uint8)], f(5, seed=1)),
     H("cat.default", [f(2, 3), i(1, 3)], 0),
     T("cat", lambda x: torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1), f(2, 6)),
     H("cat.default", [f(2, 0), f(2, 3)], -1),
@@ -936,6 +1007,10 @@ def test_a_number_read_from_data_is_not_taken_for_a_positive_size() -> None:
 
 
 UNLIFTABLE = {
+    "a value for each mark": lambda x, mask: assigned(x, mask, x[mask]),
+    "long list": lambda x, mask: assigned(x.repeat(20), torch.arange(20) ** 2 % 61, -7.0),
+    "a list beside a mask": lambda x, mask: assigned(x.expand(2, 4), ([[0], [1]], mask), -7.0),
+    "truth values added up": lambda x, mask: mask.index_put((torch.tensor([1]),), x[:1] > 0, accumulate=True),
     "boolean index": lambda x, mask: x[mask],
     "sort": lambda x, mask: x.sort().values,
     "reflected padding": lambda x, mask: F.pad(x[None], (1, 1), mode="reflect"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from attngraph.ir.language import expr as E
@@ -16,8 +17,6 @@ from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rul
 
 MOVEMENT = Category.MOVEMENT
 _END = (1 << 63) - 1
-MOST_PLACES = 16
-"""Of a list of places that are told apart in a formula."""
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
@@ -217,35 +216,6 @@ def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return M.where(M.eq(at[dim], place), inner, context.read(whole, at))
 
 
-@rule(MOVEMENT, "index_fill.int_Scalar", "index_fill.int_Tensor")
-def index_fill(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """A number at a few listed places of a dimension, the operand elsewhere."""
-    whole, index, number = node.args[0], node.args[2], node.args[3]
-    dim = axis(argument(node, 1, "dim"), len(at))
-    lists = context.shape(index)
-    count = lists[0] if lists else E.ONE
-    if count.op != "const" or count.value > MOST_PLACES:
-        raise Unliftable("a fill at places of which there are many")
-    extent, listed = context.shape(whole)[dim], []
-    for number_of in range(count.value):
-        place = context.elementwise(context.read(index, (E.const(number_of),) if lists else ()))
-        if place.op != "const":
-            listed += [M.eq(at[dim], place), M.eq(at[dim], M.add(place, extent))]  # it may count from the end
-        else:
-            listed.append(M.eq(at[dim], place if place.value >= 0 else M.add(place, extent)))
-    filled = context.scalar(number)
-    value = context.read(whole, at)
-    if filled.kind != value.kind and filled.op != "const":
-        raise Unliftable("a fill of another kind than the result")
-    return M.where(M.or_(*listed), filled if filled.op != "const" else _of_kind(filled, value.kind), value)
-
-
-def _of_kind(number: Expr, kind: str) -> Expr:
-    """A number as one of a tensor of this kind."""
-    made = {"bool": bool, "int": int, "float": float}[kind]
-    return E.const(made(number.value))
-
-
 @rule(MOVEMENT, "diagonal.default")
 def diagonal(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     rows, columns, offset = _diagonal(node, len(at) + 1, 1)
@@ -416,10 +386,9 @@ def index(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     picks: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     picks += [None] * (len(source) - len(picks))
     used = [d for d, p in enumerate(picks) if p is not None]
-    if any(context.kind(picks[d]) == "bool" for d in used):
+    if any(is_mask(picks[d]) for d in used):
         raise Unliftable("indexing with a boolean mask has a data-dependent size")
-    rank = max(len(context.shape(picks[d])) for d in used)
-    start = used[0] if used[-1] - used[0] == len(used) - 1 else 0
+    rank, start = max(len(context.shape(picks[d])) for d in used), first_picked(used)
     picked, others = at[start : start + rank], iter((*at[:start], *at[start + rank :]))
     places = []
     for d, pick in enumerate(picks):
@@ -428,6 +397,16 @@ def index(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         else:
             places.append(wrapped(context.read_broadcast(pick, picked), source[d]))
     return context.read(node.args[0], tuple(places))
+
+
+def first_picked(dims: list[int]) -> int:
+    """The dimension at which what index tensors of these dimensions pick begins."""
+    return dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
+
+
+def is_mask(pick: fx.Node) -> bool:
+    """Whether an index tensor marks places instead of counting them."""
+    return pick.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def wrapped(place: Expr, extent: Expr) -> Expr:

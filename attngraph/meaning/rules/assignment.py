@@ -1,0 +1,134 @@
+"""Rules of ops that write where an index says: what is written there, the operand elsewhere.
+
+An element is written to if an entry of the index names its place. Where the index is a range, the only entry
+that can do so is computed from the place; the entries of a short list are compared with it one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from torch import fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, Indices, Unliftable, rule
+from attngraph.meaning.rules.movement import argument, axis, first_picked, is_mask
+
+MOST_ENTRIES = 16
+"""Of an index, that are compared one by one in a formula."""
+Entry = tuple[Expr, Indices]
+"""The condition that an entry of an index names the wanted place, and where in the index it stands."""
+
+
+@rule(Category.MOVEMENT, "index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """A number at listed places of a dimension, the operand elsewhere."""
+    dim = axis(argument(node, 1, "dim"), len(at))
+    value, number = context.read(node.args[0], at), context.scalar(argument(node, 3, "value"))
+    if number.op == "const":
+        number = E.const({"bool": bool, "int": int, "float": float}[value.kind](number.value))
+    elif number.kind != value.kind:
+        raise Unliftable("a fill of another kind than the result")
+    conditions = [condition for condition, _ in _entries(context, node, {dim: node.args[2]}, at)]
+    return M.where(M.or_(*conditions), number, value)
+
+
+@rule(Category.MOVEMENT, "index_put.default")
+def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """Values written or added at computed places. Of several written at one place, the last one stays."""
+    listed: Any = node.args[1]
+    picks = {d: pick for d, pick in enumerate(listed) if pick is not None}
+    first, covered = first_picked(list(picks)), set(picks)
+    if not any(is_mask(pick) for pick in picks.values()):
+        entries = _entries(context, node, picks, at)
+    elif len(picks) > 1:
+        raise Unliftable("a mask beside another index")
+    else:
+        covered = set(range(first, first + len(context.shape(picks[first]))))
+        mask = context.read(picks[first], tuple(at[d] for d in sorted(covered)))
+        entries = [(mask, (E.var("marked"),))]
+    others = tuple(place for d, place in enumerate(at) if d not in covered)
+    adds, result = argument(node, 3, "accumulate", False), context.read(node.args[0], at)
+    if adds and result.kind == "bool":
+        raise Unliftable("truth values that are added up")
+    for condition, entry in entries:
+        value = context.read_broadcast(node.args[2], (*others[:first], *entry, *others[first:]))
+        if not value.free <= result.free.union(condition.free):
+            raise Unliftable("a value for each place that a mask marks")
+        if adds:
+            result = M.add(result, M.where(condition, value, E.ZERO))
+        else:
+            result = M.where(condition, value, result)
+    return result
+
+
+def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> list[Entry]:
+    """The entries of index tensors, by dimension, that may name the place `at`.
+
+    Raises:
+        Unliftable: there are many, and they are no ranges.
+    """
+    shapes = [context.shape(pick) for pick in picks.values()]
+    extents = [E.ONE] * max(map(len, shapes))
+    for shape in shapes:  # they broadcast together
+        for d, extent in enumerate(shape, len(extents) - len(shape)):
+            extents[d] = extents[d] if E.is_const(extent, 1) else extent
+    entry = tuple(E.ZERO if E.is_const(extent, 1) else context.fresh(extent) for extent in extents)
+    unknown, compared, found = [v for v in entry if v is not E.ZERO], list(picks), E.TRUE
+
+    def places(d: int, entry: Indices) -> Indices:
+        place = context.elementwise(context.read_broadcast(picks[d], entry))
+        return _counted_from_the_end(place, context.shape(node)[d])
+
+    for d in list(picks) * len(picks):  # what one index tells may be missing in another
+        solved = _solve(places(d, entry), unknown, at[d]) if d in compared else None
+        if solved is not None:
+            variable, value, exists = solved
+            entry = tuple(value if place is variable else place for place in entry)
+            found = M.and_(found, exists)
+            unknown.remove(variable)
+            compared.remove(d)
+    lengths = [v.args[0].value for v in unknown if v.args[0].op == "const"]
+    if len(lengths) < len(unknown) or math.prod(lengths) > MOST_ENTRIES:
+        raise Unliftable("an index of many places that is no range")
+    entries = []
+    for numbers in itertools.product(*map(range, lengths)):
+        values = dict(zip(unknown, map(E.const, numbers), strict=True))
+        one = tuple(values.get(place, place) for place in entry)
+        named = [M.or_(*(M.eq(at[d], place) for place in places(d, one))) for d in compared]
+        entries.append((M.and_(found, *named), one))
+    return entries
+
+
+def _counted_from_the_end(place: Expr, extent: Expr) -> Indices:
+    """What a computed index may mean: negative ones count from the end."""
+    if place.kind != "int":
+        raise Unliftable("an index that is no integer")
+    negative = M.lt(place, E.ZERO)
+    if negative.op == "const":
+        return (M.add(place, extent) if negative.value else place,)
+    return place, M.add(place, extent)
+
+
+def _solve(places: Indices, unknown: list[Expr], at: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """The one unknown variable of an index that steps evenly, its value where the index is `at`, and the
+    condition that it has one."""
+    place, *others = places
+    variables = [v for v in unknown if v in place.free]
+    if others or len(variables) != 1:
+        return None
+    (variable,) = variables
+    start, second = (M.substitute(place, {variable: E.const(n)}) for n in (0, 1))
+    step = M.sub(second, start)
+    if step.op != "const" or step is E.ZERO or place is not M.add(start, M.mul(step, variable)):
+        return None
+    size, distance = E.const(abs(step.value)), M.sub(at, start)
+    distance = distance if step.value > 0 else M.neg(distance)
+    value = M.floordiv(distance, size)
+    inside = M.and_(M.le(E.ZERO, distance), M.lt(value, variable.args[0]))
+    return variable, value, M.and_(inside, M.eq(M.mod(distance, size), E.ZERO))
