@@ -19,9 +19,9 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, extent
 from attngraph.meaning.attention import layout, program
 from attngraph.meaning.attention.layout import Step
-from attngraph.meaning.attention.normalised import Refusal
 from attngraph.meaning.attention.program import Source
 from attngraph.meaning.attention.roles import Roles
+from attngraph.meaning.attention.weighted_sums import Refusal
 from attngraph.meaning.element import Meaning, has_data
 
 

@@ -22,7 +22,7 @@ from attngraph.ir.language.score import DOT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, extent, split_digits
 from attngraph.meaning.algebra.digits import joined as digits_joined
-from attngraph.meaning.attention import layout, normalised, roles
+from attngraph.meaning.attention import layout, roles, weighted_sums
 from attngraph.meaning.attention.claim import (
     Attention,
     Operand,
@@ -33,7 +33,7 @@ from attngraph.meaning.attention.claim import (
     write,
 )
 from attngraph.meaning.attention.dot import Dot
-from attngraph.meaning.attention.normalised import Look, Refusal, WeightedSum
+from attngraph.meaning.attention.weighted_sums import Look, Refusal, WeightedSum
 from attngraph.meaning.element import Meaning
 
 
@@ -58,15 +58,15 @@ def weighted_parts(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | None:
     softmax, or do not cover it."""
     if meaning.op != "add":
         return None
-    taken = [normalised.numerator(term) for term in meaning.args]
+    taken = [weighted_sums.numerator(term) for term in meaning.args]
     found = [t for t in taken if t is not None and len(t.keys) == 1]
     if len(found) != len(taken) or len({M.canonical_binders(t.inverse) for t in found}) != 1:
         return None
     whole = found[0].inverse.args[0]
-    pieces = normalised.pieces_of(whole.args if whole.op == "add" else (whole,), look, 0)
+    pieces = weighted_sums.pieces_of(whole.args if whole.op == "add" else (whole,), look, 0)
     ordered: list[WeightedSum] = []
     for piece in pieces:
-        matching = [t for t in found if normalised.is_normaliser(piece, t, look)]
+        matching = [t for t in found if weighted_sums.is_normaliser(piece, t, look)]
         part = matching[0].split() if len(matching) == 1 else None
         if not isinstance(part, WeightedSum) or any(part.keys == other.keys for other in ordered):
             return None

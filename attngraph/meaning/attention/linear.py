@@ -14,10 +14,10 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT, WEIGHT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import dot as dots
-from attngraph.meaning.attention import normalised
+from attngraph.meaning.attention import weighted_sums
 from attngraph.meaning.attention.claim import Attention
-from attngraph.meaning.attention.normalised import Refusal
 from attngraph.meaning.attention.recogniser import Recogniser
+from attngraph.meaning.attention.weighted_sums import Refusal
 from attngraph.meaning.element import MOST_WORDS, Meaning
 from attngraph.meaning.rule import Category, Unliftable
 
@@ -47,13 +47,13 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
         )
     except Unliftable:
         return None
-    factors = normalised.factors_of(lifted)
+    factors = weighted_sums.factors_of(lifted)
     sums = [f for f in factors if f.op == "sum"]
     if len(sums) != 1:
         return None
-    keys, body = normalised.open_sums(sums[0])
+    keys, body = weighted_sums.open_sums(sums[0])
     body, causal = _unmasked(body)
-    read, values, fixed = _scores(meaning, normalised.factors_of(body), keys)
+    read, values, fixed = _scores(meaning, weighted_sums.factors_of(body), keys)
     if read is None or len(keys) != 1:
         return None
     if not values and ones is not None:
@@ -66,7 +66,7 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
         return None
     outer = M.mul(*(f for f in factors if f is not sums[0]), *fixed)
     masked = score if causal is None else M.where(causal, score, E.NEG_INF)
-    parts = normalised.WeightedSum(keys, masked, M.mul(WEIGHT, outer), values[0], None)
+    parts = weighted_sums.WeightedSum(keys, masked, M.mul(WEIGHT, outer), values[0], None)
     try:
         claim = recogniser.claim(node, output, parts, dot, masked)
     except Unliftable:
@@ -83,7 +83,7 @@ def _is_scores(recogniser: Recogniser, node: fx.Node) -> bool:
 
 def _unmasked(body: Expr) -> tuple[Expr, Expr | None]:
     """A sum's body without the selection that leaves some keys out, and what it keeps."""
-    factors = normalised.factors_of(body)
+    factors = weighted_sums.factors_of(body)
     for factor in factors:
         if factor.op != "where":
             continue

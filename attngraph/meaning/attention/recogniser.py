@@ -1,7 +1,7 @@
 """The recogniser: is this node an attention, and if so which?
 
 There is one, and it knows no spellings. It asks for the meaning of one element of a node that sums
-products (`meaning/element.py`), takes that apart into weights and values (`normalised.py`), finds
+products (`meaning/element.py`), takes that apart into weights and values (`weighted_sums.py`), finds
 the dot inside the scores (`dot.py`), gives every index variable its role (`roles.py`), and writes
 what is left as a score program (`program.py`). What it returns is a claim; the pass that uses it
 checks the claim in float64 before anything is replaced (`meaning/check/check.py`).
@@ -21,7 +21,7 @@ from attngraph.meaning.algebra.digits import Digits, extent, split_digits
 from attngraph.meaning.algebra.digits import joined as digits_joined
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention import key_parts as joined_keys
-from attngraph.meaning.attention import layout, normalised, roles
+from attngraph.meaning.attention import layout, roles, weighted_sums
 from attngraph.meaning.attention.claim import (
     Attention,
     Operand,
@@ -33,7 +33,7 @@ from attngraph.meaning.attention.claim import (
     side_by_side,
     write,
 )  # fmt: skip
-from attngraph.meaning.attention.normalised import Refusal, Unnormalised
+from attngraph.meaning.attention.weighted_sums import Refusal, Unnormalised
 from attngraph.meaning.element import MOST_WORDS, Meaning, is_part
 from attngraph.meaning.rule import Category, TooLong, Unliftable
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
@@ -169,7 +169,7 @@ class Recogniser:
             lambda r: bool(self.near(r.value) or (gated and self._parts_below(r.value))),
             most=MOST_WORDS,
         )
-        sums = normalised.weighted_sums(lifted, meaning.elementwise)
+        sums = weighted_sums.weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums
         found: list[Attention] = []
@@ -181,14 +181,14 @@ class Recogniser:
         return tuple(found)
 
     def _claim_sum(
-        self, node: fx.Node, output: tuple[Expr, ...], parts: normalised.WeightedSum
+        self, node: fx.Node, output: tuple[Expr, ...], parts: weighted_sums.WeightedSum
     ) -> Attention | Refusal:
         """The claim for one sum weighed by one softmax."""
         meaning = self.meaning
         score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free, node.meta["val"].dtype)
         score = dots.one_name(score)
         # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
-        score, shift = normalised.split_by(score, parts.keys)
+        score, shift = weighted_sums.split_by(score, parts.keys)
         if self.gradients and not self._sources(shift) <= self._sources(M.mul(M.number(score), parts.value)):
             score = M.add(score, shift)  # its gradient is zero, but somebody may ask for it
         elif parts.sink is not None:
@@ -246,7 +246,7 @@ class Recogniser:
         claim = joined_keys.claim(meaning, node, output, pieces)
         return (claim,) if isinstance(claim, Attention) else claim
 
-    def _may_join(self, other: dots.Dot, dot: dots.Dot, parts: normalised.WeightedSum) -> bool:
+    def _may_join(self, other: dots.Dot, dot: dots.Dot, parts: weighted_sums.WeightedSum) -> bool:
         """Whether a second product can be a part of the dot: its key side is one of keys, no table of
         distances."""
         of_keys = dot.k[0][0].free | parts.value.free | set(parts.keys)
@@ -268,7 +268,7 @@ class Recogniser:
         self,
         node: fx.Node,
         output: tuple[Expr, ...],
-        parts: normalised.WeightedSum,
+        parts: weighted_sums.WeightedSum,
         dot: dots.Dot,
         score: Expr,
         joined: tuple[tuple[dots.Dot, float], ...] = (),

@@ -14,7 +14,7 @@ import dataclasses
 
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.digits import Digits
-from attngraph.meaning.attention.normalised import Refusal
+from attngraph.meaning.attention.weighted_sums import Refusal
 
 
 @dataclasses.dataclass(frozen=True)
