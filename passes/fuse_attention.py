@@ -31,8 +31,8 @@ from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_s
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
+from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.routing import describe_choice
-from attngraph.meaning.attention.weighted_sums import Refusal
 from attngraph.meaning.check import check
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.element import Meaning

@@ -29,7 +29,6 @@ from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, ScoreProgram, Statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import layout
-from attngraph.meaning.attention.claim import merge_digits
 from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
@@ -231,10 +230,9 @@ class _Merge:
         return E.read(first.value, index, first.kind)
 
     def _view(self, read: Expr, roles: layout.Roles) -> fx.Node | None:
-        whole, index = merge_digits(roles, read.args)
         try:
-            steps = layout.solve(self.meaning.shape(read.value), index, whole, whole)
-            return self.builder.view(read.value, tuple(steps))
+            steps = layout.solve(self.meaning.shape(read.value), read.args, roles)
+            return self.builder.view(read.value, steps)
         except (layout.NoView, NoSize):
             return None
 

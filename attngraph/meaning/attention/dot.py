@@ -30,16 +30,20 @@ _COSTLY = (
 _LOOK_THROUGH = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
 
 
+Chain = tuple[tuple[Expr, float], ...]
+"""A tensor's element, then the one that it is a view or a multiple of, and so on: (read, factor) each, where
+the first read equals factor times this one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """sum over `inner` of q * k. Each side is the chain of tensors from the one that was multiplied
-    down through views and scalings: (read, factor), outermost first. `node` computes the dot, if a
-    node of its own does."""
+    """factor * sum over `inner` of q * k. `node` computes the sum, if a node of its own does."""
 
     inner: tuple[Expr, ...]
-    q: tuple[tuple[Expr, float], ...]
-    k: tuple[tuple[Expr, float], ...]
+    q: Chain
+    k: Chain
     node: fx.Node | None = None
+    factor: float = 1.0
 
 
 def look_into(
@@ -230,10 +234,10 @@ def _sides_alone(q: Expr, k: Expr) -> Dot:
     return Dot((), ((q, 1.0),), ((k, 1.0),))
 
 
-def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, float, Expr]]:
-    """Contractions that are added to the dot in the score, each with its factor relative to the dot's and
-    with the score without it: a.b + c.d is one dot of joined vectors."""
-    found: list[tuple[Dot, float, Expr]] = []
+def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, Expr]]:
+    """Contractions that are added to the dot in the score, with factors relative to the dot's, each with the
+    score without it: a.b + c.d is one dot of the vectors [a, c] and [b, d]."""
+    found: list[tuple[Dot, Expr]] = []
     for total in (n for n in E.walk(score) if n.op == "add"):
         terms = [M.coefficient(t) for t in total.args]
         own = [times for times, rest in terms if rest is DOT]
@@ -248,7 +252,7 @@ def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tu
             node = rest.value if rest.op == "read" else None
             without = M.add(*(t for t in total.args if t is not term))
             left = M.substitute(score, {total: without})
-            found.append((dataclasses.replace(dot, node=node), times * more / own[0], left))
+            found.append((dataclasses.replace(dot, node=node, factor=times * more / own[0]), left))
     return found
 
 
@@ -299,9 +303,8 @@ def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
     return Dot(tuple(inner), chain(meaning, q), chain(meaning, k))
 
 
-def chain(meaning: Meaning, node: Expr) -> tuple[tuple[Expr, float], ...]:
-    """A read, then what it is a view or a multiple of, and so on: (read, factor) each, where the
-    first read equals factor times this one."""
+def chain(meaning: Meaning, node: Expr) -> Chain:
+    """A read down through views and scalings."""
     found: list[tuple[Expr, float]] = [(node, 1.0)]
     factor = 1.0
     while True:
