@@ -25,7 +25,16 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy, size_expression
 from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, Known
-from attngraph.meaning.rule import PARTS, RULES, Category, TooLong, Unliftable, sums_nothing
+from attngraph.meaning.rule import (
+    ELEMENTWISE,
+    PARTS,
+    RULES,
+    Category,
+    TooLong,
+    Unliftable,
+    category_of,
+    is_part,
+)
 
 Indices = tuple[Expr, ...]
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
@@ -134,17 +143,10 @@ class Meaning:
         """What kind of op made this node; None where it has no element rule."""
         if node.op == "placeholder":
             return Category.INDEX if node in self.values else None
-        name = str(node.target)
-        if is_part(node):
-            found = PARTS.get(str(node.args[0].target))  # type: ignore[union-attr]
-            return found[0] if found else None
-        if name in PARTS:
-            return PARTS[name][0]
-        if name == "aten.einsum.default" and sums_nothing(node):
-            return Category.POINTWISE
-        if name in RULES:
-            return RULES[name].category
-        return None if self._known.writers(node) is None else Category.INDEX
+        found = category_of(node)
+        if found is None and not is_part(node) and self._known.writers(node) is not None:
+            return Category.INDEX
+        return found
 
     def contracts(self, node: fx.Node) -> bool:
         """Whether a contraction stands among what the node's elements are made of, elementwise."""
@@ -315,8 +317,7 @@ class Meaning:
 
     def elementwise(self, node: Expr, most: int | None = None) -> Expr:
         """An expression in terms of contractions, reductions and data, of at most so many words (`lift`)."""
-        categories = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
-        return self.lift(node, lambda r: self.category(r.value) in categories, most=most)
+        return self.lift(node, lambda r: self.category(r.value) in ELEMENTWISE, most=most)
 
     def exactly(self, node: Any, at: Indices) -> Expr:
         """The element of a floating tensor as the model computes it, operation by operation, nothing
@@ -363,11 +364,6 @@ class Meaning:
             )
             return None if has_data(lifted) else lifted
         return None
-
-
-def is_part(node: fx.Node) -> bool:
-    """Whether the node picks one result of an op that has several."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
 def is_exact(node: Expr, dtype: torch.dtype) -> bool:

@@ -21,13 +21,12 @@ from attngraph.ir.language.score import DOT
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import MOST_WORDS, Meaning, has_data, is_exact
-from attngraph.meaning.rule import Category, TooLong, Unliftable
+from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable
 
 _COSTLY = (
     ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
     ["rsqrt"], ["erf"], ["div"], ["reciprocal"],
 )  # fmt: skip
-_LOOK_THROUGH = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
 
 
 Chain = tuple[tuple[Expr, float], ...]
@@ -61,7 +60,7 @@ def look_into(
 
     def through(read: Expr) -> bool:
         tensor: fx.Node = read.value
-        if meaning.category(tensor) not in _LOOK_THROUGH:
+        if meaning.category(tensor) not in ELEMENTWISE:
             return False
         own: torch.dtype = tensor.meta["val"].dtype
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):

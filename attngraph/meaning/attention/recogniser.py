@@ -27,8 +27,8 @@ from attngraph.meaning.attention.weighted_sums import (
     WeightedSum,
     weighted_sums,
 )
-from attngraph.meaning.element import MOST_WORDS, Meaning, is_part
-from attngraph.meaning.rule import Category, TooLong, Unliftable
+from attngraph.meaning.element import MOST_WORDS, Meaning
+from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, is_part
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 SOFTMAX_LIKE = frozenset(f"aten.{n}" for n in (*SOFTMAX, "scaled_dot_product_attention.default"))
@@ -92,8 +92,7 @@ class Recogniser:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
         if node not in self._indices:
             category = self.meaning.category(node)
-            elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
-            self._indices[node] = category in elementwise and all(
+            self._indices[node] = category in ELEMENTWISE and all(
                 self.is_index(n) for n in node.all_input_nodes if self.meaning.is_tensor(n)
             )
         return self._indices[node]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from attngraph.ir.graph.source import source_of
-from attngraph.meaning.element import Meaning, is_part
-from attngraph.meaning.rule import Category
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, is_part
 
 _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
 _FARTHEST = 12

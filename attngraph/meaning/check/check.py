@@ -26,8 +26,7 @@ from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import Keep, Score
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
-from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.rules.movement import argument
+from attngraph.meaning.rule import Unliftable, argument
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 TOLERANCE = 1e-10
