@@ -32,7 +32,7 @@ from attngraph.meaning.attention import layout
 from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.rule import Category
+from attngraph.meaning.rule import ELEMENTWISE, Category, category_of
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry
@@ -75,18 +75,10 @@ def _joined_by(node: fx.Node) -> fx.Node | None:
         (user,) = node.users
         if user.target in _JOINS:
             return user
-        is_part = user.target is operator.getitem
-        if not is_part and not str(user.target).startswith(_VIEWS):
+        if user.target is not operator.getitem and category_of(user) is not Category.MOVEMENT:
             return None
         node = user
     return None
-
-
-_VIEW_NAMES = (
-    "reshape", "view", "transpose", "permute", "squeeze", "unsqueeze", "select", "contiguous", "clone",
-    "slice", "narrow", "_to_copy", "to", "flatten", "unflatten",
-)  # fmt: skip
-_VIEWS = tuple(f"aten.{name}." for name in _VIEW_NAMES)
 
 
 def _kind(node: fx.Node) -> Hashable:
@@ -177,11 +169,10 @@ class _Merge:
         """Whether two nodes compute the same from the same, by what they are made of."""
         if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
             return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-        elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
         sized = not isinstance(a.meta.get("val"), Tensor) and a.op == b.op == "call_function"
         if a.target is not b.target or "dropout" in str(a.target) or a.op == "placeholder":
             return False
-        if not sized and self.meaning.category(a) not in elementwise:
+        if not sized and self.meaning.category(a) not in ELEMENTWISE:
             return False
         mine, spec = torch.utils._pytree.tree_flatten((a.args, a.kwargs))
         theirs, other = torch.utils._pytree.tree_flatten((b.args, b.kwargs))
@@ -287,9 +278,12 @@ class _Merge:
         return worst, ""
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """What a tensor is a view of."""
-        while self.meaning.category(node) is Category.MOVEMENT and str(node.target).startswith(_VIEWS):
-            node = node.args[0]  # type: ignore[assignment]
+        """The tensor that one only rearranges."""
+        while self.meaning.category(node) is Category.MOVEMENT:
+            moved = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+            if len(moved) != 1:
+                break
+            (node,) = moved
         return node
 
     def _join(self, join: fx.Node | None, out: fx.Node) -> None:
