@@ -32,7 +32,7 @@ from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.routing import describe_choice
+from attngraph.meaning.attention.routing import describe_routing
 from attngraph.meaning.check import check
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.element import Meaning
@@ -242,8 +242,8 @@ class _Fusion:
             if node not in alive:
                 continue
             source = source_of(node)
-            choice = describe_choice(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
-            reason = choice or why.reason
+            routing = describe_routing(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
+            reason = routing or why.reason
             self.outcome.missed.append(Missed(reason, source, module_of(node)))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {reason}")

@@ -22,8 +22,8 @@ FEW_OPS, MANY_OPS = 8, 64
 """A table that more than a few ops wrote is looked at whole first, one that more than many wrote only so."""
 
 
-class Known:
-    """What is known of the values in one graph.
+class ConstantFolding:
+    """The values in one graph that every call computes anew, but equal.
 
     Args:
         given: the tensors that are known when compiling, by placeholder.

@@ -24,7 +24,7 @@ from attngraph.meaning import constants
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy, size_expression
-from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, Known
+from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, ConstantFolding
 from attngraph.meaning.rule import (
     ELEMENTWISE,
     PARTS,
@@ -83,7 +83,7 @@ class Meaning:
                     if a is not b and a.op != "const":
                         self._same[a] = b
         self.values = dict(values or {})
-        self._known = Known(self.values)
+        self._constants = ConstantFolding(self.values)
         self.assumed: set[fx.Node] = set()
         self.obstacles: set[str] = set()
         self.required: set[tuple[Expr, Expr]] = set()
@@ -144,7 +144,7 @@ class Meaning:
         if node.op == "placeholder":
             return Category.INDEX if node in self.values else None
         found = category_of(node)
-        if found is None and not is_part(node) and self._known.writers(node) is not None:
+        if found is None and not is_part(node) and self._constants.writers(node) is not None:
             return Category.INDEX
         return found
 
@@ -224,7 +224,7 @@ class Meaning:
         return found
 
     def _by_rule(self, node: fx.Node, at: Indices) -> Expr:
-        writers = self._known.writers(node)
+        writers = self._constants.writers(node)
         if writers is None:
             return self._by_its_rule(node, at)
         if node.op != "placeholder" and len(writers) <= FEW_OPS:
@@ -239,10 +239,10 @@ class Meaning:
 
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
         """What the values of a known tensor say; it is then taken for granted that they stay."""
-        values = self._known.values(node)
+        values = self._constants.values(node)
         found = None if values is None else constants.describe(values, at)
         if found is not None:
-            self.assumed |= self._known.sources(node)
+            self.assumed |= self._constants.sources(node)
         return found
 
     def _by_its_rule(self, node: fx.Node, at: Indices) -> Expr:

@@ -143,7 +143,9 @@ class _Writer:
             ]
         except layout.NoView:
             reads = (*self.q, *self.k, *self.v)
-            return Refusal("an operand is no view of a tensor of the model", _divisors(reads))
+            return Refusal(
+                "its queries, keys or values are no view of a tensor of the model", _divisors(reads)
+            )
         queries, keys, scales = zip(*sides, strict=True)
         if any(q != queries[0] for q in queries):
             return Refusal("parts of its keys are multiplied with different queries")
@@ -163,9 +165,9 @@ class _Writer:
         ]
         score, weight = _by_part(key, starts, scores), _by_part(key, starts, weights)
         sink = None if self.sink is None else M.substitute(self.sink, names[0])
-        reason = _why_no_program(score, weight, sink)
-        if reason:
-            return Refusal(reason)
+        refused = _refuse_as_program(score, weight, sink)
+        if refused is not None:
+            return refused
         built = program.build(score, weight, sink)
         return Attention(
             node, tuple(p.node for p in self.products if p.node is not None),
@@ -240,17 +242,17 @@ def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Exp
     return M.add(*common, found)
 
 
-def _why_no_program(score: Expr, weight: Expr, sink: Expr | None) -> str:
-    """Why formulas are no score program; "" if they are one."""
+def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal | None:
+    """Why formulas are no score program, if they are none."""
     beside = (weight,) if sink is None else (weight, sink)
     if any(n.op == "sum" for x in beside for n in E.walk(x)):
-        return "its weights depend on a sum over the keys otherwise than those of a softmax do"
+        return Refusal("its weights depend on a second sum over the keys, besides that of the softmax")
     for x in (score, *beside):
         if any(v.value not in INDICES for v in x.free) or any(n.op in E.BINDERS for n in E.walk(x)):
-            return "the scores depend on something that is no batch, head, query or key"
+            return Refusal("the scores vary with something other than batch, head, query and key")
     # Written out, which takes long where parts are used many times; four nodes make a word or more.
     too_long = any(x.words > 4 * LONGEST for x in (score, *beside))
-    return f"its scores are a formula of more than {LONGEST} words" if too_long else ""
+    return Refusal(f"its scores are a formula of more than {LONGEST} words") if too_long else None
 
 
 def _divisors(reads: Iterable[Expr]) -> frozenset[str]:

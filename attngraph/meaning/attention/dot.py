@@ -64,23 +64,23 @@ def look_into(
             return False
         own: torch.dtype = tensor.meta["val"].dtype
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
-            return _is_known(meaning, read, _is_whole)
+            return _formula_is(meaning, read, _is_whole)
         coarser = own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps
         if coarser and (dtype == torch.float64 or not meaning.contracts(tensor)):
-            return _is_known(meaning, read, lambda formula: is_exact(formula, own))
-        if not meaning.contracts(tensor) and not _is_known(meaning, read, lambda f: not _is_long(f)):
+            return _formula_is(meaning, read, lambda formula: is_exact(formula, own))
+        if not meaning.contracts(tensor) and not _formula_is(meaning, read, lambda f: not _is_long(f)):
             return False
         if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
             return True
-        return _is_known(meaning, read, _is_choice)
+        return _formula_is(meaning, read, _is_choice)
 
     return meaning.lift(node, through, into_sums=False)
 
 
-def _is_known(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
+def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
     """Whether an element's formula passes a test; one that is too long to be written out does not."""
     try:
         return test(meaning.elementwise(read, MOST_WORDS))
@@ -174,7 +174,7 @@ def find_dot(
     return next(iter(varied or found), None)
 
 
-NO_DOT = "the scores are no product of a query side and a key side over a shared dimension"
+NO_DOT = "the scores contain no product of queries and keys, summed over a shared dimension"
 
 
 def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: torch.dtype) -> str:

@@ -89,8 +89,8 @@ class Latents:
     def examine(self, k: fx.Node, v: fx.Node) -> Latent | Obstacle:
         """What keys `[B, G, S, D]` and values `[B, G, S, V]` are made from."""
         try:
-            found = _Operand(self.meaning, v, "values").stretches()
-            keys = _Operand(self.meaning, k, "keys", {s.source.base for s in found}).stretches()
+            found = _Side(self.meaning, v, "values").stretches()
+            keys = _Side(self.meaning, k, "keys", {s.source.base for s in found}).stretches()
         except _Stop as stop:
             return stop.obstacle
         except Unliftable as problem:
@@ -106,7 +106,7 @@ class Latents:
     def projection(self, node: fx.Node, what: str) -> Stretch | Obstacle:
         """What all of `[B, H, S, n]` is projected from, if it is one projection for each head."""
         try:
-            found = _Operand(self.meaning, node, what).stretches()
+            found = _Side(self.meaning, node, what).stretches()
         except _Stop as stop:
             return stop.obstacle
         except Unliftable as problem:
@@ -121,7 +121,7 @@ def _width(stretch: Stretch) -> int:
     return stretch.width if stretch.up is None else int(stretch.of[-1])  # type: ignore[index]
 
 
-class _Operand:
+class _Side:
     """Keys or values of one attention. What is the same for all heads is followed through views as far as
     to tensors of `wanted`."""
 

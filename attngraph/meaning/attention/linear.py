@@ -54,12 +54,12 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
         return None
     keys, body = open_sums(sums[0])
     body, causal = _unmasked(body)
-    read, values, fixed = _scores(meaning, factors_of(body), keys)
-    if read is None or len(keys) != 1:
+    scores, values, fixed = _scores(meaning, factors_of(body), keys)
+    if scores is None or len(keys) != 1:
         return None
     if not values and ones is not None:
         values = [E.read(ones, keys, "float")]
-    found = dots.find_dot(meaning, read, keys, values[0].free if len(values) == 1 else frozenset())
+    found = dots.find_dot(meaning, scores, keys, values[0].free if len(values) == 1 else frozenset())
     if found is None or len(values) != 1 or values[0].op != "read":
         return None
     dot, score = found

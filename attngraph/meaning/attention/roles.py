@@ -61,14 +61,14 @@ def assign(
         elif digit in q or digit in scores:
             queries.append(digit)
         else:
-            return Refusal("its result repeats along a dimension that no operand has")
+            return Refusal("its result has a dimension that its queries, keys and values lack")
     row = [d for d in queries if d in beside_keys] or queries[-1:]
     groups = [d for d in queries if d not in row]
     first = output[0][:1] if len(output) > 1 else ()
     batch = tuple(d for d in shared if d in first)
     heads = tuple(d for d in shared if d not in batch)
     if set(q | k | v) - set(shared + queries + values) - summed:
-        return Refusal("an operand depends on something that is no dimension of the result")
+        return Refusal("its queries, keys or values vary with something that is no dimension of the result")
     return Roles(batch, heads, tuple(groups), tuple(row), tuple(values))
 
 

@@ -1,6 +1,6 @@
 """Softmaxes that stand beside a choice of the largest few: routers of experts, samplers, matchings.
 
-They weigh what data choose, not keys, so none is attention; `describe_choice` finds the words that say so.
+They weigh what data choose, not keys, so none is attention; `describe_routing` finds the words that say so.
 Asked only about softmaxes that were not fused. It never decides what is fused.
 """
 
@@ -19,7 +19,7 @@ _FARTHEST = 12
 """How many ops may lie between the softmax and the choice; one farther off says nothing about it."""
 
 
-def describe_choice(meaning: Meaning, softmax: fx.Node) -> str | None:
+def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
     """Why a softmax whose scores or weights are chosen among is no attention; None without a choice."""
 
     def next_users(node: fx.Node) -> Iterable[fx.Node]:

@@ -77,7 +77,7 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
     keys, body = opened
     body = _with_one_divisor(body)
     if sum(1 for _ in E.walk(body)) > LARGEST_MEANING:
-        return Refusal("its meaning is too large to be looked into")
+        return Refusal("the formula of one of its elements is too large to be examined")
     if not _exponentials(body, keys):
         return None
     found: list[WeightedSum] = []
@@ -119,7 +119,7 @@ def _with_one_divisor(node: Expr) -> Expr:
         if current.op == "sigmoid" and _adds_logarithm(args[0]):
             return M.recip(M.add(E.ONE, M.exp(M.neg(args[0]))))
         made = current if current.op == "var" else M.construct(current, args)
-        return _join_divisors(made) if made.op == "mul" else _complement(made)
+        return _merge_divisors(made) if made.op == "mul" else _complement(made)
 
     return E.rebuild(node, replace)
 
@@ -140,7 +140,7 @@ def _adds_logarithm(node: Expr) -> bool:
     return any(n in (1, -1) and t.op == "log" and any(x.op == "sum" for x in E.walk(t)) for n, t in terms)
 
 
-def _join_divisors(product: Expr) -> Expr:
+def _merge_divisors(product: Expr) -> Expr:
     """x / Z / (a + b / Z) as x / (a * Z + b)."""
     divisors = [f.args[0] for f in product.args if f.op == "recip"]
     for inner, outer in itertools.permutations(divisors, 2):
@@ -211,7 +211,7 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
         return found
     weighted, score, sink = found
     if _exponentials(weighted, keys):
-        return Refusal("its weights are a function of two softmaxes that is no sum of them")
+        return Refusal("its weights are computed from two softmaxes, but are not a sum of them")
     part = _key_part(weighted, keys, score)
     return part if isinstance(part, Refusal) else WeightedSum((part,), sink)
 
