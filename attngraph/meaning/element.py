@@ -46,12 +46,12 @@ _EXACT = {
     for name in ("add", "sub", "mul", "div", "log", "exp", "sqrt", "abs", "neg", "pow")
     for overload in ("Tensor", "Scalar", "default", "Tensor_Scalar")
 }
-"""Operations of the model that a program can do just so."""
+"""ATen operations that a score program has too, by the program's name, so that it can repeat them exactly."""
 LARGEST_EXPONENT = 1000.0
 """Beyond it a power of e is zero or infinite, in float64 too."""
 MOST_WORDS = 2 * LONGEST
-"""Of a formula that is to become a program. A model that loops over its own results has formulas that double
-with every step."""
+"""The longest formula that is followed where it is to become a program. In a model that loops over its own
+results formulas double with every step."""
 
 
 class Meaning:

@@ -75,7 +75,7 @@ def look_into(
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
             return True
-        return _formula_is(meaning, read, _is_choice)
+        return _formula_is(meaning, read, _is_one_of_two_numbers)
 
     return meaning.lift(node, through, into_sums=False)
 
@@ -88,7 +88,7 @@ def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> b
         return False
 
 
-def _is_choice(node: Expr) -> bool:
+def _is_one_of_two_numbers(node: Expr) -> bool:
     """Whether it is one of two numbers, which costs nothing to compute: the logarithm of a mask, say."""
     return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
 
@@ -119,17 +119,18 @@ def _is_whole(node: Expr) -> bool:
 
 _ROUNDING = (["floor"], ["ceil"], ["trunc"], ["round"])
 LONGEST_FORMULA = 200
+"""Nodes of a mask's or bias's formula; what has a longer one stays a tensor."""
 
 
 def _is_long(node: Expr) -> bool:
-    """Whether nobody would want to read it, or a program could not hold it, with its brackets and commas."""
+    """Whether a formula is too long to be read by a person, or to be a statement of a program."""
     many = sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
     return many or node.words > LONGEST // 3
 
 
 def one_name(score: Expr) -> Expr:
-    """The score with one name for an element that has two: where h is 0 and m[h, q, k] stands elsewhere,
-    m[0, q, k] is that (a head, or a query, that was treated apart)."""
+    """The score with each element written in one way: where `h == 0` holds, `m[0, q, k]` becomes `m[h, q, k]`
+    if that is read elsewhere (one head, or one query, was edited by itself)."""
     reads = [n for n in E.walk(score) if n.op == "read" and n.free]
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
