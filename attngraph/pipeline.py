@@ -17,7 +17,8 @@ import torch
 
 from attngraph.errors import AttnGraphError, PassError, VerificationError
 from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, verify
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.verify import verify
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Outcome:
-    """What a pass did, in words, and which softmax-like places it left alone (`report.Missed`).
+    """What a pass did, in words, and which softmax-like places it left alone (`report.entries.Missed`).
 
     `obstacles`: symbolic sizes without which it might have done more, if they were numbers.
     """
@@ -85,6 +86,12 @@ class Disabled:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         return Outcome(["disabled"])
+
+
+def split_at(passes: Sequence[Pass], name: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """The passes before the one of this name, and from it on."""
+    place = next(number for number, step in enumerate(passes) if step.name == name)
+    return tuple(passes[:place]), tuple(passes[place:])
 
 
 def without(passes: Sequence[Pass], disabled: Collection[str]) -> tuple[Pass, ...]:

@@ -20,15 +20,26 @@ from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.tidy import Tidy
 from attngraph.pipeline import Pass
 
-DEFAULT_PIPELINE: tuple[Pass, ...] = (
-    Canonicalize(),
-    FuseAttention(),
-    MergeHeads(),
-    AbsorbMLA(),
-    ReassociateLinear(),
-    SelectKernels(),
-)
 
+def order(backend: str = "auto", absorb: str = "auto", decoder: bool = False) -> tuple[Pass, ...]:
+    """The passes in the order in which they run, for whole sequences or for a decoder.
+
+    This is the one place where the order stands. `backend` is who computes attention, `absorb` as for
+    `attngraph.compile`.
+    """
+    family = "" if backend == "auto" else backend
+    return (
+        Canonicalize(),
+        FuseAttention(),
+        MergeHeads(),
+        AbsorbMLA(absorb, keeps=decoder),
+        *((InsertKVCache(), Tidy()) if decoder else (ReassociateLinear(),)),
+        SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
+    )
+
+
+DEFAULT_PIPELINE = order()
+"""The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, InsertKVCache(), Tidy())
 """Every pass by which a graph can be rewritten on its own."""
 
@@ -59,19 +70,3 @@ def pass_named(text: str) -> Pass:
             raise ValueError(f"pass {name}: {value.strip()!r} is no value for {option.strip()}.") from problem
     made: Pass = dataclasses.replace(step, **given)
     return made
-
-
-def decoder_pipeline(
-    backend: str = "auto", argument: int = 0, result: int = 0, absorb: str = "auto"
-) -> tuple[Pass, ...]:
-    """The order for a decoder: `argument` is the number of the input with the tokens, `result` that of the
-    logits among the results."""
-    return (
-        Canonicalize(),
-        FuseAttention(),
-        MergeHeads(),
-        AbsorbMLA(absorb, keeps=True),
-        InsertKVCache(argument, result),
-        Tidy(),
-        SelectKernels("" if backend == "auto" else backend, requires=Level.CACHED),
-    )

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, infer
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.attention.claim import Operand, View
 from attngraph.meaning.attention.layout import ViewOp
 
@@ -39,6 +41,9 @@ class Builder:
         self.made.append(node)
         node.meta["val"] = infer(target, args, kwargs, self.graph.fake_mode())
         return node
+
+    def attention(self, view: AttentionOp) -> fx.Node:
+        return self.call(view.target, *view.args)
 
     def discard(self) -> None:
         """Take back everything that was built."""

@@ -13,16 +13,19 @@ unlike each other between the projection and the attention.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
 from attngraph.errors import ConversionError
-from attngraph.ir.graph.program_graph import Input, Level, Pooling, ProgramGraph, infer, op_name
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import Input, Level, ProgramGraph, Rate, move_to_stage, op_name
 from attngraph.ir.graph.source import ORIGIN, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check import check
 from attngraph.meaning.element import Meaning
@@ -56,11 +59,12 @@ class ConvertHeads:
         for node in attentions:
             conversion.share(node)
         conversion.check()
+        if conversion.pooled:
+            move_to_stage(graph, Rate.WEIGHTS, conversion.pooled)
         graph.clean()
-        rows = sum(p.saved for p in graph.pooled.values())
         outcome.notes.append(
             f"{len(attentions)} attention(s) on {self.kv_heads} key/value heads, "
-            f"{len(graph.pooled)} parameter(s) have {rows} rows fewer"
+            f"{len(conversion.pooled)} parameter(s) have {conversion.saved} rows fewer"
         )
         return outcome
 
@@ -85,11 +89,13 @@ class _Conversion:
         self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
         self.products: dict[fx.Node, _Product] = {}
         self.shared: list[tuple[fx.Node, int]] = []
+        self.pooled: dict[str, fx.Node] = {}
+        self.saved = 0
 
     def collect(self, node: fx.Node) -> None:
         """Find the rows of parameters that make the keys and values of one attention."""
-        args: Any = node.args
-        heads = int(args[1].meta["val"].shape[1])
+        attention = Attention.of(node)
+        heads = int(attention.k.meta["val"].shape[1])
         if heads % self.kv_heads != 0:
             raise ConversionError(
                 f"the attention at {source_of(node)} has {heads} key/value heads, which are no multiple of "
@@ -97,7 +103,7 @@ class _Conversion:
             )
         if heads == self.kv_heads:
             return
-        for operand, what in ((args[1], "keys"), (args[2], "values")):
+        for operand, what in ((attention.k, "keys"), (attention.v, "values")):
             self._collect(operand, what, heads)
 
     def _collect(self, operand: fx.Node, what: str, heads: int) -> None:
@@ -197,10 +203,11 @@ class _Conversion:
             place = {row: new for new, group in enumerate(groups) for row in group}
             for parameter, dim in ((product.weight, product.dim), (product.bias, 0)):
                 if parameter is not None:
-                    self._shorten(parameter, dim, tuple(groups))
+                    pooled = self._pooled(product.node, parameter, dim, groups)
+                    product.node.replace_input_with(parameter, pooled)
+                    self.saved += count - len(groups)
             node = product.node
-            with self.graph.fake_mode():
-                node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
+            node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
             order = self._constant(f"heads_{number}", torch.tensor([place[row] for row in range(count)]))
             users = list(node.users)
             with self.graph.graph.inserting_after(node):
@@ -211,14 +218,24 @@ class _Conversion:
             for user in users:
                 user.replace_input_with(node, made)
 
-    def _shorten(self, parameter: fx.Node, dim: int, groups: tuple[tuple[int, ...], ...]) -> None:
-        pooling = Pooling(dim, groups)
-        fake = parameter.meta["val"]
-        shape = list(fake.shape)
-        shape[dim] = len(groups)
-        with self.graph.fake_mode():
-            parameter.meta["val"] = torch.empty(shape, dtype=fake.dtype, device=fake.device)
-        self.graph.pooled[self.given[parameter].name] = pooling
+    def _pooled(
+        self, user: fx.Node, parameter: fx.Node, dim: int, groups: Sequence[tuple[int, ...]]
+    ) -> fx.Node:  # fmt: skip
+        """The parameter with the mean of each group's entries along `dim`."""
+        builder = Builder(self.graph, user)
+        runs = []
+        for size, same in itertools.groupby(groups, key=len):
+            members = list(same)
+            places = torch.tensor([place for group in members for place in group])
+            order = self._constant(f"groups_{len(self.graph.constants)}", places)
+            rows = builder.call(aten.index_select.default, parameter, dim, order)
+            if size > 1:
+                apart = builder.call(aten.unflatten.int, rows, dim, [len(members), size])
+                rows = builder.call(aten.mean.dim, apart, [dim + 1])
+            runs.append(rows)
+        made = runs[0] if len(runs) == 1 else builder.call(aten.cat.default, runs, dim)
+        self.pooled[self.given[parameter].name] = made
+        return made
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
         last = self.graph.placeholders()[-1]
@@ -233,15 +250,15 @@ class _Conversion:
 
     def share(self, node: fx.Node) -> None:
         """Let an attention look at one head of each group."""
-        args: Any = node.args
-        heads = int(args[1].meta["val"].shape[1])
+        attention = Attention.of(node)
+        heads = int(attention.k.meta["val"].shape[1])
         group = heads // self.kv_heads
         if group == 1:
             return
         builder = Builder(self.graph, node)
-        one = [builder.call(aten.slice.Tensor, x, 1, 0, _END, group) for x in args[1:3]]
-        self.shared += [(x, group) for x in args[1:3]]
-        node.args = (args[0], *one, *args[3:])
+        k, v = (builder.call(aten.slice.Tensor, x, 1, 0, _END, group) for x in attention.keys)
+        self.shared += [(x, group) for x in attention.keys]
+        node.args = attention.replace(k=k, v=v).args
         node.meta["attention"] = dataclasses.replace(node.meta["attention"], kv_heads=self.kv_heads)
 
     def check(self) -> None:

@@ -24,9 +24,8 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, memory_of
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ProgramError
-from attngraph.ir.ops.nodes import parts
+from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_sympy
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
@@ -107,7 +106,7 @@ class _Fusion:
         output as it was, and the caller may change a result in place."""
         output = self.graph.graph.output_node()
         for node in output.all_input_nodes:
-            if memory_of(node).target is torch.ops.attngraph.attention.default:
+            if isinstance(nodes.view(memory_of(node)), nodes.Attention):
                 builder = Builder(self.graph, output)
                 output.replace_input_with(node, builder.call(torch.ops.aten.clone.default, node))
 
@@ -140,7 +139,7 @@ class _Fusion:
             return Refusal(f"a fused node would not compute the same: {verdict.problem}")
         old.replace_all_uses_with(new)
         self.graph.graph.erase_node(old)
-        wholes = [n for n in builder.made if n.target is torch.ops.attngraph.attention.default]
+        wholes = [n for n in builder.made if nodes.view(n) is not None]
         for claim, whole in zip(claims, wholes, strict=True):
             whole.meta["attention"] = self._entry(claim, verdict, whole)
         return None
@@ -217,10 +216,7 @@ class _Fusion:
 
     def _adopt(self, node: fx.Node) -> None:
         """An attention that the model calls by itself is one like any other."""
-        names = ("q", "k", "v", "reads", "sizes", "program")
-        named: dict[str, Any] = dict(zip((*names, "kernel"), node.args, strict=False)) | node.kwargs
-        node.args = (*(named[n] for n in names), named.get("kernel", ""))
-        node.kwargs = {}
+        node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
         node.meta["attention"] = describe(node, self.graph.hints)
 
     def _number(self, extent: Expr) -> int:
@@ -276,22 +272,21 @@ def _is_of_one_key(node: fx.Node) -> bool:
 
 def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
     """What the report says of an attention node that stands in a graph already."""
-    found = parts(node)
-    program = parse(found.program)
+    found = nodes.AttentionOp.of(node)
     q, k, v = (n.meta["val"].shape for n in (found.q, *found.keys))
     heads, kv_heads, head_dim, value_dim = (
         _number(size_expression(s), hints) for s in (q[1], k[1], q[3], v[3])
     )
     return AttentionEntry(
-        name=module_of(node), program=str(program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        value_dim=value_dim, mask=masks.describe(program), source=source_of(node), kernel=KernelEntry(),
+        name=module_of(node), program=str(found.program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        value_dim=value_dim, mask=masks.describe(found.program), source=source_of(node), kernel=KernelEntry(),
         error=0.0, numerics="exact", call=_call(node, hints),
     )  # fmt: skip
 
 
 def _call(whole: fx.Node, hints: Mapping[str, int]) -> TracedCall:
     """The sizes of an attention node in the traced call."""
-    found = parts(whole)
+    found = nodes.AttentionOp.of(whole)
     q, k = found.q.meta["val"], found.keys[0].meta["val"]
     batch, queries, keys = (_number(size_expression(s), hints) for s in (q.shape[0], q.shape[2], k.shape[2]))
     numbers = (s if isinstance(s, int) else s.meta["val"] for s in found.sizes)
@@ -326,7 +321,7 @@ def _build_one(
 ) -> fx.Node:
     bases = [base for operand in (claim.q, claim.k, claim.v) for base in operand.bases]
     widest = functools.reduce(torch.promote_types, (n.meta["val"].dtype for n in bases))
-    operands = [builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v)]
+    q, k, v = (builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v))
     leaves += bases
     reads: list[fx.Node] = []
     for read in claim.reads:
@@ -338,7 +333,5 @@ def _build_one(
             reads.append(read)
             leaves.append(read)
     sizes = [builder.size(s) for s in claim.sizes]
-    whole = builder.call(
-        torch.ops.attngraph.attention.default, *operands, reads, sizes, str(claim.program), ""
-    )
+    whole = builder.attention(nodes.Attention(q=q, k=k, v=v, reads=reads, sizes=sizes, program=claim.program))
     return builder.view(builder.call(operator.getitem, whole, 0), claim.output)

@@ -25,8 +25,9 @@ from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, so
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import operation, parse
+from attngraph.ir.language.parser import operation
 from attngraph.ir.language.score import Keep, ScoreProgram, Statement
+from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import layout
 from attngraph.meaning.check import check
@@ -83,11 +84,11 @@ def _concatenated_by(node: fx.Node) -> fx.Node | None:
 
 def _kind(node: fx.Node) -> Hashable:
     """What attentions must have in common to be heads of one: everything but numbers in their programs."""
-    tensors = [*node.args[:3], *node.args[3]]  # type: ignore[misc]
-    about = tuple((str(t.meta["val"].dtype), str(t.meta["val"].shape)) for t in tensors)  # type: ignore[union-attr]
-    sizes = tuple(str(s.meta["val"]) if isinstance(s, fx.Node) else s for s in node.args[4])  # type: ignore[union-attr]
-    program = parse(str(node.args[5]))
-    form = tuple((type(s).__name__, *map(_form, _parts(s))) for s in program.statements)
+    head = Attention.of(node)
+    tensors = (head.q, *head.keys, *head.reads)
+    about = tuple((str(t.meta["val"].dtype), str(t.meta["val"].shape)) for t in tensors)
+    sizes = tuple(str(s.meta["val"]) if isinstance(s, fx.Node) else s for s in head.sizes)
+    form = tuple((type(s).__name__, *map(_form, _parts(s))) for s in head.program.statements)
     return form, about, sizes
 
 
@@ -107,11 +108,11 @@ class _Merge:
     def __init__(self, graph: ProgramGraph, heads: Sequence[fx.Node]) -> None:
         self.graph = graph
         self.heads = heads
+        self.views = [Attention.of(head) for head in heads]
         self.meaning = Meaning(graph.known_values(), graph.conditions)
         self.builder = Builder(graph, heads[-1])
-        first: Any = heads[0].args
-        self.each = self.meaning.shape(first[0])[1]
-        self.kv_each = self.meaning.shape(first[1])[1]
+        self.each = self.meaning.shape(self.views[0].q)[1]
+        self.kv_each = self.meaning.shape(self.views[0].k)[1]
 
     def run(self) -> str:
         """What was done; "" if nothing."""
@@ -121,15 +122,13 @@ class _Merge:
         if self.each.op != "const" or self.kv_each.op != "const":
             return ""
         count = len(self.heads)
-        operands = [[h.args[place] for h in self.heads] for place in range(3)]
-        shared = self._shared(operands[1], operands[2])
-        q = self._side_by_side(operands[0])
-        k, v = (self._side_by_side(side[:: count // shared]) for side in operands[1:])
+        keys, values = zip(*(head.keys for head in self.views), strict=True)
+        shared = self._shared(keys, values)
+        q = self._side_by_side([head.q for head in self.views])
+        k, v = (self._side_by_side(side[:: count // shared]) for side in (keys, values))
         program, reads = self._program()
-        old: Any = self.heads[0].args
-        whole = self.builder.call(
-            torch.ops.attngraph.attention.default, q, k, v, reads, old[4], str(program), ""
-        )
+        merged = self.views[0].replace(q=q, k=k, v=v, reads=reads, program=program, kernel="")
+        whole = self.builder.attention(merged)
         out = self.builder.call(operator.getitem, whole, 0)
         parts = [
             self.builder.call(aten.narrow.default, out, 1, place * self.each.value, self.each.value)
@@ -229,16 +228,14 @@ class _Merge:
 
     def _program(self) -> tuple[ScoreProgram, list[Any]]:
         """The program over all heads, and what it reads."""
-        first: Any = self.heads[0].args
         head: Expr = E.var("h")
         mine = operation("floordiv", head, self.each) if self.each.value > 1 else head
         within = operation("mod", head, self.each) if self.each.value > 1 else E.ZERO
         reads: list[Any] = []
         by_head: set[int] = set()
-        for number, sample in enumerate(first[3]):
-            nodes = [h.args[3][number] for h in self.heads]  # type: ignore[index]
-            if all(self._same(sample, n) for n in nodes):
-                reads.append(sample)
+        for number, nodes in enumerate(zip(*(h.reads for h in self.views), strict=True)):
+            if all(self._same(nodes[0], n) for n in nodes):
+                reads.append(nodes[0])
             else:
                 by_head.add(number)
                 reads.append(self._stacked(nodes))
@@ -250,7 +247,7 @@ class _Merge:
                 return E.read(current.value, (mine, *args))
             return E.make(current.op, args, current.value, current.kind) if args != current.args else current
 
-        programs = [parse(str(h.args[5])).statements for h in self.heads]
+        programs = [h.program.statements for h in self.views]
         statements: list[Statement] = []
         for same in zip(*programs, strict=True):
             forms = zip(*([E.rebuild(part, replace) for part in _parts(one)] for one in same), strict=True)
@@ -260,9 +257,8 @@ class _Merge:
 
     def _check(self, results: Sequence[fx.Node], parts: Sequence[fx.Node]) -> tuple[float, str]:
         leaves: dict[fx.Node, None] = {}
-        for head in self.heads:
-            tensors: list[fx.Node] = [*head.args[:3], *head.args[3]]  # type: ignore[misc, list-item]
-            for tensor in tensors:
+        for head in self.views:
+            for tensor in (head.q, *head.keys, *head.reads):
                 if tensor.target is not torch.ops.attngraph.seed.default:
                     leaves[self._source(tensor)] = None
         graph = self.graph

@@ -1,5 +1,6 @@
-"""What the docs show is true: their examples run, their dumps and pictures are those of a run of today, every
-reason that the compiler gives is explained, and the site builds offline and asks for nothing from outside."""
+"""What the README and the docs show is true: their examples run and print what the pages say, their dumps and
+pictures are those of a run of today, every reason that the compiler gives is explained, links lead somewhere,
+and the site builds offline and loads nothing from outside."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,13 +22,14 @@ import torch
 
 import attngraph
 import attngraph.codegen  # registers the kernels, whatever a page loads
+from attngraph.cli import main
 from attngraph.ir.ops import kernels
 from attngraph.meaning.rule import RULES
-from attngraph.models.targets import tiny_decoder_lm
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+README = ROOT / "README.md"
+PAGES = sorted([*DOCS.rglob("*.md"), README, ROOT / "CHANGELOG.md"])
 FENCE = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,14 +45,6 @@ def reason_not_to_run(info: str) -> str:
     """What `{ title="not run: ..." }` says; a reader sees it above the example."""
     found = re.search(r'title="not run: ([^"]+)"', info)
     return found[1] if found else ""
-
-
-def given(page: Path) -> dict[str, object]:
-    """What a page speaks of without making it: the README's model, its inputs, and next tokens."""
-    if page.name != "README.md":
-        return {}
-    model, (ids,) = tiny_decoder_lm(tokens=16)
-    return {"model": model, "x": ids, "ids": ids, "next_ids": ids[:, -1:]}
 
 
 RUN_ELSEWHERE = {"plugs.md": "test_plugs_examples.py", "testing.md": "test_testing.py"}
@@ -68,11 +63,64 @@ def test_the_examples_of_a_page_run_in_order(
     """All in one namespace. The code keeps its lines, so that an error points into the page."""
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType(f"example_{page.stem.replace('-', '_')}")
-    vars(module).update(given(page))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for line, info, code in examples(page):
         if not reason_not_to_run(info):
             exec(compile("\n" * line + code, str(page), "exec"), vars(module))
+
+
+def without_measurements(report: str) -> str:
+    """A report without times, rounding errors, and the name of the CPU's kernel (one needs a C compiler)."""
+    report = re.sub(r" +[\d.]+ m?s$", " TIME", report, flags=re.MULTILINE)
+    return re.sub(r"\(error \S+\)|\bcpu\.\w+", "...", report).strip()
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=name_of)
+def test_the_example_at_the_start_of_a_page_runs_when_pasted_and_prints_the_report_below_it(
+    page: Path, tmp_path: Path
+) -> None:
+    """In a file of its own and a new process: the page's code up to the first that prints the report."""
+    pasted = []
+    for _, _, code in examples(page):
+        pasted.append(code)
+        if "print(compiled.report)" in code:
+            break
+    (tmp_path / "example.py").write_text("".join(pasted), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = re.search(r"^```text\n(attngraph: .*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert shown, f"{page.name} shows no report"
+    assert without_measurements(shown[1]) == without_measurements(done.stdout), f"paste this:\n{done.stdout}"
+
+
+def test_the_picture_of_the_readme_is_the_mask_of_its_report_as_show_draws_it(tmp_path: Path) -> None:
+    text = README.read_text(encoding="utf-8")
+    command = re.search(r"^attngraph show (.+ --svg) (docs/\w+\.svg)$", text, re.MULTILINE)
+    assert command, "README.md does not say which command drew its picture"
+    drawn = tmp_path / "drawn.svg"
+    assert main(["show", *shlex.split(command[1]), str(drawn)]) == 0
+    assert (ROOT / command[2]).read_text("utf-8") == drawn.read_text("utf-8"), f"run {command[0]}"
+    assert f"]({command[2]})" in text
+    program = shlex.split(command[1])[0]
+    assert all(f"      | {line}\n" in text for line in program.split("; ")), "the report is of another mask"
+
+
+def test_the_docs_count_the_spellings_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "fusion")
+    spellings = importlib.import_module("spellings")
+    fused, known = len(spellings.MUST_FUSE), len(spellings.MUST_FUSE) + len(spellings.NOT_YET)
+    readme, benchmarks, coverage = (
+        " ".join(page.read_text("utf-8").split())
+        for page in (README, DOCS / "benchmarks.md", DOCS / "coverage.md")
+    )
+    assert f"{fused} of the {known} ways to write attention" in readme
+    assert f"a list of {known} ways to write attention" in benchmarks
+    assert f"| {fused} of {known}, all {fused} equal to eager |" in benchmarks
+    assert f"{known} ways to write attention" in coverage
+    assert f"of which {fused} fuse" in coverage
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
@@ -219,11 +267,26 @@ def test_every_entry_of_the_navigation_has_a_page() -> None:
     assert [entry for entry in re.findall(r"[\w/-]+\.md", nav) if not (DOCS / entry).exists()] == []
 
 
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name behind `#`: the headings of a page, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_link_between_pages_leads_to_a_file(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    links = [m[1] for m in LINK.finditer(text) if not m[1].startswith(("http:", "https:"))]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_a_link_or_a_picture_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
+    for found in LINK.finditer(prose(page)):
+        target, heading = found[1], found[2]
+        if target.startswith(("http:", "https:")):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), found[0]
+        assert not heading or heading in anchors(file), found[0]

@@ -223,6 +223,6 @@ def test_a_culprit_gives_exit_code_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = (*DEFAULT_PIPELINE[:3], Doubles(), *DEFAULT_PIPELINE[3:])
-    monkeypatch.setattr(sys.modules["attngraph.api.options"], "DEFAULT_PIPELINE", passes)
+    monkeypatch.setattr(sys.modules["attngraph.api.options"], "order", lambda *_, **__: passes)
     assert cli.main(["bisect", TINY, "--tokens", "16"]) == 1
     assert "doubles" in capsys.readouterr().out.splitlines()[-1]

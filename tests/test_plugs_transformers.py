@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attngraph
+from attngraph.ir.ops import nodes
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 
 transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
@@ -176,8 +177,9 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(op))
-        if self.names[-1] == "attngraph.attention.default":
-            self.programs.append(args[5])
+        attention = nodes.called(op, args, kwargs or {})
+        if attention is not None:
+            self.programs.append(str(attention.program))
         return op(*args, **(kwargs or {}))
 
 

@@ -17,17 +17,16 @@ from torch import Tensor, fx, nn
 from attngraph import codegen, pipeline
 from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
+from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.structure import flatten, unflatten
-from attngraph.capture.trace import Captured, Structure
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.language.parser import parse
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import source_for_few
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
-from attngraph.ir.ops.nodes import ATTENTION, CACHED, LATENT, parts
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
-from attngraph.passes.select_kernels import CHOSEN_LATER
 from attngraph.pipeline import Pass
 from attngraph.report.dump import Dump
 from attngraph.report.entries import AttentionEntry, CacheEntry, KernelEntry
@@ -76,6 +75,7 @@ def _rewritten(
     return kept
 
 
+@LOCK.trace()
 def compile_graph(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Executable:
@@ -89,7 +89,7 @@ def compile_graph(
     made = _rewritten(target, args, kwargs, options, options.pipeline())
     result, graph = made.result, made.captured.graph
     entries = tuple(_entries(graph))
-    run = _runner(options)(graph)
+    found = Executable(made.captured, _owner(target), _runner(options))
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured
@@ -103,7 +103,8 @@ def compile_graph(
             f"{first.source or 'an unknown line'}: {first.reason}.\n"
             "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
         )
-    return Executable(made.captured, _owner(target), run, report)
+    found.report = report
+    return found
 
 
 def _owner(target: Callable[..., Any]) -> nn.Module:
@@ -131,6 +132,7 @@ def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
     return run
 
 
+@LOCK.trace()
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any]
 ) -> Step:
@@ -140,13 +142,12 @@ def derive_decoder(
         CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
     """
     start = time.perf_counter()
-    passes = options.decoder_pipeline()
-    place = next(n for n, step in enumerate(passes) if step.name == InsertKVCache.name)
-    made = _rewritten(target, (), arguments, options, passes[:place], config.proof)
+    first, (_, *later) = pipeline.split_at(options.decoder_pipeline(), InsertKVCache.name)
+    made = _rewritten(target, (), arguments, options, first, config.proof)
     captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
-    rest = (InsertKVCache(names.index(name), logits), *passes[place + 1 :])
+    rest = (InsertKVCache(names.index(name), logits), *later)
     try:
         last = pipeline.run(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
@@ -157,7 +158,8 @@ def derive_decoder(
             f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
             f"{first.reason}.)"
         ) from problem
-    assert graph.cache is not None
+    plan = graph.state
+    assert plan is not None
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
         captured=result.captured,
@@ -170,9 +172,9 @@ def derive_decoder(
             options.progress("proof")
         error = prove(whole, step, arguments, name, logits)
     cache = CacheEntry(
-        graph.cache.bytes_per_token, graph.cache.expanded, graph.cache.attentions,
-        tuple((s.label, s.bytes_per_token, s.window) for s in graph.cache.stores),
-        len(graph.cache.fixed), step.limit, error,
+        plan.bytes_per_token, plan.expanded, plan.attentions,
+        tuple((s.label, s.bytes_per_token, s.window) for s in plan.stores),
+        len(plan.fixed), step.limit, error,
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:
@@ -182,33 +184,26 @@ def derive_decoder(
 
 def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
     """What the report says of each attention."""
-    for part in (g for g in (graph.prelude, graph) if g is not None):
+    for part in (*graph.stages.values(), graph):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
-            kernel = _chosen_later(node) if node.target in CHOSEN_LATER else _kernel(node)
-            yield dataclasses.replace(node.meta["attention"], kernel=kernel)
+            yield dataclasses.replace(node.meta["attention"], kernel=_kernel(node))
 
 
 def _kernel(node: fx.Node) -> KernelEntry:
-    """The kernel of an attention, with what is emitted for it."""
-    found, name = parts(node), str(node.args[6])
-    if not name:
-        return KernelEntry()
-    q, k, v = (n.meta["val"] for n in (found.q, *found.keys))
-    reads = [r.meta["val"] for r in found.reads]
-    return KernelEntry(name, KERNELS[name].source(parse(found.program), (q, k, v), reads))
-
-
-def _chosen_later(node: fx.Node) -> KernelEntry:
-    """What serves an attention where rows bring one new token, with what is emitted for it."""
-    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    name, text = "", ""
-    if node.target is CACHED[ATTENTION]:
-        q, _, _, *pages, reads, _, program, _, _, _, _, by = args
-        name, text = source_for_few(parse(program), q, (pages[0], pages[1]), reads, by)
-    elif node.target is CACHED[LATENT] and args[-2] != "never":
-        q, _, pages, *ups, reads, _, program, _, _, _, _, _, by = args
-        name, text = source_for_few(parse(program), *absorbed_operands(q, pages, *ups), reads, by)
-    return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", text)
+    """The kernel of an attention, with what is emitted for it. Where kernels are chosen at each call: the one
+    for rows that bring one new token."""
+    few = "", ""
+    match nodes.called(node.target, fx.node.map_arg(node.args, lambda n: n.meta["val"]), {}):  # type: ignore[arg-type]
+        case nodes.Attention(q=q, k=k, v=v, kernel=name) as found:
+            source = KERNELS[name].source(found.program, (q, k, v), found.reads) if name else ""
+            return KernelEntry(name, source)
+        case nodes.CachedAttention(k_pages=k, v_pages=v) as found:
+            few = source_for_few(found.program, found.q, (k, v), found.reads, found.by)
+        case nodes.CachedLatentAttention(absorb="auto" | "always") as found:
+            operands = absorbed_operands(found.q, found.pages, found.key_up, found.value_up, found.values)
+            few = source_for_few(found.program, *operands, found.reads, found.family)
+    name, source = few
+    return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", source)
 
 
 def _place_of_logits(structure: Structure) -> int:

@@ -21,7 +21,7 @@ from attngraph.api.options import Options
 from attngraph.capture.graph_breaks import Pieces
 from attngraph.capture.guards import call_key
 from attngraph.capture.structure import flatten
-from attngraph.capture.trace_lock import GATE
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -72,7 +72,7 @@ class CompiledModule(nn.Module):
             return self._target(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        with GATE.call():
+        with LOCK.call():
             key = call_key(leaves, spec, self._target)
             pieces = self._pieces.get(ALWAYS) or self._pieces.get(key)
             found = None if pieces is not None else self._find(key, tensors)
@@ -82,7 +82,7 @@ class CompiledModule(nn.Module):
             return pieces(*args, **kwargs)
         found = self._trace(key, tensors, args, kwargs)
         if found is not None:
-            with GATE.call():
+            with LOCK.call():
                 return found(tensors)
         where = ALWAYS if ALWAYS in self._pieces else key
         try:
@@ -105,7 +105,7 @@ class CompiledModule(nn.Module):
     ) -> Executable | None:
         """Trace for this call and keep the graph; None where the model must be captured in pieces."""
         # The trace is no part of the computation that saved-tensor hooks around us watch.
-        with GATE.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with LOCK.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             found = self._find(key, tensors)
             if found is not None:
                 return found
@@ -170,10 +170,10 @@ class CompiledModule(nn.Module):
 def _is_transformed() -> bool:
     """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the
     model's own operations. The model then runs as it is, inside that."""
-    if GATE.traces_here():
+    if LOCK.traces_here():
         return True
     # Torch's flags are for the whole process: while another thread traces they say nothing about us.
-    elsewhere = GATE.is_tracing()
+    elsewhere = LOCK.is_tracing()
     return (
         (not elsewhere and (torch.compiler.is_exporting() or torch.compiler.is_compiling()))
         or torch._C._functorch.peek_interpreter_stack() is not None

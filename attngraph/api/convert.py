@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from attngraph import pipeline
-from attngraph.capture.guards import ShapeGuard
-from attngraph.capture.structure import unflatten
-from attngraph.capture.trace import Captured, capture
+from attngraph.capture.captured import Captured
+from attngraph.capture.trace import capture
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ConversionError
-from attngraph.ir.graph.program_graph import Pooling, ProgramGraph
-from attngraph.ir.ops.nodes import parts
-from attngraph.passes.canonicalize import Canonicalize
+from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
+from attngraph.ir.ops import nodes
+from attngraph.passes import DEFAULT_PIPELINE
+from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.convert_heads import ConvertHeads
-from attngraph.passes.fuse_attention import FuseAttention
-from attngraph.passes.merge_heads import MergeHeads
-from attngraph.runtime.executable import fetcher
+from attngraph.runtime.executable import Executable
+from attngraph.runtime.machine import Machine
 
 SAMPLE_ROWS, SAMPLE_TOKENS = 2, 32
 
@@ -87,7 +87,7 @@ class ConvertedModel(nn.Module):
         super().__init__()
         self.model = model
         self._names, self._fixed = list(names), dict(fixed)
-        self._machine = _Machine(captured, self)
+        self._call = Executable(captured, self)
         self.forward = _named_like(model, self)  # type: ignore[method-assign]
         self.train(model.training)
 
@@ -105,11 +105,16 @@ class ConvertedModel(nn.Module):
                     f"the model was converted for calls with {name}={known!r}, found {value!r}. "
                     "Give convert_heads a sample call of that kind."
                 )
-        return self._machine(tensors)
+        if not torch.compiler.is_exporting() and not self._call.fits(tensors):
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+            raise ConversionError(
+                f"the converted graph does not hold for shapes {shapes}; convert with a sample of such sizes."
+            )
+        return self._call(tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModel:
         made = ConvertedModel(
-            copy.deepcopy(self.model, memo), self._machine.captured, self._names, self._fixed
+            copy.deepcopy(self.model, memo), self._call.captured, self._names, self._fixed
         )  # fmt: skip
         made.report = self.report
         return made
@@ -132,30 +137,7 @@ def _named_like(model: nn.Module, converted: ConvertedModel) -> Any:
     return forward
 
 
-class _Machine:
-    """The rewritten graph and what its calls need. It has no attributes for a trace to look into: it never
-    changes."""
-
-    __slots__ = ("captured", "fetch", "module", "sizes")
-
-    def __init__(self, captured: Captured, owner: nn.Module) -> None:
-        graph = captured.graph
-        self.captured, self.module = captured, graph.module
-        self.fetch = [fetcher(given, owner, graph.constants) for given in graph.inputs]
-        self.sizes = ShapeGuard(captured.shapes, graph.conditions)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        if not torch.compiler.is_exporting() and self.sizes.bind(tuple(t.shape for t in tensors)) is None:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-            raise ConversionError(
-                f"the converted graph does not hold for shapes {shapes}; convert with a sample of such sizes."
-            )
-        results = self.module(*(fetch(tensors) for fetch in self.fetch))
-        structure = self.captured.structure
-        leaves = [results[value] if kind == "tensor" else value for kind, value in structure.leaves]
-        return unflatten(leaves, structure.tree)
-
-
+@LOCK.trace()
 def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -> ConvertedModel:
     """The model with `kv_heads` key/value heads in every attention: each the mean of a group's projections.
 
@@ -181,7 +163,7 @@ def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
     captured = capture(model, (), given)
     graph = captured.graph
-    result = pipeline.run(graph, (Canonicalize(), FuseAttention(), MergeHeads()))
+    result = pipeline.run(graph, pipeline.split_at(DEFAULT_PIPELINE, AbsorbMLA.name)[0])
     if result.missed:
         first = result.missed[0]
         raise ConversionError(
@@ -193,8 +175,7 @@ def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -
     if written:
         raise ConversionError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
     copied = copy.deepcopy(model)
-    for name, pooling in graph.pooled.items():
-        _replace(copied, name.removeprefix("model."), pooling)
+    _pool_weights(copied, graph)
     fixed = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
     converted = ConvertedModel(copied, captured, names, fixed)
     converted.report = _report(model, converted, graph, before, given, kv_heads)
@@ -223,12 +204,24 @@ def _sample(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) ->
     return given
 
 
-def _replace(model: nn.Module, name: str, pooling: Pooling) -> None:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    parameter = module.get_parameter(last)
-    pooled = pooling.apply(parameter.detach())
-    setattr(module, last, nn.Parameter(pooled, requires_grad=parameter.requires_grad))
+def _pool_weights(model: nn.Module, graph: ProgramGraph) -> None:
+    """Give the model the means of its heads' weights as parameters, and the graph these in place of the stage
+    that computes them."""
+    stage = graph.stages.pop(Rate.WEIGHTS, None)
+    if stage is None:
+        return
+    holder = nn.Module()
+    holder.model = model
+    with torch.no_grad():
+        pooled = dict(zip((o.name for o in stage.outputs), Machine(stage, holder)(()), strict=True))
+    for name, value in pooled.items():
+        path, _, last = name.rpartition(".")
+        module = holder.get_submodule(path)
+        wanted = module.get_parameter(last).requires_grad
+        setattr(module, last, nn.Parameter(value, requires_grad=wanted))
+    graph.inputs = tuple(
+        Input("parameter", i.name) if i.kind == Rate.WEIGHTS.value else i for i in graph.inputs
+    )
 
 
 def _report(
@@ -238,7 +231,7 @@ def _report(
     def count(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    itemsize = next(parts(node).keys[0].meta["val"].dtype.itemsize for node in graph.attentions())
+    itemsize = nodes.AttentionOp.of(graph.attentions()[0]).q.meta["val"].dtype.itemsize
     widths = [(entry.kv_heads, entry.head_dim + entry.value_dim) for entry in before]
     cache = (sum(h * w for h, w in widths) * itemsize, sum(kv_heads * w for _, w in widths) * itemsize)
     kl = top1 = None

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from attngraph import pipeline
 from attngraph.errors import meant
-from attngraph.passes import DEFAULT_PIPELINE, PASSES, decoder_pipeline
+from attngraph.passes import PASSES, order
 from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
-from attngraph.passes.select_kernels import SelectKernels
 from attngraph.pipeline import Pass
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
@@ -46,18 +45,10 @@ class Options:
         """The passes of a model that keeps nothing."""
         if self.passes is not None:
             return pipeline.without(self.passes, self.disable)
-        family = "" if self.backend == "auto" else self.backend
-        steps: list[Pass] = []
-        for step in DEFAULT_PIPELINE:
-            if isinstance(step, SelectKernels):
-                step = SelectKernels(family)
-            elif isinstance(step, AbsorbMLA):
-                step = AbsorbMLA(self.absorb)
-            steps.append(step)
-        return pipeline.without(steps, self.disable)
+        return pipeline.without(order(self.backend, self.absorb), self.disable)
 
     def decoder_pipeline(self) -> tuple[Pass, ...]:
-        """The passes of a decoder, `InsertKVCache` among them with its places still to be filled in.
+        """The passes of a decoder; `InsertKVCache` is still to be told which argument and result it is about.
 
         Raises:
             ValueError: passes of the caller's own, or a decoder without what makes it one.
@@ -66,7 +57,7 @@ class Options:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
-        return pipeline.without(decoder_pipeline(self.backend, absorb=self.absorb), self.disable)
+        return pipeline.without(order(self.backend, self.absorb, decoder=True), self.disable)
 
 
 def make_options(

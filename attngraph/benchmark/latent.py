@@ -11,7 +11,7 @@ each candidate in turn within one run:
     transformers    the latent is kept and projected up again at every token
 
 Operations are those of matrix products as torch's own counter sees them, ours with `backend="reference"`,
-which computes everything by plain products; beside them stand the formulas of `attngraph/ir/cost.py`.
+which computes everything by plain products; beside them stand the formulas of `attngraph/ir/ops/cost.py`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attngraph.capture.exported import written_out
 from attngraph.capture.replaced import replaced
-from attngraph.ir.graph.program_graph import infer, may_alias
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import may_alias
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attngraph.capture.state import fingerprint
 from attngraph.capture.structure import is_value
-from attngraph.ir.graph.program_graph import holds
+from attngraph.ir.graph.conditions import holds
 
 
 def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> Any:

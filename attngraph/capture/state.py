@@ -248,9 +248,12 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _is_open(kind: type) -> bool:
-    """Whether an object of this class is no more than its attributes."""
+    """Whether an object of this class is no more than its attributes. Machines of ours never change in a way
+    that a trace could depend on."""
     if issubclass(kind, _OPEN):
         return True
+    if kind.__module__.startswith("attngraph.runtime."):
+        return False
     made_here = all(k is object or k.__flags__ & _HEAP_TYPE for k in kind.__mro__)
     return made_here and (not _is_foreign(kind.__module__) or kind.__module__.startswith("torch."))
 

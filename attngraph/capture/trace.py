@@ -9,7 +9,6 @@ results that the executable copies back. Regions without gradients become `detac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import functools
 import inspect
@@ -19,7 +18,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,14 +28,15 @@ from torch.export import Dim
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture import exported
+from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.replaced import replaced
 from attngraph.capture.state import Snapshot, fingerprint, has_hooks
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.program_graph import ProgramGraph, accept
 from attngraph.ir.graph.source import short_path
+from attngraph.ir.graph.verify import accept
 
 log = logging.getLogger(__name__)
 _CHATTY = (
@@ -45,37 +45,6 @@ _CHATTY = (
     "torch.export._trace",
     "torch._subclasses.fake_tensor",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Structure:
-    """How a call's results go back together: the tree, and for each leaf either the position of a
-    tensor among the graph's values, a size to be worked out, or a fixed value."""
-
-    tree: TreeSpec
-    leaves: tuple[tuple[str, Any], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Captured:
-    """A program graph, how its results go back together, and when it is valid.
-
-    `shapes` has the shape (numbers and sympy expressions) of each tensor argument.
-    """
-
-    graph: ProgramGraph
-    structure: Structure
-    shapes: tuple[tuple[Any, ...], ...]
-
-    def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
-        """The dimensions of the arguments, (argument, dimension), that these symbolic sizes stand for."""
-        names = set(sizes)
-        return frozenset(
-            (argument, dim)
-            for argument, shape in enumerate(self.shapes)
-            for dim, extent in enumerate(shape)
-            if names & {str(s) for s in getattr(extent, "free_symbols", ())}
-        )
 
 
 class _Recorded:

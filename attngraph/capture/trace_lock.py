@@ -1,7 +1,9 @@
 """Calls and traces from several threads.
 
-torch.export swaps a model's weights for fakes while it traces, so no call may run meanwhile. Any number
-of calls run at once; a trace waits for them and keeps new ones waiting until it is done.
+torch.export swaps a model's weights for fakes while it traces, and checking what was traced changes settings
+of the whole process, so no call may run meanwhile. Any number of calls run at once; a trace waits for them
+and keeps new ones waiting until it is done. Whatever traces holds the lock (`api/build.py`,
+`api/convert.py`), and so does whatever calls (`runtime/machine.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 
-class Gate:
+class TraceLock:
     """Calls share it, a trace has it alone. A thread that traces may trace and call inside."""
 
     def __init__(self) -> None:
@@ -57,5 +59,5 @@ class Gate:
                     self._changed.notify_all()
 
 
-GATE = Gate()
+LOCK = TraceLock()
 """One for all models: they may share weights."""

@@ -16,7 +16,7 @@ from attngraph.cli.target import TargetError
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph
-from attngraph.ir.ops.nodes import ATTENTION
+from attngraph.ir.ops import nodes
 from attngraph.passes import PASSES, pass_named
 from attngraph.passes.fuse_attention import describe
 from attngraph.report.dump import Dump, notes_of, read_graph_file
@@ -88,5 +88,5 @@ def run(options: argparse.Namespace) -> int:
 def _describe_attentions(graph: ProgramGraph) -> None:
     """Passes after fusing go by what is said of each attention, which no text holds."""
     for node in graph.attentions():
-        if node.target is ATTENTION:
+        if isinstance(nodes.view(node), nodes.Attention):
             node.meta["attention"] = describe(node, graph.hints)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state import fingerprint
+from attngraph.capture.guards import call_key
+from attngraph.capture.structure import flatten
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
 from attngraph.report.report import CompileReport
 from attngraph.runtime import generate as generating
@@ -26,6 +28,8 @@ from attngraph.runtime.step import Step
 Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 MASK, DECODER_IDS = "attention_mask", "decoder_input_ids"
 EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
+MOST_STEPS = 8
+"""Derived graphs that a decoder keeps, the latest used last; an older one is derived anew if it is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,19 +280,26 @@ class Decoder(nn.Module):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
-        key = (
-            packed.ids.dtype, packed.ids.device, tuple(packed.ids.shape[2:]),
-            tuple(sorted((n, _about(v)) for n, v in inputs.items())),
-            torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), fingerprint([model]),
-        )  # fmt: skip
+        leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
+        with LOCK.call(), torch.no_grad():
+            key = call_key(leaves, spec, model), tuple(packed.ids.shape[2:])
+            found = self._valid(key)
+        if found is not None:
+            return found
+        with LOCK.trace():
+            found = self._valid(key)  # another thread may have derived it meanwhile
+            if found is None:
+                found = self._derived(name, packed, inputs)
+                self._steps.pop(key, None)
+                self._steps[key] = found
+                while len(self._steps) > MOST_STEPS:
+                    self._steps.pop(next(iter(self._steps)))
+            return found
+
+    def _valid(self, key: Any) -> Step | None:
+        """The step that was derived for such calls, if what it relied on is still so."""
         found = self._steps.get(key)
-        if found is None or not found.is_valid():
-            found = self._derived(name, packed, inputs)
-            self._steps.pop(key, None)
-            self._steps[key] = found
-            while len(self._steps) > 8:
-                self._steps.pop(next(iter(self._steps)))
-        return found
+        return found if found is not None and found.is_valid() else None
 
     def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
         """A new step. An input that is as long as the prompt may be so by chance: if it cannot be cut to the
@@ -371,12 +382,6 @@ class Decoder(nn.Module):
             else:
                 raise ValueError(f"the model needs {name} for every token; give it to decode as well.")
         return found
-
-
-def _about(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return str(value.dtype), value.ndim, str(value.device)
-    return repr(value)
 
 
 def _unpacked(logits: Tensor, packed: Packed) -> Tensor:

@@ -18,8 +18,10 @@ from torch.utils import _pytree as pytree
 
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.ops import nodes
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
 
 TOLERANCE = 1e-8
@@ -36,21 +38,13 @@ class Widened(fx.Interpreter):
         if name.startswith("aten._assert_tensor_metadata"):
             return None  # of the dtypes as they were
         args, kwargs = pytree.tree_map(_widened, (args, kwargs))
-        if name.startswith("attngraph.attention."):
-            args, kwargs = (*args[:6], "reference"), {}
-        if name.startswith("attngraph.cached_attention."):
-            args, kwargs = (*args[:12], "reference"), {}
-        if name.startswith("attngraph.latent_attention."):
-            args, kwargs = (*args[:8], "always", "reference"), {}
-        if name.startswith("attngraph.cached_latent_attention."):
-            # Either order of multiplication may be chosen later: where they differ, nothing is right.
-            one, other = (
-                super(Widened, self).call_function(target, (*args[:13], way, "reference"), {})
-                for way in ("always", "never")
-            )
-            same = torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-            return one if same else torch.full_like(one, math.inf)
-        return pytree.tree_map(_widened, super().call_function(target, args, kwargs))
+        attention = nodes.called(target, args, kwargs)
+        if attention is None:
+            return pytree.tree_map(_widened, super().call_function(target, args, kwargs))
+        # Any order of multiplication may be chosen later: where they differ, nothing is right.
+        one, *others = (target(*way.args) for way in attention.references())
+        same = all(torch.allclose(one, o, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True) for o in others)
+        return one if same else torch.full_like(one, math.inf)
 
 
 def _widened(value: Any) -> Any:
@@ -80,8 +74,7 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         generator = torch.Generator().manual_seed(0)
         order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
         full = {n: _stretched(v, order) if n in step.arguments else v for n, v in arguments.items()}
-        inputs = _inputs(whole, step, full)
-        wanted = Widened(whole.module).run(*inputs)[result]
+        wanted = Machine(whole, step.owner, names=step.names)(full, interpret=Widened)[result]
         found = _by_steps(step, full, name, lengths)
         scale = float(wanted.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
         worst = 0.0
@@ -133,10 +126,6 @@ def _poison(store: Tensor, state: KVCache) -> None:
 def _stretched(value: Tensor, order: Tensor) -> Tensor:
     """What an argument brings for every token, for as many tokens as the trial has."""
     return torch.stack([row[places] for row, places in zip(value, order, strict=True)])
-
-
-def _inputs(whole: ProgramGraph, step: Step, full: Mapping[str, Any]) -> list[Any]:
-    return [step.fetch(given, full) for given in whole.inputs]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The graphs of a decoder with what their calls need: a prelude for each prompt, a step for new tokens."""
+"""A derived decoder's two machines: one for what a prompt gives once, one for new tokens."""
 
 from __future__ import annotations
 
@@ -6,39 +6,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from attngraph.capture.guards import ValueGuard
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, holds
+from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.report.report import CompileReport
-from attngraph.runtime.executable import ahead_of, fetcher
 from attngraph.runtime.kv_cache import KVCache
-
-Run = Callable[..., Sequence[Any]]
-Interpret = Callable[[fx.GraphModule], fx.Interpreter]
+from attngraph.runtime.machine import Interpret, Machine, Run
 
 
 class Step:
     """One derived decoder.
 
     Args:
-        graph: lowered, with a cache plan.
+        graph: lowered, with a plan of what it keeps.
         owner: the module whose parameters and buffers the graph's inputs name.
         name: the model's argument that takes the tokens. names: its argument of each number.
-        run: what computes a graph's results (the graph itself, or compiled further), for step and prelude.
+        run: what computes a graph's results (the graph itself, or compiled further).
     """
 
     def __init__(
         self, graph: ProgramGraph, owner: nn.Module, name: str, names: Sequence[str], report: CompileReport,
         run: Callable[[ProgramGraph], Run],
     ) -> None:  # fmt: skip
-        assert graph.cache is not None
-        self.graph, self.plan, self.report = graph, graph.cache, report
+        assert graph.state is not None
+        self.graph, self.plan, self.report = graph, graph.state, report
         self.name, self.names, self.owner = name, list(names), owner
-        self._step = _Call(graph, owner, names, run(graph))
-        self._prelude = (
-            None if graph.prelude is None else _Call(graph.prelude, owner, names, run(graph.prelude))
-        )
+        self._step = Machine(graph, owner, run, names)
+        prompt = graph.stages.get(Rate.PROMPT)
+        self._prompt = None if prompt is None else Machine(prompt, owner, run, names)
         self.limit = self._limit()
 
     @property
@@ -49,22 +45,16 @@ class Step:
     @property
     def prompt_arguments(self) -> frozenset[str]:
         """The model's arguments that are needed once for a prompt."""
-        return frozenset(() if self._prelude is None else self._prelude.arguments)
+        return frozenset(() if self._prompt is None else self._prompt.arguments)
 
     def is_valid(self) -> bool:
         """Whether the buffers whose values the graph relies on still hold them."""
-        return self._step.is_valid() and (self._prelude is None or self._prelude.is_valid())
-
-    def fetch(self, given: Input, arguments: Mapping[str, Tensor]) -> Tensor:
-        """What an input of the captured model stands for."""
-        if given.kind == "argument":
-            return arguments[self.names[int(given.name)]]
-        return fetcher(given, self.owner, self.graph.constants)(())
+        return self._step.is_valid() and (self._prompt is None or self._prompt.is_valid())
 
     def begin(self, state: KVCache, arguments: Mapping[str, Tensor], run: Interpret | None = None) -> None:
         """Compute what does not depend on the tokens."""
-        if self._prelude is not None:
-            values = self._prelude(arguments, {}, run)
+        if self._prompt is not None:
+            values = self._prompt(arguments, None, run)
             state.fixed = {about.name: v for about, v in zip(self.plan.fixed, values, strict=True)}
 
     def advance(
@@ -119,37 +109,3 @@ class Step:
             else:
                 high = middle
         return low
-
-
-class _Call:
-    """A graph and where each of its inputs comes from."""
-
-    def __init__(self, graph: ProgramGraph, owner: nn.Module, names: Sequence[str], run: Run) -> None:
-        self.run, self.module = run, graph.module
-        self.fetch: list[tuple[str, Any]] = []
-        self.ahead = ahead_of(graph, owner)
-        for given in graph.inputs:
-            if given.kind == "argument":
-                self.fetch.append(("argument", names[int(given.name)]))
-            elif given.kind in ("parameter", "buffer", "constant"):
-                self.fetch.append(("own", fetcher(given, owner, graph.constants)))
-            else:
-                self.fetch.append(("state", given.name))
-        self.arguments = [what for kind, what in self.fetch if kind == "argument"]
-        known = dict(zip((p.name for p in graph.placeholders()), self.fetch, strict=True))
-        self._assumed = [known[n][1] for n in sorted(graph.assumed) if n in known]
-        self._values = ValueGuard([fetch([]) for fetch in self._assumed])
-
-    def is_valid(self) -> bool:
-        return self._values.holds([fetch([]) for fetch in self._assumed])
-
-    def __call__(
-        self, arguments: Mapping[str, Tensor], given: Mapping[str, Tensor], run: Interpret | None = None
-    ) -> Sequence[Any]:
-        if self.ahead is not None:
-            given = {**given, **self.ahead.values(run)}
-        inputs = [
-            what(()) if kind == "own" else arguments[what] if kind == "argument" else given[what]
-            for kind, what in self.fetch
-        ]
-        return self.run(*inputs) if run is None else run(self.module).run(*inputs)

@@ -62,8 +62,8 @@ class Flash(Kernel):
         q, k, v = (_rows(t) for t in operands)
         causal = bool(program.keeps)
         members = [_forward(member, k, v, 0.0, causal, scale=program.scale) for member in _members(q, k)]
-        out = _join([m[0] for m in members], q)
-        lse = _join([m[1] for m in members], q)
+        out = _join([m[0] for m in members])
+        lse = _join([m[1] for m in members])
         if not self._fill_hides(program, dot, k.shape[2], lse, sizes):
             return self._otherwise.forward(program, operands, reads, sizes)
         return out, lse
@@ -97,7 +97,7 @@ class Flash(Kernel):
         for place, read in enumerate(reads):
             if read.is_floating_point():
                 none[place] = torch.zeros_like(read)
-        return [_join([f[0] for f in found], q), grad_k, grad_v, *none]
+        return [_join([f[0] for f in found]), grad_k, grad_v, *none]
 
     def _fill_hides(
         self, program: ScoreProgram, dot: float, keys: int, lse: Tensor, sizes: Sequence[int]
@@ -127,5 +127,5 @@ def _members(tensor: Tensor, k: Tensor) -> list[Tensor]:
     return [tensor] if group == 1 else [tensor[:, member::group] for member in range(group)]
 
 
-def _join(parts: list[Tensor], q: Tensor) -> Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)

@@ -141,7 +141,7 @@ class _Work:
         rows = (slice(*tile.b), slice(None), slice(run.start, run.stop))
         here = Tile(tile.b, tile.h, tile.q, (run.start, run.stop))
         sources = self.reads if reads is None else reads
-        env = kernels.environment(self.program, here, sources, self.sizes, self.q)
+        env = kernels.environment(here, sources, self.sizes, self.q)
         return (self.k[rows] if k is None else k, self.v[rows] if v is None else v, env, run.skip)
 
     def add_gradients(self, tile: Tile, grads: tuple[Tensor, Tensor], totals: list[Tensor | None]) -> None:

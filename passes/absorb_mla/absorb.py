@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, move_to_stage
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram
 from attngraph.ir.ops import cost
 from attngraph.ir.ops.cost import LatentSizes
 from attngraph.ir.ops.latent_attention import ABSORB, sizes_of
-from attngraph.ir.ops.nodes import ATTENTION, LATENT
+from attngraph.ir.ops.nodes import Attention, AttentionOp, LatentAttention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretch
@@ -44,7 +43,6 @@ from attngraph.passes.absorb_mla.fold_weights import (
     NotFolded,
     fold_query,
     fold_result,
-    hoist,
     projection_of,
 )
 from attngraph.passes.build import Builder, NoSize
@@ -88,7 +86,8 @@ class AbsorbMLA:
                 outcome.notes.append(note)
         graph.clean()
         if absorption.products:
-            hoist(graph, absorption.products)
+            products = {f"folded{number}": value for number, value in enumerate(absorption.products)}
+            move_to_stage(graph, Rate.WEIGHTS, products)
         return outcome
 
 
@@ -123,8 +122,8 @@ class _Operands:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """`new` is to take the place of `old`. `products` of weights are to be computed ahead; `sources`: what
-    both are computed from, besides latents and projections."""
+    """`new` is to take the place of `old`. `products` of weights are to be computed beforehand; `sources`:
+    what both are computed from, besides latents and projections."""
 
     old: fx.Node
     new: fx.Node
@@ -162,29 +161,28 @@ class _Absorption:
         Raises:
             _Refused: it has none, or its biases do not cancel, or nothing would be saved.
         """
-        args: Any = node.args
-        q, k, v = args[:3]
-        if node.target is not ATTENTION or args[6] or any(user.args[1] != 0 for user in node.users):
+        view = AttentionOp.of(node)
+        if not isinstance(view, Attention) or view.kernel or any(user.args[1] != 0 for user in node.users):
             raise _Refused("the model itself says how it is computed", tell=False)
-        found = self.latents.examine(k, v)
+        found = self.latents.examine(view.k, view.v)
         if isinstance(found, Obstacle):
             raise _Refused(found.reason, tell=found.is_near)
-        expanded = _width(k, v)
+        expanded = _width(view)
         if found.width >= expanded:
             raise _Refused(f"a latent of {found.width} values saves nothing", tell=False)
-        if not found.values.up and found.projected is None and self._is_shared_already(k, found):
+        if not found.values.up and found.projected is None and self._is_shared_already(found):
             raise _Refused("its values are a part of its keys already", tell=False)
-        program = parse(str(args[5]))
+        program = view.program
         if found.projected and found.projected.bias and not _ignores_shift(program):
             raise _Refused("a bias of its keys does not cancel: the scores are not only shifted by it")
         if found.values.bias and (program.sink is not None or program.changes_weights):
             raise _Refused("a bias of its values is weighed by weights that do not add up to one")
-        if any(v.base.meta["val"].dtype != q.meta["val"].dtype for s in (*found.keys, found.values)
+        if any(v.base.meta["val"].dtype != view.q.meta["val"].dtype for s in (*found.keys, found.values)
                for v in (s.source, s.up, s.bias) if v is not None):  # fmt: skip
             raise _Refused("its latent and its queries differ in dtype")
         return found
 
-    def _is_shared_already(self, k: fx.Node, found: Latent) -> bool:
+    def _is_shared_already(self, found: Latent) -> bool:
         (first, *more) = found.keys
         return not more and first.source.base is found.values.source.base
 
@@ -219,7 +217,7 @@ class _Absorption:
 
     def _operands(self, builder: Builder, node: fx.Node, found: Latent) -> _Operands:
         """The latents side by side, the projections, and the query with its parts in the keys' order."""
-        q: Any = node.args[0]
+        q = Attention.of(node).q
         keys = sorted(found.keys, key=lambda s: s.up is None)  # what is projected comes first
         offsets: dict[object, int] = {}
         parts: list[fx.Node] = []
@@ -245,33 +243,34 @@ class _Absorption:
 
     def _shared(self, builder: Builder, node: fx.Node, given: _Operands) -> _Change:
         """Nothing is projected up: values become a part of the keys."""
-        args: Any = node.args
+        view = Attention.of(node)
         (old,) = node.users
-        own = given.views(builder)
-        whole = builder.call(ATTENTION, given.q, *own, *args[3:])
-        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(*args[1:3]))
+        k, v = given.views(builder)
+        whole = builder.attention(view.replace(q=given.q, k=k, v=v))
+        entry = LatentEntry(int(given.shared.meta["val"].shape[3]), _width(view))
         whole.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
-        return _Change(old, builder.call(operator.getitem, whole, 0), entry, (), (args[0],))
+        return _Change(old, builder.call(operator.getitem, whole, 0), entry, (), (view.q,))
 
     def _latent(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
         """The order of multiplication is chosen at each call."""
-        args: Any = node.args
+        view = Attention.of(node)
         (old,) = node.users
         sizes = given.sizes()
         entry = self._decide(sizes, given)
-        new = builder.call(
-            LATENT, given.q, given.shared, given.key_up, given.value_up, list(given.values), *args[3:6],
-            self.options.absorb, "",
+        latent = LatentAttention(
+            q=given.q, latent=given.shared, key_up=given.key_up, value_up=given.value_up, values=given.values,
+            reads=view.reads, sizes=view.sizes, program=view.program, absorb=self.options.absorb,
         )  # fmt: skip
+        new = builder.attention(latent)
         new.meta["attention"] = dataclasses.replace(node.meta["attention"], latent=entry)
-        return _Change(old, self._with_bias(builder, new, found.values), entry, (), (args[0],))
+        return _Change(old, self._with_bias(builder, new, found.values), entry, (), (view.q,))
 
     def _folded(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
         """Absorbed in plain operations, with the products of weights made ahead as far as there are some."""
-        args: Any = node.args
+        view = Attention.of(node)
         (old,) = node.users
         sizes = given.sizes()
-        query, done, apart, sources, wasted = given.q, [], [], [args[0]], 0
+        query, done, apart, sources, wasted = given.q, [], [], [view.q], 0
         if given.key_up is not None:
             try:
                 done.append(self._of_weights(fold_query(builder, self.latents, given.q, given.key_up)))
@@ -284,7 +283,8 @@ class _Absorption:
             if sizes.shared:
                 rest = _part(builder, given.q, sizes.nope, sizes.shared)
                 query = builder.call(aten.cat.default, [query, rest], -1)
-        whole = builder.call(ATTENTION, query, *given.views(builder), *args[3:])
+        k, v = given.views(builder)
+        whole = builder.attention(view.replace(q=query, k=k, v=v))
         mixed = builder.call(operator.getitem, whole, 0)
         result = mixed
         if given.value_up is not None:
@@ -375,9 +375,9 @@ class _Absorption:
 
     def _check(self, change: _Change, found: Latent, node: fx.Node) -> Verdict:
         """Compare with what there was, as functions of what both are made of."""
-        args: Any = node.args
+        view = Attention.of(node)
         views = [v for s in (*found.keys, found.values) for v in (s.source, s.up, s.bias) if v is not None]
-        leaves = list(dict.fromkeys([*change.sources, *(v.base for v in views), *args[3]]))
+        leaves = list(dict.fromkeys([*change.sources, *(v.base for v in views), *view.reads]))
         order = check.region((change.old, change.new), leaves)
         key = check.fingerprint(order, {n: None for n in order if n in leaves or n.op == "placeholder"})
         if key not in self.checked:
@@ -401,9 +401,10 @@ def _each_head(builder: Builder, x: fx.Node, weight: fx.Node) -> fx.Node:
     return builder.call(aten.matmul.default, x, weight)
 
 
-def _width(k: fx.Node, v: fx.Node) -> int:
+def _width(attention: Attention) -> int:
     """Values of one token in keys and values as they are."""
-    return sum(int(n.meta["val"].shape[1]) * int(n.meta["val"].shape[3]) for n in (k, v))
+    shapes = [n.meta["val"].shape for n in attention.keys]
+    return sum(int(shape[1]) * int(shape[3]) for shape in shapes)
 
 
 def _ignores_shift(program: ScoreProgram) -> bool:

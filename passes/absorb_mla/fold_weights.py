@@ -1,21 +1,18 @@
-"""Multiplying weights ahead: two projections in a row become one stored matrix. Used by `absorb_mla`.
+"""Multiplying weights beforehand: two projections in a row become one stored matrix. Used by `absorb_mla`.
 
 A query that is projected (x W_q) and then looks at latents through W_uk, and a weighted sum of latents that
 goes through W_uv and then through the output projection, each pass two matrices. Their products
-W_q W_uk^T and W_uv W_o depend on weights alone: `hoist` moves such values out of the graph, to be computed
-before the first call and again when a weight changes (`runtime/ahead.py`). The products are larger than
-their factors where the inner width is small; the report says by how much.
+W_q W_uk^T and W_uv W_o depend on weights alone, so they move to the stage that runs when a weight changes.
+The products are larger than their factors where the inner width is small; the report says by how much.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, part_of
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -179,18 +176,3 @@ def fold_result(builder: Builder, mixed: fx.Node, value_up: fx.Node, to: Project
     before = heads * value * out + groups * value * rank
     sources = [to.weight[0], *([] if to.bias is None else [to.bias])]
     return Folded(made, (product,), before, heads * rank * out, tuple(sources), out)
-
-
-def hoist(graph: ProgramGraph, values: Sequence[fx.Node]) -> None:
-    """Make values that depend on weights alone inputs of the graph, computed ahead."""
-    known = graph.ahead.outputs if graph.ahead is not None else ()
-    assert not known, "values are hoisted once"
-    graph.ahead = part_of(graph, values)
-    last = graph.placeholders()[-1]
-    for number, value in enumerate(values):
-        with graph.graph.inserting_after(last):
-            last = graph.graph.placeholder(f"ahead_{number}")
-        last.meta = {"val": value.meta["val"]}
-        value.replace_all_uses_with(last)
-        graph.inputs = (*graph.inputs, Input("ahead", f"ahead{number}"))
-    graph.clean()

@@ -6,7 +6,7 @@ give a token the same whatever stands beside it: the graph is given the new toke
 packed sequence, `[1, N]`, and only three things are rewritten. What follows from a token's place is computed
 from a vector of positions (`shift_positions`); attention looks at pages of what was kept and at the new
 tokens (`attngraph::cached_attention`, the score program unchanged); what does not depend on the tokens at
-all (an encoder, keys computed from it) moves into a prelude that runs once for a prompt. What is kept is a
+all (an encoder, keys computed from it) moves into a stage that runs once for a prompt. What is kept is a
 minimum cut (`meaning/tokens/kv_cut.py`); the new share of it is a result, written to the pages after the
 step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
@@ -26,10 +26,9 @@ from attngraph.ir.graph.program_graph import Level, Output, ProgramGraph, is_siz
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Store
-from attngraph.ir.ops.nodes import ATTENTION, CACHED, parts
+from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept
 from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
@@ -150,7 +149,7 @@ class _Step:
         values: Any = output.args[0]
         output.args = ((*values, *kept),)
         self.graph.outputs = (*self.graph.outputs, *(Output("pages", self.stores[n].name) for n in kept))
-        self.graph.cache = CachePlan(
+        self.graph.state = CachePlan(
             tuple(self.stores.values()),
             tuple(self.fixed.found.values()),
             self.expanded,
@@ -206,9 +205,9 @@ class _Step:
 
     def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
         """What later tokens need of a token: keys, values, and what the scores read at positions."""
-        _, keys, _, reads, *_ = parts(node)
-        reads_tokens = [r for r in reads if any(self.space.token in d for d in self.tokens[r].axes)]
-        return [*([] if self.tokens[keys[0]].kind is Kind.FIXED else keys), *reads_tokens]
+        view = AttentionOp.of(node)
+        reads_tokens = [r for r in view.reads if any(self.space.token in d for d in self.tokens[r].axes)]
+        return [*([] if self.tokens[view.keys[0]].kind is Kind.FIXED else view.keys), *reads_tokens]
 
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """The kept values that an operand is a view of."""
@@ -241,7 +240,7 @@ class _Step:
     # --- attention ---
 
     def _look_at_pages(self, node: fx.Node) -> None:
-        whole = parts(node)
+        whole = AttentionOp.of(node)
         builder = Builder(self.graph, node)
         if self.tokens[whole.keys[0]].kind is Kind.FIXED:
             window: int | None = None
@@ -259,18 +258,17 @@ class _Step:
                 self._widen(stores)
             pages = [self._replay(builder, n) for n in whole.keys]
             new, table, held = list(whole.keys), self.inputs.table(window), self.inputs.rows("first")
-        self._note_rows(parse(whole.program), whole.reads)
-        made = builder.call(
-            CACHED[node.target], whole.q,  # type: ignore[index]
-            *new, *pages, *whole.weights,
-            [self._read(builder, r) for r in whole.reads], list(whole.sizes), whole.program,
-            table, self.inputs.rows("starts"), self.inputs.rows("first"), held, *whole.chosen,
+        self._note_rows(whole.program, whole.reads)
+        cached = whole.over_cache(
+            new, pages, reads=[self._read(builder, r) for r in whole.reads],
+            table=table, starts=self.inputs.rows("starts"), first=self.inputs.rows("first"), held=held,
         )  # fmt: skip
+        made = builder.attention(cached)
         made.meta["attention"] = node.meta["attention"]
-        for user in list(node.users) if node.target is ATTENTION else [node]:
+        for user in [n for n in node.users if n.target is operator.getitem] or [node]:
             user.replace_all_uses_with(made)
             if user is not node:
-                assert user.target is operator.getitem and user.args[1] == 0
+                assert user.args[1] == 0
                 self.graph.graph.erase_node(user)
         self.tokens.facts[made] = self.tokens[node]
         self.graph.graph.erase_node(node)
@@ -353,7 +351,7 @@ class _Step:
             node.meta["tokens"] = fact.describe(self.space)
 
     def _note(self, attentions: Sequence[fx.Node]) -> None:
-        plan = self.graph.cache
+        plan = self.graph.state
         assert plan is not None
         self.outcome.notes.insert(
             0,

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
-from attngraph.ir.ops.nodes import CACHED
+from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.tokens import Kind, Tokens
 from attngraph.passes.build import Builder, built
@@ -85,7 +85,7 @@ def _bottlenecks(
     chain: list[tuple[fx.Node, set[fx.Node]]] = []
     while isinstance(result, fx.Node):
         tail = nx.descendants(view, result)
-        if any(n.target in CACHED.values() or n in kept for n in tail) or result in kept:
+        if any(isinstance(nodes.view(n), nodes.Cached) or n in kept for n in tail) or result in kept:
             break
         chain.append((result, tail))
         result = above[result]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.ops.cached_attention import Store
 from attngraph.meaning.tokens.tokens import Tokens
@@ -67,8 +67,8 @@ class StepInputs:
         return self.take("pages", store.name, [n or None for n in store.shape], store.dtype)
 
     def fixed(self, name: str, value: Any) -> fx.Node:
-        """What the prelude computed, like `value`."""
-        made = self.take("fixed", name, [], value.dtype)
+        """What the prompt's stage computed, like `value`."""
+        made = self.take(Rate.PROMPT.value, name, [], value.dtype)
         made.meta["val"] = value
         return made
 
@@ -78,14 +78,9 @@ class StepInputs:
         Raises:
             NoDecoderError: one of the model's own is needed that does not depend on the tokens.
         """
-        kept: list[Input] = []
         for node, given in zip(self.graph.placeholders(), self.graph.inputs, strict=True):
-            if node.users or given.kind in ("parameter", "buffer", "constant"):
-                kept.append(given)
-                if given.kind == "argument" and not self.tokens.depends_on_tokens(node):
-                    user = source_of(next(iter(node.users)))
-                    raise NoDecoderError(f"a size of input {given.name} is needed for every token ({user}).")
-            else:
-                self.graph.graph.erase_node(node)
-        self.graph.inputs = tuple(kept)
-        self.graph.module.recompile()
+            if node.users and given.kind == "argument" and not self.tokens.depends_on_tokens(node):
+                user = source_of(next(iter(node.users)))
+                raise NoDecoderError(f"a size of input {given.name} is needed for every token ({user}).")
+        own = ("parameter", "buffer", "constant")
+        self.graph.drop_inputs(lambda node, given: not node.users and given.kind not in own)

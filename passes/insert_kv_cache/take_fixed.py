@@ -1,6 +1,6 @@
-"""What does not depend on the tokens at all (an encoder, keys made from it) moves into a prelude.
+"""What does not depend on the tokens at all (an encoder, keys made from it) moves into the prompt's stage.
 
-The prelude runs once for a prompt; the graph of a step gets its results as inputs. Cut is where such a value
+It runs once for a prompt; the graph of a step gets its results as inputs. Cut is where such a value
 is used beside one that follows the tokens, as far as it depends on other arguments of the model: what
 weights alone give stays where it is.
 """
@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name, part_of
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate, is_size, op_name, part_of
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Fixed
-from attngraph.ir.ops.nodes import CACHED
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.tokens.tokens import Kind, Tokens
 from attngraph.passes.build import Builder, built
@@ -30,7 +30,7 @@ class FixedValues:
     """The fixed values of one graph.
 
     Attributes:
-        found: the values that become results of the prelude.
+        found: the values that become results of the stage.
         row_dims: dimensions that are the batch, known from how scores read a value.
     """
 
@@ -41,7 +41,7 @@ class FixedValues:
         self.found: dict[fx.Node, Fixed] = {}
 
     def value(self, node: fx.Node) -> fx.Node:
-        """A value of the prelude."""
+        """A value of the prompt's stage."""
         if node not in self.found:
             fact = self.tokens[node]
             place = self.space.place(fact.axes, self.space.row) if self.space.row is not None else None
@@ -91,7 +91,8 @@ class FixedValues:
                     continue
                 node.replace_input_with(operand, self._taken(node, operand))
         if self.found:
-            self.graph.prelude = part_of(self.graph, list(self.found))
+            values = {about.name: node for node, about in self.found.items()}
+            self.graph.stages[Rate.PROMPT] = part_of(self.graph, values)
 
     def _is_fixed(self, node: fx.Node) -> bool:
         fact = self.tokens.facts.get(node)
@@ -106,7 +107,7 @@ class FixedValues:
         fact = self.tokens[operand]
         made = self.value(operand)
         place = self.found[operand].row_dim
-        if place is None or node.target in CACHED.values():
+        if place is None or isinstance(nodes.view(node), nodes.Cached):
             return made
         # A value of each sequence beside values of tokens: each token takes its own sequence's.
         own, wanted = self.tokens.facts.get(node), self.space.token

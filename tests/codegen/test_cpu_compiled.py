@@ -50,7 +50,7 @@ def magnitude(program: ScoreProgram, q: Tensor, k: Tensor, reads: Reads, sizes: 
     group = q.shape[1] // k.shape[1]
     dot = q.double() @ k.double().repeat_interleave(group, 1).mT
     tile = Tile((0, q.shape[0]), (0, q.shape[1]), (0, q.shape[2]), (0, k.shape[2]))
-    env = kernels.environment(program, tile, double(reads), sizes, q.double())
+    env = kernels.environment(tile, double(reads), sizes, q.double())
     kept = ScoreProgram(tuple(s for s in program.statements if not hasattr(s, "predicate")))
     both = [evaluate.scores(p, dot, env) for p in (program, kept)]
     return max(float(s.nan_to_num(0, 0, 0).abs().max()) for s in both)

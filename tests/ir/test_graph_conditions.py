@@ -8,7 +8,7 @@ import pytest
 import sympy
 from torch.utils._sympy import functions as torch_functions
 
-from attngraph.ir.graph.program_graph import holds
+from attngraph.ir.graph.conditions import holds
 
 N = sympy.Symbol("n", integer=True, positive=True)
 

@@ -15,8 +15,9 @@ from attngraph import pipeline
 from attngraph.capture.trace import capture
 from attngraph.errors import TextError
 from attngraph.ir.graph.printer import format_file
-from attngraph.ir.graph.program_graph import ProgramGraph, verify
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.reader import read_graph
+from attngraph.ir.graph.verify import verify
 from attngraph.models import targets
 from attngraph.passes import DEFAULT_PIPELINE
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA

@@ -16,8 +16,9 @@ from torch import nn
 import attngraph
 from attngraph import pipeline
 from attngraph.errors import PassError, VerificationError
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, verify
-from attngraph.passes import DEFAULT_PIPELINE, PASSES, decoder_pipeline, pass_named
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.verify import verify
+from attngraph.passes import DEFAULT_PIPELINE, PASSES, order, pass_named
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
@@ -251,7 +252,7 @@ def test_a_decoder_goes_without_a_disabled_pass() -> None:
 def test_passes_are_made_by_name_and_options() -> None:
     assert pass_named("merge-heads") == DEFAULT_PIPELINE[2]
     assert pass_named("absorb-mla(absorb='always', keeps=True)") == AbsorbMLA("always", True)
-    assert {step.name for step in PASSES} >= {step.name for step in decoder_pipeline()}
+    assert {step.name for step in PASSES} >= {step.name for step in order(decoder=True)}
 
 
 @pytest.mark.parametrize(

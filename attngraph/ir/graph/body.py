@@ -18,13 +18,14 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, has_free_unbacked_symbols
 
 from attngraph.ir.graph.formula import Formulas
+from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.literals import Formula, Name, TensorType, read_name, read_type, read_value, split
 from attngraph.ir.graph.overloads import implied
-from attngraph.ir.graph.program_graph import Input, Output, infer
+from attngraph.ir.graph.program_graph import Input, Output, Rate
 from attngraph.ir.language.score import ProgramError
-from attngraph.ir.ops.nodes import ATTENTION, LATENT
+from attngraph.ir.ops import nodes
 
-_KINDS = ("buffer", "constant", "ahead", "parameter")
+_KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter")
 _CACHED = ("cached_attention", "cached_latent_attention")
 _WORDS = ("kernel", "values", "absorb", "family")
 """Arguments of attention nodes that are words of ours, no values."""
@@ -80,8 +81,7 @@ class Body:
             )
         self.formulas.found(node, wanted.shape)
         self.values[name] = node
-        # The name in the model that the capture wrapped; it prints without the wrapper.
-        self.inputs.append(Input(kind, name[4:] if kind == "argument" else f"model.{read_name(name, '$')}"))
+        self.inputs.append(Input(kind, name[4:] if kind == "argument" else _whole_name(kind, name)))
 
     def statement(self, line: str, program: str) -> None:
         """A value, the name of a module, or the results. `program`: the lines of a score program under it."""
@@ -104,14 +104,14 @@ class Body:
         if op in _CACHED:
             raise ValueError("graphs of a decoder cannot be read back: what they keep is not in the text")
         args, kwargs = self._arguments(text)
-        if op == "attention":
-            whole = self._call(ATTENTION, [*args, *_reads(kwargs), program, kwargs.get("kernel", "")], {})
-            self.values[f"{name}.1"] = self._call(operator.getitem, [whole, 1], {})
-            node = self._call(operator.getitem, [whole, 0], {})
-        elif op == "latent_attention":
-            node = self._call(LATENT, [*args, *_latent(kwargs, program)], {})
+        if op in ("attention", "latent_attention"):
+            node = self._call(getattr(torch.ops.attngraph, op).default, args, _attention(kwargs, program))
+            node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
         else:
             node = self._call(_target(op, args, kwargs), args, kwargs)
+        if op == "attention":
+            self.values[f"{name}.1"] = self._call(operator.getitem, [node, 1], {})
+            node = self._call(operator.getitem, [node, 0], {})
         self.values[name] = node
         self._hold(node.meta["val"], wanted)
 
@@ -189,15 +189,22 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(buffer|argument|pages) (\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
+                r"(?:(?:(buffer|argument|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
             )
             assert found is not None  # anything at all is a value
             results.append(self._resolved(found[3]))
             order = tuple(int(n) for n in split(found[4])) if found[4] else ()
-            name = read_name(found[2], "$") if found[2] else ""
-            self.outputs.append(Output(found[1] or "value", f"model.{name}" if name else "", order))
+            kind = found[1] or "value"
+            self.outputs.append(Output(kind, _whole_name(kind, found[2]) if found[2] else "", order))
         self.graph.output(tuple(results))
         self.ended = True
+
+
+def _whole_name(kind: str, text: str) -> str:
+    """The name that prints like this. Names in the model print without the wrapper that capture puts around
+    it; results of stages have names of their own."""
+    name = read_name(text, "$")
+    return name if kind in ("value", Rate.WEIGHTS.value) else f"model.{name}"
 
 
 def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -217,21 +224,17 @@ def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _reads(kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """What a program reads as r0, r1, ... and as n0, n1, ...."""
-    found: dict[str, list[Any]] = {"r": [], "n": []}
-    for letter, values in found.items():
-        while f"{letter}{len(values)}" in kwargs:
-            values.append(kwargs[f"{letter}{len(values)}"])
-    return found["r"], found["n"]
-
-
-def _latent(kwargs: dict[str, Any], program: str) -> list[Any]:
-    """The arguments of latent attention after its operands."""
-    first, _, end = str(kwargs.get("values", "")).partition(":")
-    values = [int(first), int(end) - int(first)]
-    ups = [kwargs.get("key_up"), kwargs.get("value_up"), values]
-    return [*ups, *_reads(kwargs), program, kwargs.get("absorb", "auto"), kwargs.get("family", "")]
+def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
+    """The arguments of an attention after its operands, by name as its schema has them."""
+    found: dict[str, Any] = {"reads": [], "sizes": [], "program": program}
+    for letter, name in (("r", "reads"), ("n", "sizes")):
+        while f"{letter}{len(found[name])}" in kwargs:
+            found[name].append(kwargs[f"{letter}{len(found[name])}"])
+    if "values" in kwargs:
+        first, _, end = kwargs["values"].partition(":")
+        found |= {"key_up": None, "value_up": None, "values": [int(first), int(end) - int(first)]}
+    words = ("kernel", "key_up", "value_up", "absorb", "family")
+    return found | {name: kwargs[name] for name in words if name in kwargs}
 
 
 def _expression(size: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import infer
+from attngraph.ir.graph.infer import infer
 
 _BINARY: dict[type[ast.operator], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,

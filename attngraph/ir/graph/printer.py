@@ -17,26 +17,25 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph.literals import format_dtype, format_name
 from attngraph.ir.graph.overloads import implied
-from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, is_size, op_name
+from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate, is_size, op_name
 from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.ops.nodes import AttentionOp, view
 
 VERSION = 1
 _COLUMN = 78
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_OURS = torch.ops.attngraph
-
-
-def format_graph(graph: ProgramGraph) -> str:
-    """The whole graph as text; before it, what is computed from weights alone and what once for a prompt."""
-    return format_file(graph)[1]
+_NAMED = ("key_up", "value_up", "table", "held")
+"""Tensors that an attention prints with their names."""
+_SAME = ("starts", "first")
+"""Tensors that are the same for all attentions of a step: not printed."""
 
 
 def format_file(graph: ProgramGraph) -> tuple[str, str]:
     """What a file says of a graph first (the version of the format, the level, the sizes of the example with
     what is known of them), and the graph."""
     names: dict[str, str] = {}
-    parts = (("ahead", graph.ahead), ("prelude", graph.prelude), ("graph", graph))
-    lines = [line for name, part in parts if part is not None for line in _Printer(part, name, names).lines()]
+    parts = (*((rate.value, graph.stages[rate]) for rate in Rate if rate in graph.stages), ("graph", graph))
+    lines = [line for name, part in parts for line in _Printer(part, name, names).lines()]
     plain = _Sizes(names)
     flags = ", gradients" if graph.gradients else ""
     head = [f"dump {VERSION}, level {graph.level.name.lower()}{flags}"]
@@ -118,9 +117,8 @@ class _Printer:
         return [*head, ") {", *body, "}"]
 
     def _result(self, value: Any, to: Output) -> str:
-        where = (
-            "" if to.kind == "value" else f"{to.kind} {format_name('$', to.name.removeprefix('model.'))} = "
-        )
+        kind = "" if to.kind == "value" else f"{to.kind} "
+        where = f"{kind}{format_name('$', to.name.removeprefix('model.'))} = " if to.name else ""
         inverted = f" order {list(to.order)}" if list(to.order) != sorted(to.order) else ""
         return f"{where}{self._argument(value)}{inverted}"
 
@@ -128,66 +126,35 @@ class _Printer:
         if is_size(node):
             self.names[node] = self.size(node.meta["val"])  # sizes print as the formula that they are
             return []
-        match node.target:
-            case _OURS.attention.default:
-                q, k, v, reads, sizes, program, *kernel = node.args
-                args = [*self._all(q, k, v), *self._numbered(reads, sizes), *self._named(kernel=kernel)]
-                return self._with_program(node, "attention", args, program)
-            case _OURS.cached_attention.default:
-                q, k, v, k_pages, v_pages, reads, sizes, program, table, _, _, held, *by = node.args
-                args = [*self._all(q, k, v, k_pages, v_pages), *self._numbered(reads, sizes)]
-                args += [f"table={self._argument(table)}", f"held={self._argument(held)}"]
-                return self._with_program(node, "cached_attention", [*args, *self._named(by=by)], program)
-            case _OURS.latent_attention.default:
-                q, latent, *rest = node.args
-                return self._latent(node, "latent_attention", (q, latent), rest)
-            case _OURS.cached_latent_attention.default:
-                q, latent, pages, *rest = node.args
-                return self._latent(node, "cached_latent_attention", (q, latent, pages), rest)
+        attention = view(node)
+        if attention is not None:
+            return self._attention(node, attention)
         if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
-            whole = self.names[node.args[0]]
-            is_first = self._is_attention(node.args[0]) and node.args[1] == 0
-            self.names[node] = whole if is_first else f"{whole}.{node.args[1]}"
+            place, whole = node.args[1], self.names[node.args[0]]
+            is_first = view(node.args[0]) is not None and place == 0
+            self.names[node] = whole if is_first else f"{whole}.{place}"
             return []
         args = [self._argument(a) for a in node.args]
         args += [f"{k}={self._argument(v)}" for k, v in node.kwargs.items() if v is not None]
         return self._line(node, f"{_op(node)}({', '.join(args)})", node.meta.get("val"))
 
-    @staticmethod
-    def _is_attention(node: fx.Node) -> bool:
-        return node.target is _OURS.attention.default
-
-    def _latent(self, node: fx.Node, name: str, operands: Any, rest: Any) -> list[str]:
-        key_up, value_up, (first, count), reads, sizes, program, *rows, absorb, family = rest
-        args = self._all(*operands)
-        ups = (("key_up", key_up), ("value_up", value_up))
-        args += [f"{n}={self._argument(w)}" for n, w in ups if w is not None]
-        args += [f"values={first}:{first + count}", *self._numbered(reads, sizes)]
-        if rows:
-            args += [f"table={self._argument(rows[0])}", f"held={self._argument(rows[3])}"]
-        return self._with_program(
-            node, name, [*args, f"absorb={absorb}", *self._named(family=[family])], program
-        )
-
-    def _all(self, *values: Any) -> list[str]:
-        return [self._argument(v) for v in values]
-
-    def _numbered(self, reads: Any, sizes: Any) -> list[str]:
-        """What a program reads, by the names that it has there."""
-        found = [f"r{i}={self._argument(r)}" for i, r in enumerate(reads)]
-        return found + [f"n{i}={self._argument(s)}" for i, s in enumerate(sizes)]
-
-    @staticmethod
-    def _named(**words: Any) -> list[str]:
-        """Words of ours, where they are there and not empty."""
-        return [f"{name}={given[0]}" for name, given in words.items() if given and given[0]]
-
-    def _with_program(self, node: fx.Node, name: str, args: list[str], program: Any) -> list[str]:
+    def _attention(self, node: fx.Node, attention: AttentionOp) -> list[str]:
+        """Its arguments, by name but for the tensors that it begins with; under it its program."""
+        args: list[str] = []
+        for name, value in attention.named.items():
+            if name in ("reads", "sizes"):
+                letter = "r" if name == "reads" else "n"
+                args += [f"{letter}{i}={self._argument(v)}" for i, v in enumerate(value)]
+            elif name == "values":
+                args.append(f"values={value[0]}:{sum(value)}")
+            elif isinstance(value, fx.Node) and name not in _SAME:
+                args.append(f"{f'{name}=' if name in _NAMED else ''}{self._argument(value)}")
+            elif isinstance(value, str) and value:
+                args.append(f"{name}={value}")
         value = node.meta["val"]
-        lines = self._line(
-            node, f"{name}({', '.join(args)})", value[0] if self._is_attention(node) else value
-        )
-        return lines + [f"          {line}" for line in str(program).splitlines()]
+        result = value[0] if isinstance(value, tuple) else value  # beside the log-sum-exp
+        lines = self._line(node, f"{op_name(node)}({', '.join(args)})", result)
+        return lines + [f"          {line}" for line in str(attention.program).splitlines()]
 
     def _line(self, node: fx.Node, call: str, value: Any) -> list[str]:
         self.names[node] = f"%{self.count}"

@@ -20,7 +20,7 @@ from attngraph.errors import TextError
 from attngraph.ir.graph.body import Body, symbols_of
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import VERSION
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate
 
 
 def read_graph(text: str, file: str = "the text") -> ProgramGraph:
@@ -53,11 +53,11 @@ class _Reader:
     def graph(self) -> ProgramGraph:
         self._read_head()
         self.mode, self.symbols = symbols_of(self.head.sizes)
-        ahead = self._part("ahead") if self._peek() == "ahead(" else None
-        if self._peek() == "prelude(":
+        stages = {rate: self._part(rate.value) for rate in Rate if self._peek() == f"{rate.value}("}
+        if Rate.PROMPT in stages:
             raise self._error("graphs of a decoder cannot be read back: what they keep is not in the text")
         graph = self._part("graph")
-        graph.ahead = ahead
+        graph.stages = stages
         return graph
 
     def _error(self, problem: object) -> TextError:

@@ -193,7 +193,7 @@ def _attention_backward(
 @torch.library.register_fake("attngraph::attention_backward")  # type: ignore[untyped-decorator]
 def _attention_backward_fake(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    reads: list[Tensor], sizes: list[Any], program: str, kernel: str,
+    reads: list[Tensor], *_: Any,
 ) -> list[Tensor]:  # fmt: skip
     floating = [r for r in reads if r.is_floating_point()]
     return [t.new_empty(t.shape) for t in (q, k, v, *floating)]

@@ -189,11 +189,8 @@ def _cached_attention(*args: Any) -> Tensor:
 
 
 @torch.library.register_fake("attngraph::cached_attention")  # type: ignore[untyped-decorator]
-def _cached_attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[Any],
-    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
-) -> Tensor:  # fmt: skip
-    rows, heads, tokens, _ = q.shape  # one row when it runs; a symbol in a graph that was traced with several
+def _cached_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    rows, heads, tokens = q.shape[:3]  # one row when it runs; a symbol in a graph traced with several
     return v.new_empty((rows, tokens, heads, v.shape[3])).transpose(1, 2)
 
 
@@ -226,12 +223,9 @@ def row_by_row(
 
 
 def _attend(
-    program: ScoreProgram,
-    operands: Sequence[Tensor],
-    reads: Sequence[Tensor],
-    sizes: Sequence[int],
+    program: ScoreProgram, operands: Sequence[Tensor], reads: Sequence[Tensor], sizes: Sequence[int],
     family: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     q, k, v = operands
     if q.shape[2] == 0:
         return v.new_empty((*q.shape[:3], v.shape[3]))

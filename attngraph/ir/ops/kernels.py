@@ -7,7 +7,7 @@ definition of right. The op in `ir/ops/attention.py` runs the kernel it is told,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -40,14 +40,9 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self,
-        program: ScoreProgram,
-        operands: Operands,
-        reads: Sequence[Tensor],
-        sizes: Sequence[int],
-        results: tuple[Tensor, Tensor],
-        grads: tuple[Tensor, Tensor],
-    ) -> list[Tensor | None]: ...
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]: ...  # fmt: skip
 
     def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
         """The text that is compiled for such a call (fake tensors are fine), "" where nothing is: the
@@ -109,9 +104,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def attend(
-    program: ScoreProgram,
-    q: Tensor,
-    parts: Sequence[tuple[Tensor, Tensor, Environment, frozenset[int]]],
+    program: ScoreProgram, q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Environment, frozenset[int]]]
 ) -> tuple[Tensor, Tensor]:
     """Attention of a block of queries to several blocks of keys, every score at once.
 
@@ -165,13 +158,7 @@ def _weigh(p: Tensor, v: Tensor) -> Tensor:
     return (p.reshape(b, hkv, (hq // hkv) * s, sk) @ v).view(b, hq, s, v.shape[3])
 
 
-def environment(
-    program: ScoreProgram,
-    tile: Tile,
-    reads: Sequence[Tensor],
-    sizes: Sequence[int],
-    like: Tensor,
-) -> Environment:
+def environment(tile: Tile, reads: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> Environment:
     return Environment(tile, reads, sizes, accumulation_dtype(like.dtype), like.device)
 
 
@@ -191,21 +178,16 @@ class Reference(Kernel):
         b, hq, sq, _ = q.shape
         sk = k.shape[2]
         tile = Tile((0, b), (0, hq), (0, sq), (0, sk))
-        env = environment(program, tile, reads, sizes, q)
+        env = environment(tile, reads, sizes, q)
         if sk == 0:
             return _nothing_to_see(q, v, evaluate.sink(program, env))
         out, lse = attend(program, q.to(dtype), [(k.to(dtype), v.to(dtype), env, frozenset())])
         return out.to(v.dtype), lse
 
     def backward(
-        self,
-        program: ScoreProgram,
-        operands: Operands,
-        reads: Sequence[Tensor],
-        sizes: Sequence[int],
-        results: tuple[Tensor, Tensor],
-        grads: tuple[Tensor, Tensor],
-    ) -> list[Tensor | None]:
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in operands]
             sources = [_differentiable(r) for r in reads]
@@ -223,17 +205,11 @@ def gradients(
     """Gradients of the floating inputs (zeros where there is no path), None for the others."""
     wanted = [t for t in inputs if t.requires_grad]
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(t) if t.requires_grad else None for t in inputs]
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    result: list[Tensor | None] = []
-    for t in inputs:
-        if not t.requires_grad:
-            result.append(None)
-            continue
-        grad = next(found)
-        result.append(torch.zeros_like(t) if grad is None else grad)
-    return result
+    found: Iterator[Tensor] = map(torch.zeros_like, wanted)
+    if pairs:
+        results, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True, materialize_grads=True))
+    return [next(found) if t.requires_grad else None for t in inputs]
 
 
 def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

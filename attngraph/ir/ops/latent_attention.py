@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,9 +43,7 @@ from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
 ABSORB = ("auto", "always", "never")
 BLOCK = 1024
 """Kept tokens that are projected up at once."""
-_OPERANDS = (
-    "Tensor? key_up, Tensor? value_up, int[] values, Tensor[] reads, SymInt[] sizes, str program"
-)  # fmt: skip
+_OPERANDS = "Tensor? key_up, Tensor? value_up, int[] values, Tensor[] reads, SymInt[] sizes, str program"
 
 torch.library.define(
     "attngraph::latent_attention",
@@ -66,9 +64,7 @@ def sizes_of(
     kv_heads = next((int(t.shape[0]) for t in (key_up, value_up) if t is not None), 1)
     nope, rank = (0, 0) if key_up is None else (int(key_up.shape[1]), int(key_up.shape[2]))
     value, value_rank = (values[1], 0) if value_up is None else (int(value_up.shape[1]), values[1])
-    return LatentSizes(
-        heads, kv_heads, nope, width - nope, value, rank, value_rank, int(latent.shape[3])
-    )  # fmt: skip
+    return LatentSizes(heads, kv_heads, nope, width - nope, value, rank, value_rank, int(latent.shape[3]))
 
 
 class _Node:
@@ -145,13 +141,9 @@ def latent_attention(
 
 
 @torch.library.impl("attngraph::latent_attention", "CompositeExplicitAutograd")
-def _latent_attention(
-    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: list[int],
-    reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",
-) -> Tensor:  # fmt: skip
+def _latent_attention(*args: Any) -> Tensor:
     with torch.no_grad():
-        out = latent_attention(q, latent, key_up, value_up, values, reads, sizes, program, absorb, family)
-        return _token_major(out)
+        return _token_major(latent_attention(*args))
 
 
 def _token_major(out: Tensor) -> Tensor:
@@ -159,18 +151,13 @@ def _token_major(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fake_result(q: Tensor, value_up: Tensor | None, values: Sequence[int]) -> Tensor:
-    rows, heads, tokens, _ = q.shape
-    width = values[1] if value_up is None else value_up.shape[1]
-    return q.new_empty((rows, tokens, heads, width)).transpose(1, 2)
-
-
 @torch.library.register_fake("attngraph::latent_attention")  # type: ignore[untyped-decorator]
 def _latent_attention_fake(
-    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: list[int],
-    reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",
-) -> Tensor:  # fmt: skip
-    return _fake_result(q, value_up, values)
+    q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: list[int], *_: Any
+) -> Tensor:
+    rows, heads, tokens = q.shape[:3]
+    width = values[1] if value_up is None else value_up.shape[1]
+    return q.new_empty((rows, tokens, heads, width)).transpose(1, 2)
 
 
 def cached_latent_attention(
@@ -271,23 +258,12 @@ def _joins(program: ScoreProgram) -> bool:
 
 
 @torch.library.impl("attngraph::cached_latent_attention", "CompositeExplicitAutograd")
-def _cached_latent_attention(
-    q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
-    values: list[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
-    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "",
-) -> Tensor:  # fmt: skip
+def _cached_latent_attention(*args: Any) -> Tensor:
     with torch.no_grad():
-        out = cached_latent_attention(
-            q, latent, pages, key_up, value_up, values, reads, sizes, program, table, starts, first, held,
-            absorb, family,
-        )  # fmt: skip
-        return _token_major(out)
+        return _token_major(cached_latent_attention(*args))
 
 
 @torch.library.register_fake("attngraph::cached_latent_attention")  # type: ignore[untyped-decorator]
-def _cached_latent_attention_fake(
-    q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
-    values: list[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
-    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "",
-) -> Tensor:  # fmt: skip
-    return _fake_result(q, value_up, values)
+def _cached_latent_attention_fake(q: Tensor, latent: Tensor, pages: Tensor, *rest: Any) -> Tensor:
+    found: Tensor = _latent_attention_fake(q, latent, *rest)
+    return found

@@ -1,51 +1,186 @@
-"""The attention nodes of a graph, whichever op they are, by their parts."""
+"""Views of attention nodes: the arguments of each op of ours by name, and what can be asked of them.
+
+A view is a dataclass whose fields are the arguments of the op's schema, with the program parsed. `view` gives
+the view of a node of a graph, `called` that of a call with its values; `args` are the arguments to write
+back. A new op, or a new argument of one, is a dataclass here: nothing else knows where an argument stands.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import torch
 from torch import fx
 
-from attngraph.ir.ops import attention as ops
-from attngraph.ir.ops import latent_attention as latent
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import attention, latent_attention
 
-assert latent and ops  # imported for the ops that they register
-ATTENTION = torch.ops.attngraph.attention.default
-LATENT = torch.ops.attngraph.latent_attention.default
-WHOLE = (ATTENTION, LATENT)
-"""Attention over whole sequences."""
-CACHED = {
-    ATTENTION: torch.ops.attngraph.cached_attention.default,
-    LATENT: torch.ops.attngraph.cached_latent_attention.default,
-}
-"""The same over a cache. Its arguments: the query, the new tokens' keys, their pages, and the rest."""
+assert attention and latent_attention  # imported for the ops that they register
+Value = Any
+"""A node of a graph, or what is passed there in a call."""
 
 
-class Parts(NamedTuple):
-    """What an attention node is given: `keys` are the tensors whose tokens are looked at (keys and values, or
-    the latents that both are made from); `weights` stand between them and the reads, and project them up;
-    `chosen` says how the node is computed."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOp:
+    """What every attention is given."""
 
-    q: fx.Node
-    keys: tuple[fx.Node, ...]
-    weights: tuple[Any, ...]
-    reads: tuple[fx.Node, ...]
-    sizes: tuple[Any, ...]
-    program: str
-    chosen: tuple[Any, ...]
+    target: ClassVar[Any]
+    told_kernel: ClassVar[str] = "kernel"
+    """The argument that names the kernel, or the family of kernels, that computes it."""
+    key_names: ClassVar[tuple[str, ...]] = ("k", "v")
+    projection_names: ClassVar[tuple[str, ...]] = ()
+    q: Value
+    reads: Sequence[Value]
+    sizes: Sequence[Value]
+    program: ScoreProgram
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Self:
+        """The view of a node that is known to be of this kind."""
+        found = view(node)
+        if not isinstance(found, cls):
+            raise TypeError(f"{node} is {node.target}, no {cls.__name__}")
+        return found
 
     @property
-    def operands(self) -> list[fx.Node]:
-        """The tensors among the weights."""
-        return [w for w in self.weights if isinstance(w, fx.Node)]
+    def keys(self) -> tuple[Value, ...]:
+        """The tensors whose tokens are looked at: keys and values, or the latents that both are made from.
+        Over a cache these are the new tokens'."""
+        return tuple(getattr(self, name) for name in self.key_names)
+
+    @property
+    def projections(self) -> tuple[Value, ...]:
+        """The weights that keys and values are projected up by."""
+        return tuple(w for n in self.projection_names if (w := getattr(self, n)) is not None)
+
+    def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
+        """The same over a cache, of new tokens' keys, pages of earlier ones, and what it has besides."""
+        raise NotImplementedError
+
+    @property
+    def named(self) -> dict[str, Value]:
+        """The arguments by name, in the order of the schema."""
+        return {a.name: getattr(self, a.name) for a in self.target._schema.arguments}
+
+    @property
+    def args(self) -> tuple[Value, ...]:
+        """The arguments as the op takes them."""
+        given = {**self.named, "program": str(self.program)}
+        return tuple(list(a) if isinstance(a, tuple) else a for a in given.values())
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)
+
+    def with_kernel(self, name: str) -> Self:
+        return self.replace(**{self.told_kernel: name})
+
+    def references(self) -> tuple[Self, ...]:
+        """The same computed by the reference kernel, in each order of multiplication that it may have."""
+        return (self.with_kernel("reference"),)
 
 
-def parts(node: fx.Node) -> Parts:
-    """The parts of an attention over whole sequences."""
-    args: Any = node.args
-    if node.target is LATENT:
-        q, shared, *weights, reads, sizes, program, absorb, family = args
-        return Parts(q, (shared,), tuple(weights), tuple(reads), tuple(sizes), program, (absorb, family))
-    q, k, v, reads, sizes, program, *chosen = args
-    return Parts(q, (k, v), (), tuple(reads), tuple(sizes), program, tuple(chosen))
+VIEWS: dict[Any, type[AttentionOp]] = {}
+"""By op."""
+_View = TypeVar("_View", bound=AttentionOp)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _views(target: Any) -> Callable[[type[_View]], type[_View]]:
+    """Make a dataclass the view of an op, whose schema it must follow."""
+
+    def register(cls: type[_View]) -> type[_View]:
+        cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        schema = {a.name: a for a in target._schema.arguments}
+        fields = {f.name: f.default for f in dataclasses.fields(cls)}
+        assert fields.keys() == schema.keys(), f"{cls.__name__} names other arguments than {target._schema}"
+        assert all(fields[n] == a.default_value for n, a in schema.items() if a.has_default_value())
+        cls.target, VIEWS[target] = target, cls
+        return cls
+
+    return register
+
+
+def view(node: fx.Node) -> AttentionOp | None:
+    """The view of a node; None if it is no attention."""
+    return called(node.target, node.args, node.kwargs)
+
+
+def called(target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> AttentionOp | None:
+    """The view of a call; None if it is of no attention."""
+    if target not in VIEWS:
+        return None
+    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False), **kwargs)
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return VIEWS[target](**given | {"program": parse(given["program"])})
+
+
+def whole(node: fx.Node) -> AttentionOp | None:
+    """The view of an attention over whole sequences; None if it is another node."""
+    found = view(node)
+    return None if isinstance(found, Cached) else found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cached(AttentionOp):
+    """Attention over a cache: which tokens are whose (`ir/ops/cached_attention.py`)."""
+
+    table: Value
+    starts: Value
+    first: Value
+    held: Value
+
+
+@_views(torch.ops.attngraph.attention.default)
+class Attention(AttentionOp):
+    """`ir/ops/attention.py`"""
+
+    k: Value
+    v: Value
+    kernel: str = ""
+
+    def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
+        (k, v), (k_pages, v_pages) = keys, pages
+        same = {"q": self.q, "sizes": self.sizes, "program": self.program, "by": self.kernel}
+        return CachedAttention(k=k, v=v, k_pages=k_pages, v_pages=v_pages, **same | given)
+
+
+@_views(torch.ops.attngraph.latent_attention.default)
+class LatentAttention(AttentionOp):
+    """`ir/ops/latent_attention.py`"""
+
+    told_kernel, key_names, projection_names = "family", ("latent",), ("key_up", "value_up")
+    latent: Value
+    key_up: Value | None
+    value_up: Value | None
+    values: Sequence[int]
+    absorb: str = "auto"
+    family: str = ""
+
+    def references(self) -> tuple[Self, ...]:
+        return tuple(self.replace(absorb=way, family="reference") for way in ("always", "never"))
+
+    def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
+        (latent,), (latent_pages,) = keys, pages
+        return CachedLatentAttention(**vars(self) | {"latent": latent, "pages": latent_pages} | given)
+
+
+@_views(torch.ops.attngraph.cached_attention.default)
+class CachedAttention(Cached):
+    """`ir/ops/cached_attention.py`"""
+
+    told_kernel = "by"
+    k: Value
+    v: Value
+    k_pages: Value
+    v_pages: Value
+    by: str = ""
+
+
+@_views(torch.ops.attngraph.cached_latent_attention.default)
+class CachedLatentAttention(Cached, LatentAttention):
+    """`ir/ops/latent_attention.py`"""
+
+    pages: Value

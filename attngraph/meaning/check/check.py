@@ -23,8 +23,8 @@ from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.language import evaluate
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import Keep, Score
+from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.rule import Unliftable, argument
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
@@ -120,8 +120,8 @@ def _same_value(
 def _rounding(order: Sequence[fx.Node]) -> float:
     """What float64 rounds scores by where a mask subtracts a number from all of a row: masks and biases may
     have been added in another order."""
-    texts = [str(n.args[5]) for n in order if str(n.target) == "attngraph.attention.default"]
-    fills = [s.fill for text in texts for s in parse(text).statements if isinstance(s, Keep)]
+    found = [v for v in map(nodes.view, order) if isinstance(v, nodes.Attention)]
+    fills = [s.fill for v in found for s in v.program.statements if isinstance(s, Keep)]
     added = [abs(n.value) for f in fills if f.op != "const" for n in E.walk(f) if n.op == "const"]
     return 4 * torch.finfo(torch.float64).eps * max((x for x in added if x <= LARGEST_SUM), default=0.0)
 
@@ -130,14 +130,13 @@ def _factors(order: Sequence[fx.Node]) -> dict[fx.Node, float]:
     """The largest number by which the scores multiply each tensor that they read (a mask, mostly): its
     gradient is as many times that of the scores, rounding included."""
     found: dict[fx.Node, float] = {}
-    for node in (n for n in order if str(n.target) == "attngraph.attention.default"):
-        reads: Any = node.args[3]
-        scores = [s.value for s in parse(str(node.args[5])).statements if isinstance(s, Score)]
+    for view in (v for v in map(nodes.view, order) if isinstance(v, nodes.Attention)):
+        scores = [s.value for s in view.program.statements if isinstance(s, Score)]
         for product in (n for score in scores for n in E.walk(score) if n.op == "mul"):
             numbers = [abs(n.value) for n in product.args if n.op == "const" and n is not E.NAN]
             numbers = [number for number in numbers if number <= LARGEST_SUM]
             for read in (n for n in E.walk(product) if n.op == "read"):
-                tensor = reads[read.value]
+                tensor = view.reads[read.value]
                 found[tensor] = max([found.get(tensor, 0.0), *numbers])
     return found
 
@@ -297,10 +296,10 @@ class Evaluation:
             return _dropout(node, args[0])
         if name == "aten.scaled_dot_product_attention.default" and argument(node, 4, "dropout_p", 0.0):
             return _attention_with_dropout(node, *args, **kwargs)
-        if name == "attngraph.attention.default":
-            return target(*args[:6], kernel="reference")
-        if name == "attngraph.latent_attention.default":  # each order of multiplication in its turn
-            return target(*args[:8], absorb=("always", "never")[self.trial % 2], family="reference")
+        attention = nodes.called(target, args, kwargs)
+        if attention is not None:
+            ways = attention.references()  # each order of multiplication in its turn
+            return target(*ways[self.trial % len(ways)].args)
         args, kwargs = pytree.tree_map(self._dtype, (list(args), dict(kwargs)))
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         if name in _CONVERTING:

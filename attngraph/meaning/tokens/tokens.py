@@ -26,9 +26,7 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import nodes
-from attngraph.ir.ops.nodes import WHOLE
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
@@ -141,11 +139,12 @@ class Tokens:
     def _fact(self, node: fx.Node) -> Fact:
         if node.op == "placeholder":
             return self._input(node)
-        if node.target in WHOLE:
-            return self._attention(node)
+        attention = nodes.whole(node)
+        if attention is not None:
+            return self._attention(attention)
         if is_part(node):
             whole: fx.Node = node.args[0]  # type: ignore[assignment]
-            if self.facts[whole].kind is Kind.ATTENTION or whole.target in WHOLE:
+            if nodes.whole(whole) is not None:
                 return self._part_of_attention(node, self.facts[whole])
         if not isinstance(node.meta.get("val"), Tensor):
             return self._several(node)
@@ -306,30 +305,25 @@ class Tokens:
 
     # --- attention ---
 
-    def _attention(self, node: fx.Node) -> Fact:
-        parts = nodes.parts(node)
-        q, facts, weights = (
-            self.facts[parts.q],
-            *([self.facts[n] for n in g] for g in (parts.reads, parts.operands)),
-        )
-        k, v = self.facts[parts.keys[0]], self.facts[parts.keys[-1]]
+    def _attention(self, view: nodes.AttentionOp) -> Fact:
+        q, k, v = (self.facts[n] for n in (view.q, view.keys[0], view.keys[-1]))
+        facts, weights = ([self.facts[n] for n in group] for group in (view.reads, view.projections))
         if any(f.kind is Kind.MIXING for f in (q, k, v, *facts, *weights)):
             return Fact(Kind.MIXING, reason="computed from a value that mixes tokens")
         if any(f.kind is not Kind.FIXED or any(f.axes) for f in weights):
             return Fact(Kind.MIXING, reason="its keys are projected by weights that follow the tokens")
-        program = parse(parts.program)
         keys_are_tokens = Kind.FIXED not in (k.kind, v.kind)
         if q.kind is Kind.FIXED and k.kind is v.kind is Kind.FIXED:
             return Fact(Kind.FIXED, q.axes, "attention among fixed values")
         problem = self._layout_problem(q, k, v)
-        problem = problem or self._reads_problem(program.expressions, facts, keys_are_tokens)
+        problem = problem or self._reads_problem(view.program.expressions, facts, keys_are_tokens)
         if problem:
             return Fact(Kind.MIXING, reason=problem)
         counted = [
-            n for n, s in enumerate(parts.sizes)
+            n for n, s in enumerate(view.sizes)
             if isinstance(s, fx.Node) and self.space.counts(self._size(s))
         ]  # fmt: skip
-        causality = examine(program, keys_are_tokens, frozenset(f"n{n}" for n in counted))
+        causality = examine(view.program, keys_are_tokens, frozenset(f"n{n}" for n in counted))
         if causality.problem:
             return Fact(Kind.MIXING, reason=causality.problem, causality=causality)
         reason = causality.describe() if keys_are_tokens else "tokens look at fixed keys"

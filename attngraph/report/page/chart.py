@@ -84,7 +84,7 @@ def charts(lines: Sequence[Line]) -> list[Chart]:
 
 
 def _parts(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
-    """The name and the body of each part: `ahead`, `prelude`, `graph`."""
+    """The name and the body of each part: `weights`, `prompt`, `graph`."""
     name, body, is_body = "", list[Line](), False
     for line in lines:
         if line.code.endswith("(") and not line.code.startswith(" "):

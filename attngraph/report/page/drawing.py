@@ -39,7 +39,7 @@ def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
     return tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
-        *(_band(label, top, end, margin, width) for label, top, end in bands),
+        *(_band(label, top, end, width) for label, top, end in bands),
         tag("g", *_lines(placed, tops, heights, margin), class_="wires", aria_hidden="true"),
         *(
             _box(box, texts[n], missed, (x, tops[n], widths[n], heights[n]), n == first)
@@ -119,7 +119,7 @@ def _bands(
         yield open_
 
 
-def _band(label: str, top: float, end: float, margin: float, width: float) -> Html:
+def _band(label: str, top: float, end: float, width: float) -> Html:
     half = _ROW_GAP / 2 - 3
     high = end - top + 2 * half
     return tag(

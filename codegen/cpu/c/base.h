@@ -130,8 +130,7 @@ INLINE float exp_of_negative(float x) { /* x <= 0 or NaN; zero where exp(x) is b
     return x < -87.0f ? 0.0f : y;
 }
 
-INLINE float scaled_exp(float n_real, int n, float r) {
-    (void)n_real;
+INLINE float scaled_exp(int n, float r) {
     int half = n >> 1;                  /* in two steps, for subnormal results and for 2**128 */
     return exp_reduced(r) * power_of_two(half) * power_of_two(n - half);
 }
@@ -144,7 +143,7 @@ INLINE float exp_(float x) {
     float n = shifted - 12582912.0f;
     float r = c - n * 0.693359375f;
     r = r + n * 2.12194440054690583e-4f;
-    return x != x ? x : scaled_exp(n, u.i - 0x4b400000, r);
+    return x != x ? x : scaled_exp(u.i - 0x4b400000, r);
 }
 
 INLINE float exp2_(float x) {
@@ -153,7 +152,7 @@ INLINE float exp2_(float x) {
     float shifted = c + 12582912.0f;
     union { float f; int32_t i; } u = {.f = shifted};
     float n = shifted - 12582912.0f;
-    return x != x ? x : scaled_exp(n, u.i - 0x4b400000, (c - n) * 0.6931471805599453f);
+    return x != x ? x : scaled_exp(u.i - 0x4b400000, (c - n) * 0.6931471805599453f);
 }
 
 INLINE float tanh_(float x) {           /* an odd minimax polynomial near zero, elsewhere by exp */

@@ -16,16 +16,14 @@ INLINE float sum_of(Vector x) {
 
 /* S[row][j] = Q[row] . k[j], for keys that lie `stride` elements apart. */
 static void dots_few(const Call *c, const float *Q, int rows, const Element *k, int64_t stride, int keys, float *S) {
-    float wide[1024];
     for (int j = 0; j < keys; ++j) {
         const Element *from = k + j * stride;
         int64_t D = c->D;
 #if defined(FLOAT32)
         const float *key = from;
-        (void)wide;
 #else
-        const float *key = wide;
-        for (int64_t d = 0; d < D; ++d) wide[d] = widen(from[d]);
+        float key[1024];
+        for (int64_t d = 0; d < D; ++d) key[d] = widen(from[d]);
 #endif
         for (int i = 0; i < rows; ++i) {
             const float *query = Q + i * D;
@@ -65,7 +63,6 @@ static void weigh_few(const Call *c, Block *t, int rows, const Element *v, int64
     }
 }
 
-/* Queries of one row: those of `group` heads from `head` on, which share key head `kv`. */
 enum { MANY = 12 };                     /* queries from which on laying a block of keys out pays */
 
 /* The same two products for many queries, by register blocks: keys with the width outermost, values as rows
@@ -87,6 +84,7 @@ static void weigh_many(const Call *c, Block *t, int padded, const Element *v, in
     multiply(t->O, c->wide, t->S, BLOCK_K, pack, c->wide, keys, padded, c->wide, t->decay);
 }
 
+/* Queries of one row: those of `group` heads from `head` on, which share key head `kv`. */
 typedef struct { int64_t row, kv, head, group, position; int queries; } Few;
 
 /* One run of keys at neighbouring places, the first of them at position k0. */

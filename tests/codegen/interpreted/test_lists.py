@@ -59,7 +59,7 @@ def test_keys_and_queries_of_tiles_that_are_not_visited_have_no_part_in_gradient
 def test_only_tiles_with_a_kept_score_are_visited(text: str, reads: Sequence[Tensor]) -> None:
     program, tensors, blocks = parse(text), operands(Sq=70, Skv=80), Blocks(32, 16)
     q, k, _ = tensors
-    env = kernels.environment(program, Tile((0, 2), (0, 2), (0, 70), (0, 80)), reads, (), q)
+    env = kernels.environment(Tile((0, 2), (0, 2), (0, 70), (0, 80)), reads, (), q)
     kept = evaluate.scores(program, q @ k.mT, env).isfinite()
     padded = torch.nn.functional.pad(kept, (0, 0, 0, 26)).view(2, 2, 3, 32, 5, 16).transpose(3, 4)
     found = visits.find(program, blocks, tensors, reads, ())

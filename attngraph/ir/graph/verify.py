@@ -1,0 +1,164 @@
+"""What is true of a graph at each level, and the check that holds every pass to it.
+
+A level promises all that lower ones do. `verify` runs after every pass: it is how a pass that breaks a
+promise is found at once, by name, with the graph before it at hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.errors import VerificationError
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate
+from attngraph.ir.language.score import ProgramError
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.kernels import KERNELS
+
+Problems = Iterator[str]
+"""What breaks a promise, each naming the node and the rule."""
+
+
+def _pure(graph: ProgramGraph) -> Problems:
+    """Every value is an input or made by an op that writes to nothing, and has the shape that it gives."""
+    graph.graph.lint()
+    if len(graph.placeholders()) != len(graph.inputs):
+        yield f"{len(graph.placeholders())} placeholders for {len(graph.inputs)} inputs"
+    results: Any = graph.graph.output_node().args[0]
+    if len(results) != len(graph.outputs):
+        yield f"{len(results)} results for {len(graph.outputs)} outputs"
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            yield f"{node}: a graph holds no attributes, every tensor is an input"
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            yield f"{node}: {node.target} writes to an operand"
+        if isinstance(node.meta.get("val"), Tensor) and not _is_inferred(node):
+            _check_shape(node)
+            _note_inferred(node)  # so that only what a pass changed is inferred anew
+
+
+def _staged(graph: ProgramGraph) -> Problems:
+    """Stages give what the graph takes from them, and are graphs of the same level."""
+    for rate in Rate:
+        stage = graph.stages.get(rate)
+        given = {o.name for o in stage.outputs} if stage is not None else set()
+        for missing in {i.name for i in graph.inputs if i.kind == rate.value} - given:
+            yield f"{missing}: no stage of rate {rate.value} gives it"
+        if stage is not None:
+            stage.level = graph.level
+            yield from (f"{problem} (in the stage {rate.value})" for problem in problems(stage))
+
+
+def _without_assertions(graph: ProgramGraph) -> Problems:
+    """No op is there only to assert what a tensor's metadata are."""
+    for node in graph.graph.nodes:
+        if str(node.target).startswith("aten._assert_tensor_metadata"):
+            yield f"{node}: {node.target} may not occur at level {graph.level.name}"
+
+
+def _with_programs(graph: ProgramGraph) -> Problems:
+    """The program of every attention parses (that the operands fit it is part of its shape)."""
+    for node in graph.graph.nodes:
+        try:
+            nodes.view(node)
+        except ProgramError as problem:
+            yield f"{node}: {problem}"
+
+
+def _keeping(graph: ProgramGraph) -> Problems:
+    """What one call leaves to the next is both an input and a result, by the names of the plan's stores; no
+    attention over whole sequences is left outside of the prompt's stage."""
+    if graph.state is None:
+        return
+    stores = {store.name for store in graph.state.stores}
+    written = {o.name for o in graph.outputs if o.kind == "pages"}
+    for name in stores ^ written:
+        yield f"{name}: kept by the plan or written by the graph, not both"
+    for name in {i.name for i in graph.inputs if i.kind == "pages"} - stores:
+        yield f"{name}: pages of nothing that is kept"
+
+
+def _with_kernels(graph: ProgramGraph) -> Problems:
+    """Every attention names a kernel that there is."""
+    for node in graph.graph.nodes:
+        found = nodes.view(node)
+        if isinstance(found, nodes.Attention) and found.kernel not in KERNELS:
+            chosen = (
+                f"no kernel is called {found.kernel!r}" if found.kernel else "no kernel was chosen for it"
+            )
+            yield f"{node}: {chosen}"
+
+
+PROMISES: dict[Level, tuple[Callable[[ProgramGraph], Problems], ...]] = {
+    Level.CAPTURED: (_pure, _staged),
+    Level.CANONICAL: (_without_assertions,),
+    Level.FUSED: (_with_programs,),
+    Level.CACHED: (_keeping,),
+    Level.LOWERED: (_with_kernels,),
+}
+"""What each level adds to the levels below it; the first line of each function says it."""
+
+
+def problems(graph: ProgramGraph) -> Problems:
+    """What is not as the graph's level promises."""
+    promised = itertools.chain.from_iterable(PROMISES[level] for level in Level if level <= graph.level)
+    return itertools.chain.from_iterable(promise(graph) for promise in promised)
+
+
+def verify(graph: ProgramGraph) -> None:
+    """Hold a graph to what its level promises.
+
+    Raises:
+        VerificationError: naming the node and the rule.
+    """
+    for problem in problems(graph):
+        raise VerificationError(problem)
+
+
+def accept(graph: fx.Graph) -> None:
+    """Take the values that a trace has just inferred for what they are: `verify` looks at what changes."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _note_inferred(node)
+
+
+def _note_inferred(node: fx.Node) -> None:
+    node.meta["inferred"] = (_spelling(node), [n.meta.get("val") for n in node.all_input_nodes])
+
+
+def _is_inferred(node: fx.Node) -> bool:
+    """Whether the op and its operands, with their values, are those that the value was inferred from."""
+    spelling, values = node.meta.get("inferred", ("", ()))
+    now = [n.meta.get("val") for n in node.all_input_nodes]
+    return spelling == _spelling(node) and all(a is b for a, b in zip(values, now, strict=True))
+
+
+def _spelling(node: fx.Node) -> tuple[str, str, str]:
+    return str(node.target), str(node.args), str(node.kwargs)
+
+
+def _check_shape(node: fx.Node) -> None:
+    recorded = node.meta["val"]
+    try:
+        found = infer(node.target, node.args, node.kwargs, getattr(recorded, "fake_mode", None))
+    except (RuntimeError, ValueError, TypeError) as problem:
+        raise VerificationError(
+            f"{node}: {node.target} cannot be applied to its operands: {problem}"
+        ) from problem
+    if found.dtype != recorded.dtype or len(found.shape) != len(recorded.shape):
+        raise VerificationError(
+            f"{node}: recorded as {recorded.dtype}{list(recorded.shape)}, "
+            f"but {node.target} gives {found.dtype}{list(found.shape)}"
+        )
+    for mine, theirs in zip(recorded.shape, found.shape, strict=True):
+        if isinstance(mine, int) and isinstance(theirs, int) and mine != theirs:
+            raise VerificationError(
+                f"{node}: recorded as {list(recorded.shape)}, but {node.target} gives {list(found.shape)}"
+            )

@@ -1,0 +1,187 @@
+"""What runs a program graph: inputs fetched, stages computed when they are due, writes copied back.
+
+One machine serves every graph: a compiled call (`executable.py`), a decoder's step and the stage of its
+prompt (`step.py`), a model with fewer heads (`api/convert.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from attngraph.capture.guards import ValueGuard
+from attngraph.capture.trace_lock import LOCK
+from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate
+
+Run = Callable[..., Sequence[Any]]
+Interpret = Callable[[fx.GraphModule], fx.Interpreter]
+Given = Sequence[Tensor] | Mapping[str, Tensor]
+Fetch = Callable[[Any], Tensor]
+
+
+class Machine:
+    """A graph, ready to run.
+
+    It has no attributes for a trace to look into: it never changes but for values that are kept of weights.
+    No call runs while a trace has swapped the weights for fakes, in whatever thread (`trace_lock.py`).
+
+    Args:
+        graph: lowered, or as far as it is to be run.
+        owner: the module whose parameters and buffers the graph's inputs name. They are looked up at every
+            call: the user may have moved, replaced or retyped them.
+        run: what computes a graph's results from its inputs (its module, or that compiled further).
+        names: the names of the arguments by number, where calls give them by name.
+    """
+
+    __slots__ = (
+        "_assumed", "_fetch", "_module", "_overwritten", "_run", "_values", "_weights", "_writers",
+        "arguments",
+    )  # fmt: skip
+
+    def __init__(
+        self, graph: ProgramGraph, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        self._module = graph.module
+        self._run: Run = graph.module if run is None else run(graph)
+        weights = graph.stages.get(Rate.WEIGHTS)
+        self._weights = None if weights is None else _ValuesOfWeights(weights, owner)
+        self._fetch = [_fetcher(given, owner, graph.constants, names) for given in graph.inputs]
+        self.arguments = [
+            names[int(i.name)] if names else i.name for i in graph.inputs if i.kind == "argument"
+        ]
+        known = dict(zip((p.name for p in graph.placeholders()), self._fetch, strict=True))
+        self._assumed = [known[n][1] for n in sorted(graph.assumed) if n in known]
+        self._values = ValueGuard([fetch(None) for fetch in self._assumed])
+        written = {(o.kind, o.name) for o in graph.outputs if o.kind in ("buffer", "argument")}
+        self._overwritten = {n for n, i in enumerate(graph.inputs) if (i.kind, i.name) in written}
+        self._writers = [_writer(output, owner) for output in graph.outputs]
+
+    def is_valid(self) -> bool:
+        """Whether the buffers whose values the graph relies on still hold them."""
+        if self._weights is not None and not self._weights.machine.is_valid():
+            return False
+        return self._values.holds([fetch(None) for fetch in self._assumed])
+
+    def __call__(
+        self, arguments: Given, state: Mapping[str, Tensor] | None = None, interpret: Interpret | None = None
+    ) -> list[Any]:
+        """The graph's results, in order; None for those that are written to a tensor.
+
+        Args:
+            arguments: the call's tensors by number, or by name.
+            state: what else the graph takes, by name: pages, rows, results of the prompt's stage.
+            interpret: computes the graph in another way, values of weights included.
+        """
+        with LOCK.call():
+            weights = None if self._weights is None else self._weights.values(interpret)
+            sources = (None, arguments, state, weights)
+            inputs = [fetch(sources[source]) for source, fetch in self._fetch]
+            if interpret is not None:
+                return list(interpret(self._module).run(*inputs))
+            if self._overwritten and torch.is_grad_enabled():
+                # The backward pass needs them as they were.
+                inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
+            with _without_autocast(inputs):
+                results = self._run(*inputs)
+            return [
+                result if write is None else write(arguments, result)
+                for result, write in zip(results, self._writers, strict=True)
+            ]
+
+
+class _ValuesOfWeights:
+    """The results of a stage that weights alone give, computed again when a weight changes.
+
+    Weights are known by their address and version, as buffers are (`capture/guards.py`): what is written
+    through `.data` is not seen.
+    """
+
+    def __init__(self, graph: ProgramGraph, owner: nn.Module) -> None:
+        self.machine = Machine(graph, owner)
+        self._names = [output.name for output in graph.outputs]
+        self._fetch = [fetch for _, fetch in self.machine._fetch]
+        self._stamps: list[Any] = []
+        self._current: dict[str, Tensor] = {}
+
+    def values(self, interpret: Interpret | None) -> dict[str, Tensor]:
+        if interpret is not None:
+            return self._named(self.machine((), None, interpret))
+        weights = [fetch(None) for fetch in self._fetch]
+        stamps = [(w.data_ptr(), w._version, w.dtype, w.device, w.shape) for w in weights]
+        if stamps != self._stamps:
+            with torch.no_grad():
+                self._current = self._named(self.machine(()))
+            self._stamps = stamps
+        return self._current
+
+    def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self._names, values, strict=True))
+
+
+def _without_autocast(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The casts that autocast made are in the graph already."""
+    stack = contextlib.ExitStack()
+    if not torch._C._is_any_autocast_enabled():
+        return stack
+    for device in {t.device.type for t in inputs}:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+_NOTHING, _ARGUMENTS, _STATE, _OF_WEIGHTS = range(4)
+
+
+def _fetcher(
+    given: Input, owner: nn.Module, constants: Mapping[str, Tensor], names: Sequence[str] | None
+) -> tuple[int, Fetch]:
+    """Where an input comes from at a call, and how it is got from there."""
+    if given.kind == "argument":
+        place = int(given.name)
+        return _ARGUMENTS, operator.itemgetter(place if names is None else names[place])
+    if given.kind == Rate.WEIGHTS.value:
+        return _OF_WEIGHTS, operator.itemgetter(given.name)
+    if given.kind not in ("constant", "parameter", "buffer"):
+        return _STATE, operator.itemgetter(given.name)
+    return _NOTHING, own_tensor(given, owner, constants)
+
+
+def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) -> Fetch:
+    """How a constant, a parameter or a buffer is looked up."""
+    if given.kind == "constant":
+        constant = constants[given.name]
+        return lambda _: constant
+    path, _, name = given.name.rpartition(".")
+    module = owner.get_submodule(path)
+    store = module._parameters if given.kind == "parameter" else module._buffers
+
+    def fetch(_: Any) -> Tensor:
+        tensor = store.get(name)
+        return getattr(module, name) if tensor is None else tensor  # type: ignore[no-any-return]
+
+    return fetch
+
+
+def _writer(output: Output, owner: nn.Module) -> Callable[[Any, Tensor], None] | None:
+    """How a result that is a write reaches its tensor; None for values and for what a state keeps."""
+    if output.kind == "argument":
+        return lambda arguments, value: _overwrite(arguments[int(output.name)], value)
+    if output.kind != "buffer":
+        return None
+    path, _, name = output.name.rpartition(".")
+    module = owner.get_submodule(path)
+    return lambda _, value: _overwrite(module.get_buffer(name), value)
+
+
+def _overwrite(target: Tensor, value: Tensor) -> None:
+    if target.requires_grad and target.is_leaf:
+        with torch.no_grad():
+            target.copy_(value)
+    else:
+        target.copy_(value)
