@@ -1,4 +1,4 @@
-"""Building nodes: views from the layout solver's steps, sizes from size expressions.
+"""Building nodes: views that the layout solver found, sizes from size expressions.
 
 Every new node gets its fake value at once and the source line of the node that it stands for.
 """
@@ -16,8 +16,8 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import AttentionOp
-from attngraph.meaning.attention.claim import Operand
-from attngraph.meaning.attention.layout import Step
+from attngraph.meaning.attention.claim import Operand, View
+from attngraph.meaning.attention.layout import ViewOp
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ class Builder:
                     return self.call(aten.sym_size.int, node, axis)
         raise NoSize(f"size {name} is no dimension of a tensor that is there before")
 
-    def view(self, node: fx.Node, steps: tuple[Step, ...]) -> fx.Node:
+    def view(self, node: fx.Node, steps: tuple[ViewOp, ...]) -> fx.Node:
         """`node` seen through the steps."""
         for step in steps:
             sizes = [self.size(s) for s in step.sizes]
@@ -116,15 +116,19 @@ class Builder:
 
     def operand(self, operand: Operand, dtype: torch.dtype | None = None) -> fx.Node:
         """An operand of an attention, as `[B, H, S, D]`."""
-        parts = []
-        for view in operand.views:
-            node = self.view(view.base, view.steps)
-            if dtype is not None and node.meta["val"].dtype != dtype:
-                node = self.call(aten._to_copy.default, node, dtype=dtype)
-            if view.factor != 1:
-                node = self.call(aten.mul.Tensor, node, view.factor)
-            parts.append(node)
-        return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, operand.along)
+        return self._side_by_side(
+            [self._side_by_side([self._scaled(view, dtype) for view in part], -1) for part in operand.parts],
+            -2,
+        )
+
+    def _scaled(self, view: View, dtype: torch.dtype | None) -> fx.Node:
+        node = self.view(view.base, view.steps)
+        if dtype is not None and node.meta["val"].dtype != dtype:
+            node = self.call(aten._to_copy.default, node, dtype=dtype)
+        return node if view.factor == 1 else self.call(aten.mul.Tensor, node, view.factor)
+
+    def _side_by_side(self, parts: list[fx.Node], dim: int) -> fx.Node:
+        return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, dim)
 
 
 def built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:

@@ -31,7 +31,7 @@ from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 from attngraph.passes.build import Builder
 from attngraph.pipeline import Outcome
 
@@ -116,7 +116,7 @@ class _Conversion:
         variables = [E.var(name, extent) for name, extent in zip(names, shape, strict=True)]
         lifted = self.meaning.lift(
             self.meaning.read(operand, tuple(variables)),
-            lambda r: r.value is not node and self.meaning.category(r.value) in _THROUGH,
+            lambda r: r.value is not node and self.meaning.category(r.value) in ELEMENTWISE,
         )
         per_head: list[list[int]] = []
         for head in range(heads):
@@ -280,6 +280,3 @@ class _Conversion:
     def _orders(self) -> dict[fx.Node, Tensor]:
         placeholders = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
         return {n: self.graph.constants[i.name] for n, i in placeholders if i.kind == "constant"}
-
-
-_THROUGH = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)

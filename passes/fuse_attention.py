@@ -26,11 +26,11 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_sympy
-from attngraph.meaning.attention.choice import describe_choice
 from attngraph.meaning.attention.claim import Attention
-from attngraph.meaning.attention.normalised import Refusal
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
+from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.routing import describe_routing
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
@@ -212,8 +212,8 @@ class _Fusion:
             if node not in alive:
                 continue
             source = source_of(node)
-            choice = describe_choice(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
-            reason = choice or why.reason
+            routing = describe_routing(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
+            reason = routing or why.reason
             self.outcome.missed.append(Missed(reason, source, module_of(node)))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {reason}")

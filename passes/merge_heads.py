@@ -30,18 +30,17 @@ from attngraph.ir.language.score import Keep, ScoreProgram, Statement
 from attngraph.ir.ops.nodes import Attention
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import layout
-from attngraph.meaning.attention.claim import merge_digits
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.rule import Category
+from attngraph.meaning.rule import ELEMENTWISE, Category, category_of
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-_JOINS = (aten.cat.default, aten.concat.default, aten.stack.default)
+_CONCATENATIONS = (aten.cat.default, aten.concat.default, aten.stack.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +53,9 @@ class MergeHeads:
         outcome = Outcome()
         found: dict[Hashable, list[fx.Node]] = {}
         for node in graph.attentions():
-            joined = _joined_by(node)
-            if joined is not None:
-                found.setdefault((joined, _kind(node)), []).append(node)
+            concatenation = _concatenated_by(node)
+            if concatenation is not None:
+                found.setdefault((concatenation, _kind(node)), []).append(node)
         groups = [heads for heads in found.values() if len(heads) > 1]
         for heads in groups:
             merge = _Merge(graph, heads)
@@ -71,24 +70,16 @@ class MergeHeads:
         return outcome
 
 
-def _joined_by(node: fx.Node) -> fx.Node | None:
-    """The one node that joins this attention's result with others, if nothing else uses it."""
+def _concatenated_by(node: fx.Node) -> fx.Node | None:
+    """The one `cat` or `stack` of this attention's result with others, if nothing else uses it."""
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target in _JOINS:
+        if user.target in _CONCATENATIONS:
             return user
-        is_part = user.target is operator.getitem
-        if not is_part and not str(user.target).startswith(_VIEWS):
+        if user.target is not operator.getitem and category_of(user) is not Category.MOVEMENT:
             return None
         node = user
     return None
-
-
-_VIEW_NAMES = (
-    "reshape", "view", "transpose", "permute", "squeeze", "unsqueeze", "select", "contiguous", "clone",
-    "slice", "narrow", "_to_copy", "to", "flatten", "unflatten",
-)  # fmt: skip
-_VIEWS = tuple(f"aten.{name}." for name in _VIEW_NAMES)
 
 
 def _kind(node: fx.Node) -> Hashable:
@@ -149,11 +140,11 @@ class _Merge:
             self.builder.discard()
             return f"heads at {source_of(self.heads[0])} are left apart: {problem}"
         whole.meta["attention"] = self._entry(program, count, shared, error)
-        join = _joined_by(self.heads[0])
+        concatenation = _concatenated_by(self.heads[0])
         for result, part in zip(results, parts, strict=True):
             result.replace_all_uses_with(part)
         sort(self.graph.graph)
-        self._join(join, out)
+        self._replace_concatenation(concatenation, out)
         self.graph.clean()
         return f"merged {count} attentions at {source_of(whole)} into one of {count * self.each.value} heads"
 
@@ -177,11 +168,10 @@ class _Merge:
         """Whether two nodes compute the same from the same, by what they are made of."""
         if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
             return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
-        elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
         sized = not isinstance(a.meta.get("val"), Tensor) and a.op == b.op == "call_function"
         if a.target is not b.target or "dropout" in str(a.target) or a.op == "placeholder":
             return False
-        if not sized and self.meaning.category(a) not in elementwise:
+        if not sized and self.meaning.category(a) not in ELEMENTWISE:
             return False
         mine, spec = torch.utils._pytree.tree_flatten((a.args, a.kwargs))
         theirs, other = torch.utils._pytree.tree_flatten((b.args, b.kwargs))
@@ -230,10 +220,9 @@ class _Merge:
         return E.read(first.value, index, first.kind)
 
     def _view(self, read: Expr, roles: layout.Roles) -> fx.Node | None:
-        whole, index = merge_digits(roles, read.args)
         try:
-            steps = layout.solve(self.meaning.shape(read.value), index, whole, whole)
-            return self.builder.view(read.value, tuple(steps))
+            steps = layout.solve(self.meaning.shape(read.value), read.args, roles)
+            return self.builder.view(read.value, steps)
         except (layout.NoView, NoSize):
             return None
 
@@ -262,7 +251,7 @@ class _Merge:
         statements: list[Statement] = []
         for same in zip(*programs, strict=True):
             forms = zip(*([E.rebuild(part, replace) for part in _parts(one)] for one in same), strict=True)
-            parts = [_joined(alike, mine) for alike in forms]
+            parts = [_by_head(alike, mine) for alike in forms]
             statements.append(type(same[0])(*parts))
         return ScoreProgram(tuple(statements)), reads
 
@@ -281,26 +270,29 @@ class _Merge:
         return worst, ""
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """What a tensor is a view of."""
-        while self.meaning.category(node) is Category.MOVEMENT and str(node.target).startswith(_VIEWS):
-            node = node.args[0]  # type: ignore[assignment]
+        """The tensor that one only rearranges."""
+        while self.meaning.category(node) is Category.MOVEMENT:
+            moved = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+            if len(moved) != 1:
+                break
+            (node,) = moved
         return node
 
-    def _join(self, join: fx.Node | None, out: fx.Node) -> None:
-        """What joins the heads, as a view of the merged result."""
-        if join is None:
+    def _replace_concatenation(self, node: fx.Node | None, out: fx.Node) -> None:
+        """What concatenates the heads, as a view of the merged result."""
+        if node is None:
             return
         meaning = Meaning(self.graph.known_values(), self.graph.conditions)
-        self.meaning, self.builder = meaning, Builder(self.graph, join)
-        inputs: list[fx.Node] = list(join.args[0])  # type: ignore[arg-type]
+        self.meaning, self.builder = meaning, Builder(self.graph, node)
+        inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
         shape = meaning.shape(inputs[0])
-        dim = int(join.args[1] if len(join.args) > 1 else join.kwargs.get("dim", 0))  # type: ignore[arg-type]
+        dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
         places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
         number = E.var("m", E.const(len(inputs)))
         found = self._progression([meaning.read(n, places) for n in inputs], number)
-        if found is None or found.value is not out or join.meta["val"].dtype != out.meta["val"].dtype:
+        if found is None or found.value is not out or node.meta["val"].dtype != out.meta["val"].dtype:
             return
-        if join.target is aten.stack.default:
+        if node.target is aten.stack.default:
             dim %= len(shape) + 1
             roles: list[tuple[Expr, ...]] = [(p,) for p in places]
             roles.insert(dim, (number,))
@@ -309,7 +301,7 @@ class _Merge:
             roles = [(number, p) if d == dim else (p,) for d, p in enumerate(places)]
         seen = self._view(found, tuple(tuple(v for v in r if not E.is_const(v.args[0], 1)) for r in roles))
         if seen is not None:
-            join.replace_all_uses_with(seen)
+            node.replace_all_uses_with(seen)
 
     def _entry(self, program: ScoreProgram, count: int, shared: int, error: float) -> AttentionEntry:
         entries: list[AttentionEntry] = [h.meta["attention"] for h in self.heads]
@@ -322,14 +314,14 @@ class _Merge:
         )  # fmt: skip
 
 
-def _joined(forms: Sequence[Expr], number: Expr) -> Expr:
+def _by_head(forms: Sequence[Expr], number: Expr) -> Expr:
     """Expressions that are alike but for their numbers as one, in which a number that differs depends on
     which of them is meant: on `number`."""
     first = forms[0]
     if all(f is first for f in forms):
         return first
     if first.op != "const":
-        args = tuple(_joined(same, number) for same in zip(*(f.args for f in forms), strict=True))
+        args = tuple(_by_head(same, number) for same in zip(*(f.args for f in forms), strict=True))
         return E.make(first.op, args, first.value, first.kind)
     values = [f.value for f in forms]
     if first.kind == "int" and all(

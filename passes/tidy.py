@@ -21,17 +21,12 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import RULES, Category, Unliftable
+from attngraph.meaning.rule import RULES, Category, Unliftable, category_of
+from attngraph.meaning.rules import movement
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
-_SAME_ORDER = frozenset(
-    f"aten.{n}"
-    for n in ("reshape.default", "view.default", "_unsafe_view.default", "unflatten.int",
-              "flatten.using_ints", "unsqueeze.default", "squeeze.dim", "squeeze.dims", "contiguous.default")
-)  # fmt: skip
-"""Operations that keep all elements in their order."""
 _IMPURE = (torch.Tag.nondeterministic_seeded,)
 
 
@@ -64,11 +59,11 @@ def _extents(node: Any) -> tuple[Expr, ...]:
 def _shorten_views(graph: ProgramGraph) -> None:
     """A chain of operations that keep the order of elements is one reshape, or none."""
     for node in list(graph.graph.nodes):
-        if str(node.target) not in _SAME_ORDER or not node.users:
+        if not _keeps_order(node) or not node.users:
             continue
         source: Any = node.args[0]
         chain = 1
-        while source.op == "call_function" and str(source.target) in _SAME_ORDER:
+        while _keeps_order(source):
             source, chain = source.args[0], chain + 1
         needs_memory = str(node.target) == "aten.contiguous.default"
         if _extents(source) == _extents(node) and not needs_memory:
@@ -81,6 +76,13 @@ def _shorten_views(graph: ProgramGraph) -> None:
                 builder.discard()
                 continue
             node.replace_all_uses_with(builder.call(aten.reshape.default, source, shape))
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether an operation keeps all elements in their order."""
+    found = RULES.get(str(node.target))
+    is_view = found is not None and found.element is movement.view
+    return is_view or str(node.target) == "aten.contiguous.default"
 
 
 def _share(graph: ProgramGraph) -> None:
@@ -163,8 +165,7 @@ def _with_floats(formula: Expr) -> Expr:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    name = str(node.target)
-    return name in RULES and RULES[name].category is Category.POINTWISE
+    return category_of(node) is Category.POINTWISE
 
 
 def _common_source(node: fx.Node) -> fx.Node | None:

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from attngraph.capture.exported import written_out
 from attngraph.capture.replaced import replaced
 from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import may_alias
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -72,7 +73,7 @@ def _composite_views() -> dict[Any, Callable[..., Any]]:
         if space != "aten" or not hasattr(aten, packet):
             continue
         op = getattr(getattr(aten, packet), which or "default")
-        if _may_alias(op) and not op._schema.is_mutable and _COMPOSITE not in op.py_kernels:
+        if may_alias(op) and not op._schema.is_mutable and _COMPOSITE not in op.py_kernels:
             found[op] = op.decompose
     found |= {op: op.decompose for op in written_out()}
     found[aten.dropout.default] = lambda x, p, train: NotImplemented if train and p != 0 else x
@@ -115,7 +116,7 @@ class _Writes:
             self._note(node, node)
         elif op is operator.getitem:
             source: Any = node.args[0]
-            self._note(node, self._roots[source] if _is_view(source) else node)
+            self._note(node, self._roots[source] if may_alias(source.target) else node)
         elif not isinstance(op, torch._ops.OpOverload):
             self._note(node, node)
             return _is_number(node)
@@ -128,9 +129,9 @@ class _Writes:
             return self._is_plain(node)
         elif _is_composite(op):
             self._note(node, node)
-            return op.namespace == "aten" and not _may_alias(op) and not _hides_a_write(op)
+            return op.namespace == "aten" and not may_alias(op) and not _hides_a_write(op)
         else:
-            source = node.args[0] if _may_alias(op) else node
+            source = node.args[0] if may_alias(op) else node
             self._note(node, self._roots.get(source, node))
         return True
 
@@ -177,14 +178,6 @@ def _is_fresh(node: fx.Node) -> bool:
     if op is aten.einsum.default:
         return len(node.args[1]) > 1  # type: ignore[arg-type]
     return op in _FRESH or not _is_composite(op)
-
-
-def _may_alias(op: torch._ops.OpOverload) -> bool:
-    return any(argument.alias_info is not None for argument in op._schema.arguments)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and _may_alias(node.target)
 
 
 def _is_number(node: fx.Node) -> bool:

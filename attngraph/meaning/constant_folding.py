@@ -19,11 +19,12 @@ from attngraph.meaning.constants import MOST_ELEMENTS
 from attngraph.meaning.rule import RULES, Category
 
 FEW_OPS, MANY_OPS = 8, 64
-"""A table that more than a few ops wrote is looked at whole first, one that more than many wrote only so."""
+"""A table that more than `FEW_OPS` ops wrote is described by its values if possible, else by the rules of
+those ops; one that more than `MANY_OPS` wrote by its values alone."""
 
 
-class Known:
-    """What is known of the values in one graph.
+class ConstantFolding:
+    """The values in one graph that every call computes anew, but equal.
 
     Args:
         given: the tensors that are known when compiling, by placeholder.
@@ -36,7 +37,7 @@ class Known:
 
     def writers(self, node: fx.Node) -> frozenset[fx.Node] | None:
         """The ops, and the known tensors, that a value is made of; None where it depends on an input, a
-        varying size or a random number. More than `MANY_OPS` are not told one by one."""
+        varying size or a random number. Beyond `MANY_OPS` some are left out."""
         if node in self._writers:
             return self._writers[node]
         pending = [node]

@@ -24,8 +24,17 @@ from attngraph.meaning import constants
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy, size_expression
-from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, Known
-from attngraph.meaning.rule import PARTS, RULES, Category, TooLong, Unliftable, sums_nothing
+from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, ConstantFolding
+from attngraph.meaning.rule import (
+    ELEMENTWISE,
+    PARTS,
+    RULES,
+    Category,
+    TooLong,
+    Unliftable,
+    category_of,
+    is_part,
+)
 
 Indices = tuple[Expr, ...]
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
@@ -37,12 +46,12 @@ _EXACT = {
     for name in ("add", "sub", "mul", "div", "log", "exp", "sqrt", "abs", "neg", "pow")
     for overload in ("Tensor", "Scalar", "default", "Tensor_Scalar")
 }
-"""Operations of the model that a program can do just so."""
+"""ATen operations that a score program has too, by the program's name, so that it can repeat them exactly."""
 LARGEST_EXPONENT = 1000.0
 """Beyond it a power of e is zero or infinite, in float64 too."""
 MOST_WORDS = 2 * LONGEST
-"""Of a formula that is to become a program. A model that loops over its own results has formulas that double
-with every step."""
+"""The longest formula that is followed where it is to become a program. In a model that loops over its own
+results formulas double with every step."""
 
 
 class Meaning:
@@ -74,7 +83,7 @@ class Meaning:
                     if a is not b and a.op != "const":
                         self._same[a] = b
         self.values = dict(values or {})
-        self._known = Known(self.values)
+        self._constants = ConstantFolding(self.values)
         self.assumed: set[fx.Node] = set()
         self.obstacles: set[str] = set()
         self.required: set[tuple[Expr, Expr]] = set()
@@ -134,17 +143,10 @@ class Meaning:
         """What kind of op made this node; None where it has no element rule."""
         if node.op == "placeholder":
             return Category.INDEX if node in self.values else None
-        name = str(node.target)
-        if is_part(node):
-            found = PARTS.get(str(node.args[0].target))  # type: ignore[union-attr]
-            return found[0] if found else None
-        if name in PARTS:
-            return PARTS[name][0]
-        if name == "aten.einsum.default" and sums_nothing(node):
-            return Category.POINTWISE
-        if name in RULES:
-            return RULES[name].category
-        return None if self._known.writers(node) is None else Category.INDEX
+        found = category_of(node)
+        if found is None and not is_part(node) and self._constants.writers(node) is not None:
+            return Category.INDEX
+        return found
 
     def contracts(self, node: fx.Node) -> bool:
         """Whether a contraction stands among what the node's elements are made of, elementwise."""
@@ -222,7 +224,7 @@ class Meaning:
         return found
 
     def _by_rule(self, node: fx.Node, at: Indices) -> Expr:
-        writers = self._known.writers(node)
+        writers = self._constants.writers(node)
         if writers is None:
             return self._by_its_rule(node, at)
         if node.op != "placeholder" and len(writers) <= FEW_OPS:
@@ -237,10 +239,10 @@ class Meaning:
 
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
         """What the values of a known tensor say; it is then taken for granted that they stay."""
-        values = self._known.values(node)
+        values = self._constants.values(node)
         found = None if values is None else constants.describe(values, at)
         if found is not None:
-            self.assumed |= self._known.sources(node)
+            self.assumed |= self._constants.sources(node)
         return found
 
     def _by_its_rule(self, node: fx.Node, at: Indices) -> Expr:
@@ -315,8 +317,7 @@ class Meaning:
 
     def elementwise(self, node: Expr, most: int | None = None) -> Expr:
         """An expression in terms of contractions, reductions and data, of at most so many words (`lift`)."""
-        categories = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
-        return self.lift(node, lambda r: self.category(r.value) in categories, most=most)
+        return self.lift(node, lambda r: self.category(r.value) in ELEMENTWISE, most=most)
 
     def exactly(self, node: Any, at: Indices) -> Expr:
         """The element of a floating tensor as the model computes it, operation by operation, nothing
@@ -363,11 +364,6 @@ class Meaning:
             )
             return None if has_data(lifted) else lifted
         return None
-
-
-def is_part(node: fx.Node) -> bool:
-    """Whether the node picks one result of an op that has several."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
 def is_exact(node: Expr, dtype: torch.dtype) -> bool:

@@ -32,6 +32,10 @@ class Category(enum.Enum):
     CONTRACTION = "sums products of two tensors"
 
 
+ELEMENTWISE = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
+"""Categories of ops of which one element follows from one element of each operand, at most."""
+
+
 class Rule(NamedTuple):
     category: Category
     element: RuleFunction
@@ -72,7 +76,35 @@ def part_rule(category: Category, *names: str) -> Callable[[PartFunction], PartF
     return register
 
 
-def sums_nothing(node: fx.Node) -> bool:
+def category_of(node: fx.Node) -> Category | None:
+    """What kind of op made a node; None where it has no element rule."""
+    made_by = node.args[0] if is_part(node) else node
+    assert isinstance(made_by, fx.Node)
+    name = str(made_by.target)
+    if name in PARTS:
+        return PARTS[name][0]
+    if is_part(node) or name not in RULES:
+        return None
+    only_multiplies = name == "aten.einsum.default" and _sums_nothing(node)
+    return Category.POINTWISE if only_multiplies else RULES[name].category
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether the node picks one result of an op that has several."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def axis(dim: int, rank: int) -> int:
+    """A dimension counted from the front."""
+    return dim % rank if rank else 0
+
+
+def _sums_nothing(node: fx.Node) -> bool:
     """Whether an einsum only multiplies: every letter of its operands is one of its result."""
     inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
     return bool(arrow) and set(inputs) - {",", "."} <= set(output)

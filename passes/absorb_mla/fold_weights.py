@@ -17,9 +17,8 @@ from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import joined, split_digits
+from attngraph.meaning.algebra.digits import recombined, split_digits
 from attngraph.meaning.attention import layout
-from attngraph.meaning.attention.claim import merge_digits
 from attngraph.meaning.attention.latent import Latents, Obstacle
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
@@ -93,7 +92,7 @@ class Projection:
     as `[N, H, V]`, `bias` `[N]`."""
 
     node: fx.Node
-    weight: tuple[fx.Node, tuple[layout.Step, ...]]
+    weight: tuple[fx.Node, tuple[layout.ViewOp, ...]]
     bias: fx.Node | None
 
 
@@ -135,7 +134,7 @@ def projection_of(meaning: Meaning, result: fx.Node) -> Projection:
 
 def _weight(
     meaning: Meaning, result: fx.Node, body: Expr, inner: Expr, at: tuple[Expr, Expr, Expr]
-) -> tuple[fx.Node, tuple[layout.Step, ...]]:
+) -> tuple[fx.Node, tuple[layout.ViewOp, ...]]:
     b, s, n = at
     lifted = [
         meaning.lift(f, lambda r: r.value is not result and meaning.category(r.value) is Category.MOVEMENT)
@@ -147,15 +146,14 @@ def _weight(
         raise NotFolded("its result is not projected by a plain product")
     digits = split_digits([inner], own.args) or {}
     cut = digits.get(inner, (inner,))
-    index = tuple(M.substitute(i, {inner: joined(cut)}) for i in own.args)
+    index = tuple(M.substitute(i, {inner: recombined(cut)}) for i in own.args)
     places = zip(meaning.shape(result), (b, cut[0], s, cut[-1]), strict=True)
     if len(cut) != 2 or index != tuple(E.ZERO if E.is_const(n, 1) else p for n, p in places):
         raise NotFolded("its heads are not side by side where it is projected")
     read = weights[0]
-    place = tuple(M.substitute(i, {inner: joined(cut)}) for i in read.args)
-    roles, place = merge_digits(((n,), (cut[0],), (cut[1],)), place)
+    place = tuple(M.substitute(i, {inner: recombined(cut)}) for i in read.args)
     try:
-        return read.value, tuple(layout.solve(meaning.shape(read.value), place, roles, roles))
+        return read.value, layout.solve(meaning.shape(read.value), place, ((n,), (cut[0],), (cut[1],)))
     except layout.NoView as problem:
         raise NotFolded("the matrix that projects its result is no view of a tensor") from problem
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -243,20 +244,20 @@ def sort(graph: fx.Graph) -> None:
         before.append(node)
 
 
-_VIEW_NAMES = (
-    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "split",
-    "chunk", "unbind", "t", "mT", "alias", "detach", "narrow", "unflatten", "flatten",
-)  # fmt: skip
-_VIEWS = tuple(f"aten.{name}." for name in _VIEW_NAMES)
+def may_alias(op: Any) -> bool:
+    """Whether an op's result may lie in its first operand's memory, as torch's schema of the op says. The
+    schemas of composite ops need not say."""
+    is_torchs = isinstance(op, torch._ops.OpOverload)
+    return is_torchs and any(argument.alias_info is not None for argument in op._schema.arguments)
 
 
 def memory_of(node: fx.Node) -> fx.Node:
     """The node whose memory this one's value may share: through views, to what made it."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        is_part = getattr(node.target, "__name__", "") == "getitem"
-        if not is_part and not str(node.target).startswith(_VIEWS):
-            return node
-        node = node.args[0]
+    while node.target is operator.getitem or may_alias(node.target):
+        (source, *_) = node.args
+        if not isinstance(source, fx.Node):
+            break
+        node = source
     return node
 
 

@@ -64,7 +64,7 @@ def _divides(a: Expr, b: Expr) -> bool:
     return len(divisor) == 1 and not ranges.split_multiples(ranges.polynomial(b), divisor)[1]
 
 
-def joined(digits: Digits) -> Expr:
+def recombined(digits: Digits) -> Expr:
     """The number that digits spell, slowest first."""
     value: Expr = E.ZERO
     for digit in digits:

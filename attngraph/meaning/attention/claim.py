@@ -1,12 +1,16 @@
 """What the recogniser claims: an attention, written down as views of tensors that the graph has.
 
-`recogniser.py` and `key_parts.py` find out what an attention is made of; here that becomes operands in the
-op's layout (`Views`) and indices of a score program. Nothing here looks at a graph's operations.
+`recogniser.py` finds out what an attention is made of: values weighed by one softmax over keys, mostly in one
+part, each part with its product. Here its index variables get their roles (`roles.py`), tensors become
+operands in the op's layout (`layout.py`), and what is left of the scores a score program (`program.py`).
+Nothing here looks at a graph's operations.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 from torch import fx
@@ -14,15 +18,18 @@ from torch import fx
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import LONGEST
-from attngraph.ir.language.score import ScoreProgram, Sink
+from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, extent
-from attngraph.meaning.attention import layout, program
-from attngraph.meaning.attention.layout import Step
-from attngraph.meaning.attention.normalised import Refusal
+from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits
+from attngraph.meaning.attention import dot as dots
+from attngraph.meaning.attention import layout, program, roles
+from attngraph.meaning.attention.dot import Chain
+from attngraph.meaning.attention.layout import ViewOp
 from attngraph.meaning.attention.program import Source
+from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.roles import Roles
-from attngraph.meaning.element import Meaning, has_data
+from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum
+from attngraph.meaning.element import Meaning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,28 +37,28 @@ class View:
     """A tensor of the graph, the views that present it as `[B, H, S, D]`, and a number to multiply it by."""
 
     base: fx.Node
-    steps: tuple[Step, ...]
+    steps: tuple[ViewOp, ...]
     factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Views of tensors of the graph, joined along a dimension: their width, or their keys."""
+    """Views of tensors of the graph: for each part of the keys those that make up its width, side by side."""
 
-    views: tuple[View, ...]
-    along: int = -1
+    parts: tuple[tuple[View, ...], ...]
 
     @property
     def bases(self) -> tuple[fx.Node, ...]:
-        return tuple(view.base for view in self.views)
+        return tuple(view.base for part in self.parts for view in part)
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """A claim: `node` equals attention(q, k, v, reads, sizes, program), seen through `output`.
 
-    `scores` are the nodes that compute the dot, if the model has some: several, if it adds up products that
-    are the dot of joined vectors. `heads`, `kv_heads`, `head_dim` and `value_dim` are size expressions.
+    `scores` are the nodes that compute the dot, if the model has some: several, if it adds up products, or
+    multiplies parts of the keys separately. `heads`, `kv_heads`, `head_dim` and `value_dim` are size
+    expressions.
     """
 
     node: fx.Node
@@ -62,7 +69,7 @@ class Attention:
     program: ScoreProgram
     reads: tuple[Source, ...]
     sizes: tuple[Expr, ...]
-    output: tuple[Step, ...]
+    output: tuple[ViewOp, ...]
     heads: Expr
     kv_heads: Expr
     head_dim: Expr
@@ -75,156 +82,195 @@ class Attention:
         return frozenset(self.reads[n.value] for x in sinks for n in E.walk(x) if n.op == "read")
 
 
-def side_by_side(
-    q: Sequence[View], k: Sequence[View], factors: Sequence[float]
-) -> tuple[Operand, Operand, float]:
-    """One dot of joined vectors for a sum of products: what differs in their factors is put on the queries,
-    and the first one's factor is returned for all."""
-    whole = [a.factor * b.factor * c for a, b, c in zip(q, k, factors, strict=True)]
-    scaled = (dataclasses.replace(v, factor=f / whole[0]) for v, f in zip(q, whole, strict=True))
-    plain = (dataclasses.replace(v, factor=1.0) for v in k)
-    return Operand(tuple(scaled)), Operand(tuple(plain)), whole[0]
+def write_claim(
+    meaning: Meaning, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum
+) -> Attention | Refusal:
+    """The claim that is left to write down once the products of all parts are known.
+
+    Args:
+        output: the index variables of `node`'s dimensions; `found` is the element there.
+    """
+    writer = _Writer(meaning, output, found)
+    assigned = writer.assign_roles()
+    return assigned if isinstance(assigned, Refusal) else writer.write(node, assigned)
 
 
-def divisors(reads: Iterable[Expr]) -> frozenset[str]:
+class _Writer:
+    """One claim in the making: its parts, and the digits into which index variables are cut."""
+
+    def __init__(self, meaning: Meaning, output: tuple[Expr, ...], found: WeightedSum) -> None:
+        self.meaning, self.output, self.sink = meaning, output, found.sink
+        self.parts = [
+            dataclasses.replace(p, keys=_in_order(p.keys, p.products[0].k[0][0])) for p in found.parts
+        ]
+        self.products = [product for part in self.parts for product in part.products]
+        self.values = [dots.chain(meaning, part.value) for part in self.parts]
+        chains = [p.q for p in self.products], [p.k for p in self.products], self.values
+        self.q, self.k, self.v = ([chain[-1][0] for chain in side] for side in chains)
+        keys, inner = (p.keys for p in self.parts), (p.inner for p in self.products)
+        self.summed = tuple(v for variables in (*keys, *inner) for v in variables)
+        # Where an operand is deepest a view of something, variables may appear divided: cut them.
+        places = [place for read in (*self.q, *self.k, *self.v) for place in read.args]
+        self.digits = split_digits((*output, *self.summed), places) or {}
+        self.spelled = {variable: recombined(digits) for variable, digits in self.digits.items()}
+
+    def cut(self, *variables: Expr) -> Digits:
+        """The digits of variables in a row."""
+        varied = (v for v in variables if not E.is_const(v.args[0], 1))
+        return tuple(d for v in varied for d in self.digits.get(v, (v,)))
+
+    def free(self, expressions: Iterable[Expr]) -> frozenset[Expr]:
+        """The digits that some of the expressions depend on."""
+        return frozenset().union(*(M.substitute(x, self.spelled).free for x in expressions))
+
+    def assign_roles(self) -> Roles | Refusal:
+        beside = (
+            roles.beside_keys(M.substitute(p.score, self.spelled), self.cut(*p.keys)) for p in self.parts
+        )
+        return roles.assign(
+            tuple(self.cut(o) for o in self.output), frozenset(self.cut(*self.summed)),
+            q=self.free(self.q), k=self.free(self.k), v=self.free(self.v),
+            scores=self.free(x for part in self.parts for x in (part.score, part.weight)),
+            beside_keys=frozenset().union(*beside),
+        )  # fmt: skip
+
+    def write(self, node: fx.Node, assigned: Roles) -> Attention | Refusal:
+        try:
+            sides = [self._sides(part, assigned) for part in self.parts]
+            values = [
+                self._view(chain, assigned, assigned.kv_heads, self.cut(*part.keys), assigned.values)
+                for part, chain in zip(self.parts, self.values, strict=True)
+            ]
+        except layout.NoView:
+            reads = (*self.q, *self.k, *self.v)
+            return Refusal(
+                "its queries, keys or values are no view of a tensor of the model", _divisors(reads)
+            )
+        queries, keys, scales = zip(*sides, strict=True)
+        if any(q != queries[0] for q in queries):
+            return Refusal("parts of its keys are multiplied with different queries")
+        starts = [E.ZERO, *itertools.accumulate((extent(self.cut(*p.keys)) for p in self.parts), M.add)]
+        key = E.var("k", starts.pop())
+        names = [
+            self._names(assigned, self.cut(*part.keys), M.sub(key, start))
+            for part, start in zip(self.parts, starts, strict=True)
+        ]
+        scores = [
+            M.substitute(part.score, {**own, DOT: _times(scale, DOT)})
+            for part, own, scale in zip(self.parts, names, scales, strict=True)
+        ]
+        weights = [
+            M.substitute(_times(value.factor, part.weight), own)
+            for part, own, value in zip(self.parts, names, values, strict=True)
+        ]
+        score, weight = _by_part(key, starts, scores), _by_part(key, starts, weights)
+        sink = None if self.sink is None else M.substitute(self.sink, names[0])
+        refused = _refuse_as_program(score, weight, sink)
+        if refused is not None:
+            return refused
+        built = program.build(score, weight, sink)
+        return Attention(
+            node, tuple(p.node for p in self.products if p.node is not None),
+            Operand((queries[0],)), Operand(keys), Operand(tuple((_plain(v),) for v in values)),
+            built.program, built.reads, built.sizes, self._output(assigned),
+            heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
+            head_dim=M.add(*(extent(self.cut(*p.inner)) for p in self.parts[0].products)),
+            value_dim=extent(assigned.values),
+        )  # fmt: skip
+
+    def _sides(self, part: KeyPart, assigned: Roles) -> tuple[tuple[View, ...], tuple[View, ...], float]:
+        """The queries and keys of a part's products side by side, and the factor of their dot: a.b + c.d is
+        one dot of [a, c] and [b, d]. What differs in the products' factors is put on the queries."""
+        queries, keys, factors = [], [], []
+        for product in part.products:
+            inner = self.cut(*product.inner)
+            queries.append(self._view(product.q, assigned, assigned.heads, assigned.queries, inner))
+            keys.append(self._view(product.k, assigned, assigned.kv_heads, self.cut(*part.keys), inner))
+            factors.append(queries[-1].factor * keys[-1].factor * product.factor)
+        scaled = (
+            dataclasses.replace(q, factor=f / factors[0]) for q, f in zip(queries, factors, strict=True)
+        )
+        return tuple(scaled), tuple(map(_plain, keys)), factors[0]
+
+    def _view(self, chain: Chain, assigned: Roles, heads: Digits, rows: Digits, columns: Digits) -> View:
+        """An operand as `[batch, heads, rows, columns]`, from the deepest tensor that allows it."""
+        wanted = (assigned.batch, heads, rows, columns)
+        for read, factor in reversed(chain):
+            index = tuple(M.substitute(i, self.spelled) for i in read.args)
+            with contextlib.suppress(layout.NoView):
+                return View(read.value, layout.solve(self.meaning.shape(read.value), index, wanted), factor)
+        raise layout.NoView
+
+    def _output(self, assigned: Roles) -> tuple[ViewOp, ...]:
+        """The views from `[B, Hq, Sq, Dv]` to the shape of the node."""
+        packed = (assigned.batch, assigned.heads, assigned.queries, assigned.values)
+        have = [d for role in packed for d in role]
+        dimensions = [self.cut(o) for o in self.output]
+        order = tuple(have.index(d) for dimension in dimensions for d in dimension)
+        steps = []
+        if any(len(role) != 1 for role in packed):
+            steps.append(ViewOp("reshape", (), tuple(d.args[0] for d in have)))
+        if order != tuple(range(len(order))):
+            steps.append(ViewOp("permute", order))
+        if any(len(dimension) != 1 for dimension in dimensions):
+            steps.append(ViewOp("reshape", (), tuple(o.args[0] for o in self.output)))
+        return tuple(steps)
+
+    def _names(self, assigned: Roles, keys: Digits, key: Expr) -> dict[Expr, Expr]:
+        """Each digit as a formula of the program's b, h, q and of a key; each cut variable through these."""
+        mapping: dict[Expr, Expr] = {}
+        rest = ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries)
+        for whole, digits in (*((E.var(name, extent(own)), own) for name, own in rest), (key, keys)):
+            below: Expr = E.ONE
+            for place, digit in enumerate(reversed(digits)):
+                value = M.floordiv(whole, below)
+                leading = place == len(digits) - 1
+                mapping[digit] = value if leading else M.mod(value, digit.args[0])
+                below = M.mul(below, digit.args[0])
+        return mapping | {v: M.substitute(spelled, mapping) for v, spelled in self.spelled.items()}
+
+
+def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Expr:
+    """The formula of the part that the key lies in: what all parts add, and what each adds of its own."""
+    terms = [f.args if f.op == "add" else (f,) for f in formulas]
+    common = [t for t in terms[0] if all(t in others for others in terms)]
+    own = [M.add(*(t for t in found if t not in common)) for found in terms]
+    found = own[-1]
+    for start, formula in zip(reversed(starts[1:]), reversed(own[:-1]), strict=True):
+        if formula is not found:
+            found = M.where(M.lt(key, start), formula, found)
+    return M.add(*common, found)
+
+
+def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal | None:
+    """Why formulas are no score program, if they are none."""
+    beside = (weight,) if sink is None else (weight, sink)
+    if any(n.op == "sum" for x in beside for n in E.walk(x)):
+        return Refusal("its weights depend on a second sum over the keys, besides that of the softmax")
+    for x in (score, *beside):
+        if any(v.value not in INDICES for v in x.free) or any(n.op in E.BINDERS for n in E.walk(x)):
+            return Refusal("the scores vary with something other than batch, head, query and key")
+    # Written out, which takes long where parts are used many times; four nodes make a word or more.
+    too_long = any(x.words > 4 * LONGEST for x in (score, *beside))
+    return Refusal(f"its scores are a formula of more than {LONGEST} words") if too_long else None
+
+
+def _divisors(reads: Iterable[Expr]) -> frozenset[str]:
     """The sizes by which indices of the reads are divided: as numbers they could be made digits of."""
     divided = [n.args[1] for r in reads for n in E.walk(r) if n.op in ("floordiv", "mod")]
     return frozenset(n.value for divisor in divided for n in E.walk(divisor) if n.op == "size")
 
 
-def in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
+def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
     """The keys as the dimensions of a tensor have them: the order in which they need not be moved."""
     place = {k: next((i for i, a in enumerate(read.args) if k in a.free), len(read.args)) for k in keys}
     return tuple(sorted(keys, key=place.__getitem__))
 
 
-def beside_keys(score: Expr, keys: tuple[Expr, ...], digits: dict[Expr, Digits]) -> frozenset[Expr]:
-    """Variables that stand in one index formula with a key: `k <= q`, `k - q`."""
-    places = {d for key in keys for d in digits.get(key, (key,))}
-    found: set[Expr] = set()
-    for node in E.walk(score):
-        is_formula = node.op in ("le", "lt", "eq", "add", "abs") and node.args[0].kind == "int"
-        if is_formula and not has_data(node) and not node.free.isdisjoint(places):
-            found |= node.free - places
-    return frozenset(found)
+def _times(factor: float, node: Expr) -> Expr:
+    return node if factor == 1 else M.mul(E.const(factor), node)
 
 
-def is_closed(node: Expr) -> bool:
-    return all(v.value in ("b", "h", "q", "k") for v in node.free) and not any(
-        n.op in E.BINDERS for n in E.walk(node)
-    )
-
-
-def program_indices(assigned: Roles, cut: dict[Expr, Expr]) -> dict[Expr, Expr]:
-    """Each digit as a formula of the program's b, h, q, k; each cut variable through its digits."""
-    mapping: dict[Expr, Expr] = {}
-    for name, digits in (
-        ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries), ("k", assigned.keys),
-    ):  # fmt: skip
-        whole = E.var(name, extent(digits))
-        below: Expr = E.ONE
-        for place, digit in enumerate(reversed(digits)):
-            value = M.floordiv(whole, below)
-            leading = place == len(digits) - 1
-            mapping[digit] = value if leading else M.mod(value, digit.args[0])
-            below = M.mul(below, digit.args[0])
-    for variable, spelled in cut.items():
-        mapping[variable] = M.substitute(spelled, mapping)
-    return mapping
-
-
-def write(
-    node: fx.Node,
-    scores: tuple[fx.Node, ...],
-    operands: tuple[Operand, Operand, Operand],
-    assigned: Roles,
-    rename: dict[Expr, Expr],
-    formulas: tuple[Expr, Expr, Expr | None],
-    output: tuple[Step, ...],
-    head_dim: Expr,
-) -> Attention | Refusal:
-    """The claim, its formulas (score, weight, sink) as a score program."""
-    score, weight, sink = (None if x is None else M.substitute(x, rename) for x in formulas)
-    assert score is not None and weight is not None
-    written = [x for x in (score, weight, sink) if x is not None]
-    if any(n.op == "sum" for x in (weight, sink) if x is not None for n in E.walk(x)):
-        return Refusal("its weights depend on a sum over the keys otherwise than those of a softmax do")
-    if not all(map(is_closed, written)):
-        return Refusal("the scores depend on something that is no batch, head, query or key")
-    # Written out, which takes long where parts are used many times; four nodes make a word or more.
-    if any(x.words > 4 * LONGEST for x in written):
-        return Refusal(f"its scores are a formula of more than {LONGEST} words")
-    built = program.build(score, weight, sink)
-    q, k, v = operands
-    return Attention(
-        node, scores, q, k, v, built.program, built.reads, built.sizes, output, heads=extent(assigned.heads),
-        kv_heads=extent(assigned.kv_heads), head_dim=head_dim, value_dim=extent(assigned.values),
-    )  # fmt: skip
-
-
-class Views:
-    """Presents operands and the result in the op's layout."""
-
-    def __init__(self, meaning: Meaning, assigned: Roles, cut: dict[Expr, Expr]) -> None:
-        self.meaning, self.assigned, self.cut = meaning, assigned, cut
-
-    def operand(
-        self, chain: tuple[tuple[Expr, float], ...], heads: Digits, rows: Digits, columns: Digits
-    ) -> View:
-        """The operand as `[batch, heads, rows, columns]`, from the deepest tensor that allows it."""
-        wanted = (self.assigned.batch, heads, rows, columns)
-        for read, factor in reversed(chain):
-            index = tuple(M.substitute(i, self.cut) for i in read.args)
-            whole, index = merge_digits(wanted, index)
-            try:
-                steps = layout.solve(self.meaning.shape(read.value), index, whole, whole)
-            except layout.NoView:
-                continue
-            return View(read.value, tuple(steps), factor)
-        raise layout.NoView
-
-    def output(self, dimensions: tuple[Digits, ...], output: tuple[Expr, ...]) -> list[Step]:
-        """Steps from `[B, Hq, Sq, Dv]` to the shape of the node."""
-        assigned = self.assigned
-        have = (*assigned.batch, *assigned.heads, *assigned.queries, *assigned.values)
-        want = [d for dimension in dimensions for d in dimension]
-        steps = [Step("reshape", (), tuple(v.args[0] for v in have))]
-        order = tuple(have.index(d) for d in want)
-        if order != tuple(range(len(order))):
-            steps.append(Step("permute", order))
-        if any(len(dimension) != 1 for dimension in dimensions):
-            steps.append(Step("reshape", (), tuple(v.args[0] for v in output)))
-        packed = (assigned.batch, assigned.heads, assigned.queries, assigned.values)
-        return steps if any(len(p) != 1 for p in packed) else steps[1:]
-
-
-def merge_digits(wanted: layout.Roles, index: tuple[Expr, ...]) -> tuple[layout.Roles, tuple[Expr, ...]]:
-    """Join neighbouring digits of a role that the index only ever uses together."""
-    merged: list[Digits] = []
-    for role in wanted:
-        kept = list(role)
-        place = 0
-        while place + 1 < len(kept):
-            slow, fast = kept[place], kept[place + 1]
-            both = E.var(f"{slow.value}&{fast.value}", M.mul(slow.args[0], fast.args[0]))
-            pair = M.add(M.mul(slow, fast.args[0]), fast)
-            tried = tuple(_replace_pair(i, slow, fast, both) for i in index)
-            if any(t is None for t in tried):
-                place += 1
-                continue
-            del pair
-            index = tuple(t for t in tried if t is not None)
-            kept[place : place + 2] = [both]
-        merged.append(tuple(kept))
-    return tuple(merged), index
-
-
-def _replace_pair(index: Expr, slow: Expr, fast: Expr, both: Expr) -> Expr | None:
-    """`index` with slow * extent(fast) + fast written as `both`; None where they occur otherwise."""
-    if slow not in index.free and fast not in index.free:
-        return index
-    if slow not in index.free or fast not in index.free:
-        return None
-    replaced = M.substitute(index, {slow: E.ZERO, fast: both})
-    spelled = M.substitute(replaced, {both: M.add(M.mul(slow, fast.args[0]), fast)})
-    return replaced if spelled is index else None
+def _plain(view: View) -> View:
+    """Without its factor, which is accounted for elsewhere."""
+    return dataclasses.replace(view, factor=1.0)

@@ -21,25 +21,28 @@ from attngraph.ir.language.score import DOT
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import MOST_WORDS, Meaning, has_data, is_exact
-from attngraph.meaning.rule import Category, TooLong, Unliftable
+from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable
 
 _COSTLY = (
     ["exp"], ["exp2"], ["log"], ["log2"], ["pow"], ["sin"], ["cos"], ["tanh"], ["sigmoid"], ["sqrt"],
     ["rsqrt"], ["erf"], ["div"], ["reciprocal"],
 )  # fmt: skip
-_LOOK_THROUGH = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
+
+
+Chain = tuple[tuple[Expr, float], ...]
+"""A tensor's element, then the one that it is a view or a multiple of, and so on: (read, factor) each, where
+the first read equals factor times this one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """sum over `inner` of q * k. Each side is the chain of tensors from the one that was multiplied
-    down through views and scalings: (read, factor), outermost first. `node` computes the dot, if a
-    node of its own does."""
+    """factor * sum over `inner` of q * k. `node` computes the sum, if a node of its own does."""
 
     inner: tuple[Expr, ...]
-    q: tuple[tuple[Expr, float], ...]
-    k: tuple[tuple[Expr, float], ...]
+    q: Chain
+    k: Chain
     node: fx.Node | None = None
+    factor: float = 1.0
 
 
 def look_into(
@@ -57,27 +60,27 @@ def look_into(
 
     def through(read: Expr) -> bool:
         tensor: fx.Node = read.value
-        if meaning.category(tensor) not in _LOOK_THROUGH:
+        if meaning.category(tensor) not in ELEMENTWISE:
             return False
         own: torch.dtype = tensor.meta["val"].dtype
         if _rounds(tensor) not in (None, kernels.accumulation_dtype(dtype)):
-            return _is_known(meaning, read, _is_whole)
+            return _formula_is(meaning, read, _is_whole)
         coarser = own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps
         if coarser and (dtype == torch.float64 or not meaning.contracts(tensor)):
-            return _is_known(meaning, read, lambda formula: is_exact(formula, own))
-        if not meaning.contracts(tensor) and not _is_known(meaning, read, lambda f: not _is_long(f)):
+            return _formula_is(meaning, read, lambda formula: is_exact(formula, own))
+        if not meaning.contracts(tensor) and not _formula_is(meaning, read, lambda f: not _is_long(f)):
             return False
         if str(tensor.target).split(".")[1:2] not in _COSTLY or _is_scaling(tensor):
             return True
         pairs = not read.free.isdisjoint(keys) and bool(read.free - of_value)
         if pairs or meaning.index_expression(tensor, read.args) is not None:
             return True
-        return _is_known(meaning, read, _is_choice)
+        return _formula_is(meaning, read, _is_one_of_two_numbers)
 
     return meaning.lift(node, through, into_sums=False)
 
 
-def _is_known(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
+def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
     """Whether an element's formula passes a test; one that is too long to be written out does not."""
     try:
         return test(meaning.elementwise(read, MOST_WORDS))
@@ -85,7 +88,7 @@ def _is_known(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> boo
         return False
 
 
-def _is_choice(node: Expr) -> bool:
+def _is_one_of_two_numbers(node: Expr) -> bool:
     """Whether it is one of two numbers, which costs nothing to compute: the logarithm of a mask, say."""
     return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
 
@@ -116,17 +119,18 @@ def _is_whole(node: Expr) -> bool:
 
 _ROUNDING = (["floor"], ["ceil"], ["trunc"], ["round"])
 LONGEST_FORMULA = 200
+"""Nodes of a mask's or bias's formula; what has a longer one stays a tensor."""
 
 
 def _is_long(node: Expr) -> bool:
-    """Whether nobody would want to read it, or a program could not hold it, with its brackets and commas."""
+    """Whether a formula is too long to be read by a person, or to be a statement of a program."""
     many = sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
     return many or node.words > LONGEST // 3
 
 
 def one_name(score: Expr) -> Expr:
-    """The score with one name for an element that has two: where h is 0 and m[h, q, k] stands elsewhere,
-    m[0, q, k] is that (a head, or a query, that was treated apart)."""
+    """The score with each element written in one way: where `h == 0` holds, `m[0, q, k]` becomes `m[h, q, k]`
+    if that is read elsewhere (one head, or one query, was edited by itself)."""
     reads = [n for n in E.walk(score) if n.op == "read" and n.free]
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -171,7 +175,7 @@ def find_dot(
     return next(iter(varied or found), None)
 
 
-NO_DOT = "the scores are no product of a query side and a key side over a shared dimension"
+NO_DOT = "the scores contain no product of queries and keys, summed over a shared dimension"
 
 
 def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: torch.dtype) -> str:
@@ -230,10 +234,10 @@ def _sides_alone(q: Expr, k: Expr) -> Dot:
     return Dot((), ((q, 1.0),), ((k, 1.0),))
 
 
-def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, float, Expr]]:
-    """Contractions that are added to the dot in the score, each with its factor relative to the dot's and
-    with the score without it: a.b + c.d is one dot of joined vectors."""
-    found: list[tuple[Dot, float, Expr]] = []
+def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tuple[Dot, Expr]]:
+    """Contractions that are added to the dot in the score, with factors relative to the dot's, each with the
+    score without it: a.b + c.d is one dot of the vectors [a, c] and [b, d]."""
+    found: list[tuple[Dot, Expr]] = []
     for total in (n for n in E.walk(score) if n.op == "add"):
         terms = [M.coefficient(t) for t in total.args]
         own = [times for times, rest in terms if rest is DOT]
@@ -248,7 +252,7 @@ def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tu
             node = rest.value if rest.op == "read" else None
             without = M.add(*(t for t in total.args if t is not term))
             left = M.substitute(score, {total: without})
-            found.append((dataclasses.replace(dot, node=node), times * more / own[0], left))
+            found.append((dataclasses.replace(dot, node=node, factor=times * more / own[0]), left))
     return found
 
 
@@ -299,9 +303,8 @@ def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
     return Dot(tuple(inner), chain(meaning, q), chain(meaning, k))
 
 
-def chain(meaning: Meaning, node: Expr) -> tuple[tuple[Expr, float], ...]:
-    """A read, then what it is a view or a multiple of, and so on: (read, factor) each, where the
-    first read equals factor times this one."""
+def chain(meaning: Meaning, node: Expr) -> Chain:
+    """A read down through views and scalings."""
     found: list[tuple[Expr, float]] = [(node, 1.0)]
     factor = 1.0
     while True:

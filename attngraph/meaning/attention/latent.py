@@ -27,9 +27,9 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import joined, split_digits
+from attngraph.meaning.algebra.digits import recombined, split_digits
 from attngraph.meaning.attention import layout
-from attngraph.meaning.attention.claim import View, merge_digits
+from attngraph.meaning.attention.claim import View
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
 
@@ -89,8 +89,8 @@ class Latents:
     def examine(self, k: fx.Node, v: fx.Node) -> Latent | Obstacle:
         """What keys `[B, G, S, D]` and values `[B, G, S, V]` are made from."""
         try:
-            found = _Operand(self.meaning, v, "values").stretches()
-            keys = _Operand(self.meaning, k, "keys", {s.source.base for s in found}).stretches()
+            found = _Side(self.meaning, v, "values").stretches()
+            keys = _Side(self.meaning, k, "keys", {s.source.base for s in found}).stretches()
         except _Stop as stop:
             return stop.obstacle
         except Unliftable as problem:
@@ -106,7 +106,7 @@ class Latents:
     def projection(self, node: fx.Node, what: str) -> Stretch | Obstacle:
         """What all of `[B, H, S, n]` is projected from, if it is one projection for each head."""
         try:
-            found = _Operand(self.meaning, node, what).stretches()
+            found = _Side(self.meaning, node, what).stretches()
         except _Stop as stop:
             return stop.obstacle
         except Unliftable as problem:
@@ -121,7 +121,7 @@ def _width(stretch: Stretch) -> int:
     return stretch.width if stretch.up is None else int(stretch.of[-1])  # type: ignore[index]
 
 
-class _Operand:
+class _Side:
     """Keys or values of one attention. What is the same for all heads is followed through views as far as
     to tensors of `wanted`."""
 
@@ -239,14 +239,14 @@ class _Operand:
 
     def _view(self, read: Expr, roles: layout.Roles) -> View:
         digits = split_digits([v for role in roles for v in role], read.args) or {}
-        index = tuple(M.substitute(i, {v: joined(found) for v, found in digits.items()}) for i in read.args)
+        index = tuple(
+            M.substitute(i, {v: recombined(found) for v, found in digits.items()}) for i in read.args
+        )
         cut = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
-        wanted, index = merge_digits(cut, index)
         try:
-            steps = layout.solve(self.meaning.shape(read.value), index, wanted, wanted)
+            return View(read.value, layout.solve(self.meaning.shape(read.value), index, cut))
         except layout.NoView as problem:
             raise _Stop(f"what its {self.what} are made from is no view of a tensor") from problem
-        return View(read.value, tuple(steps))
 
     def _key(self, read: Expr, place: Expr) -> tuple[Expr, ...]:
         """What is equal for equal elements, whatever the variable along the width is called."""

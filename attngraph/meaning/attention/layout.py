@@ -2,7 +2,7 @@
 
 The recogniser knows an operand as "element (e0, e1, ...) of this tensor", each e an expression over
 index variables. `solve` finds the chain of unflatten, slice, select, permute, expand and reshape
-steps that presents those elements in the wanted order, or says that there is none.
+operations that presents those elements in the wanted order, or says that there is none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Roles = tuple[tuple[Expr, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ViewOp:
     """One view operation; `sizes` are size expressions, `dims` plain numbers."""
 
     op: str
@@ -31,14 +31,13 @@ class NoView(Exception):
     """These elements are not a view of the tensor."""
 
 
-def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles, full: Roles) -> list[Step]:
-    """Steps that turn a tensor of `shape` into one dimension per role, such that the element at the
+def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles) -> tuple[ViewOp, ...]:
+    """The views that turn a tensor of `shape` into one dimension per role, such that the element at the
     roles' indices is the tensor's element at `index`.
 
     Args:
-        roles: for each wanted dimension the variables it runs over, slowest first, as far as this
-            tensor may be broadcast over the others.
-        full: the same with every variable that the dimension must run over.
+        roles: for each wanted dimension the variables it runs over, slowest first. Over variables that the
+            index does not use, the tensor is expanded.
 
     The index must be in range for all values of its variables (as it is for elements that a graph
     reads): that is not shown again here.
@@ -46,36 +45,67 @@ def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles, full: 
     Raises:
         NoView: some index is no mixture of digits (a flip, a gather, overlapping windows).
     """
-    steps: list[Step] = []
+    roles, index = _merge_digits(roles, index)
+    steps: list[ViewOp] = []
     present: list[Expr] = []
     for extent, place in zip(shape, index, strict=True):
         _split_dimension(extent, place, present, steps)
     if len(set(present)) != len(present):
         raise NoView
-    wanted = [v for role in full for v in role]
+    wanted = [v for role in roles for v in role]
     if any(v not in wanted for v in present):
         raise NoView
     order = [present.index(v) for v in wanted if v in present]
     if order != list(range(len(order))):
-        steps.append(Step("permute", tuple(order)))
+        steps.append(ViewOp("permute", tuple(order)))
     have = [v for v in wanted if v in present]
-    for role in full:
+    for role in roles:
         for v in role:
             if v not in have:
                 place_of = sum(1 for w in wanted[: wanted.index(v)] if w in have)
-                steps.append(Step("unsqueeze", (place_of,)))
+                steps.append(ViewOp("unsqueeze", (place_of,)))
                 have.insert(place_of, v)
     if any(v not in present for v in wanted):
-        steps.append(Step("expand", (), tuple(v.args[0] for v in wanted)))
-    if any(len(role) > 1 for role in full):
-        steps.append(Step("reshape", (), tuple(M.mul(*(v.args[0] for v in role)) for role in full)))
+        steps.append(ViewOp("expand", (), tuple(v.args[0] for v in wanted)))
+    if any(len(role) > 1 for role in roles):
+        steps.append(ViewOp("reshape", (), tuple(M.mul(*(v.args[0] for v in role)) for role in roles)))
     else:
-        steps += [Step("unsqueeze", (place,)) for place, role in enumerate(full) if not role]
-    return steps
+        steps += [ViewOp("unsqueeze", (place,)) for place, role in enumerate(roles) if not role]
+    return tuple(steps)
 
 
-def _split_dimension(extent: Expr, place: Expr, present: list[Expr], steps: list[Step]) -> None:
-    """Append the steps that cut one dimension into the variables of its index expression."""
+def _merge_digits(wanted: Roles, index: tuple[Expr, ...]) -> tuple[Roles, tuple[Expr, ...]]:
+    """Join neighbouring digits of a role that the index only ever uses together."""
+    merged: list[tuple[Expr, ...]] = []
+    for role in wanted:
+        kept = list(role)
+        place = 0
+        while place + 1 < len(kept):
+            slow, fast = kept[place], kept[place + 1]
+            both = E.var(f"{slow.value}&{fast.value}", M.mul(slow.args[0], fast.args[0]))
+            tried = tuple(_replace_pair(i, slow, fast, both) for i in index)
+            if any(t is None for t in tried):
+                place += 1
+                continue
+            index = tuple(t for t in tried if t is not None)
+            kept[place : place + 2] = [both]
+        merged.append(tuple(kept))
+    return tuple(merged), index
+
+
+def _replace_pair(index: Expr, slow: Expr, fast: Expr, both: Expr) -> Expr | None:
+    """`index` with slow * extent(fast) + fast written as `both`; None where they occur otherwise."""
+    if slow not in index.free and fast not in index.free:
+        return index
+    if slow not in index.free or fast not in index.free:
+        return None
+    replaced = M.substitute(index, {slow: E.ZERO, fast: both})
+    spelled = M.substitute(replaced, {both: M.add(M.mul(slow, fast.args[0]), fast)})
+    return replaced if spelled is index else None
+
+
+def _split_dimension(extent: Expr, place: Expr, present: list[Expr], steps: list[ViewOp]) -> None:
+    """Append the views that cut one dimension into the variables of its index expression."""
     start: Expr = E.ZERO
     strides: dict[Expr, Expr] = {}
     for atoms, factor in ranges.polynomial(place).items():
@@ -103,21 +133,21 @@ def _split_dimension(extent: Expr, place: Expr, present: list[Expr], steps: list
         outer = M.floordiv(extent, stride)
         if M.mul(outer, stride) is not extent:
             raise NoView
-        steps.append(Step("unflatten", (dim,), (outer, stride)))
+        steps.append(ViewOp("unflatten", (dim,), (outer, stride)))
         _slice(steps, dim, outer, M.floordiv(start, stride), variable, whole and len(ordered) == 1)
         extent, start, whole = stride, M.mod(start, stride), False
         present.append(variable)
         dim += 1
     if not whole and not _fits(M.add(start, E.ONE), extent):
         raise NoView
-    steps.append(Step("select", (dim,), (start,)))
+    steps.append(ViewOp("select", (dim,), (start,)))
 
 
 def _fits(end: Expr, extent: Expr) -> bool:
     return ranges.is_nonnegative(ranges.subtract(ranges.polynomial(extent), ranges.polynomial(end)))
 
 
-def _slice(steps: list[Step], dim: int, extent: Expr, start: Expr, variable: Expr, whole: bool) -> None:
+def _slice(steps: list[ViewOp], dim: int, extent: Expr, start: Expr, variable: Expr, whole: bool) -> None:
     """Cut the variable's range out of a dimension. A whole dimension is known to hold it; of a digit
     that must be shown, or it would spill into the next."""
     length = variable.args[0]
@@ -127,7 +157,7 @@ def _slice(steps: list[Step], dim: int, extent: Expr, start: Expr, variable: Exp
         raise NoView
     if "mod" in {n.op for n in E.walk(start)}:
         raise NoView
-    steps.append(Step("narrow", (dim,), (start, length)))
+    steps.append(ViewOp("narrow", (dim,), (start, length)))
 
 
 def _by_stride(strides: dict[Expr, Expr]) -> list[Expr]:

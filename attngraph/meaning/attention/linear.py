@@ -14,10 +14,11 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT, WEIGHT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import dot as dots
-from attngraph.meaning.attention import normalised
-from attngraph.meaning.attention.claim import Attention
-from attngraph.meaning.attention.normalised import Refusal
+from attngraph.meaning.attention.claim import Attention, write_claim
+from attngraph.meaning.attention.normaliser import open_sums
 from attngraph.meaning.attention.recogniser import Recogniser
+from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum, factors_of
 from attngraph.meaning.element import MOST_WORDS, Meaning
 from attngraph.meaning.rule import Category, Unliftable
 
@@ -47,18 +48,18 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
         )
     except Unliftable:
         return None
-    factors = normalised.factors_of(lifted)
+    factors = factors_of(lifted)
     sums = [f for f in factors if f.op == "sum"]
     if len(sums) != 1:
         return None
-    keys, body = normalised.open_sums(sums[0])
+    keys, body = open_sums(sums[0])
     body, causal = _unmasked(body)
-    read, values, fixed = _scores(meaning, normalised.factors_of(body), keys)
-    if read is None or len(keys) != 1:
+    scores, values, fixed = _scores(meaning, factors_of(body), keys)
+    if scores is None or len(keys) != 1:
         return None
     if not values and ones is not None:
         values = [E.read(ones, keys, "float")]
-    found = dots.find_dot(meaning, read, keys, values[0].free if len(values) == 1 else frozenset())
+    found = dots.find_dot(meaning, scores, keys, values[0].free if len(values) == 1 else frozenset())
     if found is None or len(values) != 1 or values[0].op != "read":
         return None
     dot, score = found
@@ -66,9 +67,10 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
         return None
     outer = M.mul(*(f for f in factors if f is not sums[0]), *fixed)
     masked = score if causal is None else M.where(causal, score, E.NEG_INF)
-    parts = normalised.WeightedSum(keys, masked, M.mul(WEIGHT, outer), values[0], None)
     try:
-        claim = recogniser.claim(node, output, parts, dot, masked)
+        weight = dots.look_into(meaning, M.mul(WEIGHT, outer), keys, values[0].free, node.meta["val"].dtype)
+        part = KeyPart(keys, masked, weight, values[0], (dot,))
+        claim = write_claim(meaning, node, output, WeightedSum((part,)))
     except Unliftable:
         return None
     return None if isinstance(claim, Refusal) else claim
@@ -83,7 +85,7 @@ def _is_scores(recogniser: Recogniser, node: fx.Node) -> bool:
 
 def _unmasked(body: Expr) -> tuple[Expr, Expr | None]:
     """A sum's body without the selection that leaves some keys out, and what it keeps."""
-    factors = normalised.factors_of(body)
+    factors = factors_of(body)
     for factor in factors:
         if factor.op != "where":
             continue

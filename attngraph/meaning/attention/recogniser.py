@@ -1,41 +1,34 @@
 """The recogniser: is this node an attention, and if so which?
 
 There is one, and it knows no spellings. It asks for the meaning of one element of a node that sums
-products (`meaning/element.py`), takes that apart into weights and values (`normalised.py`), finds
-the dot inside the scores (`dot.py`), gives every index variable its role (`roles.py`), and writes
-what is left as a score program (`program.py`). What it returns is a claim; the pass that uses it
+products (`meaning/element.py`), takes that apart into weights and values (`weighted_sums.py`) and finds
+the dot inside the scores (`dot.py`). From that `claim.py` writes a claim; the pass that uses it
 checks the claim in float64 before anything is replaced (`meaning/check/check.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import torch
 from torch import fx
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, extent, split_digits
-from attngraph.meaning.algebra.digits import joined as digits_joined
 from attngraph.meaning.attention import dot as dots
-from attngraph.meaning.attention import key_parts as joined_keys
-from attngraph.meaning.attention import layout, normalised, roles
-from attngraph.meaning.attention.claim import (
-    Attention,
-    Operand,
-    Views,
-    beside_keys,
-    divisors,
-    in_order,
-    program_indices,
-    side_by_side,
-    write,
-)  # fmt: skip
-from attngraph.meaning.attention.normalised import Refusal, Unnormalised
-from attngraph.meaning.element import MOST_WORDS, Meaning, is_part
-from attngraph.meaning.rule import Category, TooLong, Unliftable
+from attngraph.meaning.attention.claim import Attention, write_claim
+from attngraph.meaning.attention.normaliser import split_by
+from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.weighted_sums import (
+    KeyPart,
+    Unnormalised,
+    WeightedSum,
+    weighted_sums,
+)
+from attngraph.meaning.element import MOST_WORDS, Meaning
+from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, is_part
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 SOFTMAX_LIKE = frozenset(f"aten.{n}" for n in (*SOFTMAX, "scaled_dot_product_attention.default"))
@@ -50,6 +43,11 @@ def _is_mean_of_stack(node: fx.Node) -> bool:
     stack = node.args[0]
     is_mean = str(node.target).startswith("aten.mean.") and isinstance(stack, fx.Node)
     return is_mean and str(stack.target).startswith(("aten.stack.", "aten.cat."))  # type: ignore[union-attr]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a node adds up what parts of the keys may have given."""
+    return node.op == "call_function" and str(node.target).startswith("aten.add.")
 
 
 class Recogniser:
@@ -94,8 +92,7 @@ class Recogniser:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""
         if node not in self._indices:
             category = self.meaning.category(node)
-            elementwise = (Category.MOVEMENT, Category.POINTWISE, Category.INDEX)
-            self._indices[node] = category in elementwise and all(
+            self._indices[node] = category in ELEMENTWISE and all(
                 self.is_index(n) for n in node.all_input_nodes if self.meaning.is_tensor(n)
             )
         return self._indices[node]
@@ -103,11 +100,11 @@ class Recogniser:
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attentions whose sum this node is, mostly one; None where nothing about it looks like
         attention."""
-        joins = joined_keys.is_sum(node) and len(self._parts_below(node)) > 1
-        if not joins and not self._is_root(node):
+        adds_parts = _is_sum(node) and len(self._parts_below(node)) > 1
+        if not adds_parts and not self._is_root(node):
             return None
         try:
-            found = self._examine_parts(node) if joins else self._examine(node)
+            found = self._examine(node, adds_parts)
         except TooLong as problem:
             softmaxes = [n for n in self.exponentials(node) if str(n.target) in SOFTMAX_LIKE]
             self._near[node] = frozenset()
@@ -115,7 +112,7 @@ class Recogniser:
             return Refusal(str(problem)) if softmaxes else None
         except Unliftable as problem:
             found = Refusal(str(problem))
-        if isinstance(found, (Refusal, tuple)) and not joins:
+        if isinstance(found, (Refusal, tuple)) and not adds_parts:
             self._parts[node] = frozenset((node,))
         if isinstance(found, Refusal) and self.meaning.obstacles:
             return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
@@ -130,14 +127,14 @@ class Recogniser:
         if str(node.target) in SOFTMAX_LIKE:
             return frozenset((node,))
         places = [node]
-        if joined_keys.is_sum(node) or self.is_product(node):
+        if _is_sum(node) or self.is_product(node):
             places += frozenset().union(*map(self._parts_below, node.all_input_nodes))
         return frozenset().union(*(self.near(n) for place in places for n in place.all_input_nodes))
 
     def _parts_below(self, node: fx.Node) -> frozenset[fx.Node]:
         """Sums weighted by exponentials, none an attention by itself, that this node moves or adds up."""
         if node not in self._parts:
-            moves = self.meaning.category(node) is Category.MOVEMENT or joined_keys.is_sum(node)
+            moves = self.meaning.category(node) is Category.MOVEMENT or _is_sum(node)
             below = node.all_input_nodes if moves else ()
             self._parts[node] = frozenset().union(*map(self._parts_below, below))
         return self._parts[node]
@@ -159,98 +156,100 @@ class Recogniser:
         )
         return may_be and any(self.near(n) for n in node.all_input_nodes)
 
-    def _examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | Unnormalised | None:
+    def _examine(
+        self, node: fx.Node, adds_parts: bool
+    ) -> tuple[Attention, ...] | Refusal | Unnormalised | None:
         meaning = self.meaning
         output, at = meaning.places(node)
         # A factor of the result may hold what the weights were divided by: then both are looked into.
-        gated = self.is_product(node)
+        looks_below = adds_parts or self.is_product(node)
         lifted = meaning.lift(
             meaning.element(node, at),
-            lambda r: bool(self.near(r.value) or (gated and self._parts_below(r.value))),
+            lambda r: bool(self.near(r.value) or (looks_below and self._parts_below(r.value))),
             most=MOST_WORDS,
         )
-        sums = normalised.weighted_sums(lifted, meaning.elementwise)
+        sums = weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums
-        found: list[Attention] = []
-        for parts in sums:
-            claim = self._claim_sum(node, output, parts)
+        claims: list[Attention] = []
+        for found in sums:
+            claim = self._claim(node, output, found)
             if isinstance(claim, Refusal):
                 return claim
-            found.append(claim)
-        return tuple(found)
+            claims.append(claim)
+        return tuple(claims)
 
-    def _claim_sum(
-        self, node: fx.Node, output: tuple[Expr, ...], parts: normalised.WeightedSum
-    ) -> Attention | Refusal:
+    def _claim(self, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum) -> Attention | Refusal:
         """The claim for one sum weighed by one softmax."""
-        meaning = self.meaning
-        score = dots.look_into(meaning, parts.score, parts.keys, parts.value.free, node.meta["val"].dtype)
-        score = dots.one_name(score)
-        # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
-        score, shift = normalised.split_by(score, parts.keys)
-        if self.gradients and not self._sources(shift) <= self._sources(M.mul(M.number(score), parts.value)):
-            score = M.add(score, shift)  # its gradient is zero, but somebody may ask for it
-        elif parts.sink is not None:
-            parts = dataclasses.replace(parts, sink=M.sub(parts.sink, shift))
-        found = dots.find_dot(meaning, score, parts.keys, parts.value.free)
-        found = found or dots.dot_of_width_one(
-            score, parts.keys, parts.value.free, parts.value.value.meta["val"].dtype
-        )
-        if found is None:
-            return Refusal(dots.why_no_dot(meaning, score, parts.keys, node.meta["val"].dtype))
-        dot, score = found
-        # What a contraction adds by itself (baddbmm's bias) has not been looked into yet.
-        score = dots.look_into(meaning, score, parts.keys, parts.value.free, node.meta["val"].dtype)
-        if any(n.op == "read" and n.value is dot.node for n in E.walk(score)):
-            return Refusal(
-                "its scores are also used at other places than their own, so they are needed anyway"
-            )
-        claim = self.claim(node, output, parts, dot, score)
-        joined: tuple[tuple[dots.Dot, float], ...] = ()
+        opened = self._with_products(found, node.meta["val"].dtype)
+        if isinstance(opened, Refusal):
+            return opened
+        claim = write_claim(self.meaning, node, output, opened)
         while True:
-            for other, factor, rest in dots.other_dots(meaning, score, parts.keys):
-                if not self._may_join(other, dot, parts):
-                    continue
-                wider = self.claim(node, output, parts, dot, rest, (*joined, (other, factor)))
-                if isinstance(wider, Attention):
-                    claim, score, joined = wider, rest, (*joined, (other, factor))
+            for parts in itertools.product(*map(self._with_another_product, opened.parts)):
+                wider = dataclasses.replace(opened, parts=parts)
+                found_wider = write_claim(self.meaning, node, output, wider)
+                if isinstance(found_wider, Attention):
+                    claim, opened = found_wider, wider
                     break
             else:
                 return claim
 
-    def _examine_parts(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
-        """Attention whose keys come in parts that the model multiplies separately."""
-        meaning, dtype = self.meaning, node.meta["val"].dtype
-        output, at = meaning.places(node)
-        lifted = meaning.lift(
-            meaning.element(node, at),
-            lambda r: bool(self._parts_below(r.value) or self.near(r.value)),
-            most=MOST_WORDS,
-        )
-        parts = joined_keys.weighted_parts(lifted, meaning.elementwise)
-        if parts is None:
-            return None
-        pieces: list[joined_keys.Piece] = []
-        for part in parts:
-            of_value = part.value.free
-            score = dots.look_into(meaning, part.score, part.keys, of_value, dtype)
-            found = dots.find_dot(meaning, score, part.keys, of_value)
-            if found is None:
-                return None
-            weight = dots.look_into(meaning, part.weight, part.keys, of_value, dtype)
-            score = dots.look_into(meaning, found[1], part.keys, of_value, dtype)
-            pieces.append(
-                joined_keys.Piece(part.keys[0], found[0], score, weight, dots.chain(meaning, part.value))
-            )
-        claim = joined_keys.claim(meaning, node, output, pieces)
-        return (claim,) if isinstance(claim, Attention) else claim
+    def _with_products(self, found: WeightedSum, dtype: torch.dtype) -> WeightedSum | Refusal:
+        """The sum with the dot found in the scores of each part, or why there is none."""
+        scores = [dots.one_name(self._look_into(part, part.score, dtype)) for part in found.parts]
+        # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
+        split = [split_by(score, part.keys) for score, part in zip(scores, found.parts, strict=True)]
+        shift = split[0][1]
+        kept = [
+            self._sources(x)
+            for p, (moving, _) in zip(found.parts, split, strict=True)
+            for x in (moving, p.value)
+        ]
+        has_gradient = self.gradients and not self._sources(shift) <= frozenset().union(*kept)
+        sink = found.sink
+        if has_gradient or any(fixed is not shift for _, fixed in split):
+            # The gradient of a shift is zero, but somebody may ask for it.
+            split = [(M.add(moving, fixed), E.ZERO) for moving, fixed in split]
+        elif sink is not None:
+            sink = M.sub(sink, shift)
+        parts: list[KeyPart] = []
+        for part, (score, _) in zip(found.parts, split, strict=True):
+            opened = self._with_product(dataclasses.replace(part, score=score), dtype)
+            if isinstance(opened, Refusal):
+                return opened
+            parts.append(opened)
+        return WeightedSum(tuple(parts), sink and self._look_into(parts[0], sink, dtype))
 
-    def _may_join(self, other: dots.Dot, dot: dots.Dot, parts: normalised.WeightedSum) -> bool:
-        """Whether a second product can be a part of the dot: its key side is one of keys, no table of
-        distances."""
-        of_keys = dot.k[0][0].free | parts.value.free | set(parts.keys)
-        return other.k[0][0].free <= of_keys | set(other.inner)
+    def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
+        meaning, of_value = self.meaning, part.value.free
+        found = dots.find_dot(meaning, part.score, part.keys, of_value) or dots.dot_of_width_one(
+            part.score, part.keys, of_value, part.value.value.meta["val"].dtype
+        )
+        if found is None:
+            return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
+        dot, score = found
+        # What a contraction adds by itself (baddbmm's bias) has not been looked into yet.
+        score = self._look_into(part, score, dtype)
+        if any(n.op == "read" and n.value is dot.node for n in E.walk(score)):
+            return Refusal(
+                "its scores are also used at other places than their own, so they are needed anyway"
+            )
+        weight = self._look_into(part, part.weight, dtype)
+        return dataclasses.replace(part, score=score, weight=weight, products=(dot,))
+
+    def _look_into(self, part: KeyPart, formula: Expr, dtype: torch.dtype) -> Expr:
+        return dots.look_into(self.meaning, formula, part.keys, part.value.free, dtype)
+
+    def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
+        """The part with one more of the products that its scores add up as a part of the dot: one whose key
+        side is of keys, and no table of distances."""
+        of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)
+        return [
+            dataclasses.replace(part, score=rest, products=(*part.products, other))
+            for other, rest in dots.other_dots(self.meaning, part.score, part.keys)
+            if other.k[0][0].free <= of_keys | set(other.inner)
+        ]
 
     def _sources(self, node: Expr) -> frozenset[fx.Node]:
         """The floating inputs of the graph that an expression is computed from."""
@@ -263,72 +262,3 @@ class Recogniser:
         if node not in self._roots:
             self._roots[node] = frozenset().union(*map(self._sources_of, node.all_input_nodes))
         return self._roots[node]
-
-    def claim(
-        self,
-        node: fx.Node,
-        output: tuple[Expr, ...],
-        parts: normalised.WeightedSum,
-        dot: dots.Dot,
-        score: Expr,
-        joined: tuple[tuple[dots.Dot, float], ...] = (),
-    ) -> Attention | Refusal:
-        """The claim that is left to write down once the dot is known. `joined`: products that are added to
-        it, each with the factor that makes it a part of the dot."""
-        meaning = self.meaning
-        of_value = parts.value.free
-        dtype = node.meta["val"].dtype
-        weight = dots.look_into(meaning, parts.weight, parts.keys, of_value, dtype)
-        sink = parts.sink and dots.look_into(meaning, parts.sink, parts.keys, of_value, dtype)
-        values = dots.chain(meaning, parts.value)
-        parts = dataclasses.replace(parts, keys=in_order(parts.keys, dot.k[0][0]))
-        # Where an operand is deepest a view of something, variables may appear divided: cut them.
-        products = (dot, *(other for other, _ in joined))
-        qs, ks, v = [d.q[-1][0] for d in products], [d.k[-1][0] for d in products], values[-1][0]
-        variables = [*output, *parts.keys, *(i for d in products for i in d.inner)]
-        digits = split_digits(variables, [a for read in (*qs, *ks, v) for a in read.args])
-        if digits is None:
-            digits = {}
-        cut = {variable: digits_joined(found) for variable, found in digits.items()}
-
-        def digits_of(variable: Expr) -> Digits:
-            if E.is_const(variable.args[0], 1):
-                return ()
-            return digits.get(variable, (variable,))
-
-        assigned = roles.assign(
-            tuple(digits_of(o) for o in output),
-            tuple(d for key in parts.keys for d in digits_of(key)),
-            tuple(d for product in products for i in product.inner for d in digits_of(i)),
-            q=frozenset().union(*(M.substitute(q, cut).free for q in qs)),
-            k=frozenset().union(*(M.substitute(k, cut).free for k in ks)),
-            v=M.substitute(v, cut).free,
-            scores=M.substitute(M.mul(M.number(score), weight), cut).free,
-            beside_keys=beside_keys(M.substitute(score, cut), parts.keys, digits),
-        )
-        if isinstance(assigned, Refusal):
-            return assigned
-        views = Views(meaning, assigned, cut)
-        inners = [tuple(d for i in product.inner for d in digits_of(i)) for product in products]
-        try:
-            sides_q = [
-                views.operand(p.q, assigned.heads, assigned.queries, i)
-                for p, i in zip(products, inners, strict=True)
-            ]
-            sides_k = [
-                views.operand(p.k, assigned.kv_heads, assigned.keys, i)
-                for p, i in zip(products, inners, strict=True)
-            ]
-            side_v = views.operand(values, assigned.kv_heads, assigned.keys, assigned.values)
-        except layout.NoView:
-            return Refusal("an operand is no view of a tensor of the model", divisors((*qs, *ks, v)))
-        operand_q, operand_k, factor = side_by_side(sides_q, sides_k, [1.0, *(f for _, f in joined)])
-        scaled = M.mul(E.const(factor), DOT) if factor != 1 else DOT
-        if side_v.factor != 1:
-            weight = M.mul(E.const(side_v.factor), weight)
-        operand_v = Operand((dataclasses.replace(side_v, factor=1.0),))
-        return write(
-            node, tuple(d.node for d in products if d.node is not None), (operand_q, operand_k, operand_v),
-            assigned, program_indices(assigned, cut), (M.substitute(score, {DOT: scaled}), weight, sink),
-            tuple(views.output(tuple(digits_of(o) for o in output), output)), M.add(*map(extent, inners)),
-        )  # fmt: skip

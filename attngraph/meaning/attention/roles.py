@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 
+from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.digits import Digits
-from attngraph.meaning.attention.normalised import Refusal
+from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.element import has_data
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Digits by role, slowest first. Query heads are `kv_heads` then `groups`."""
+    """Digits of the result by role, slowest first. Query heads are `kv_heads` then `groups`."""
 
     batch: Digits
     kv_heads: Digits
     groups: Digits
     queries: Digits
-    keys: Digits
-    inner: Digits
     values: Digits
 
     @property
@@ -36,8 +36,7 @@ class Roles:
 
 def assign(
     output: tuple[Digits, ...],
-    keys: Digits,
-    inner: Digits,
+    summed: frozenset[Expr],
     q: frozenset[Expr],
     k: frozenset[Expr],
     v: frozenset[Expr],
@@ -47,8 +46,9 @@ def assign(
     """Roles of every digit of the output.
 
     Args:
-        output: the digits of each output dimension; `q`, `k`, `v`, `scores` the variables that each
-            side depends on; `beside_keys` those that are compared with the key position.
+        output: the digits of each output dimension; `summed` those of the keys and of what the dot sums;
+            `q`, `k`, `v`, `scores` the variables that each side depends on; `beside_keys` those that are
+            compared with the key position.
     """
     shared: list[Expr] = []
     queries: list[Expr] = []
@@ -61,12 +61,22 @@ def assign(
         elif digit in q or digit in scores:
             queries.append(digit)
         else:
-            return Refusal("its result repeats along a dimension that no operand has")
+            return Refusal("its result has a dimension that its queries, keys and values lack")
     row = [d for d in queries if d in beside_keys] or queries[-1:]
     groups = [d for d in queries if d not in row]
     first = output[0][:1] if len(output) > 1 else ()
     batch = tuple(d for d in shared if d in first)
     heads = tuple(d for d in shared if d not in batch)
-    if set(q | k | v) - set(shared + queries + values) - set(keys) - set(inner):
-        return Refusal("an operand depends on something that is no dimension of the result")
-    return Roles(batch, heads, tuple(groups), tuple(row), keys, inner, tuple(values))
+    if set(q | k | v) - set(shared + queries + values) - summed:
+        return Refusal("its queries, keys or values vary with something that is no dimension of the result")
+    return Roles(batch, heads, tuple(groups), tuple(row), tuple(values))
+
+
+def beside_keys(score: Expr, keys: Digits) -> frozenset[Expr]:
+    """Variables that stand in one index formula with a key: `k <= q`, `k - q`."""
+    found: set[Expr] = set()
+    for node in E.walk(score):
+        is_formula = node.op in ("le", "lt", "eq", "add", "abs") and node.args[0].kind == "int"
+        if is_formula and not has_data(node) and not node.free.isdisjoint(keys):
+            found |= node.free - set(keys)
+    return frozenset(found)

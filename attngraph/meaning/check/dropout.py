@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Environment, Tile
-from attngraph.meaning.rules.movement import argument
+from attngraph.meaning.rule import argument
 
 SEED = 2**31 + 12345
 

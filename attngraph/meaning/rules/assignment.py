@@ -16,8 +16,8 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, rule
-from attngraph.meaning.rules.movement import argument, axis, first_picked, is_mask
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
+from attngraph.meaning.rules.movement import first_picked, is_mask
 
 MOST_ENTRIES = 16
 """Of an index, that are compared one by one in a formula."""

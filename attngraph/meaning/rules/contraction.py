@@ -12,8 +12,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, rule
-from attngraph.meaning.rules.movement import argument, axis
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
 from attngraph.meaning.rules.pointwise import dropped
 from attngraph.meaning.rules.reduction import zero_where_nan
 

@@ -1,4 +1,4 @@
-"""Rules of ops that move elements: views, slices, repeats, joins, gathers at computed places."""
+"""Rules of ops whose elements are those of one tensor, moved: views, slices, repeats, gathers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,10 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, part_rule, rule
 
 MOVEMENT = Category.MOVEMENT
-_END = (1 << 63) - 1
-
-
-def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    """An argument given by position or by name."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
-def axis(dim: int, rank: int) -> int:
-    return dim % rank if rank else 0
+END = (1 << 63) - 1
 
 
 @rule(
@@ -49,18 +40,6 @@ def cast(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     if target == "int" and value.kind not in ("int", "bool"):
         return M.function("int", context.exactly(node.args[0], at))
     return M.number(value)
-
-
-@rule(MOVEMENT, "copy.default")
-def copy(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """The second operand, broadcast, in the first one's shape and dtype."""
-    read = context.read_broadcast(node.args[1], at)
-    if read.op != "read":
-        raise Unliftable("a number copied into a tensor")
-    converts = read.value.meta["val"].dtype != node.meta["val"].dtype
-    if converts and context.kind(node) != read.kind:
-        raise Unliftable("a copy that converts to another kind of number")
-    return context.narrowed(read, node.meta["val"].dtype) if converts else read
 
 
 @rule(
@@ -170,92 +149,7 @@ def expand(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return context.read_broadcast(node.args[0], at)
 
 
-@rule(MOVEMENT, "slice.Tensor", "narrow.default")
-def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    dim = axis(argument(node, 1, "dim", 0), len(at))
-    extent = context.shape(node.args[0])[dim]
-    if "narrow" in str(node.target):
-        return context.read(
-            node.args[0], (*at[:dim], M.add(at[dim], _start(context, node, extent)), *at[dim + 1 :])
-        )
-    end, step = argument(node, 3, "end"), argument(node, 4, "step", 1)
-    if step == 1 and (end is None or end == _END):
-        first = M.sub(extent, context.shape(node)[dim])  # wherever it starts, it goes on to the end
-    else:
-        first = _start(context, node, extent)
-    place = M.add(M.mul(at[dim], context.integer(step)), first)
-    return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
-
-
-@rule(MOVEMENT, "slice_scatter.default")
-def slice_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """The second operand where the slice is, the first elsewhere."""
-    whole, part = node.args[:2]
-    dim = axis(argument(node, 2, "dim", 0), len(at))
-    extent, count = context.shape(whole)[dim], context.shape(part)[dim]
-    end, step = argument(node, 4, "end"), context.integer(argument(node, 5, "step", 1))
-    to_the_end = step is E.ONE and (end is None or end == _END)
-    first = M.sub(extent, count) if to_the_end else _start(context, node, extent, 3)
-    place = M.sub(at[dim], first)
-    inside = M.and_(M.le(E.ZERO, place), M.lt(place, M.mul(count, step)))
-    if step is not E.ONE:
-        inside = M.and_(inside, M.eq(M.mod(place, step), E.ZERO))
-    inner = context.read(part, (*at[:dim], M.floordiv(place, step), *at[dim + 1 :]))
-    return M.where(inside, inner, context.read(whole, at))
-
-
-@rule(MOVEMENT, "select_scatter.default")
-def select_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """The second operand at one place of a dimension, the first elsewhere."""
-    whole, part = node.args[:2]
-    dim = axis(argument(node, 2, "dim"), len(at))
-    place = context.integer(argument(node, 3, "index"))
-    if place.op == "const" and place.value < 0:
-        place = M.add(place, context.shape(whole)[dim])
-    inner = context.read(part, (*at[:dim], *at[dim + 1 :]))
-    return M.where(M.eq(at[dim], place), inner, context.read(whole, at))
-
-
-@rule(MOVEMENT, "diagonal.default")
-def diagonal(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    rows, columns, offset = _diagonal(node, len(at) + 1, 1)
-    places = list(at[:-1])
-    for dim, start in sorted(((rows, max(0, -offset)), (columns, max(0, offset)))):
-        places.insert(dim, M.add(at[-1], E.const(start)))
-    return context.read(node.args[0], tuple(places))
-
-
-@rule(MOVEMENT, "diagonal_scatter.default")
-def diagonal_scatter(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """The second operand on a diagonal of two dimensions, the first elsewhere."""
-    rows, columns, offset = _diagonal(node, len(at), 2)
-    others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
-    place = M.sub(at[rows], E.const(max(0, -offset)))
-    on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
-    return M.where(on_it, context.read(node.args[1], (*others, place)), context.read(node.args[0], at))
-
-
-@rule(MOVEMENT, "diag_embed.default")
-def diag_embed(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """A vector on a diagonal of two dimensions, zero elsewhere."""
-    rows, columns, offset = _diagonal(node, len(at), 1, (-2, -1))
-    others = tuple(place for dim, place in enumerate(at) if dim not in (rows, columns))
-    place = M.sub(at[rows], E.const(max(0, -offset)))
-    on_it = M.eq(at[columns], M.add(at[rows], E.const(offset)))
-    element = context.read(node.args[0], (*others, place))
-    return M.where(on_it, element, E.FALSE if element.kind == "bool" else E.ZERO)
-
-
-def _diagonal(node: fx.Node, rank: int, first: int, dims: tuple[int, int] = (0, 1)) -> tuple[int, int, int]:
-    """The two dimensions of a diagonal, and its offset."""
-    offset, rows, columns = (
-        argument(node, first + i, name, default)
-        for i, (name, default) in enumerate(zip(("offset", "dim1", "dim2"), (0, *dims), strict=True))
-    )
-    return axis(rows, rank), axis(columns, rank), int(offset)
-
-
-def _start(context: Meaning, node: fx.Node, extent: Expr, argument_place: int = 2) -> Expr:
+def slice_start(context: Meaning, node: fx.Node, extent: Expr, argument_place: int = 2) -> Expr:
     start = argument(node, argument_place, "start")
     first = context.integer(0 if start is None else start)
     if first.op == "const" and first.value < 0:
@@ -272,6 +166,41 @@ def _start(context: Meaning, node: fx.Node, extent: Expr, argument_place: int = 
 def _is_nonnegative(node: Expr) -> bool:
     low, _ = ranges.bounds(ranges.polynomial(node))
     return low is not None and ranges.is_nonnegative(low)
+
+
+@rule(MOVEMENT, "slice.Tensor", "narrow.default")
+def slice_(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    dim = axis(argument(node, 1, "dim", 0), len(at))
+    extent = context.shape(node.args[0])[dim]
+    if "narrow" in str(node.target):
+        return context.read(
+            node.args[0], (*at[:dim], M.add(at[dim], slice_start(context, node, extent)), *at[dim + 1 :])
+        )
+    end, step = argument(node, 3, "end"), argument(node, 4, "step", 1)
+    if step == 1 and (end is None or end == END):
+        first = M.sub(extent, context.shape(node)[dim])  # wherever it starts, it goes on to the end
+    else:
+        first = slice_start(context, node, extent)
+    place = M.add(M.mul(at[dim], context.integer(step)), first)
+    return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
+
+
+def diagonal_of(node: fx.Node, rank: int, first: int, dims: tuple[int, int] = (0, 1)) -> tuple[int, int, int]:
+    """The two dimensions of a diagonal, and its offset."""
+    offset, rows, columns = (
+        argument(node, first + i, name, default)
+        for i, (name, default) in enumerate(zip(("offset", "dim1", "dim2"), (0, *dims), strict=True))
+    )
+    return axis(rows, rank), axis(columns, rank), int(offset)
+
+
+@rule(MOVEMENT, "diagonal.default")
+def diagonal(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    rows, columns, offset = diagonal_of(node, len(at) + 1, 1)
+    places = list(at[:-1])
+    for dim, start in sorted(((rows, max(0, -offset)), (columns, max(0, offset)))):
+        places.insert(dim, M.add(at[-1], E.const(start)))
+    return context.read(node.args[0], tuple(places))
 
 
 @rule(MOVEMENT, "select.int")
@@ -331,51 +260,6 @@ def flip(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     dims = {axis(d, len(at)) for d in node.args[1]}  # type: ignore[union-attr, arg-type]
     places = tuple(M.sub(M.sub(shape[d], E.ONE), place) if d in dims else place for d, place in enumerate(at))
     return context.read(node.args[0], places)
-
-
-@rule(MOVEMENT, "cat.default", "concat.default")
-def cat(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    tensors: Any = node.args[0]
-    dim = axis(argument(node, 1, "dim", 0), len(at))
-    pieces: list[tuple[Expr, Expr]] = []
-    first: Expr = E.ZERO
-    for tensor in tensors:
-        shape = context.shape(tensor)
-        if len(shape) == 1 and E.is_const(shape[0], 0):
-            continue
-        place = M.sub(at[dim], first)
-        first = M.add(first, shape[dim])
-        pieces.append((M.lt(at[dim], first), context.read(tensor, (*at[:dim], place, *at[dim + 1 :]))))
-    value = pieces[-1][1]
-    for condition, piece in reversed(pieces[:-1]):
-        value = M.where(condition, piece, value)
-    return value
-
-
-@rule(MOVEMENT, "stack.default")
-def stack(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    tensors: Any = node.args[0]
-    dim = axis(argument(node, 1, "dim", 0), len(at))
-    rest = (*at[:dim], *at[dim + 1 :])
-    value = context.read(tensors[-1], rest)
-    for place in range(len(tensors) - 2, -1, -1):
-        value = M.where(M.eq(at[dim], E.const(place)), context.read(tensors[place], rest), value)
-    return value
-
-
-@rule(MOVEMENT, "constant_pad_nd.default", "pad.default")
-def pad(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    if str(node.target) == "aten.pad.default" and argument(node, 2, "mode", "constant") != "constant":
-        raise Unliftable("padding other than by a constant")
-    value = argument(node, 3 if "pad.default" in str(node.target) else 2, "value", 0) or 0
-    widths: Any = node.args[1]
-    shape = context.shape(node.args[0])
-    places, inside = list(at), E.TRUE
-    for pair in range(len(widths) // 2):
-        dim = len(at) - 1 - pair
-        places[dim] = M.sub(at[dim], context.integer(widths[2 * pair]))
-        inside = M.and_(inside, M.le(E.ZERO, places[dim]), M.lt(places[dim], shape[dim]))
-    return M.where(inside, context.read(node.args[0], tuple(places)), E.const(value))
 
 
 @rule(MOVEMENT, "index.Tensor")

@@ -13,8 +13,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rule
-from attngraph.meaning.rules.movement import argument
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument, part_rule, rule
 
 POINTWISE = Category.POINTWISE
 _SOFTMAX = ("aten.softmax.", "aten._softmax.", "aten._safe_softmax.")

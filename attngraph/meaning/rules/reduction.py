@@ -10,8 +10,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, part_rule, rule
-from attngraph.meaning.rules.movement import argument, axis
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, part_rule, rule
 
 REDUCTION = Category.REDUCTION
 

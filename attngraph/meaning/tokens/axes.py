@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, joined
+from attngraph.meaning.algebra.digits import Digits, recombined
 
 Indices = tuple[Expr, ...]
 Axes = tuple[Digits, ...]
@@ -79,7 +79,7 @@ class Space:
     def indices(self, axes: Axes, shape: Indices) -> Indices:
         """The index of an element: the digits put together, other variables of their own elsewhere."""
         return tuple(
-            joined(digits) if digits else E.var(f"own{place}", extent)
+            recombined(digits) if digits else E.var(f"own{place}", extent)
             for place, (digits, extent) in enumerate(zip(axes, shape, strict=True))
         )
 

@@ -29,9 +29,9 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.element import Meaning, is_part
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import Causality, canonical, examine
-from attngraph.meaning.rule import Unliftable
+from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.token_probe import Trial
 

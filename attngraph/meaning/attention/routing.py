@@ -1,7 +1,7 @@
-"""Softmaxes that stand beside a choice of the largest few: routers of experts, samplers, matchings.
+"""Softmaxes of which only the largest few are used: routers of experts, samplers, matchings.
 
-They weigh what data choose, not keys, so none is attention; `describe_choice` finds the words that say so.
-Asked only about softmaxes that were not fused. It never decides what is fused.
+They weigh what data choose, not keys, so none is attention, and the report should say that and no more.
+Asked only about softmaxes that were not fused; never decides what is fused.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from attngraph.ir.graph.source import source_of
-from attngraph.meaning.element import Meaning, is_part
-from attngraph.meaning.rule import Category
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, is_part
 
 _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
 _FARTHEST = 12
 """How many ops may lie between the softmax and the choice; one farther off says nothing about it."""
 
 
-def describe_choice(meaning: Meaning, softmax: fx.Node) -> str | None:
-    """Why a softmax whose scores or weights are chosen among is no attention; None without a choice."""
+def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
+    """Why a softmax of which only the largest scores or weights are used is no attention; None for others."""
 
     def next_users(node: fx.Node) -> Iterable[fx.Node]:
         return [user for user in node.users if _passes(meaning, user)]
@@ -30,16 +30,16 @@ def describe_choice(meaning: Meaning, softmax: fx.Node) -> str | None:
 
     after = _nearest([softmax], next_users, lambda n: any(map(_chooses, n.users)))
     if after is not None:
-        choice = next(u for u in after.users if _chooses(u))
+        place = source_of(next(u for u in after.users if _chooses(u)))
         return (
-            f"the largest few of its weights are picked ({source_of(choice)}), as a router of experts does: "
-            "no values are summed with all of them, which is no attention and is left as it is"
+            f"only the largest few of its weights are used ({place}), as a router of experts does: this is "
+            "no attention and is left as it is"
         )
     before = _nearest(softmax.all_input_nodes[:1], next_sources, _is_choice_part)
     if before is not None:
         return (
-            f"its scores are the largest few of more ({source_of(before)}), as in a router of experts: what "
-            "they weigh is chosen by data, which is no attention over keys and is left as it is"
+            f"its scores are the largest few of a longer list ({source_of(before)}), as in a router of "
+            "experts: data choose what they weigh, so this is no attention over keys and is left as it is"
         )
     return None
 

@@ -6,51 +6,59 @@ times the values. This file takes the meaning of one element apart into these pi
 
     out = sum over k of  f(p[k]) * v[k]        p[k] = exp(x[k]) / (sum over j of exp(x[j]) + exp(sink))
 
+The keys of one softmax may come in parts that the model multiplies separately, each with values of its own
+(global tokens and a block, as in Pegasus-X; a prefix and the text; kept keys and new ones):
+
+    out = sum over g of  p[g] * u[g]  +  sum over x of  p[G + x] * v[x]
+
 Weights are linear: where they are a sum over several softmaxes (differential attention), so is `out`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import WEIGHT
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.digits import Digits, joined, split_digits
+from attngraph.meaning.attention.dot import Dot
+from attngraph.meaning.attention.normaliser import (
+    Look,
+    is_normaliser,
+    match_normaliser,
+    open_sums,
+    pieces_of,
+)
+from attngraph.meaning.attention.refusal import Refusal
 
-MOST_DIGITS = 4
-"""Keys that are tried in any order: more would be tried only in the one they come in."""
 LARGEST_MEANING = 20_000
 """Nodes of an expression beyond which it is not looked into any further."""
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightedSum:
-    """`weight` is f(p), over the leaf `p`; `value` a read; `score` is x, over the key variables."""
+class KeyPart:
+    """Some of the keys that one softmax runs over, mostly all of them.
+
+    `keys` are their index variables. `score` is x, in which `dot` stands for the sum of `products` once those
+    are known; `weight` is f(p), over the leaf `p`; `value` is a read.
+    """
 
     keys: tuple[Expr, ...]
     score: Expr
     weight: Expr
     value: Expr
-    sink: Expr | None
+    products: tuple[Dot, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Why something that looks like attention is left alone. `sizes` are symbolic sizes that it might be
-    understood without: if they were numbers."""
+class WeightedSum:
+    """Values weighed by one softmax over the keys of all parts, in order, and a sink."""
 
-    reason: str
-    sizes: frozenset[str] = frozenset()
-
-
-Look = Callable[[Expr], Expr]
+    parts: tuple[KeyPart, ...]
+    sink: Expr | None = None
 
 
 class Unnormalised:
@@ -59,18 +67,17 @@ class Unnormalised:
 
 def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusal | Unnormalised | None:
     """Take the meaning of one element apart into sums that it adds up, each weighed by one softmax; None
-    where no exponential weighs a sum.
-
-    Args:
-        look: looks into the reads of an expression, through whatever is elementwise.
-    """
+    where no exponential weighs a sum."""
+    if meaning.op == "add":
+        whole = _sum_over_parts(meaning.args, look)
+        return None if whole is None else (whole,)
     opened = _open_sum(meaning)
     if opened is None:
         return None
     keys, body = opened
     body = _with_one_divisor(body)
     if sum(1 for _ in E.walk(body)) > LARGEST_MEANING:
-        return Refusal("its meaning is too large to be looked into")
+        return Refusal("the formula of one of its elements is too large to be examined")
     if not _exponentials(body, keys):
         return None
     found: list[WeightedSum] = []
@@ -82,6 +89,28 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
     return tuple(found)
 
 
+def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
+    """Terms that are parts of one softmax, in the order of its keys; None where they do not share one
+    softmax, or do not cover it: the weights of a part by itself do not add up to one."""
+    taken = [_numerator(term) for term in terms]
+    found = [t for t in taken if t is not None]
+    if len(found) != len(taken) or len({M.canonical_binders(t.inverse) for t in found}) != 1:
+        return None
+    whole = found[0].inverse.args[0]
+    ordered: list[KeyPart] = []
+    for piece in pieces_of(whole.args if whole.op == "add" else (whole,), look, 0):
+        matching = [t for t in found if is_normaliser(piece, t.score, t.keys, look)]
+        part = (
+            _key_part(matching[0].weighted, matching[0].keys, matching[0].score)
+            if len(matching) == 1
+            else None
+        )
+        if not isinstance(part, KeyPart) or any(part.keys == other.keys for other in ordered):
+            return None
+        ordered.append(part)
+    return WeightedSum(tuple(ordered)) if len(ordered) == len(found) else None
+
+
 def _with_one_divisor(node: Expr) -> Expr:
     """Gates of a row's total as a part of what the row is divided by: sigmoid(log Z - c) / Z is
     1 / (Z + exp(c))."""
@@ -90,7 +119,7 @@ def _with_one_divisor(node: Expr) -> Expr:
         if current.op == "sigmoid" and _adds_logarithm(args[0]):
             return M.recip(M.add(E.ONE, M.exp(M.neg(args[0]))))
         made = current if current.op == "var" else M.construct(current, args)
-        return _join_divisors(made) if made.op == "mul" else _complement(made)
+        return _merge_divisors(made) if made.op == "mul" else _complement(made)
 
     return E.rebuild(node, replace)
 
@@ -111,7 +140,7 @@ def _adds_logarithm(node: Expr) -> bool:
     return any(n in (1, -1) and t.op == "log" and any(x.op == "sum" for x in E.walk(t)) for n, t in terms)
 
 
-def _join_divisors(product: Expr) -> Expr:
+def _merge_divisors(product: Expr) -> Expr:
     """x / Z / (a + b / Z) as x / (a * Z + b)."""
     divisors = [f.args[0] for f in product.args if f.op == "recip"]
     for inner, outer in itertools.permutations(divisors, 2):
@@ -182,8 +211,9 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
         return found
     weighted, score, sink = found
     if _exponentials(weighted, keys):
-        return Refusal("its weights are a function of two softmaxes that is no sum of them")
-    return _split_value(weighted, keys, score, sink)
+        return Refusal("its weights are computed from two softmaxes, but are not a sum of them")
+    part = _key_part(weighted, keys, score)
+    return part if isinstance(part, Refusal) else WeightedSum((part,), sink)
 
 
 def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
@@ -199,10 +229,6 @@ def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
             elif not place.free.isdisjoint(keys) and not place.free <= set(keys):
                 mixed.add((read.value, axis))
     return not mixed.isdisjoint(summed)
-
-
-def factors_of(node: Expr) -> tuple[Expr, ...]:
-    return node.args if node.op == "mul" else (node,)
 
 
 def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:
@@ -229,7 +255,7 @@ def _normalise(
         inverses = [f for f in product.args if f.op == "recip"]
         for weight in weights:
             for inverse in inverses:
-                matched = _match_normaliser(weight.args[0], inverse.args[0], keys, look)
+                matched = match_normaliser(weight.args[0], inverse.args[0], keys, look)
                 if isinstance(matched, Refusal):
                     return matched
                 if matched is None:
@@ -264,146 +290,8 @@ def _in_exponents(node: Expr) -> Expr:
     return E.rebuild(node, replace)
 
 
-Matched = tuple[Expr, Expr | None]
-
-
-def _match_normaliser(
-    score: Expr, normaliser: Expr, keys: tuple[Expr, ...], look: Look
-) -> Matched | Refusal | None:
-    """If `normaliser` is the sum of exp(score) over the keys (plus terms free of them): the score
-    without what is free of the keys, and the sink."""
-    terms = normaliser.args if normaliser.op == "add" else (normaliser,)
-    found = _match_terms(score, terms, keys)
-    if found is not None or not any(t.op == "sum" for t in terms):
-        return found
-    # The softmax may run over the keys as one dimension or as several, or over more than these keys.
-    return _match_terms(look(score), pieces_of(terms, look, M.FEW), keys)
-
-
-def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
-    """The terms of a normaliser, taken apart where its scores were joined; pieces of at most `few` elements
-    element by element."""
-    parts: list[Expr] = []
-    for term in terms:
-        variables, inner = open_sums(look(term))
-        split = [inner]
-        for variable in reversed(variables):
-            split = [piece for body in split for piece in M.pieces(variable, body, few)]
-        parts += split
-    return parts
-
-
-def _match_terms(score: Expr, terms: Sequence[Expr], keys: tuple[Expr, ...]) -> Matched | Refusal | None:
-    for place, term in enumerate(terms):
-        variables, inner = open_sums(term)
-        if inner.op != "exp" or not variables:
-            continue
-        found = _match_sum(score, variables, inner.args[0], keys)
-        if found is None or isinstance(found, Refusal):
-            if found is not None:
-                return found
-            continue
-        moving, fixed = found
-        extra = [t for t in (*terms[:place], *terms[place + 1 :]) if not E.is_const(t, 0)]
-        return moving, M.sub(_logarithm(extra), fixed) if extra else None
-    return None
-
-
-def open_sums(node: Expr) -> tuple[tuple[Expr, ...], Expr]:
-    """Nested sums as (variables, body)."""
-    variables: list[Expr] = []
-    while node.op == "sum":
-        variables.append(node.args[0])
-        node = node.args[1]
-    return tuple(variables), node
-
-
-def _match_sum(
-    score: Expr, places: tuple[Expr, ...], other: Expr, keys: tuple[Expr, ...]
-) -> tuple[Expr, Expr] | Refusal | None:
-    """If `other` over `places` is `score` over `keys`, up to a shift: the score and the shift. Keys of
-    one side may be digits of a key of the other."""
-    shifted = split_by(score, keys)
-    found = _same_terms(score, keys, places, other)
-    if found is None:
-        cuts = split_digits(keys, [score]), split_digits(places, [other])
-        if None in cuts or not any(cuts):
-            return None
-        mine, score = _cut(score, keys, cuts[0] or {})
-        theirs, other = _cut(other, places, cuts[1] or {})
-        found = _same_terms(score, mine, theirs, other)
-    return shifted if found is True else found
-
-
-def _same_terms(
-    score: Expr, keys: tuple[Expr, ...], places: tuple[Expr, ...], other: Expr
-) -> Literal[True] | Refusal | None:
-    """Whether `other` over `places`, taken in some order, is `score` over `keys`."""
-
-    def same(part: Expr) -> Expr:
-        return M.canonical_binders(_put(part))
-
-    moving, fixed = (same(part) for part in split_by(score, keys))
-    for order in itertools.permutations(places) if len(places) <= MOST_DIGITS else (places,):
-        if [p.args for p in order] != [k.args for k in keys]:
-            continue
-        renamed = M.substitute(other, dict(zip(order, keys, strict=True)))
-        other_moving, other_fixed = (same(part) for part in split_by(renamed, keys))
-        if moving is other_moving:
-            if fixed is other_fixed:
-                return True
-            return Refusal("the weights and their normaliser are shifted by different amounts")
-    return None
-
-
-def _put(node: Expr) -> Expr:
-    """Masks that add minus infinity as masks that put it there: the same weights."""
-
-    def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
-        if current.op == "add":
-            for place, term in enumerate(args):
-                if term.op == "where" and E.NEG_INF in term.args[1:]:
-                    rest = (*args[:place], *args[place + 1 :])
-                    branches = (x if x is E.NEG_INF else M.add(x, *rest) for x in term.args[1:])
-                    return M.where(term.args[0], *branches)
-        return current if current.op == "var" else M.construct(current, args)
-
-    return E.rebuild(node, replace)
-
-
-def _cut(
-    node: Expr, variables: tuple[Expr, ...], digits: dict[Expr, Digits]
-) -> tuple[tuple[Expr, ...], Expr]:
-    """The variables' digits, and `node` in terms of them."""
-    parts = tuple(d for v in variables for d in digits.get(v, (v,)))
-    return parts, M.substitute(node, {v: joined(d) for v, d in digits.items()})
-
-
-def _logarithm(terms: Sequence[Expr]) -> Expr:
-    """The logarithm of a sum of exponentials, shifted so that none overflows."""
-    logs = [E.const(math.log(t.value)) if t.op == "const" and t.value > 0 else M.log(t) for t in terms]
-    if len(logs) == 1:
-        return logs[0]
-    top = functools.reduce(lambda a, b: M.function("max", a, b), logs)
-    return M.add(top, M.log(M.add(*(M.exp(M.sub(x, top)) for x in logs))))
-
-
-def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:
-    """A sum as the terms that depend on the keys, and those that do not. Minus infinity swallows what
-    is added to it, so a term may be taken out of a mask."""
-    if node.op == "where" and E.NEG_INF in node.args[1:]:
-        condition, yes, no = node.args
-        inner, fixed = split_by(no if yes is E.NEG_INF else yes, keys)
-        masked = (yes, inner) if yes is E.NEG_INF else (inner, no)
-        return M.where(condition, *masked), fixed
-    terms = node.args if node.op == "add" else (node,)
-    moving = M.add(*(t for t in terms if not t.free.isdisjoint(keys)))
-    return moving, M.add(*(t for t in terms if t.free.isdisjoint(keys)))
-
-
-def _split_value(
-    weighted: Expr, keys: tuple[Expr, ...], score: Expr, sink: Expr | None
-) -> WeightedSum | Refusal:
+def _key_part(weighted: Expr, keys: tuple[Expr, ...], score: Expr) -> KeyPart | Refusal:
+    """Weight and value apart."""
     weights: list[Expr] = []
     values: list[Expr] = []
     for factor in factors_of(weighted):
@@ -417,11 +305,11 @@ def _split_value(
     if len(main) > 1:
         return Refusal("two tensors are multiplied as values; multiply them into one beforehand")
     weight = M.mul(*weights, *(v for v in values if v is not main[0]))
-    return WeightedSum(keys, score, weight, main[0], sink)
+    return KeyPart(keys, score, weight, main[0])
 
 
 @dataclasses.dataclass(frozen=True)
-class Numerator:
+class _Numerator:
     """A sum over keys of exp(score) / normaliser times the rest: `weighted` with p for that quotient, and the
     reciprocal of the normaliser, of which nothing is known yet."""
 
@@ -430,12 +318,8 @@ class Numerator:
     weighted: Expr
     inverse: Expr
 
-    def split(self) -> WeightedSum | Refusal:
-        """With weight and value apart."""
-        return _split_value(self.weighted, self.keys, self.score, None)
 
-
-def numerator(meaning: Expr) -> Numerator | None:
+def _numerator(meaning: Expr) -> _Numerator | None:
     """A term as a sum weighted by one exponential over something; None where it is none."""
     opened = _open_sum(meaning)
     if opened is None:
@@ -449,13 +333,9 @@ def numerator(meaning: Expr) -> Numerator | None:
                 weighted = _replace(body, weights[0], inverses[0])
                 if any(n.op == "exp" and not n.free.isdisjoint(keys) for n in E.walk(weighted)):
                     return None
-                return Numerator(keys, weights[0].args[0], weighted, inverses[0])
+                return _Numerator(keys, weights[0].args[0], weighted, inverses[0])
     return None
 
 
-def is_normaliser(piece: Expr, part: Numerator, look: Look) -> bool:
-    """Whether a term of a normaliser is the sum of the exponentials of this part's scores."""
-    variables, inner = open_sums(piece)
-    if inner.op != "exp" or not variables:
-        return False
-    return isinstance(_match_sum(look(part.score), variables, inner.args[0], part.keys), tuple)
+def factors_of(node: Expr) -> tuple[Expr, ...]:
+    return node.args if node.op == "mul" else (node,)

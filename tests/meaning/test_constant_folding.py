@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.capture.trace import capture
-from attngraph.meaning.constant_folding import Known
+from attngraph.meaning.constant_folding import ConstantFolding
 
 
 def triangle_in_a_loop(x: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ def not_all_written(x: Tensor) -> Tensor:
     return mask
 
 
-def nodes_of(function: Callable[[Tensor], Tensor]) -> tuple[Known, fx.Node]:
+def nodes_of(function: Callable[[Tensor], Tensor]) -> tuple[ConstantFolding, fx.Node]:
     graph = capture(function, (torch.randn(6, 3),), {}).graph
     (result,) = graph.graph.output_node().args[0]
-    return Known(graph.known_values()), result
+    return ConstantFolding(graph.known_values()), result
 
 
 @pytest.mark.parametrize(

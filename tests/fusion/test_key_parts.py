@@ -1,0 +1,77 @@
+"""Keys that come in parts under one softmax: what one part may be, several may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngraph
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def with_one_maximum_subtracted(q, k, v, first_k, first_v):
+    a, b = q @ first_k.mT, q @ k.mT
+    top = torch.maximum(a.amax(-1, True), b.amax(-1, True))
+    a, b = (a - top).exp(), (b - top).exp()
+    total = a.sum(-1, True) + b.sum(-1, True)
+    return (a / total) @ first_v + (b / total) @ v
+
+
+def with_factors_of_their_own(q, k, v, first_k, first_v):
+    n = first_k.shape[2]
+    p = torch.cat([q @ first_k.mT, (2 * q) @ k.mT], -1).softmax(-1)
+    return p[..., :n] @ first_v + p[..., n:] @ v
+
+
+def of_keys_in_two_dimensions(q, k, v, first_k, first_v):
+    n = first_k.shape[2]
+    first_k, first_v = (x.unflatten(2, (-1, 2)) for x in (first_k, first_v))
+    scores = torch.einsum("bhtd,bhxyd->bhtxy", q, first_k)
+    p = torch.cat([scores.flatten(3), q @ k.mT], -1).softmax(-1)
+    of_first = torch.einsum("bhtxy,bhxyd->bhtd", p[..., :n].unflatten(-1, (-1, 2)), first_v)
+    return of_first + p[..., n:] @ v
+
+
+def of_several_products(q, k, v, first_k, first_v):
+    """Decoupled positions: a part of the width is multiplied apart."""
+    n = first_k.shape[2]
+    (q, r), (k, l), (first_k, first_l) = (x.split([5, 3], -1) for x in (q, k, first_k))
+    p = torch.cat([q @ first_k.mT + r @ first_l.mT, q @ k.mT + r @ l.mT], -1).softmax(-1)
+    return p[..., :n] @ first_v + p[..., n:] @ v
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        with_one_maximum_subtracted,
+        with_factors_of_their_own,
+        of_keys_in_two_dimensions,
+        of_several_products,
+    ],
+)
+def test_parts_are_one_attention(function: Callable[..., Tensor], compare: Callable[..., Any]) -> None:
+    compiled = attngraph.compile(function)
+    keys = [normal(2, 4, 9, 8), normal(2, 4, 9, 8), normal(2, 4, 6, 8), normal(2, 4, 6, 8)]
+    same = compare(function, compiled, (normal(2, 4, 7, 8), *keys))
+    assert same, same.differences
+    assert len(compiled.report.attention) == 1
+    assert not compiled.report.missed
+    assert "r0" not in compiled.report.attention[0].program
+
+
+def test_parts_with_different_queries_are_told_so() -> None:
+    def different(q, k, v, first_k, first_v):
+        n = first_k.shape[2]
+        p = torch.cat([q @ first_k.mT, q.tanh() @ k.mT], -1).softmax(-1)
+        return p[..., :n] @ first_v + p[..., n:] @ v
+
+    inputs = [normal(2, 4, 7, 8), *(normal(2, 4, n, 8) for n in (9, 9, 6, 6))]
+    (missed,) = attngraph.explain(different, *inputs).missed
+    assert missed.reason == "parts of its keys are multiplied with different queries"
