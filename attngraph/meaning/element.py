@@ -25,6 +25,7 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy, size_expression
 from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, Known
+from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import PARTS, RULES, Category, TooLong, Unliftable, sums_nothing
 
 Indices = tuple[Expr, ...]
@@ -38,8 +39,6 @@ _EXACT = {
     for overload in ("Tensor", "Scalar", "default", "Tensor_Scalar")
 }
 """Operations of the model that a program can do just so."""
-LARGEST_EXPONENT = 1000.0
-"""Beyond it a power of e is zero or infinite, in float64 too."""
 MOST_WORDS = 2 * LONGEST
 """Of a formula that is to become a program. A model that loops over its own results has formulas that double
 with every step."""
@@ -301,7 +300,7 @@ class Meaning:
     def exponent(self, read: Expr) -> Expr:
         """What the model itself exponentiates, without subtracting a maximum: a mask's large number has a
         power of exactly zero, also where nothing else is left in a row."""
-        limited = self._limited(read, LARGEST_EXPONENT)
+        limited = self._limited(read, UNDERFLOWS)
         reductions = [n for n in E.walk(limited) if n.op == "read" and self._is_reduced(n.value)]
         return read if reductions or any(n.op in E.BINDERS for n in E.walk(limited)) else limited
 

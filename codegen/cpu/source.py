@@ -21,6 +21,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.fold import HiddenPairs, fold
 
 __all__ = [
     "ELEMENTS",
@@ -86,10 +87,10 @@ class Draft:
         self.before = before
         self.masks = frozenset(v.value for keep in plan.program.keeps for v in keep.predicate.free)
         if tiles.reads_data(plan.program):
-            self.parts.append(fates("fates", plan.program, self.writer()))
-            soft = fates("fates_soft", plan.program, self.writer(), soft=True)
+            self.parts.append(tile_states("tile_states", plan.program, self.writer()))
+            soft = tile_states("tile_states_soft", plan.program, self.writer(), soft=True)
             self.parts.append(soft if any(not keep.is_hard for keep in plan.program.keeps) else _NO_FILLS)
-            self.defines.append("HAS_FATES 1")
+            self.defines.append("HAS_TILE_STATES 1")
         if plan.program.sink is not None:
             self.parts.append(_sink(plan.program.sink, self.writer()))
             self.defines.append("HAS_SINK")
@@ -184,34 +185,40 @@ def _weigh(statements: Sequence[Statement], writer: Writer) -> str:
     return function(f"static void weigh(Call *c, {TILE_ARGUMENTS}, float *S) {{", writer, lines, [], [], "")
 
 
-_NO_FILLS = "#define fates_soft fates\n"
+_NO_FILLS = "#define tile_states_soft tile_states\n"
 
 
-def fates(name: str, program: ScoreProgram, writer: Writer, soft: bool = False) -> str:
+class _Elements(HiddenPairs["str | None", str]):
+    """Whether an element is hidden, as C: an expression that is 0 or 1. Predicates that ask for the score are
+    unknown, since scores are not computed yet."""
+
+    shown, hidden = "0", "1"
+
+    def __init__(self, writer: Writer, soft: bool) -> None:
+        self.writer, self.soft = writer, soft
+
+    def truth(self, predicate: Expr) -> str | None:
+        lines = self.writer.lines[INNER]
+        if any(n in (DOT, SCORE) for n in E.walk(predicate)):
+            lines.append("opens = 0;")
+            return None
+        kept = truth(self.writer.expression(predicate))
+        name = f"kept{len(lines)}"
+        lines += [f"const int {name} = {kept} & 1;", f"opens &= {name};"]
+        return name
+
+    def choose(self, kept: str | None, yes: str, no: str) -> str:
+        if yes == no or kept is None:
+            return yes if yes == no else f"({yes} & {no})"
+        return f"(({yes} | !{kept}) & ({no} | {kept}))"
+
+
+def tile_states(name: str, program: ScoreProgram, writer: Writer, soft: bool = False) -> str:
     """What `tiles.block_map` asks of a block, by looking at each element: whether any has weight, and whether
     any mask hides anything."""
-    lines = writer.lines[INNER]
-    lines.append("int hides = 0, opens = 1;")
-    for statement in program.statements:
-        if isinstance(statement, Score) or (
-            isinstance(statement, Weight) and not tiles.keeps_zero(statement.value)
-        ):
-            lines.append("hides = 0;")
-        if not isinstance(statement, Keep):
-            continue
-        is_hidden = statement.is_hard or soft
-        if any(n in (DOT, SCORE) for n in E.walk(statement.predicate)):
-            lines.append("opens = 0;" if is_hidden else "opens = hides = 0;")
-            continue
-        kept = truth(writer.expression(statement.predicate))
-        place = f"kept{len(lines)}"
-        lines.append(f"const int {place} = {kept} & 1;")
-        lines.append(f"opens &= {place};")
-        if is_hidden:
-            lines.append(f"hides |= !{place};")
-        elif not tiles.keeps_minus_infinity(statement.fill):
-            lines.append(f"hides &= {place};")
-    body = [*lines, "seen |= !hides & (j < keys);", "shut |= !opens & (j < keys);"]
+    hides = fold(program.statements, _Elements(writer, soft))
+    body = ["int opens = 1;", *writer.lines[INNER], f"const int hides = {hides};"]
+    body += ["seen |= !hides & (j < keys);", "shut |= !opens & (j < keys);"]
     after = ["*found |= seen | shut << 1;", "if (*found == 3) return;"]
     head = f"static void {name}(Call *c, {TILE_ARGUMENTS}, float *S, int *found) {{"
     return function(head, writer, body, ["int seen = 0, shut = 0;"], after, "reduction(| : seen, shut)")

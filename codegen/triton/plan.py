@@ -19,7 +19,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.ir.ops.kernels import TRUSTED
-from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.score_bounds import score_bounds
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Dtypes of queries, keys and values, and Triton's names of them."""
@@ -161,27 +161,10 @@ def is_linear(program: ScoreProgram) -> bool:
 @functools.lru_cache(maxsize=1024)
 def stays_trusted(program: ScoreProgram) -> bool:
     """Whether no row's log-sum-exp leaves what is trusted, whatever the operands (softcapped scores)."""
-    score, sink = _FINITE, (math.inf, -math.inf)
-    for statement in program.statements:
-        if isinstance(statement, Score):
-            score = _interval(statement.value, score)
-        elif isinstance(statement, Keep) and not statement.is_hard:
-            fill = _interval(statement.fill, score)
-            score = min(score[0], fill[0]), max(score[1], fill[1])
-        elif isinstance(statement, S.Sink):
-            sink = _interval(statement.value, score)
+    exponents = [program] if program.sink is None else [program, ScoreProgram((Score(program.sink),))]
+    bounds = [score_bounds(p, dot=3e38).score for p in exponents]
     # No sum has 2**64 terms.
-    return min(sink[0], score[0]) >= -TRUSTED and max(sink[1], score[1]) <= TRUSTED - 64 * math.log(2)
-
-
-_FINITE = (-3e38, 3e38)
-
-
-def _interval(formula: Expr, score: tiles.Interval) -> tiles.Interval:
-    if any(n.op == "size" for n in E.walk(formula)):
-        return tiles.EVERYTHING
-    place = 0.0, math.inf
-    return tiles.interval(formula, tiles.Box(place, place, place, place), {"dot": _FINITE, "s": score})
+    return all(low >= -TRUSTED and high <= TRUSTED - 64 * math.log(2) for low, high in bounds)
 
 
 def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None:

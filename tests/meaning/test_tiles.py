@@ -20,6 +20,7 @@ from attngraph.ir.language.expr import Expr, format_expr
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, ScoreProgram
 from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.score_bounds import hidden_below
 from attngraph.meaning.masks.tiles import Box, Cut, Fill, Grid, Run
 
 B, H, Sq, Skv = 2, 2, 7, 12
@@ -303,7 +304,7 @@ def check_soft(program: ScoreProgram, ranges: Ranges, reads: list[Tensor], step:
     for run in found:
         left_out[run.start : run.stop] = False
     scores = evaluate.scores(program, dot, environment((b, h, q, (0, Skv)), reads))
-    bound = tiles.hidden_below(program, float(dot.abs().max()), SIZES)
+    bound = hidden_below(program, float(dot.abs().max()), SIZES)
     assert bool((scores[..., left_out] <= bound).all()), f"a score above {bound} is left out of\n{program}"
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr
-from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram, Weight
+from attngraph.ir.language.score import Keep, ScoreProgram, Statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.tiles import keeps_zero
+from attngraph.meaning.masks.fold import HiddenPairs, fold, is_low
 
-HIDING = 1e4
-"""A finite fill of at most minus this hides: a key behind it has a weight of zero beside one that is not
-behind it, for scores that differ by less. (Masks in use go from -1e4 upwards in size.)"""
 _TRIED = 24
 Q, K = E.var("q"), E.var("k")
 
@@ -55,42 +53,46 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
         return Causality(None, "it drops weights at random; call model.eval() first")
     if not keys_are_tokens:
         return Causality()
-    hiding = _hiding(program)
-    predicates = [canonical(keep.predicate) for keep in hiding]
-    for keep, predicate in zip(hiding, predicates, strict=True):
-        if not keep.is_hard and not keep.lowers and _is_false(predicate, {K: Q}):
-            return Causality(
-                None,
-                "the first token sees nothing, and a finite fill then makes it see all tokens alike",
-                (0, 1),
-            )
-    if not any(_hides_later(p) for p in predicates):
-        return _not_hidden(program, predicates)
-    windows = [w for w in map(_window, predicates) if w is not None]
-    return Causality(min(windows, default=None))
+    statements = [
+        Keep(canonical(s.predicate), s.fill) if isinstance(s, Keep) else s for s in program.statements
+    ]
+    soft, hard = seen(statements, soft=True), seen(statements, soft=False)
+    blind = _is_false(soft, {Q: E.ZERO, K: E.ZERO})
+    if _hides_later(soft) and not blind:
+        return Causality(_window(soft))
+    if _hides_later(hard):
+        return Causality(_window(hard))
+    if _hides_later(soft):
+        why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
+        return Causality(None, why, (0, 1))
+    return _not_hidden(program, soft)
 
 
-def _hiding(program: ScoreProgram) -> list[Keep]:
-    """The masks behind which nothing has weight: none of what comes later gives it any."""
-    if not all(keeps_zero(s.value) for s in program.statements if isinstance(s, Weight)):
-        return []
-    found: list[Keep] = []
-    for statement in program.statements:
-        if isinstance(statement, Score):
-            found.clear()  # a score computed from a masked one may be anything
-        elif isinstance(statement, Keep) and lowers_enough(statement.fill):
-            found.append(statement)
-    return found
+def seen(statements: Iterable[Statement], soft: bool) -> Expr:
+    """A predicate that is false only for hidden pairs; with `soft` also for those behind a low finite fill."""
+    return fold(statements, _Predicates(soft))
 
 
-def lowers_enough(fill: Expr) -> bool:
-    """Whether what is filled with this is hidden beside scores of usual size."""
-    if fill.op == "const":
-        return bool(fill.value != "nan" and fill.value <= -HIDING)
-    if fill.op not in ("add", "sub") or fill.args[0] is not SCORE or fill.args[1].op != "const":
-        return False
-    by = fill.args[1].value
-    return bool(by != "nan" and (by >= HIDING if fill.op == "sub" else by <= -HIDING))
+class _Predicates(HiddenPairs[Expr, Expr]):
+    """Joined without simplifying, since `s` may have another value in each statement."""
+
+    shown, hidden = E.TRUE, E.FALSE
+
+    def __init__(self, soft: bool) -> None:
+        self.soft = soft
+
+    def hides(self, fill: Expr) -> bool:
+        return is_low(fill)
+
+    def truth(self, predicate: Expr) -> Expr:
+        return predicate
+
+    def choose(self, kept: Expr, yes: Expr, no: Expr) -> Expr:
+        if no is yes:
+            return yes
+        if no is E.FALSE:
+            return kept if yes is E.TRUE else E.make("and", (yes, kept), None, "bool")
+        return E.make("or", (yes, M.not_(kept)), None, "bool")
 
 
 def _hides_later(predicate: Expr) -> bool:
@@ -107,15 +109,12 @@ def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
     return M.substitute(predicate, mapping) is E.FALSE
 
 
-def _not_hidden(program: ScoreProgram, predicates: list[Expr]) -> Causality:
+def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
     shown = _masks_in_words(program)
     for q in range(_TRIED):
         for k in range(q + 1, _TRIED + 1):
-            places = {Q: E.const(q), K: E.const(k)}
-            if not any(_is_false(p, places) for p in predicates):
+            if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}):
                 return Causality(None, f"it sees later tokens ({shown})", (q, k))
-    if not predicates:
-        return Causality(None, f"it sees later tokens ({shown})", (0, 1))
     return Causality(None, f"it could not be shown to hide all later tokens ({shown})")
 
 
