@@ -19,6 +19,8 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.ir.ops.kernels import TRUSTED
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.masks.causal import seen
 from attngraph.meaning.masks.score_bounds import score_bounds
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -168,17 +170,16 @@ def stays_trusted(program: ScoreProgram) -> bool:
 
 
 def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None:
-    """The statement `keep k <= q + offset` and its offset, where it bounds the keys of a row: what it
-    hides must stay hidden, so only further masks may follow it."""
-    for statement in reversed(statements):
-        if isinstance(statement, (S.Sink, Weight)):
-            continue
-        if not isinstance(statement, Keep) or not statement.is_hard:
-            return None
-        offset = _offset(statement.predicate)
-        if offset is not None:
-            return statement, offset
-    return None
+    """The statement `keep k <= q + offset` and its offset, where it bounds the keys of a row."""
+    offsets = [(keep, _offset(keep.predicate)) for keep in reversed(lasting_masks(statements))]
+    return next(((keep, offset) for keep, offset in offsets if offset is not None), None)
+
+
+def lasting_masks(statements: tuple[Statement, ...]) -> tuple[Keep, ...]:
+    """Those of `conjuncts` that hide keys for good. Changed weights are multiples here, which keep zero."""
+    lasting = set(_split(seen((s for s in statements if not isinstance(s, Weight)), soft=False)))
+    hard = (s for s in statements if isinstance(s, Keep) and s.is_hard)
+    return tuple(keep for keep in hard if lasting.issuperset(_split(M.canonical(keep.predicate))))
 
 
 def _offset(predicate: Expr) -> Expr | None:

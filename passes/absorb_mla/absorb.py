@@ -38,7 +38,6 @@ from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretc
 from attngraph.meaning.check import check
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks.causal import canonical
 from attngraph.meaning.masks.fold import is_low
 from attngraph.passes.absorb_mla.fold_weights import (
     Folded,
@@ -415,7 +414,7 @@ def _ignores_shift(program: ScoreProgram) -> bool:
     value = DOT
     for statement in program.statements:
         if isinstance(statement, Score):
-            value = M.substitute(canonical(statement.value), {SCORE: value})
+            value = M.substitute(M.canonical(statement.value), {SCORE: value})
         elif isinstance(statement, Keep) and not (statement.is_hard or is_low(statement.fill)):
             return False
     terms = value.args if value.op == "add" else (value,)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr, format_expr
-from attngraph.ir.language.score import Keep, ScoreProgram, Statement
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, ScoreProgram, Statement, format_statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks
 from attngraph.meaning.masks.fold import HiddenPairs, fold, is_low
 
 _TRIED = 24
 Q, K = E.var("q"), E.var("k")
+_LATER = M.add(Q, E.ONE, E.var("d"))
+"""Any key behind its query."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +54,19 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
         return Causality(None, "it drops weights at random; call model.eval() first")
     if not keys_are_tokens:
         return Causality()
-    statements = [
-        Keep(canonical(s.predicate), s.fill) if isinstance(s, Keep) else s for s in program.statements
-    ]
-    soft, hard = seen(statements, soft=True), seen(statements, soft=False)
-    blind = _is_false(soft, {Q: E.ZERO, K: E.ZERO})
-    if _hides_later(soft) and not blind:
-        return Causality(_window(soft))
-    if _hides_later(hard):
-        return Causality(_window(hard))
-    if _hides_later(soft):
-        why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
-        return Causality(None, why, (0, 1))
-    return _not_hidden(program, soft)
+    soft, hard = (seen(program.statements, soft) for soft in (True, False))
+    sees_itself = not _is_false(soft, {Q: E.ZERO, K: E.ZERO})
+    for predicate in (soft, hard) if sees_itself else (hard,):
+        if _is_false(predicate, {K: _LATER}):
+            return Causality(_window(predicate))
+    if sees_itself or not _is_false(soft, {K: _LATER}):
+        return _not_hidden(program, soft)
+    why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
+    return Causality(None, why, (0, 1))
 
 
 def seen(statements: Iterable[Statement], soft: bool) -> Expr:
-    """A predicate that is false only for hidden pairs; with `soft` also for those behind a low finite fill."""
+    """A predicate that is false only for hidden pairs; with `soft` also for those behind low finite fills."""
     return fold(statements, _Predicates(soft))
 
 
@@ -85,7 +82,7 @@ class _Predicates(HiddenPairs[Expr, Expr]):
         return is_low(fill)
 
     def truth(self, predicate: Expr) -> Expr:
-        return predicate
+        return M.canonical(predicate)
 
     def choose(self, kept: Expr, yes: Expr, no: Expr) -> Expr:
         if no is yes:
@@ -93,12 +90,6 @@ class _Predicates(HiddenPairs[Expr, Expr]):
         if no is E.FALSE:
             return kept if yes is E.TRUE else E.make("and", (yes, kept), None, "bool")
         return E.make("or", (yes, M.not_(kept)), None, "bool")
-
-
-def _hides_later(predicate: Expr) -> bool:
-    """Whether the predicate is false for every key behind its query."""
-    later = M.add(Q, E.ONE, E.var("d"))
-    return _is_false(predicate, {K: later})
 
 
 def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
@@ -119,14 +110,10 @@ def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
 
 
 def _masks_in_words(program: ScoreProgram) -> str:
-    """What of a program may hide keys: its masks with their fills, else all of it, if places count in it."""
-    if program.keeps:
-        fills = ("" if k.is_hard else f" else {format_expr(k.fill)}" for k in program.keeps)
-        return " and ".join(
-            f"{format_expr(k.predicate)}{fill}" for k, fill in zip(program.keeps, fills, strict=True)
-        )
+    """What of a program may hide keys: its masks; without any, all of it, if it depends on positions."""
     places = {n for e in program.expressions for n in E.walk(e)} & {Q, K}
-    return "; ".join(str(program).splitlines()) if places else "no mask"
+    shown = program.keeps or (program.statements if places else ())
+    return "; ".join(map(format_statement, shown)) or "no mask"
 
 
 def _window(predicate: Expr) -> int | None:
@@ -140,27 +127,3 @@ def _window(predicate: Expr) -> int | None:
     if limit is None or limit[0] != "behind" or limit[1].op != "const":
         return None
     return max(int(limit[1].value) + 1, 1)
-
-
-def canonical(node: Expr) -> Expr:
-    """A program's expression in the algebra's canonical form."""
-    return E.rebuild(node, _canonical)
-
-
-def _canonical(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    match node.op:
-        case "sub":
-            return M.sub(*args)
-        case "neg":
-            return M.neg(*args)
-        case "div":
-            return M.div(*args)
-        case "ge":
-            return M.le(args[1], args[0])
-        case "gt":
-            return M.lt(args[1], args[0])
-        case "ne":
-            return M.ne(*args)
-        case "const" if node.kind == "float" and isinstance(node.value, float) and math.isfinite(node.value):
-            return node
-    return M.construct(node, args) if args else node

@@ -11,9 +11,9 @@ The rules of this stand here and nowhere else:
 - A changed weight may be anything, unless a weight of zero stays zero (`keeps_zero`).
 - A sink changes no pair.
 
-`fold` applies them to what a domain knows of the pairs: a truth value for each tile of a grid (`tiles.py`), a
-predicate (`causal.py`), bounds of scores (`score_bounds.py`), what is possible for each pair (`visible.py`), or
-C code that finds it out in a call (`codegen/cpu/source.py`).
+`fold` applies them to what a domain knows of the pairs: a truth value for each tile of a grid (`tiles.py`),
+a predicate (`causal.py`), bounds of scores (`score_bounds.py`), what is possible for each pair
+(`visible.py`), or C code that finds it out in a call (`codegen/cpu/source.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
 
 UNDERFLOWS = 1000.0
-"""The exponential of minus this is zero in float64 too (from 746 on), and that of this is infinite. A constant
-of at most minus this that a model puts in place of a score is therefore read as the fill of a mask: that
-decides how the program is written, not what it computes."""
+"""The exponential of minus this is zero in float64 too (from 746 on), and that of this is infinite. So a
+constant of at most minus this that a model puts in place of a score is read as the fill of a mask: it decides
+how the program is written, not what it computes."""
 HIDES = 1e4
 """A fill of at most minus this is taken to hide a key from every query that sees another key, whatever the
 scores are (`is_low`). More than `UNDERFLOWS`, because a decoder relies on it and never looks at the key: the
-fill must stay below the other scores by 746 even where these are thousands. Models use -1e4 and lower numbers.
-Kernels rely on neither number: they compare a fill with the scores of the call (`codegen/cpu/soft.py`)."""
+fill must stay below the other scores by 746 even where these are thousands. Models use -1e4 and less. Kernels
+rely on neither number: they compare a fill with the scores of the call (`codegen/cpu/soft.py`)."""
 
 Truth = TypeVar("Truth")
 State = TypeVar("State")

@@ -8,7 +8,6 @@ tiles at once. Sound: "empty" and "full" are proved; whatever is unknown is part
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 
 import torch
@@ -31,26 +30,12 @@ from attngraph.meaning.algebra.intervals import (
 from attngraph.meaning.masks.fold import HiddenPairs, fold
 
 __all__ = [
-    "EVALUATE", "EVERYTHING", "OPEN", "SKIP", "Box", "Cut", "Fill", "Grid", "Interval", "Run", "block_map",
-    "classify", "interval", "reads_data", "runs",
+    "EVALUATE", "EVERYTHING", "OPEN", "SKIP", "Box", "Cut", "Grid", "Interval", "Run", "block_map",
+    "interval", "reads_data", "runs",
 ]  # fmt: skip
 
 SKIP, EVALUATE, OPEN = 0, 1, 2
 """A tile of a block map: no key of it has weight; masks must be evaluated; every mask keeps everything."""
-
-
-class Fill(enum.Enum):
-    """How much of a tile a predicate keeps."""
-
-    EMPTY = "empty"
-    PARTIAL = "partial"
-    FULL = "full"
-
-
-def classify(predicate: Expr, box: Box) -> Fill:
-    """Whether the predicate is false, true or undecided on the box."""
-    low, high = bit(bounds(predicate, box, {}))
-    return Fill.FULL if bool(low >= 1) else Fill.EMPTY if bool(high <= 0) else Fill.PARTIAL
 
 
 def reads_data(program: ScoreProgram) -> bool:

@@ -32,7 +32,7 @@ from attngraph.ir.ops.nodes import WHOLE
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning, is_part
-from attngraph.meaning.masks.causal import Causality, canonical, examine
+from attngraph.meaning.masks.causal import Causality, examine
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.token_probe import Trial
@@ -366,7 +366,7 @@ class Tokens:
                             f"its scores read r{node.value} at {index!r}, which is no sequence of the batch"
                         )
                     continue
-                own = self.space.token not in digits and self.space.follows_rows(digits, canonical(index))
+                own = self.space.token not in digits and self.space.follows_rows(digits, M.canonical(index))
                 names = {"q", "k"} if keys else {"q"}
                 at_token = digits == (self.space.token,) and index.op == "var" and index.value in names
                 if not own and not at_token:

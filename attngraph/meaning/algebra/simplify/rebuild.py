@@ -38,6 +38,21 @@ def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
     return M.function(node.op, *args) if args else node
 
 
+def canonical(node: Expr) -> Expr:
+    """An expression of the score language in canonical form."""
+
+    def rebuilt(current: Expr, args: tuple[Expr, ...]) -> Expr:
+        match current.op:
+            case "sub" | "neg" | "div" | "ne":
+                found: Expr = getattr(M, current.op)(*args)
+                return found
+            case "ge" | "gt":
+                return (M.le if current.op == "ge" else M.lt)(args[1], args[0])
+        return construct(current, args) if args else current
+
+    return E.rebuild(node, rebuilt)
+
+
 def raw(name: str, *args: Expr) -> Expr:
     """An operation that is to be done as it stands: no algebra looks into it."""
     return E.make("raw", args, name, "float")
