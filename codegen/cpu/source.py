@@ -18,10 +18,10 @@ from attngraph.codegen.cpu.terms import SMALL, cast, truth
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
+from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.meaning.masks import tiles
-from attngraph.meaning.masks.fold import HiddenPairs, fold
+from attngraph.meaning.masks.fold import any_fill, seen
 
 __all__ = [
     "ELEMENTS",
@@ -88,8 +88,10 @@ class Draft:
         self.masks = frozenset(v.value for keep in plan.program.keeps for v in keep.predicate.free)
         if tiles.reads_data(plan.program):
             self.parts.append(tile_states("tile_states", plan.program, self.writer()))
-            soft = tile_states("tile_states_soft", plan.program, self.writer(), soft=True)
-            self.parts.append(soft if any(not keep.is_hard for keep in plan.program.keeps) else _NO_FILLS)
+            if all(keep.is_hard for keep in plan.program.keeps):
+                self.defines.append("tile_states_soft tile_states")
+            else:
+                self.parts.append(tile_states("tile_states_soft", plan.program, self.writer(), soft=True))
             self.defines.append("HAS_TILE_STATES 1")
         if plan.program.sink is not None:
             self.parts.append(_sink(plan.program.sink, self.writer()))
@@ -185,43 +187,25 @@ def _weigh(statements: Sequence[Statement], writer: Writer) -> str:
     return function(f"static void weigh(Call *c, {TILE_ARGUMENTS}, float *S) {{", writer, lines, [], [], "")
 
 
-_NO_FILLS = "#define tile_states_soft tile_states\n"
-
-
-class _Elements(HiddenPairs["str | None", str]):
-    """Whether an element is hidden, as C: an expression that is 0 or 1. Predicates that ask for the score are
-    unknown, since scores are not computed yet."""
-
-    shown, hidden = "0", "1"
-
-    def __init__(self, writer: Writer, soft: bool) -> None:
-        self.writer, self.soft = writer, soft
-
-    def truth(self, predicate: Expr) -> str | None:
-        lines = self.writer.lines[INNER]
-        if any(n in (DOT, SCORE) for n in E.walk(predicate)):
-            lines.append("opens = 0;")
-            return None
-        kept = truth(self.writer.expression(predicate))
-        name = f"kept{len(lines)}"
-        lines += [f"const int {name} = {kept} & 1;", f"opens &= {name};"]
-        return name
-
-    def choose(self, kept: str | None, yes: str, no: str) -> str:
-        if yes == no or kept is None:
-            return yes if yes == no else f"({yes} & {no})"
-        return f"(({yes} | !{kept}) & ({no} | {kept}))"
-
-
 def tile_states(name: str, program: ScoreProgram, writer: Writer, soft: bool = False) -> str:
     """What `tiles.block_map` asks of a block, by looking at each element: whether any has weight, and whether
     any mask hides anything."""
-    hides = fold(program.statements, _Elements(writer, soft))
-    body = ["int opens = 1;", *writer.lines[INNER], f"const int hides = {hides};"]
-    body += ["seen |= !hides & (j < keys);", "shut |= !opens & (j < keys);"]
+    kept = functools.reduce(functools.partial(operation, "and"), [keep.predicate for keep in program.keeps])
+    formulas = _bound(seen(program.statements, any_fill if soft else None), True), _bound(kept, False)
+    sees, opens = (truth(writer.expression(formula)) for formula in formulas)
+    body = [*writer.lines[INNER], f"seen |= {sees} & (j < keys);", f"shut |= !({opens}) & (j < keys);"]
     after = ["*found |= seen | shut << 1;", "if (*found == 3) return;"]
     head = f"static void {name}(Call *c, {TILE_ARGUMENTS}, float *S, int *found) {{"
     return function(head, writer, body, ["int seen = 0, shut = 0;"], after, "reduction(| : seen, shut)")
+
+
+def _bound(predicate: Expr, unknown: bool) -> Expr:
+    """The predicate with this in place of what asks for scores, which are not computed yet."""
+    if predicate.op == "not":
+        return operation("not", _bound(predicate.args[0], not unknown))
+    if predicate.op in ("and", "or"):
+        return operation(predicate.op, *(_bound(a, unknown) for a in predicate.args))
+    return E.const(unknown) if any(n in (DOT, SCORE) for n in E.walk(predicate)) else predicate
 
 
 def function(

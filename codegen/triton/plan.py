@@ -19,8 +19,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.ir.ops.kernels import TRUSTED
-from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.masks.causal import seen
+from attngraph.meaning.masks.fold import seen
 from attngraph.meaning.masks.score_bounds import score_bounds
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -177,9 +176,9 @@ def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None
 
 def lasting_masks(statements: tuple[Statement, ...]) -> tuple[Keep, ...]:
     """Those of `conjuncts` that hide keys for good. Changed weights are multiples here, which keep zero."""
-    lasting = set(_split(seen((s for s in statements if not isinstance(s, Weight)), soft=False)))
+    lasting = _split(seen(s for s in statements if not isinstance(s, Weight)))
     hard = (s for s in statements if isinstance(s, Keep) and s.is_hard)
-    return tuple(keep for keep in hard if lasting.issuperset(_split(M.canonical(keep.predicate))))
+    return tuple(keep for keep in hard if keep.predicate in lasting)
 
 
 def _offset(predicate: Expr) -> Expr | None:

@@ -38,7 +38,7 @@ from attngraph.meaning.attention.latent import Latent, Latents, Obstacle, Stretc
 from attngraph.meaning.check import check
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks.fold import is_low
+from attngraph.meaning.masks.fold import low_fill
 from attngraph.passes.absorb_mla.fold_weights import (
     Folded,
     NotFolded,
@@ -415,7 +415,7 @@ def _ignores_shift(program: ScoreProgram) -> bool:
     for statement in program.statements:
         if isinstance(statement, Score):
             value = M.substitute(M.canonical(statement.value), {SCORE: value})
-        elif isinstance(statement, Keep) and not (statement.is_hard or is_low(statement.fill)):
+        elif isinstance(statement, Keep) and not (statement.is_hard or low_fill(statement.fill)):
             return False
     terms = value.args if value.op == "add" else (value,)
     own = [t for t in terms if any(n is DOT for n in E.walk(t))]

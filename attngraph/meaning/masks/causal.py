@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, ScoreProgram, Statement, format_statement
+from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.fold import HiddenPairs, fold, is_low
+from attngraph.meaning.masks.fold import low_fill, seen
 
 _TRIED = 24
 Q, K = E.var("q"), E.var("k")
@@ -54,7 +53,10 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
         return Causality(None, "it drops weights at random; call model.eval() first")
     if not keys_are_tokens:
         return Causality()
-    soft, hard = (seen(program.statements, soft) for soft in (True, False))
+    statements = [
+        Keep(M.canonical(s.predicate), s.fill) if isinstance(s, Keep) else s for s in program.statements
+    ]
+    soft, hard = seen(statements, low_fill), seen(statements)
     sees_itself = not _is_false(soft, {Q: E.ZERO, K: E.ZERO})
     for predicate in (soft, hard) if sees_itself else (hard,):
         if _is_false(predicate, {K: _LATER}):
@@ -63,33 +65,6 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
         return _not_hidden(program, soft)
     why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
     return Causality(None, why, (0, 1))
-
-
-def seen(statements: Iterable[Statement], soft: bool) -> Expr:
-    """A predicate that is false only for hidden pairs; with `soft` also for those behind low finite fills."""
-    return fold(statements, _Predicates(soft))
-
-
-class _Predicates(HiddenPairs[Expr, Expr]):
-    """Joined without simplifying, since `s` may have another value in each statement."""
-
-    shown, hidden = E.TRUE, E.FALSE
-
-    def __init__(self, soft: bool) -> None:
-        self.soft = soft
-
-    def hides(self, fill: Expr) -> bool:
-        return is_low(fill)
-
-    def truth(self, predicate: Expr) -> Expr:
-        return M.canonical(predicate)
-
-    def choose(self, kept: Expr, yes: Expr, no: Expr) -> Expr:
-        if no is yes:
-            return yes
-        if no is E.FALSE:
-            return kept if yes is E.TRUE else E.make("and", (yes, kept), None, "bool")
-        return E.make("or", (yes, M.not_(kept)), None, "bool")
 
 
 def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
@@ -101,19 +76,14 @@ def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
 
 
 def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
-    shown = _masks_in_words(program)
+    uses_places = {Q, K} & {n for e in program.expressions for n in E.walk(e)}
+    statements = program.keeps or (program.statements if uses_places else ())
+    shown = "; ".join(map(format_statement, statements)) or "no mask"
     for q in range(_TRIED):
         for k in range(q + 1, _TRIED + 1):
             if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}):
                 return Causality(None, f"it sees later tokens ({shown})", (q, k))
     return Causality(None, f"it could not be shown to hide all later tokens ({shown})")
-
-
-def _masks_in_words(program: ScoreProgram) -> str:
-    """What of a program may hide keys: its masks; without any, all of it, if it depends on positions."""
-    places = {n for e in program.expressions for n in E.walk(e)} & {Q, K}
-    shown = program.keeps or (program.statements if places else ())
-    return "; ".join(map(format_statement, shown)) or "no mask"
 
 
 def _window(predicate: Expr) -> int | None:

@@ -1,29 +1,29 @@
-"""What the statements of a score program do to masked pairs of a query and a key: one fold, many domains.
+"""What the statements of a score program do to masked pairs of a query and a key: one fold, several domains.
 
-A mask hides a pair: its score becomes minus infinity, so its weight is zero. A later statement may undo that.
-The rules of this stand here and nowhere else:
+A mask hides a pair: its score becomes minus infinity, so its weight is zero. A later statement may undo that:
 
 - `keep` without a fill hides a pair where its predicate is false.
-- A finite fill hides a pair only beside larger scores, so it counts only in a `soft` domain.
+- A finite fill hides a pair only beside larger scores, so it counts only for those who ask for it.
 - Any other fill makes a hidden pair visible, unless it is the score plus a number. A number above zero makes
   a pair visible that only a finite fill hid.
 - A score that is computed anew may be anything, whatever was hidden before.
 - A changed weight may be anything, unless a weight of zero stays zero (`keeps_zero`).
 - A sink changes no pair.
 
-`fold` applies them to what a domain knows of the pairs: a truth value for each tile of a grid (`tiles.py`),
-a predicate (`causal.py`), bounds of scores (`score_bounds.py`), what is possible for each pair
-(`visible.py`), or C code that finds it out in a call (`codegen/cpu/source.py`).
+`fold` walks through the statements with what a domain knows of the pairs. `seen` makes one predicate of them,
+which tiles bound, causality proves, and C evaluates in a call. The other domains are bounds of scores
+(`score_bounds.py`) and what may become of each pair (`visible.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation
 from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
 
 UNDERFLOWS = 1000.0
@@ -32,19 +32,19 @@ constant of at most minus this that a model puts in place of a score is read as 
 how the program is written, not what it computes."""
 HIDES = 1e4
 """A fill of at most minus this is taken to hide a key from every query that sees another key, whatever the
-scores are (`is_low`). More than `UNDERFLOWS`, because a decoder relies on it and never looks at the key: the
-fill must stay below the other scores by 746 even where these are thousands. Models use -1e4 and less. Kernels
-rely on neither number: they compare a fill with the scores of the call (`codegen/cpu/soft.py`)."""
+scores are. More than `UNDERFLOWS`, because a decoder relies on it and never looks at the key: the fill must
+stay 746 below the other scores, even where these are thousands. Models use -1e4 and less. Kernels rely on
+neither number: they compare a fill with the scores of the call (`codegen/cpu/soft.py`)."""
 
 Truth = TypeVar("Truth")
 State = TypeVar("State")
 
 
 class Domain(Protocol[Truth, State]):
-    """What is known of pairs: `Truth` of a predicate, `State` of what statements made of the pairs."""
+    """What is known of pairs: the `Truth` of a predicate, and the `State` after some statements; `shown` is
+    that before any."""
 
     shown: State
-    """Before any statement: no pair is hidden."""
 
     def truth(self, predicate: Expr) -> Truth: ...
 
@@ -56,9 +56,11 @@ class Domain(Protocol[Truth, State]):
 
     def computed(self, state: State, value: Expr) -> State:
         """Every score is computed anew."""
+        return self.shown
 
     def weighed(self, state: State) -> State:
         """Every weight is computed anew, by a formula that may not keep zero."""
+        return self.shown
 
 
 def fold(statements: Iterable[Statement], domain: Domain[Truth, State]) -> State:
@@ -75,53 +77,59 @@ def fold(statements: Iterable[Statement], domain: Domain[Truth, State]) -> State
     return state
 
 
-class HiddenPairs(Domain[Truth, State], Protocol):
-    """Domains that know only which pairs are certainly hidden.
+def seen(statements: Iterable[Statement], hides: Callable[[Expr], bool] | None = None) -> Expr:
+    """A predicate that is true wherever a pair may have weight, by the masks of the program.
 
-    `hidden` is the state in which all are. `soft`: pairs behind finite fills count as hidden too.
+    Args:
+        hides: which finite fills hide. None: none does, so what is not seen has a score of minus infinity.
     """
-
-    hidden: State
-    soft: bool
-
-    def hides(self, fill: Expr) -> bool:
-        """Whether a finite fill is low enough to count in a soft domain."""
-        return True
-
-    def filled(self, state: State, keep: Keep) -> State:
-        if keep.is_hard or (self.soft and self.hides(keep.fill)):
-            return self.hidden
-        added = _added_to_score(keep.fill)
-        stays = added is not None and (added <= 0 if self.soft else added < math.inf)
-        return state if stays else self.shown
-
-    def computed(self, state: State, value: Expr) -> State:
-        return self.shown
-
-    def weighed(self, state: State) -> State:
-        return self.shown
+    return fold(statements, _Predicates(hides))
 
 
-def _added_to_score(fill: Expr) -> float | None:
-    """The number c of a fill `s + c`; None where it has another form."""
+class _Predicates(Domain[Expr, Expr]):
+    """Where pairs are seen. Nothing is simplified, because `s` may have another value in each statement."""
+
+    shown = E.TRUE
+
+    def __init__(self, hides: Callable[[Expr], bool] | None) -> None:
+        self.hides = hides
+
+    def truth(self, predicate: Expr) -> Expr:
+        return predicate
+
+    def choose(self, kept: Expr, yes: Expr, no: Expr) -> Expr:
+        if no is yes:
+            return yes
+        if no is E.FALSE:
+            return kept if yes is E.TRUE else operation("and", yes, kept)
+        return operation("or", yes, operation("not", kept))
+
+    def filled(self, state: Expr, keep: Keep) -> Expr:
+        if keep.is_hard or (self.hides and self.hides(keep.fill)):
+            return E.FALSE
+        added = added_to_score(keep.fill)
+        return state if (added <= 0 if self.hides else added < math.inf) else E.TRUE
+
+
+def any_fill(fill: Expr) -> bool:
+    """For `seen`: every finite fill hides. The caller must show that (`score_bounds.hidden_below`)."""
+    return True
+
+
+def low_fill(fill: Expr) -> bool:
+    """For `seen`: a fill hides that is a number, or the score plus one, of at most minus `HIDES`."""
+    number = fill.value if fill.op == "const" else added_to_score(fill)
+    return fill is not E.NAN and bool(number <= -HIDES)
+
+
+def added_to_score(fill: Expr) -> float:
+    """The number c of a fill `s + c`. Infinity for any other fill: it may make anything of minus infinity."""
     if fill is SCORE:
         return 0.0
-    if fill.op not in ("add", "sub") or fill.args[0] is not SCORE or fill.args[1].op != "const":
-        return None
-    number = fill.args[1].value
-    return None if number == "nan" else float(number if fill.op == "add" else -number)
-
-
-def keeps_minus_infinity(fill: Expr) -> bool:
-    """Whether a fill leaves a score of minus infinity as it is: the score plus anything but infinity."""
-    added = _added_to_score(fill)
-    return added is not None and added < math.inf
-
-
-def is_low(fill: Expr) -> bool:
-    """Whether a fill counts as hiding whatever the scores are (`HIDES`): a number, or the score less one."""
-    number = fill.value if fill.op == "const" else _added_to_score(fill)
-    return number is not None and number != "nan" and bool(number <= -HIDES)
+    is_sum = fill.op in ("add", "sub") and fill.args[0] is SCORE
+    if not is_sum or fill.args[1].op != "const" or fill.args[1] is E.NAN:
+        return math.inf
+    return float(fill.args[1].value if fill.op == "add" else -fill.args[1].value)
 
 
 def keeps_zero(weight: Expr) -> bool:

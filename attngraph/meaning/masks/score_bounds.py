@@ -13,10 +13,7 @@ import math
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import EVERYTHING, Box, Interval, interval
-from attngraph.meaning.masks.fold import Domain, fold, keeps_minus_infinity
-
-_NOTHING: Interval = (math.inf, -math.inf)
-_ANYWHERE: Interval = (0.0, math.inf)
+from attngraph.meaning.masks.fold import Domain, added_to_score, fold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +29,7 @@ class ScoreBounds:
 class _Intervals(Domain[None, ScoreBounds]):
     def __init__(self, dot: float, sizes: tuple[int, ...]) -> None:
         self.dot = (-dot, dot)
-        self.everywhere = Box(_ANYWHERE, _ANYWHERE, _ANYWHERE, _ANYWHERE, sizes)
+        self.everywhere = Box(*((0.0, math.inf),) * 4, sizes)
         self.shown = ScoreBounds(self.dot)
 
     def interval(self, formula: Expr, score: Interval) -> Interval:
@@ -47,8 +44,8 @@ class _Intervals(Domain[None, ScoreBounds]):
 
     def filled(self, state: ScoreBounds, keep: Keep) -> ScoreBounds:
         if keep.is_hard or keep.lowers:
-            return ScoreBounds(_NOTHING, masked=True)
-        stays = keeps_minus_infinity(keep.fill)
+            return ScoreBounds((math.inf, -math.inf), masked=True)
+        stays = added_to_score(keep.fill) < math.inf
         score = self.interval(keep.fill, EVERYTHING if state.masked and not stays else state.score)
         return ScoreBounds(score, score[1], state.masked and stays)
 
@@ -59,6 +56,7 @@ class _Intervals(Domain[None, ScoreBounds]):
         return state
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def score_bounds(program: ScoreProgram, dot: float, sizes: tuple[int, ...] = ()) -> ScoreBounds:
     """Bounds of the program's scores where |dot| <= `dot`. Sizes that are not given may be anything."""
     return fold(program.statements, _Intervals(dot, sizes))
@@ -70,9 +68,4 @@ def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> f
     if not math.isfinite(dot):
         return math.inf
     # Quarters of powers of two, so that calls share what is found.
-    return _hidden_below(program, 2.0 ** (math.ceil(4 * math.log2(max(dot, 1e-30))) / 4), sizes)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> float:
-    return score_bounds(program, dot, sizes).filled
+    return score_bounds(program, 2.0 ** (math.ceil(4 * math.log2(max(dot, 1e-30))) / 4), sizes).filled

@@ -27,7 +27,7 @@ from attngraph.meaning.algebra.intervals import (
     bounds,
     interval,
 )
-from attngraph.meaning.masks.fold import HiddenPairs, fold
+from attngraph.meaning.masks.fold import any_fill, seen
 
 __all__ = [
     "EVALUATE", "EVERYTHING", "OPEN", "SKIP", "Box", "Cut", "Grid", "Interval", "Run", "block_map",
@@ -111,28 +111,9 @@ def _joined(row: list[list[bool]], places: tuple[int, ...], grid: Grid) -> tuple
     return tuple(found)
 
 
-class _Tiles(HiddenPairs[tuple[Tensor, Tensor], Tensor]):
-    """In which tiles every pair is hidden. `full`: for each mask, the tiles in which it keeps every pair."""
-
-    def __init__(self, grid: Grid, soft: bool) -> None:
-        self.grid, self.soft = grid, soft
-        self.shown, self.hidden = torch.tensor(False), torch.tensor(True)
-        self.full: list[Tensor] = []
-        self._known: dict[Expr, Bounds] = {}
-
-    def truth(self, predicate: Expr) -> tuple[Tensor, Tensor]:
-        low, high = bit(bounds(predicate, self.grid, {}, self._known))
-        self.full.append(low >= 1)
-        return high <= 0, low >= 1
-
-    def choose(self, kept: tuple[Tensor, Tensor], yes: Tensor, no: Tensor) -> Tensor:
-        empty, full = kept
-        return (yes | empty) & (no | full)
-
-
 def _tile_states(program: ScoreProgram, grid: Grid, soft: bool) -> tuple[Tensor, dict[int, Tensor]]:
     """Where no pair of a tile has any weight; and for each mask, by its place, where it keeps everything."""
-    domain = _Tiles(grid, soft)
-    hidden = fold(program.statements, domain)
-    places = [n for n, statement in enumerate(program.statements) if isinstance(statement, Keep)]
-    return hidden, dict(zip(places, domain.full, strict=True))
+    known: dict[Expr, Bounds] = {}
+    masks = {n: s.predicate for n, s in enumerate(program.statements) if isinstance(s, Keep)}
+    full = {n: bit(bounds(predicate, grid, {}, known))[0] >= 1 for n, predicate in masks.items()}
+    return bit(bounds(seen(program.statements, any_fill if soft else None), grid, {}, known))[1] <= 0, full

@@ -58,16 +58,25 @@ class _Pairs(Domain[tuple[Tensor, Tensor], Tensor]):
         return torch.where(high, yes, 0) | torch.where(low, 0, no)
 
     def filled(self, state: Tensor, keep: Keep) -> Tensor:
-        masked = _moved(state, KEPT | FILLED, _hides(keep.fill, 0.0, self.env))
-        return masked | _moved(state, HIDDEN, _hides(keep.fill, -math.inf, self.env))
+        visible, hidden = state & (KEPT | FILLED), state & HIDDEN
+        return self._becomes(visible, keep.fill, 0.0) | self._becomes(hidden, keep.fill, -math.inf)
 
     def computed(self, state: Tensor, value: Expr) -> Tensor:
         if all(n is not SCORE for n in E.walk(value)):
             return self.shown
-        return state & (KEPT | FILLED) | _moved(state, HIDDEN, _hides(value, -math.inf, self.env))
+        return state & (KEPT | FILLED) | self._becomes(state & HIDDEN, value, -math.inf)
 
     def weighed(self, state: Tensor) -> Tensor:
         return torch.where(state & HIDDEN > 0, state | FILLED, state)
+
+    def _becomes(self, pairs: Tensor, formula: Expr, score: float) -> Tensor:
+        """What becomes of pairs (where there are any) of this score whose score becomes a formula of it."""
+        found = torch.tensor(HIDDEN | FILLED)
+        if not set(unknown_names([formula], len(self.env.reads))) - {"s"}:
+            names: dict[str, Value] = {"s": torch.tensor(score, dtype=self.env.dtype)}
+            is_hidden = tensor(evaluate(formula, self.env, names), self.env) == -math.inf
+            found = torch.where(is_hidden, HIDDEN, FILLED)
+        return torch.where(pairs > 0, found, 0).to(torch.uint8)
 
 
 def _truth(node: Expr, env: Environment) -> tuple[Tensor, Tensor]:
@@ -84,19 +93,3 @@ def _truth(node: Expr, env: Environment) -> tuple[Tensor, Tensor]:
     b, h, q, k = (Cut(*env.tile.range(name), 1) for name in INDICES)
     low, high = bit(bounds(node, Grid(b, h, q, k, tuple(env.sizes), env.reads), {}))
     return low >= 1, high > 0
-
-
-def _moved(found: Tensor, which: int, hidden: Tensor | None) -> Tensor:
-    """Pairs that may be one of `which`: now hidden where `hidden` says so, filled elsewhere, either where
-    it is None."""
-    becomes = torch.tensor(HIDDEN | FILLED) if hidden is None else torch.where(hidden, HIDDEN, FILLED)
-    return torch.where(found & which > 0, becomes, 0).to(torch.uint8)
-
-
-def _hides(value: Expr, score: float, env: Environment) -> Tensor | None:
-    """Where a formula of a score of this value is minus infinity; None where that cannot be said."""
-    needs = set(unknown_names([value], len(env.reads))) - {"s"}
-    if needs:
-        return None
-    names: dict[str, Value] = {"s": torch.tensor(score, dtype=env.dtype)}
-    return tensor(evaluate(value, env, names), env) == -math.inf

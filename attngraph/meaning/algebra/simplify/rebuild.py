@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -40,17 +40,9 @@ def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 def canonical(node: Expr) -> Expr:
     """An expression of the score language in canonical form."""
-
-    def rebuilt(current: Expr, args: tuple[Expr, ...]) -> Expr:
-        match current.op:
-            case "sub" | "neg" | "div" | "ne":
-                found: Expr = getattr(M, current.op)(*args)
-                return found
-            case "ge" | "gt":
-                return (M.le if current.op == "ge" else M.lt)(args[1], args[0])
-        return construct(current, args) if args else current
-
-    return E.rebuild(node, rebuilt)
+    spelled: dict[str, Callable[..., Expr]] = {"sub": M.sub, "neg": M.neg, "div": M.div, "ne": M.ne}
+    spelled |= {"ge": lambda a, b: M.le(b, a), "gt": lambda a, b: M.lt(b, a)}
+    return E.rebuild(node, lambda n, args: spelled[n.op](*args) if n.op in spelled else construct(n, args))
 
 
 def raw(name: str, *args: Expr) -> Expr:
