@@ -25,6 +25,7 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy, size_expression
 from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, ConstantFolding
+from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (
     ELEMENTWISE,
     PARTS,
@@ -47,8 +48,6 @@ _EXACT = {
     for overload in ("Tensor", "Scalar", "default", "Tensor_Scalar")
 }
 """ATen operations that a score program has too, by the program's name, so that it can repeat them exactly."""
-LARGEST_EXPONENT = 1000.0
-"""Beyond it a power of e is zero or infinite, in float64 too."""
 MOST_WORDS = 2 * LONGEST
 """The longest formula that is followed where it is to become a program. In a model that loops over its own
 results formulas double with every step."""
@@ -303,7 +302,7 @@ class Meaning:
     def exponent(self, read: Expr) -> Expr:
         """What the model itself exponentiates, without subtracting a maximum: a mask's large number has a
         power of exactly zero, also where nothing else is left in a row."""
-        limited = self._limited(read, LARGEST_EXPONENT)
+        limited = self._limited(read, UNDERFLOWS)
         reductions = [n for n in E.walk(limited) if n.op == "read" and self._is_reduced(n.value)]
         return read if reductions or any(n.op in E.BINDERS for n in E.walk(limited)) else limited
 

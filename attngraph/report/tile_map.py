@@ -34,7 +34,7 @@ Rows = tuple[tuple[State, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """The tiles of one attention head, a row of them for each stretch of queries, and the (b, h) it is of."""
+    """The tiles of one attention head, one row of them per block of queries, and the (b, h) that look so."""
 
     pairs: tuple[tuple[int, int], ...]
     rows: Rows = dataclasses.field(repr=False)
@@ -139,12 +139,11 @@ def tile_map(
     for b, h in ((b, h) for b in batch for h in heads):
         key = (b if by_batch else 0, h if by_head else 0)
         if key not in seen:
-            place = _Place(program, b, h, queries, keys, tile, tuple(reads), tuple(sizes))
-            seen[key] = place.bounded() if tile > 1 else place.evaluated()
-            if tile > 1 and place.is_open(seen[key]):
-                evaluated = place.decided(seen[key])
-                looked |= evaluated != seen[key]
-                seen[key] = evaluated
+            cuts = Cut(b, b + 1, 1), Cut(h, h + 1, 1), Cut(0, queries, tile), Cut(0, keys, tile)
+            grid = Grid(*cuts, tuple(sizes), tuple(reads))
+            bounded = _bounded(program, grid)
+            seen[key] = _evaluated(program, grid, bounded)
+            looked |= tile > 1 and seen[key] != bounded
         found.setdefault(seen[key], []).append((b, h))
     panels = tuple(Panel(tuple(pairs), rows) for rows, pairs in found.items())
     fills = dict.fromkeys(format_expr(k.fill) for k in program.keeps if not k.is_hard and not k.lowers)
@@ -167,63 +166,41 @@ def mask_map(
     return tile_map(program, queries, keys, 1, reads, sizes, batch=batch, heads=heads)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """One (b, h) of an attention, to be looked at in tiles."""
+def _bounded(program: ScoreProgram, grid: Grid) -> Rows:
+    """As kernels know it: by bounds. Single pairs are left open, to be evaluated."""
+    left_open: State = "partial"
+    if grid.q.step == 1:
+        return ((left_open,) * grid.k.stop,) * grid.q.stop
+    if unknown_names([k.predicate for k in program.keeps], len(grid.reads)):
+        left_open = "unknown"
 
-    program: ScoreProgram
-    b: int
-    h: int
-    queries: int
-    keys: int
-    tile: int
-    reads: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
+    def state(hard: int, soft: int) -> State:
+        if hard == tiles.EVALUATE:
+            return "filled" if soft == tiles.SKIP else left_open
+        return "empty" if hard == tiles.SKIP else "full"
 
-    def bounded(self) -> Rows:
-        """As kernels know it: by bounds."""
-        one_b, one_h = (Cut(n, n + 1, 1) for n in (self.b, self.h))
-        queries, keys = (Cut(0, n, self.tile) for n in (self.queries, self.keys))
-        grid = Grid(one_b, one_h, queries, keys, self.sizes, self.reads)
-        hard, soft = (tiles.block_map(self.program, grid, soft)[0, 0].tolist() for soft in (False, True))
-        predicates = [k.predicate for k in self.program.keeps]
-        open_question: State = "unknown" if unknown_names(predicates, len(self.reads)) else "partial"
-        kinds: dict[tuple[int, int], State] = {
-            (a, b): "empty" if a == tiles.SKIP else "full" if a == tiles.OPEN else
-            "filled" if b == tiles.SKIP else open_question
-            for a in range(3) for b in range(3)
-        }  # fmt: skip
-        rows = [[kinds[pair] for pair in zip(*row, strict=True)] for row in zip(hard, soft, strict=True)]
-        return tuple(tuple(row) for row in rows)
+    maps = (tiles.block_map(program, grid, soft)[0, 0].tolist() for soft in (False, True))
+    return tuple(tuple(map(state, *rows)) for rows in zip(*maps, strict=True))
 
-    def is_open(self, rows: Rows) -> bool:
-        """Whether evaluation can say more than bounds: masks read tensors, all of which are given."""
-        return tiles.reads_data(self.program) and any("partial" in row for row in rows)
 
-    def evaluated(self) -> Rows:
-        """Every pair evaluated."""
-        across = -(-self.keys // self.tile)
-        return tuple(tuple(self._row(n, 0, across)) for n in range(-(-self.queries // self.tile)))
+def _evaluated(program: ScoreProgram, grid: Grid, rows: Rows) -> Rows:
+    """The same with partial tiles as evaluation of their pairs finds them, where that can say more than
+    bounds: for single pairs, and where masks read tensors (all given, or the tiles would be unknown)."""
+    if grid.q.step > 1 and not tiles.reads_data(program):
+        return rows
+    return tuple(_row(program, grid, number, row) for number, row in enumerate(rows))
 
-    def decided(self, rows: Rows) -> Rows:
-        """The same with partial tiles as their pairs are."""
-        return tuple(tuple(self._decided(number, row)) for number, row in enumerate(rows))
 
-    def _decided(self, number: int, row: tuple[State, ...]) -> Sequence[State]:
-        places = [place for place, state in enumerate(row) if state == "partial"]
-        if not places:
-            return row
-        first, end = places[0], places[-1] + 1
-        return [*row[:first], *self._row(number, first, end), *row[end:]]
-
-    def _row(self, number: int, first: int, end: int) -> list[State]:
-        """Tiles `first` to `end` of one row, every pair of them evaluated."""
-        start = number * self.tile
-        queries = (start, min(start + self.tile, self.queries))
-        keys = (first * self.tile, min(end * self.tile, self.keys))
-        box = Tile((self.b, self.b + 1), (self.h, self.h + 1), queries, keys)
-        env = Environment(box, self.reads, self.sizes, torch.float64, torch.device("cpu"))
-        return _states(visible(self.program, env)[0, 0], self.tile)
+def _row(program: ScoreProgram, grid: Grid, number: int, row: tuple[State, ...]) -> tuple[State, ...]:
+    places = [place for place, state in enumerate(row) if state == "partial"]
+    if not places:
+        return row
+    first, end, tile = places[0], places[-1] + 1, grid.q.step
+    queries = (number * tile, min(number * tile + tile, grid.q.stop))
+    keys = (first * tile, min(end * tile, grid.k.stop))
+    box = Tile((grid.b.start, grid.b.stop), (grid.h.start, grid.h.stop), queries, keys)
+    env = Environment(box, grid.reads, grid.sizes, torch.float64, torch.device("cpu"))
+    return (*row[:first], *_states(visible(program, env)[0, 0], tile), *row[end:])
 
 
 def _states(pairs: Tensor, tile: int) -> list[State]:

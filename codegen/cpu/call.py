@@ -17,6 +17,7 @@ from attngraph.ir.language import evaluate
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
 from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.score_bounds import hidden_below
 from attngraph.meaning.masks.tiles import Cut, Grid
 
 Three = ctypes.c_int64 * 3
@@ -141,7 +142,7 @@ class Run:
         self._set_map(1)
         if soft.has_finite_fill(self.program):
             dot = soft.largest_score(self.program, self.scale, self.q, self.k, self.reads)
-            self.call.hidden = tiles.hidden_below(self.program, dot, self.sizes)
+            self.call.hidden = hidden_below(self.program, dot, self.sizes)
             if not math.isinf(self.call.hidden):
                 self._set_map(0)
 

@@ -18,9 +18,10 @@ from attngraph.codegen.cpu.terms import SMALL, cast, truth
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import parse
+from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.fold import any_fill, seen
 
 __all__ = [
     "ELEMENTS",
@@ -86,10 +87,12 @@ class Draft:
         self.before = before
         self.masks = frozenset(v.value for keep in plan.program.keeps for v in keep.predicate.free)
         if tiles.reads_data(plan.program):
-            self.parts.append(fates("fates", plan.program, self.writer()))
-            soft = fates("fates_soft", plan.program, self.writer(), soft=True)
-            self.parts.append(soft if any(not keep.is_hard for keep in plan.program.keeps) else _NO_FILLS)
-            self.defines.append("HAS_FATES 1")
+            self.parts.append(tile_states("tile_states", plan.program, self.writer()))
+            if all(keep.is_hard for keep in plan.program.keeps):
+                self.defines.append("tile_states_soft tile_states")
+            else:
+                self.parts.append(tile_states("tile_states_soft", plan.program, self.writer(), soft=True))
+            self.defines.append("HAS_TILE_STATES 1")
         if plan.program.sink is not None:
             self.parts.append(_sink(plan.program.sink, self.writer()))
             self.defines.append("HAS_SINK")
@@ -184,37 +187,25 @@ def _weigh(statements: Sequence[Statement], writer: Writer) -> str:
     return function(f"static void weigh(Call *c, {TILE_ARGUMENTS}, float *S) {{", writer, lines, [], [], "")
 
 
-_NO_FILLS = "#define fates_soft fates\n"
-
-
-def fates(name: str, program: ScoreProgram, writer: Writer, soft: bool = False) -> str:
+def tile_states(name: str, program: ScoreProgram, writer: Writer, soft: bool = False) -> str:
     """What `tiles.block_map` asks of a block, by looking at each element: whether any has weight, and whether
     any mask hides anything."""
-    lines = writer.lines[INNER]
-    lines.append("int hides = 0, opens = 1;")
-    for statement in program.statements:
-        if isinstance(statement, Score) or (
-            isinstance(statement, Weight) and not tiles.keeps_zero(statement.value)
-        ):
-            lines.append("hides = 0;")
-        if not isinstance(statement, Keep):
-            continue
-        is_hidden = statement.is_hard or soft
-        if any(n in (DOT, SCORE) for n in E.walk(statement.predicate)):
-            lines.append("opens = 0;" if is_hidden else "opens = hides = 0;")
-            continue
-        kept = truth(writer.expression(statement.predicate))
-        place = f"kept{len(lines)}"
-        lines.append(f"const int {place} = {kept} & 1;")
-        lines.append(f"opens &= {place};")
-        if is_hidden:
-            lines.append(f"hides |= !{place};")
-        elif not tiles.keeps_minus_infinity(statement.fill):
-            lines.append(f"hides &= {place};")
-    body = [*lines, "seen |= !hides & (j < keys);", "shut |= !opens & (j < keys);"]
+    kept = functools.reduce(functools.partial(operation, "and"), [keep.predicate for keep in program.keeps])
+    formulas = _bound(seen(program.statements, any_fill if soft else None), True), _bound(kept, False)
+    sees, opens = (truth(writer.expression(formula)) for formula in formulas)
+    body = [*writer.lines[INNER], f"seen |= {sees} & (j < keys);", f"shut |= !({opens}) & (j < keys);"]
     after = ["*found |= seen | shut << 1;", "if (*found == 3) return;"]
     head = f"static void {name}(Call *c, {TILE_ARGUMENTS}, float *S, int *found) {{"
     return function(head, writer, body, ["int seen = 0, shut = 0;"], after, "reduction(| : seen, shut)")
+
+
+def _bound(predicate: Expr, unknown: bool) -> Expr:
+    """The predicate with this in place of what asks for scores, which are not computed yet."""
+    if predicate.op == "not":
+        return operation("not", _bound(predicate.args[0], not unknown))
+    if predicate.op in ("and", "or"):
+        return operation(predicate.op, *(_bound(a, unknown) for a in predicate.args))
+    return E.const(unknown) if any(n in (DOT, SCORE) for n in E.walk(predicate)) else predicate
 
 
 def function(

@@ -19,7 +19,8 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.ir.ops.kernels import TRUSTED
-from attngraph.meaning.masks import tiles
+from attngraph.meaning.masks.fold import seen
+from attngraph.meaning.masks.score_bounds import score_bounds
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Dtypes of queries, keys and values, and Triton's names of them."""
@@ -161,41 +162,23 @@ def is_linear(program: ScoreProgram) -> bool:
 @functools.lru_cache(maxsize=1024)
 def stays_trusted(program: ScoreProgram) -> bool:
     """Whether no row's log-sum-exp leaves what is trusted, whatever the operands (softcapped scores)."""
-    score, sink = _FINITE, (math.inf, -math.inf)
-    for statement in program.statements:
-        if isinstance(statement, Score):
-            score = _interval(statement.value, score)
-        elif isinstance(statement, Keep) and not statement.is_hard:
-            fill = _interval(statement.fill, score)
-            score = min(score[0], fill[0]), max(score[1], fill[1])
-        elif isinstance(statement, S.Sink):
-            sink = _interval(statement.value, score)
+    exponents = [program] if program.sink is None else [program, ScoreProgram((Score(program.sink),))]
+    bounds = [score_bounds(p, dot=3e38).score for p in exponents]
     # No sum has 2**64 terms.
-    return min(sink[0], score[0]) >= -TRUSTED and max(sink[1], score[1]) <= TRUSTED - 64 * math.log(2)
-
-
-_FINITE = (-3e38, 3e38)
-
-
-def _interval(formula: Expr, score: tiles.Interval) -> tiles.Interval:
-    if any(n.op == "size" for n in E.walk(formula)):
-        return tiles.EVERYTHING
-    place = 0.0, math.inf
-    return tiles.interval(formula, tiles.Box(place, place, place, place), {"dot": _FINITE, "s": score})
+    return all(low >= -TRUSTED and high <= TRUSTED - 64 * math.log(2) for low, high in bounds)
 
 
 def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None:
-    """The statement `keep k <= q + offset` and its offset, where it bounds the keys of a row: what it
-    hides must stay hidden, so only further masks may follow it."""
-    for statement in reversed(statements):
-        if isinstance(statement, (S.Sink, Weight)):
-            continue
-        if not isinstance(statement, Keep) or not statement.is_hard:
-            return None
-        offset = _offset(statement.predicate)
-        if offset is not None:
-            return statement, offset
-    return None
+    """The statement `keep k <= q + offset` and its offset, where it bounds the keys of a row."""
+    offsets = [(keep, _offset(keep.predicate)) for keep in reversed(lasting_masks(statements))]
+    return next(((keep, offset) for keep, offset in offsets if offset is not None), None)
+
+
+def lasting_masks(statements: tuple[Statement, ...]) -> tuple[Keep, ...]:
+    """Those of `conjuncts` that hide keys for good. Changed weights are multiples here, which keep zero."""
+    lasting = _split(seen(s for s in statements if not isinstance(s, Weight)))
+    hard = (s for s in statements if isinstance(s, Keep) and s.is_hard)
+    return tuple(keep for keep in hard if keep.predicate in lasting)
 
 
 def _offset(predicate: Expr) -> Expr | None:

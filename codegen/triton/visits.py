@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attngraph.codegen.triton.plan import Blocks, conjuncts
+from attngraph.codegen.triton.plan import Blocks, conjuncts, lasting_masks
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
@@ -49,15 +49,10 @@ class Visits:
 
 
 @functools.lru_cache(maxsize=1024)
-def masks(program: ScoreProgram, diagonal: Statement | None) -> tuple[Statement, ...]:
+def masks(program: ScoreProgram, diagonal: Statement | None) -> tuple[Keep, ...]:
     """The masks besides the diagonal that can empty tiles and of which something is known beforehand."""
-    found: list[Statement] = []
-    for statement in reversed(conjuncts(program)):
-        if isinstance(statement, S.Score) or (isinstance(statement, Keep) and not statement.is_hard):
-            break
-        if isinstance(statement, Keep) and statement != diagonal and _is_known(statement.predicate):
-            found.append(statement)
-    return tuple(found)
+    found = (keep for keep in lasting_masks(conjuncts(program)) if keep != diagonal)
+    return tuple(keep for keep in found if _is_known(keep.predicate))
 
 
 def _is_known(predicate: Expr) -> bool:
@@ -74,7 +69,7 @@ def are_listed(program: ScoreProgram, diagonal: Statement | None, operands: Oper
     """Whether a call's tiles are listed: it has such masks, and is large enough if they read tensors."""
     (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
     found = masks(program, diagonal)
-    reads = any(n.op == "read" for s in found if isinstance(s, Keep) for n in E.walk(s.predicate))
+    reads = any(n.op == "read" for keep in found for n in E.walk(keep.predicate))
     return bool(found) and (not reads or bool(B * Hq * Sq * Skv >= WORTH))
 
 

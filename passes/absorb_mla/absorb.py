@@ -38,7 +38,7 @@ from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks.causal import canonical, lowers_enough
+from attngraph.meaning.masks.fold import low_fill
 from attngraph.passes.absorb_mla.fold_weights import (
     Folded,
     NotFolded,
@@ -408,8 +408,8 @@ def _ignores_shift(program: ScoreProgram) -> bool:
     value = DOT
     for statement in program.statements:
         if isinstance(statement, Score):
-            value = M.substitute(canonical(statement.value), {SCORE: value})
-        elif isinstance(statement, Keep) and not (statement.is_hard or lowers_enough(statement.fill)):
+            value = M.substitute(M.canonical(statement.value), {SCORE: value})
+        elif isinstance(statement, Keep) and not (statement.is_hard or low_fill(statement.fill)):
             return False
     terms = value.args if value.op == "add" else (value,)
     own = [t for t in terms if any(n is DOT for n in E.walk(t))]

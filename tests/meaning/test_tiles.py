@@ -3,6 +3,7 @@ hidden scores, against the evaluation of every element."""
 
 import contextlib
 import dataclasses
+import enum
 import itertools
 import types
 from typing import Any
@@ -19,8 +20,25 @@ from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.expr import Expr, format_expr
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.meaning.algebra.intervals import bit, bounds
 from attngraph.meaning.masks import tiles
-from attngraph.meaning.masks.tiles import Box, Cut, Fill, Grid, Run
+from attngraph.meaning.masks.score_bounds import hidden_below
+from attngraph.meaning.masks.tiles import Box, Cut, Grid, Run
+
+
+class Fill(enum.Enum):
+    """How much of a tile a predicate keeps."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+def classify(predicate: Expr, box: Box) -> Fill:
+    """Whether the predicate is false, true or undecided on the box."""
+    low, high = bit(bounds(predicate, box, {}))
+    return Fill.FULL if bool(low >= 1) else Fill.EMPTY if bool(high <= 0) else Fill.PARTIAL
+
 
 B, H, Sq, Skv = 2, 2, 7, 12
 SIZES = (3, 2)
@@ -47,7 +65,7 @@ def evaluated(predicate: Expr, ranges: Ranges, reads: list[Tensor]) -> Tensor:
 
 
 def check_class(predicate: Expr, ranges: Ranges, reads: list[Tensor]) -> None:
-    found, truth = tiles.classify(predicate, box(ranges)), evaluated(predicate, ranges, reads)
+    found, truth = classify(predicate, box(ranges)), evaluated(predicate, ranges, reads)
     if found is Fill.FULL:
         assert bool(truth.all()), predicate
     elif found is Fill.EMPTY:
@@ -176,7 +194,7 @@ def test_what_is_read_may_be_anything(text: str, value: float) -> None:
     ],
 )
 def test_the_usual_masks_are_decided(text: str, q: tuple[int, int], k: tuple[int, int], fill: Fill) -> None:
-    assert tiles.classify(parse(f"keep {text}").keeps[0].predicate, box(((0, 2), (0, 2), q, k))) is fill
+    assert classify(parse(f"keep {text}").keeps[0].predicate, box(((0, 2), (0, 2), q, k))) is fill
 
 
 def weights_of(program: ScoreProgram, ranges: Ranges, reads: list[Tensor], dot: Tensor) -> Tensor:
@@ -303,7 +321,7 @@ def check_soft(program: ScoreProgram, ranges: Ranges, reads: list[Tensor], step:
     for run in found:
         left_out[run.start : run.stop] = False
     scores = evaluate.scores(program, dot, environment((b, h, q, (0, Skv)), reads))
-    bound = tiles.hidden_below(program, float(dot.abs().max()), SIZES)
+    bound = hidden_below(program, float(dot.abs().max()), SIZES)
     assert bool((scores[..., left_out] <= bound).all()), f"a score above {bound} is left out of\n{program}"
 
 
@@ -440,7 +458,7 @@ def test_a_grid_says_of_each_block_what_classify_says_of_it(
     kinds = {Fill.EMPTY: tiles.SKIP, Fill.PARTIAL: tiles.EVALUATE, Fill.FULL: tiles.OPEN}
     for b, h, i, j in itertools.product(range(B), range(H), *(range(n) for n in found.shape[2:])):
         spans = (i * steps[0], min((i + 1) * steps[0], Sq)), (j * steps[1], min((j + 1) * steps[1], Skv))
-        expected = kinds[tiles.classify(predicate, box(((b, b + 1), (h, h + 1), *spans)))]
+        expected = kinds[classify(predicate, box(((b, b + 1), (h, h + 1), *spans)))]
         assert found[min(b, found.shape[0] - 1), min(h, found.shape[1] - 1), i, j] == expected
 
 

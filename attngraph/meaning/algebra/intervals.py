@@ -95,7 +95,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """Inclusive ranges of the four indices, and the sizes: a grid of one block."""
+    """Inclusive ranges of the four indices, and the sizes (unknown if not given): a grid of one block."""
 
     b: Interval
     h: Interval
@@ -137,8 +137,10 @@ def _bounds(node: Expr, grid: Grid | Box, names: Mapping[str, Bounds], known: di
         case "var":
             return grid.index(node.value)
         case "size":
-            value = float(grid.sizes[int(node.value[1:])])
-            return of_interval((value, value), "int")
+            number = int(node.value[1:])
+            if number >= len(grid.sizes):
+                return of_interval(EVERYTHING, "int")
+            return of_interval((float(grid.sizes[number]),) * 2, "int")
         case "dot" | "s" | "p":
             return names.get(node.op, of_interval(EVERYTHING))
         case "read":

@@ -25,11 +25,10 @@ from attngraph.ir.language.score import (
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.masks.fold import UNDERFLOWS
 
 LOWERED = M.add(SCORE, E.NEG_INF)
 """What a mask that is added leaves of a score."""
-LARGE_FILL = -1000.0
-"""A finite number at or below this, put in place of a score, is a mask that was meant to hide it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +149,7 @@ def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
 
 
 def _is_fill(node: Expr) -> bool:
-    return node.op == "const" and node is not E.NAN and node.value <= LARGE_FILL
+    return node.op == "const" and node is not E.NAN and node.value <= -UNDERFLOWS
 
 
 class _Writer:

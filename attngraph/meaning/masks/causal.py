@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr, format_expr
-from attngraph.ir.language.score import SCORE, Keep, Score, ScoreProgram, Weight
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.tiles import keeps_zero
+from attngraph.meaning.masks.fold import low_fill, seen
 
-HIDING = 1e4
-"""A finite fill of at most minus this hides: a key behind it has a weight of zero beside one that is not
-behind it, for scores that differ by less. (Masks in use go from -1e4 upwards in size.)"""
 _TRIED = 24
 Q, K = E.var("q"), E.var("k")
+_LATER = M.add(Q, E.ONE, E.var("d"))
+"""Any key behind its query."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,48 +53,18 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
         return Causality(None, "it drops weights at random; call model.eval() first")
     if not keys_are_tokens:
         return Causality()
-    hiding = _hiding(program)
-    predicates = [canonical(keep.predicate) for keep in hiding]
-    for keep, predicate in zip(hiding, predicates, strict=True):
-        if not keep.is_hard and not keep.lowers and _is_false(predicate, {K: Q}):
-            return Causality(
-                None,
-                "the first token sees nothing, and a finite fill then makes it see all tokens alike",
-                (0, 1),
-            )
-    if not any(_hides_later(p) for p in predicates):
-        return _not_hidden(program, predicates)
-    windows = [w for w in map(_window, predicates) if w is not None]
-    return Causality(min(windows, default=None))
-
-
-def _hiding(program: ScoreProgram) -> list[Keep]:
-    """The masks behind which nothing has weight: none of what comes later gives it any."""
-    if not all(keeps_zero(s.value) for s in program.statements if isinstance(s, Weight)):
-        return []
-    found: list[Keep] = []
-    for statement in program.statements:
-        if isinstance(statement, Score):
-            found.clear()  # a score computed from a masked one may be anything
-        elif isinstance(statement, Keep) and lowers_enough(statement.fill):
-            found.append(statement)
-    return found
-
-
-def lowers_enough(fill: Expr) -> bool:
-    """Whether what is filled with this is hidden beside scores of usual size."""
-    if fill.op == "const":
-        return bool(fill.value != "nan" and fill.value <= -HIDING)
-    if fill.op not in ("add", "sub") or fill.args[0] is not SCORE or fill.args[1].op != "const":
-        return False
-    by = fill.args[1].value
-    return bool(by != "nan" and (by >= HIDING if fill.op == "sub" else by <= -HIDING))
-
-
-def _hides_later(predicate: Expr) -> bool:
-    """Whether the predicate is false for every key behind its query."""
-    later = M.add(Q, E.ONE, E.var("d"))
-    return _is_false(predicate, {K: later})
+    statements = [
+        Keep(M.canonical(s.predicate), s.fill) if isinstance(s, Keep) else s for s in program.statements
+    ]
+    soft, hard = seen(statements, low_fill), seen(statements)
+    sees_itself = not _is_false(soft, {Q: E.ZERO, K: E.ZERO})
+    for predicate in (soft, hard) if sees_itself else (hard,):
+        if _is_false(predicate, {K: _LATER}):
+            return Causality(_window(predicate))
+    if sees_itself or not _is_false(soft, {K: _LATER}):
+        return _not_hidden(program, soft)
+    why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
+    return Causality(None, why, (0, 1))
 
 
 def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
@@ -107,27 +75,15 @@ def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
     return M.substitute(predicate, mapping) is E.FALSE
 
 
-def _not_hidden(program: ScoreProgram, predicates: list[Expr]) -> Causality:
-    shown = _masks_in_words(program)
+def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
+    uses_places = {Q, K} & {n for e in program.expressions for n in E.walk(e)}
+    statements = program.keeps or (program.statements if uses_places else ())
+    shown = "; ".join(map(format_statement, statements)) or "no mask"
     for q in range(_TRIED):
         for k in range(q + 1, _TRIED + 1):
-            places = {Q: E.const(q), K: E.const(k)}
-            if not any(_is_false(p, places) for p in predicates):
+            if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}):
                 return Causality(None, f"it sees later tokens ({shown})", (q, k))
-    if not predicates:
-        return Causality(None, f"it sees later tokens ({shown})", (0, 1))
     return Causality(None, f"it could not be shown to hide all later tokens ({shown})")
-
-
-def _masks_in_words(program: ScoreProgram) -> str:
-    """What of a program may hide keys: its masks with their fills, else all of it, if places count in it."""
-    if program.keeps:
-        fills = ("" if k.is_hard else f" else {format_expr(k.fill)}" for k in program.keeps)
-        return " and ".join(
-            f"{format_expr(k.predicate)}{fill}" for k, fill in zip(program.keeps, fills, strict=True)
-        )
-    places = {n for e in program.expressions for n in E.walk(e)} & {Q, K}
-    return "; ".join(str(program).splitlines()) if places else "no mask"
 
 
 def _window(predicate: Expr) -> int | None:
@@ -141,27 +97,3 @@ def _window(predicate: Expr) -> int | None:
     if limit is None or limit[0] != "behind" or limit[1].op != "const":
         return None
     return max(int(limit[1].value) + 1, 1)
-
-
-def canonical(node: Expr) -> Expr:
-    """A program's expression in the algebra's canonical form."""
-    return E.rebuild(node, _canonical)
-
-
-def _canonical(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    match node.op:
-        case "sub":
-            return M.sub(*args)
-        case "neg":
-            return M.neg(*args)
-        case "div":
-            return M.div(*args)
-        case "ge":
-            return M.le(args[1], args[0])
-        case "gt":
-            return M.lt(args[1], args[0])
-        case "ne":
-            return M.ne(*args)
-        case "const" if node.kind == "float" and isinstance(node.value, float) and math.isfinite(node.value):
-            return node
-    return M.construct(node, args) if args else node

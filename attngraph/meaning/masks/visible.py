@@ -18,9 +18,9 @@ from torch import Tensor
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.evaluate import Environment, Value, as_bool, evaluate, tensor
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import DOT, INDICES, SCORE, Keep, Score, ScoreProgram, Weight
+from attngraph.ir.language.score import DOT, INDICES, SCORE, Keep, ScoreProgram
 from attngraph.meaning.algebra.intervals import Cut, Grid, bit, bounds
-from attngraph.meaning.masks.tiles import keeps_zero
+from attngraph.meaning.masks.fold import Domain, fold
 
 KEPT, HIDDEN, FILLED = 1, 2, 4
 """What can become of a pair: the score stays; it is minus infinity, so the weight is zero; it is a fill.
@@ -40,17 +40,43 @@ def visible(program: ScoreProgram, env: Environment) -> Tensor:
     Raises:
         IndexError: the program reads beyond a tensor that is given.
     """
-    found = torch.full(env.tile.shape, KEPT, dtype=torch.uint8)
-    for statement in program.statements:
-        if isinstance(statement, Keep):
-            low, high = _truth(statement.predicate, env)
-            dropped = _dropped(found, statement.fill, env)
-            found = torch.where(high, found, 0) | torch.where(low, 0, dropped)
-        elif isinstance(statement, Score):
-            found = _scored(found, statement.value, env)
-        elif isinstance(statement, Weight) and not keeps_zero(statement.value):
-            found = torch.where(found & HIDDEN > 0, found | FILLED, found)
-    return found
+    return fold(program.statements, _Pairs(env))
+
+
+class _Pairs(Domain[tuple[Tensor, Tensor], Tensor]):
+    """Every fill and score is worked out for each pair, where it is known."""
+
+    def __init__(self, env: Environment) -> None:
+        self.env = env
+        self.shown = torch.full(env.tile.shape, KEPT, dtype=torch.uint8)
+
+    def truth(self, predicate: Expr) -> tuple[Tensor, Tensor]:
+        return _truth(predicate, self.env)
+
+    def choose(self, kept: tuple[Tensor, Tensor], yes: Tensor, no: Tensor) -> Tensor:
+        low, high = kept
+        return torch.where(high, yes, 0) | torch.where(low, 0, no)
+
+    def filled(self, state: Tensor, keep: Keep) -> Tensor:
+        visible, hidden = state & (KEPT | FILLED), state & HIDDEN
+        return self._becomes(visible, keep.fill, 0.0) | self._becomes(hidden, keep.fill, -math.inf)
+
+    def computed(self, state: Tensor, value: Expr) -> Tensor:
+        if all(n is not SCORE for n in E.walk(value)):
+            return self.shown
+        return state & (KEPT | FILLED) | self._becomes(state & HIDDEN, value, -math.inf)
+
+    def weighed(self, state: Tensor) -> Tensor:
+        return torch.where(state & HIDDEN > 0, state | FILLED, state)
+
+    def _becomes(self, pairs: Tensor, formula: Expr, score: float) -> Tensor:
+        """What becomes of pairs (where there are any) of this score whose score becomes a formula of it."""
+        found = torch.tensor(HIDDEN | FILLED)
+        if not set(unknown_names([formula], len(self.env.reads))) - {"s"}:
+            names: dict[str, Value] = {"s": torch.tensor(score, dtype=self.env.dtype)}
+            is_hidden = tensor(evaluate(formula, self.env, names), self.env) == -math.inf
+            found = torch.where(is_hidden, HIDDEN, FILLED)
+        return torch.where(pairs > 0, found, 0).to(torch.uint8)
 
 
 def _truth(node: Expr, env: Environment) -> tuple[Tensor, Tensor]:
@@ -67,33 +93,3 @@ def _truth(node: Expr, env: Environment) -> tuple[Tensor, Tensor]:
     b, h, q, k = (Cut(*env.tile.range(name), 1) for name in INDICES)
     low, high = bit(bounds(node, Grid(b, h, q, k, tuple(env.sizes), env.reads), {}))
     return low >= 1, high > 0
-
-
-def _dropped(found: Tensor, fill: Expr, env: Environment) -> Tensor:
-    """What becomes of pairs that a mask does not keep."""
-    return _moved(found, KEPT | FILLED, _hides(fill, 0.0, env)) | _moved(
-        found, HIDDEN, _hides(fill, -math.inf, env)
-    )
-
-
-def _scored(found: Tensor, value: Expr, env: Environment) -> Tensor:
-    """What becomes of pairs whose score is computed anew."""
-    if all(n is not SCORE for n in E.walk(value)):
-        return torch.full_like(found, KEPT)
-    return found & (KEPT | FILLED) | _moved(found, HIDDEN, _hides(value, -math.inf, env))
-
-
-def _moved(found: Tensor, which: int, hidden: Tensor | None) -> Tensor:
-    """Pairs that may be one of `which`: now hidden where `hidden` says so, filled elsewhere, either where
-    it is None."""
-    becomes = torch.tensor(HIDDEN | FILLED) if hidden is None else torch.where(hidden, HIDDEN, FILLED)
-    return torch.where(found & which > 0, becomes, 0).to(torch.uint8)
-
-
-def _hides(value: Expr, score: float, env: Environment) -> Tensor | None:
-    """Where a formula of a score of this value is minus infinity; None where that cannot be said."""
-    needs = set(unknown_names([value], len(env.reads))) - {"s"}
-    if needs:
-        return None
-    names: dict[str, Value] = {"s": torch.tensor(score, dtype=env.dtype)}
-    return tensor(evaluate(value, env, names), env) == -math.inf

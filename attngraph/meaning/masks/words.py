@@ -75,9 +75,10 @@ def distance_limit(node: Expr) -> tuple[str, Expr] | None:
     """("ahead", n) for k - q <= n, ("behind", n) for q - k <= n."""
     if node.op not in ("le", "lt", "ge", "gt"):
         return None
-    left, right = (_canonical(a) for a in node.args)
-    if left is None or right is None:
+    parts = [n for a in node.args for n in E.walk(a)]
+    if any(n.op not in ("var", "size", "const", "add", "sub", "mul") or n.kind != "int" for n in parts):
         return None
+    left, right = map(M.canonical, node.args)
     slack = M.sub(right, left) if node.op in ("le", "lt") else M.sub(left, right)
     if node.op in ("lt", "gt"):
         slack = M.sub(slack, E.ONE)
@@ -87,19 +88,6 @@ def distance_limit(node: Expr) -> tuple[str, Expr] | None:
     if not ahead.free:
         return "ahead", ahead
     return ("behind", behind) if not behind.free else None
-
-
-def _canonical(node: Expr) -> Expr | None:
-    """A program's integer expression in canonical form; None where it is none."""
-    if node.op in ("var", "size") or (node.op == "const" and node.kind == "int"):
-        return node
-    args = [_canonical(a) for a in node.args]
-    if node.op not in ("add", "sub", "mul") or any(a is None for a in args):
-        return None
-    a, b = (x for x in args if x is not None)
-    if node.op == "mul":
-        return M.mul(a, b)
-    return M.add(a, b) if node.op == "add" else M.sub(a, b)
 
 
 def _other(node: Expr) -> str:

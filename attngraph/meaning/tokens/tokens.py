@@ -30,7 +30,7 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks.causal import Causality, canonical, examine
+from attngraph.meaning.masks.causal import Causality, examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.token_probe import Trial
@@ -360,7 +360,7 @@ class Tokens:
                             f"its scores read r{node.value} at {index!r}, which is no sequence of the batch"
                         )
                     continue
-                own = self.space.token not in digits and self.space.follows_rows(digits, canonical(index))
+                own = self.space.token not in digits and self.space.follows_rows(digits, M.canonical(index))
                 names = {"q", "k"} if keys else {"q"}
                 at_token = digits == (self.space.token,) and index.op == "var" and index.value in names
                 if not own and not at_token:

@@ -6,8 +6,8 @@
        scores_unmasked(...)                               the same where every mask keeps everything
        weigh(c, b, h, q0, rows, k0, keys, S)              the statements `p = ...`, if HAS_WEIGHTS
        sink(c, b, h, q)                                   if HAS_SINK
-       fates(c, b, h, q0, rows, k0, keys, S, found)       if HAS_FATES: 1 in `found` if anything is seen, 2 if
-       fates_soft(...)                                    anything is masked; soft: finite fills hide too
+       tile_states(c, b, h, q0, rows, k0, keys, S, found) if HAS_TILE_STATES: 1 in `found` if anything is seen,
+       tile_states_soft(...)                              2 if anything is masked; soft: finite fills hide too
 
    S is [BLOCK_Q][BLOCK_K]. */
 
@@ -109,7 +109,7 @@ static void lines_of(const Call *c, int64_t b, int64_t h, int64_t q0, const uint
                             : 0;
 }
 
-#if HAS_FATES
+#if HAS_TILE_STATES
 /* Make the maps of masks that read tensors, line by line, before anything is taken: what is known of a block
    stands, what is not is looked at element by element. */
 static void make_maps(Call *c, float *S) {
@@ -126,7 +126,7 @@ static void make_maps(Call *c, float *S) {
             *map = *known;
             if (*known != 1) continue;
             int found = 0, keys = (int)smaller(BLOCK_K, c->Sk - k0), rows = (int)smaller(BLOCK_Q, c->Sq - q0);
-            (n ? fates : fates_soft)(c, b, h, q0, rows, k0, keys, S, &found);
+            (n ? tile_states : tile_states_soft)(c, b, h, q0, rows, k0, keys, S, &found);
             *map = !(found & 1) ? 0 : found == 1 ? 2 : 1;
         }
     }

@@ -28,7 +28,13 @@ from attngraph.meaning.algebra.simplify.arithmetic import (
 from attngraph.meaning.algebra.simplify.division import floordiv, mod
 from attngraph.meaning.algebra.simplify.functions import absolute, exp, function, log, narrow, power
 from attngraph.meaning.algebra.simplify.logic import and_, eq, le, lt, ne, not_, or_, where
-from attngraph.meaning.algebra.simplify.rebuild import canonical_binders, construct, raw, substitute
+from attngraph.meaning.algebra.simplify.rebuild import (
+    canonical,
+    canonical_binders,
+    construct,
+    raw,
+    substitute,
+)
 from attngraph.meaning.algebra.simplify.sums import FEW, pieces, total
 
 __all__ = [
@@ -36,6 +42,7 @@ __all__ = [
     "absolute",
     "add",
     "and_",
+    "canonical",
     "canonical_binders",
     "coefficient",
     "construct",

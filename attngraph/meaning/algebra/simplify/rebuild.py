@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -36,6 +36,13 @@ def construct(node: Expr, args: tuple[Expr, ...]) -> Expr:
     if node.op == "random" or node.op in E.BINDERS:
         return E.make(node.op, args, node.value, node.kind)
     return M.function(node.op, *args) if args else node
+
+
+def canonical(node: Expr) -> Expr:
+    """An expression of the score language in canonical form."""
+    spelled: dict[str, Callable[..., Expr]] = {"sub": M.sub, "neg": M.neg, "div": M.div, "ne": M.ne}
+    spelled |= {"ge": lambda a, b: M.le(b, a), "gt": lambda a, b: M.lt(b, a)}
+    return E.rebuild(node, lambda n, args: spelled[n.op](*args) if n.op in spelled else construct(n, args))
 
 
 def raw(name: str, *args: Expr) -> Expr:

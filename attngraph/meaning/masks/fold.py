@@ -1,0 +1,147 @@
+"""What the statements of a score program do to masked pairs of a query and a key: one fold, several domains.
+
+A mask hides a pair: its score becomes minus infinity, so its weight is zero. A later statement may undo that:
+
+- `keep` without a fill hides a pair where its predicate is false.
+- A finite fill hides a pair only beside larger scores, so it counts only for those who ask for it.
+- Any other fill makes a hidden pair visible, unless it is the score plus a number. A number above zero makes
+  a pair visible that only a finite fill hid.
+- A score that is computed anew may be anything, whatever was hidden before.
+- A changed weight may be anything, unless a weight of zero stays zero (`keeps_zero`).
+- A sink changes no pair.
+
+`fold` walks through the statements with what a domain knows of the pairs. `seen` makes one predicate of them,
+which tiles bound, causality proves, and C evaluates in a call. The other domains are bounds of scores
+(`score_bounds.py`) and what may become of each pair (`visible.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import operation
+from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
+
+UNDERFLOWS = 1000.0
+"""The exponential of minus this is zero in float64 too (from 746 on), and that of this is infinite. So a
+constant of at most minus this that a model puts in place of a score is read as the fill of a mask: it decides
+how the program is written, not what it computes."""
+HIDES = 1e4
+"""A fill of at most minus this is taken to hide a key from every query that sees another key, whatever the
+scores are. More than `UNDERFLOWS`, because a decoder relies on it and never looks at the key: the fill must
+stay 746 below the other scores, even where these are thousands. Models use -1e4 and less. Kernels rely on
+neither number: they compare a fill with the scores of the call (`codegen/cpu/soft.py`)."""
+
+Truth = TypeVar("Truth")
+State = TypeVar("State")
+
+
+class Domain(Protocol[Truth, State]):
+    """What is known of pairs: the `Truth` of a predicate, and the `State` after some statements; `shown` is
+    that before any."""
+
+    shown: State
+
+    def truth(self, predicate: Expr) -> Truth: ...
+
+    def choose(self, kept: Truth, yes: State, no: State) -> State:
+        """Pairs are as in `yes` where a predicate is true, as in `no` where it is false."""
+
+    def filled(self, state: State, keep: Keep) -> State:
+        """Every score is replaced by the fill of a `keep`, a formula of the score."""
+
+    def computed(self, state: State, value: Expr) -> State:
+        """Every score is computed anew."""
+        return self.shown
+
+    def weighed(self, state: State) -> State:
+        """Every weight is computed anew, by a formula that may not keep zero."""
+        return self.shown
+
+
+def fold(statements: Iterable[Statement], domain: Domain[Truth, State]) -> State:
+    """What is known of pairs after all statements."""
+    state = domain.shown
+    for statement in statements:
+        match statement:
+            case Keep(predicate):
+                state = domain.choose(domain.truth(predicate), state, domain.filled(state, statement))
+            case Score(value):
+                state = domain.computed(state, value)
+            case Weight(value) if not keeps_zero(value):
+                state = domain.weighed(state)
+    return state
+
+
+def seen(statements: Iterable[Statement], hides: Callable[[Expr], bool] | None = None) -> Expr:
+    """A predicate that is true wherever a pair may have weight, by the masks of the program.
+
+    Args:
+        hides: which finite fills hide. None: none does, so what is not seen has a score of minus infinity.
+    """
+    return fold(statements, _Predicates(hides))
+
+
+class _Predicates(Domain[Expr, Expr]):
+    """Where pairs are seen. Nothing is simplified, because `s` may have another value in each statement."""
+
+    shown = E.TRUE
+
+    def __init__(self, hides: Callable[[Expr], bool] | None) -> None:
+        self.hides = hides
+
+    def truth(self, predicate: Expr) -> Expr:
+        return predicate
+
+    def choose(self, kept: Expr, yes: Expr, no: Expr) -> Expr:
+        if no is yes:
+            return yes
+        if no is E.FALSE:
+            return kept if yes is E.TRUE else operation("and", yes, kept)
+        return operation("or", yes, operation("not", kept))
+
+    def filled(self, state: Expr, keep: Keep) -> Expr:
+        if keep.is_hard or (self.hides and self.hides(keep.fill)):
+            return E.FALSE
+        added = added_to_score(keep.fill)
+        return state if (added <= 0 if self.hides else added < math.inf) else E.TRUE
+
+
+def any_fill(fill: Expr) -> bool:
+    """For `seen`: every finite fill hides. The caller must show that (`score_bounds.hidden_below`)."""
+    return True
+
+
+def low_fill(fill: Expr) -> bool:
+    """For `seen`: a fill hides that is a number, or the score plus one, of at most minus `HIDES`."""
+    number = fill.value if fill.op == "const" else added_to_score(fill)
+    return fill is not E.NAN and bool(number <= -HIDES)
+
+
+def added_to_score(fill: Expr) -> float:
+    """The number c of a fill `s + c`. Infinity for any other fill: it may make anything of minus infinity."""
+    if fill is SCORE:
+        return 0.0
+    is_sum = fill.op in ("add", "sub") and fill.args[0] is SCORE
+    if not is_sum or fill.args[1].op != "const" or fill.args[1] is E.NAN:
+        return math.inf
+    return float(fill.args[1].value if fill.op == "add" else -fill.args[1].value)
+
+
+def keeps_zero(weight: Expr) -> bool:
+    """Whether a changed weight is zero where the weight was, and a number where it was one: p times or over
+    a number, a selection between that and zero, or zero in place of NaN."""
+    if weight is WEIGHT or E.is_const(weight, 0):
+        return True
+    if weight.op in ("mul", "div"):
+        a, b = weight.args
+        number, other = (a, b) if a.op == "const" and weight.op == "mul" else (b, a)
+        usable = number.op == "const" and number.value != "nan" and math.isfinite(number.value)
+        return usable and number.value != 0 and keeps_zero(other)
+    if weight.op == "where":
+        return all(keeps_zero(branch) for branch in weight.args[1:])
+    return False

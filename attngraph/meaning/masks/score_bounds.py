@@ -1,0 +1,71 @@
+"""How large scores can be: all that are not minus infinity, and those behind a finite fill.
+
+Intervals over the whole index space, from a bound of the dot product. A kernel may leave out keys behind a
+finite fill where the best score of each row is far enough above `hidden_below`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.meaning.algebra.intervals import EVERYTHING, Box, Interval, interval
+from attngraph.meaning.masks.fold import Domain, added_to_score, fold
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreBounds:
+    """`score` bounds all scores but those of minus infinity. `masked`: there may be such. `filled`: no score
+    behind a finite fill exceeds it."""
+
+    score: Interval
+    filled: float = -math.inf
+    masked: bool = False
+
+
+class _Intervals(Domain[None, ScoreBounds]):
+    def __init__(self, dot: float, sizes: tuple[int, ...]) -> None:
+        self.dot = (-dot, dot)
+        self.everywhere = Box(*((0.0, math.inf),) * 4, sizes)
+        self.shown = ScoreBounds(self.dot)
+
+    def interval(self, formula: Expr, score: Interval) -> Interval:
+        return interval(formula, self.everywhere, {"dot": self.dot, "s": score})
+
+    def truth(self, predicate: Expr) -> None:
+        return None
+
+    def choose(self, kept: None, yes: ScoreBounds, no: ScoreBounds) -> ScoreBounds:
+        score = min(yes.score[0], no.score[0]), max(yes.score[1], no.score[1])
+        return ScoreBounds(score, max(yes.filled, no.filled), yes.masked or no.masked)
+
+    def filled(self, state: ScoreBounds, keep: Keep) -> ScoreBounds:
+        if keep.is_hard or keep.lowers:
+            return ScoreBounds((math.inf, -math.inf), masked=True)
+        stays = added_to_score(keep.fill) < math.inf
+        score = self.interval(keep.fill, EVERYTHING if state.masked and not stays else state.score)
+        return ScoreBounds(score, score[1], state.masked and stays)
+
+    def computed(self, state: ScoreBounds, value: Expr) -> ScoreBounds:
+        return ScoreBounds(self.interval(value, EVERYTHING if state.masked else state.score))
+
+    def weighed(self, state: ScoreBounds) -> ScoreBounds:
+        return state
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def score_bounds(program: ScoreProgram, dot: float, sizes: tuple[int, ...] = ()) -> ScoreBounds:
+    """Bounds of the program's scores where |dot| <= `dot`. Sizes that are not given may be anything."""
+    return fold(program.statements, _Intervals(dot, sizes))
+
+
+def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> float:
+    """A number that no score hidden by a finite fill exceeds, where |dot| <= `dot`. Infinite where
+    nothing can be said."""
+    if not math.isfinite(dot):
+        return math.inf
+    # Quarters of powers of two, so that calls share what is found.
+    return score_bounds(program, 2.0 ** (math.ceil(4 * math.log2(max(dot, 1e-30))) / 4), sizes).filled
