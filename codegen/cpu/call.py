@@ -12,7 +12,7 @@ from torch import Tensor
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.cpu.library import Library
 from attngraph.codegen.cpu.source import MOST_NUMBERS, MOST_READS
-from attngraph.codegen.cpu.terms import SMALL
+from attngraph.codegen.scalar.form import SMALL
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Operands
@@ -102,13 +102,10 @@ class Run:
 
     def set_numbers(self) -> bool:
         """Values of the expressions of sizes; False if one does not fit the C that was written."""
-        one = evaluate.Tile((0, 1), (0, 1), (0, 1), (0, 1))
-        env = evaluate.Environment(one, (), self.sizes, torch.float32, torch.device("cpu"))
         if max(*self.q.shape, *self.k.shape) >= SMALL:
             return False
         for place, (node, kind) in enumerate(self.made.source.numbers):
-            value = evaluate.evaluate(node, env, {})
-            assert isinstance(value, (int, float))
+            value = evaluate.number(node, self.sizes)
             is_float = isinstance(value, float)
             if is_float != (kind == "float") or (node in self.made.source.divisors and value < 1):
                 return False

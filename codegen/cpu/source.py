@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from attngraph.codegen.cpu.expression import GROUP, INNER, ROW, TILE, Writer
-from attngraph.codegen.cpu.terms import SMALL, cast, truth
+from attngraph.codegen.cpu.expression import Writer
+from attngraph.codegen.scalar.form import SMALL, Place
+from attngraph.codegen.scalar.weights import is_multiple
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation, parse
-from attngraph.ir.language.score import DOT, SCORE, WEIGHT, Keep, Score, ScoreProgram, Statement, Weight
+from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Weight
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 
@@ -98,9 +99,7 @@ class Draft:
             self.defines.append("HAS_SINK")
 
     def writer(self) -> Writer:
-        found = Writer(self.plan.reads, self.numbers)
-        found.divisors = self.divisors
-        return found
+        return Writer(self.plan.reads, self.numbers, self.divisors)
 
     def source(self, *headers: str) -> Source:
         """All of it: `base.h`, the functions, and the headers that need them."""
@@ -131,47 +130,10 @@ def write(plan: Plan) -> Source:
     return draft.source("block.h", "pass.h", "loop.h", "decode.h")
 
 
-def is_multiple(node: Expr) -> bool:
-    """Whether a changed weight is a multiple of the weight, as long as that is a number: then it can be
-    changed before it is divided by the sum of its row."""
-    if node is WEIGHT or E.is_const(node, 0):
-        return True
-    if all(n is not WEIGHT for n in E.walk(node)):
-        return False
-    args = node.args
-    match node.op:
-        case "neg" | "float":
-            return is_multiple(args[0])
-        case "add" | "sub":
-            return all(is_multiple(a) for a in args)
-        case "mul":
-            return any(is_multiple(a) and WEIGHT not in E.walk(b) for a, b in (args, args[::-1]))
-        case "div":
-            return is_multiple(args[0]) and WEIGHT not in E.walk(args[1])
-        case "where":
-            asked = args[0].op == "isnan" and is_multiple(args[0].args[0])
-            if asked:  # a number, so it takes the other branch
-                return is_multiple(args[2])
-            return WEIGHT not in E.walk(args[0]) and all(is_multiple(a) for a in args[1:])
-    return False
-
-
-def _statements(statements: Sequence[Statement], name: str, writer: Writer) -> None:
-    """The lines by which statements change the variable `name` in the innermost loop."""
-    lines = writer.lines[INNER]
+def _scores(name: str, statements: Sequence[Score | Keep], writer: Writer, masked: bool) -> str:
     for statement in statements:
-        if isinstance(statement, Keep):
-            kept = truth(writer.expression(statement.predicate))
-            fill = cast(writer.expression(statement.fill), "float")
-            lines.append(f"{name} = {kept} ? {name} : {fill};")
-        elif isinstance(statement, (Score, Weight)):
-            lines.append(f"{name} = {cast(writer.expression(statement.value), 'float')};")
-        writer.changed(name)
-
-
-def _scores(name: str, statements: Sequence[Statement], writer: Writer, masked: bool) -> str:
-    _statements(statements, "s", writer)
-    lines = ["const float dot = row[j];", "float s = dot;", *writer.lines[INNER]]
+        writer.assign("s", statement)
+    lines = ["const float dot = row[j];", "float s = dot;", *writer.lines[Place.INNER]]
     if masked:
         lines.append("s = j < keys ? s : -INFINITY;")
     lines += ["row[j] = s;", "best = s > best ? s : best;"]
@@ -181,9 +143,10 @@ def _scores(name: str, statements: Sequence[Statement], writer: Writer, masked: 
     )
 
 
-def _weigh(statements: Sequence[Statement], writer: Writer) -> str:
-    _statements(statements, "p", writer)
-    lines = ["float p = row[j];", *writer.lines[INNER], "row[j] = j < keys ? p : 0.0f;"]
+def _weigh(statements: Sequence[Weight], writer: Writer) -> str:
+    for statement in statements:
+        writer.assign("p", statement)
+    lines = ["float p = row[j];", *writer.lines[Place.INNER], "row[j] = j < keys ? p : 0.0f;"]
     return function(f"static void weigh(Call *c, {TILE_ARGUMENTS}, float *S) {{", writer, lines, [], [], "")
 
 
@@ -192,8 +155,8 @@ def tile_states(name: str, program: ScoreProgram, writer: Writer, soft: bool = F
     any mask hides anything."""
     kept = functools.reduce(functools.partial(operation, "and"), [keep.predicate for keep in program.keeps])
     formulas = _bound(seen(program.statements, any_fill if soft else None), True), _bound(kept, False)
-    sees, opens = (truth(writer.expression(formula)) for formula in formulas)
-    body = [*writer.lines[INNER], f"seen |= {sees} & (j < keys);", f"shut |= !({opens}) & (j < keys);"]
+    sees, opens = map(writer.truth, formulas)
+    body = [*writer.lines[Place.INNER], f"seen |= {sees} & (j < keys);", f"shut |= !({opens}) & (j < keys);"]
     after = ["*found |= seen | shut << 1;", "if (*found == 3) return;"]
     head = f"static void {name}(Call *c, {TILE_ARGUMENTS}, float *S, int *found) {{"
     return function(head, writer, body, ["int seen = 0, shut = 0;"], after, "reduction(| : seen, shut)")
@@ -213,57 +176,29 @@ def function(
 ) -> str:
     """A loop over a tile around `lines`, with the writer's lines where they belong."""
     pragma = f"#pragma omp simd reduction(| : bad) {reductions}".rstrip()
-    out = _Text()
-    out(head)
-    with out:
-        out("int bad = 0;", *writer.lines[GROUP])
-        if writer.lines[TILE]:
-            out("#pragma omp simd reduction(| : bad)", "for (int j = 0; j < BLOCK_K; ++j) {")
-            with out:
-                out("const int k = k0 + j;", *writer.lines[TILE])
-            out("}")
-        out("for (int i = 0; i < rows; ++i) {")
-        with out:
-            out("const int q = q0 + i;", "float *row = S + i * BLOCK_K;", *writer.lines[ROW], *before)
-            out(pragma, "for (int j = 0; j < BLOCK_K; ++j) {")
-            with out:
-                out("const int k = k0 + j;", *lines)
-            out("}", *after)
-        out("}", "if (bad) c->bad = 1;")
-    out("}")
-    return out.text
+    inner = ["for (int j = 0; j < BLOCK_K; ++j) {", "const int k = k0 + j;"]
+    tile = writer.lines[Place.TILE]
+    return _indented([
+        head, "int bad = 0;", *writer.lines[Place.GROUP],
+        *(["#pragma omp simd reduction(| : bad)", *inner, *tile, "}"] if tile else []),
+        "for (int i = 0; i < rows; ++i) {", "const int q = q0 + i;", "float *row = S + i * BLOCK_K;",
+        *writer.lines[Place.ROW], *before, pragma, *inner, *lines, "}", *after, "}",
+        "if (bad) c->bad = 1;", "}",
+    ])  # fmt: skip
 
 
 def _sink(value: Expr, writer: Writer) -> str:
-    result = cast(writer.expression(value), "float")
-    out = _Text()
-    out("static float sink(Call *c, int b, int h, int q) {")
-    with out:
-        out(
-            "int bad = 0;",
-            *writer.lines[GROUP],
-            *writer.lines[ROW],
-            "if (bad) c->bad = 1;",
-            f"return {result};",
-        )
-    out("}")
-    return out.text
+    result = writer.real(value)
+    lines = ["int bad = 0;", *writer.lines[Place.GROUP], *writer.lines[Place.ROW], "if (bad) c->bad = 1;"]
+    head = "static float sink(Call *c, int b, int h, int q) {"
+    return _indented([head, *lines, f"return {result};", "}"])
 
 
-class _Text:
-    """Lines with indentation; `with` indents."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self._level = 0
-
-    def __call__(self, *lines: str) -> None:
-        for line in lines:
-            indent = "" if line.startswith("#") else "    " * self._level
-            self.text += f"{indent}{line}\n"
-
-    def __enter__(self) -> None:
-        self._level += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._level -= 1
+def _indented(lines: Sequence[str]) -> str:
+    """The lines of a function, indented by the braces that they open."""
+    text, level = "", 0
+    for line in lines:
+        level -= line.startswith("}")
+        text += f"{'' if line.startswith('#') else '    ' * level}{line}\n"
+        level += line.endswith("{")
+    return text

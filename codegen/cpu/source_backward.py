@@ -14,14 +14,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from attngraph.codegen.cpu.expression import INNER, Writer
+from attngraph.codegen.cpu.expression import Writer
 from attngraph.codegen.cpu.source import TILE_ARGUMENTS, Draft, Plan, Source, function
-from attngraph.codegen.cpu.terms import cast, truth
 from attngraph.codegen.scalar.chain import Chain
 from attngraph.codegen.scalar.derivative import derivative
+from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, ReadGradient, read_gradients
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
-from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import Keep, Score
 from attngraph.ir.ops.kernels import TRUSTED
 
@@ -78,40 +77,18 @@ class _Part(Chain):
     """One function over a tile: weights and gradients of dots in place and sums for reads, or with `pair`
     what that one of the reads gets of each pair."""
 
-    zero = "0.0f"
-
     def __init__(
         self, writer: Writer, statements: Sequence[Score | Keep], multiple: Multiple,
         reads: Sequence[ReadGradient], pair: int | None,
     ) -> None:  # fmt: skip
-        self.writer, self.statements, self.multiple, self.reads = writer, statements, multiple, reads
-        self.pair = pair
+        super().__init__(writer, reads)
+        self.writer: Writer = writer
+        self.statements, self.multiple, self.pair = statements, multiple, pair
         self.summed = [n for n, r in enumerate(reads) if (r.kind != PAIRS if pair is None else n == pair)]
-        self.lines = writer.lines[INNER]
-        self.written = set()
-
-    def line(self, code: str) -> None:
-        self.lines.append(f"{code};")
-
-    def declare(self, name: str, code: str, is_truth: bool = False) -> None:
-        self.line(f"{'int' if is_truth else 'float'} {name} = {code}")
-
-    def choose(self, condition: str, yes: str, no: str) -> str:
-        return f"({condition} ? {yes} : {no})"
-
-    def truth(self, predicate: Expr) -> str:
-        return truth(self.writer.expression(predicate))
-
-    def factor(self, formula: Expr) -> str:
-        return cast(self.writer.expression(formula), "float")
-
-    def set_score(self, code: str) -> None:
-        super().set_score(code)
-        self.writer.changed("s")
 
     def function(self, name: str) -> str:
         self.body()
-        body = ["const float dot = row[j];", "float s = dot;", *self.lines]
+        body = ["const float dot = row[j];", "float s = dot;", *self.writer.lines[Place.INNER]]
         if self.pair is not None:
             of_pair = f"of_read{self.pair}"
             result = of_pair if of_pair in self.written else "0.0f"
@@ -135,22 +112,22 @@ class _Part(Chain):
         statements = list(enumerate(self.statements))
         for number, statement in statements:
             self.forward(number, statement)
-        factor = self.multiple.factor
-        self.declare("w", "exp_of_negative(s - base) * unit")
-        self.declare("given", "flow[j]")
+        factor, declare = self.multiple.factor, self.writer.declare
+        declare("w", "exp_of_negative(s - base) * unit")
+        declare("given", "flow[j]")
         if not self.multiple.keeps_nan:
-            self.declare("seen", "w == w ? w : 0.0f")
+            declare("seen", "w == w ? w : 0.0f")
         seen = "w" if self.multiple.keeps_nan else "seen"
         if self.multiple.is_plain:
-            self.declare("p", seen)
-            self.declare("ds", "w * (given - delta)")
+            declare("p", seen)
+            declare("ds", "w * (given - delta)")
         else:
-            self.declare("f", self.factor(factor))
-            self.declare("p", f"{seen} * f")
-            self.declare("ds", "w * (given * f - delta)")
+            declare("f", self.writer.real(factor))
+            declare("p", f"{seen} * f")
+            declare("ds", "w * (given * f - delta)")
         for n in self.summed:
             self.add(f"of_read{n}", f"{seen} * given", derivative(factor, self.reads[n].node))
         for number, statement in reversed(statements):
             self.backward(number, statement, self.summed)
         if "of_dot" in self.written:
-            self.line("ds += of_dot")
+            self.writer.line("ds += of_dot")

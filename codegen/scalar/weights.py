@@ -52,6 +52,21 @@ def weight_multiple(program: ScoreProgram) -> Multiple:
     return found
 
 
+def is_multiple(node: Expr) -> bool:
+    """Whether a changed weight is a multiple of the weight, as long as that is a number: then it can be
+    changed before it is divided by the sum of its row."""
+
+    def of_numbers(n: Expr, args: tuple[Expr, ...]) -> Expr:
+        if n.op == "where" and n.args[0].op == "isnan" and WEIGHT in E.walk(n.args[0]):
+            return args[2]
+        return E.make(n.op, args, n.value, n.kind) if args else n
+
+    try:
+        return _part(E.rebuild(node, of_numbers), Multiple()) is not None
+    except UnsupportedError:
+        return False
+
+
 def _part(node: Expr, p: Multiple) -> Multiple | None:
     """The node as a multiple of the weight, or None if p does not occur in it."""
     if node is WEIGHT:

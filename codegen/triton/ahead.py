@@ -19,8 +19,7 @@ from attngraph.codegen.triton.apart import compile_apart
 from attngraph.codegen.triton.call import launch_options
 from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
 from attngraph.codegen.triton.emit_decode import DecodePlan
-from attngraph.codegen.triton.plan import Plan
-from attngraph.codegen.triton.read_gradients import BackwardPlan
+from attngraph.codegen.triton.plan import BackwardPlan, Plan
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",

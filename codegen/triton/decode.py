@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.triton import attempts, store, tuned
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import multiprocessors, name_of, no_device, on, shared_memory
 from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
 from attngraph.codegen.triton.launch import unsupported
 from attngraph.codegen.triton.module import window_of
-from attngraph.codegen.triton.plan import DTYPES, READS, SMALL, WIDEST, Blocks, Read, padded
+from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import Counts, Rows, counts
 

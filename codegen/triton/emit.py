@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
+from attngraph.codegen.scalar.writer import PRODUCT
 from attngraph.codegen.triton import module, schedule
-from attngraph.codegen.triton.expression import PRODUCT, Writer, follows_score
+from attngraph.codegen.triton.expression import Writer
 from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
 from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
-from attngraph.ir.language.score import DOT, SCORE, Keep, Score
+from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
 
 NEGATIVE_INFINITY = 'float("-inf")'
 NEXT_TILE = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
@@ -210,7 +211,7 @@ class Emitter:
     def sink(self) -> str:
         """The sink of rows, in units of scores; written after the loops, so it may add lines before them."""
         assert self.plan.program.sink is not None
-        unit, scale = self.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
+        unit, scale = self.writer.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
         scaled = f" / {scale!r}" if self.plan.is_linear and scale != 1 else ""
         return f"tl.zeros([BLOCK_Q, 1], tl.float32) + {unit}{scaled}"
 
@@ -231,7 +232,7 @@ class Emitter:
                 [], "tl.minimum(first + 1, Skv) // BLOCK_K * BLOCK_K  # every query sees these keys",
                 "tl.minimum(first + BLOCK_Q, Skv)  # no query sees a key from here on",
             )  # fmt: skip
-        shift = self.writer.expression(offset).at(PRODUCT)
+        shift = self.writer.integer(offset, PRODUCT)
         shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else shift
         return (
             [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K * BLOCK_K",
@@ -245,11 +246,11 @@ class Emitter:
         skipped = plan.keeps_of_whole_tiles if not edge else ()
         statements = [s for s in plan.statements if s not in skipped]
         for statement in statements:
-            self.score(statement)
-        multiple = writer.expression(self.multiple.factor).code
-        formulas = [p for s in statements for p in _formulas(s)] + [self.multiple.factor]
+            writer.assign("s", statement)
+        multiple = writer.real(self.multiple.factor)
+        shown = [p for s in statements for p in formulas(s)] + [self.multiple.factor]
         lines = []
-        if edge or any(S.index("k") in formula.free for formula in formulas):
+        if edge or any(S.index("k") in formula.free for formula in shown):
             k = "start + across"
             lines.append(f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}")
         lines += [self.load("key", "d", edge), *self.product(statements), *writer.inside]
@@ -281,28 +282,6 @@ class Emitter:
         """Products of single precision are not rounded to fewer bits."""
         return ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
 
-    def score(self, statement: Score | Keep) -> None:
-        """Write what a statement makes of the tile of scores."""
-        if isinstance(statement, Keep):
-            code = f"tl.where({self.writer.truth(statement.predicate)}, s, {self.real(statement.fill)})"
-        else:
-            code = self.score_of(statement.value)
-        self.writer.inside.append(f"s = {code}")
-
-    def score_of(self, formula: E.Expr) -> str:
-        """A formula as a tile of scores."""
-        code = self.real(formula)
-        return code if follows_score(formula) else f"tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + {code}"
-
-    def real(self, formula: E.Expr, level: int = 0) -> str:
-        """A formula in float32 (also where a float64 tensor is read), binding as tightly as `level` says."""
-        if formula.op == "const" and formula.kind == "int" and abs(formula.value) < 1 << 63:
-            formula = E.const(float(formula.value))
-        term = self.writer.expression(formula)
-        if term.is_integer or any(r.kind == "double" for r in self.plan.reads):
-            return f"tl.cast({term.code}, tl.float32)"
-        return term.at(level)
-
     def finish(self) -> list[str]:
         """Divide by the sum (0 / 0, for a row without a key, is NaN) and store."""
         plan = self.plan
@@ -319,8 +298,4 @@ class Emitter:
 
 
 def _mentions(statement: Score | Keep, name: E.Expr) -> bool:
-    return any(n is name for formula in _formulas(statement) for n in E.walk(formula))
-
-
-def _formulas(statement: Score | Keep) -> tuple[E.Expr, ...]:
-    return (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
+    return any(n is name for formula in formulas(statement) for n in E.walk(formula))

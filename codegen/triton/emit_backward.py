@@ -11,13 +11,13 @@ gives the same gradients.
 
 from __future__ import annotations
 
+from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, read_gradients
+from attngraph.codegen.scalar.writer import PRODUCT
 from attngraph.codegen.triton import module
 from attngraph.codegen.triton.emit import ABOUT_LISTS, LISTS, strides_of
 from attngraph.codegen.triton.emit_gradients import TileEmitter
-from attngraph.codegen.triton.expression import PRODUCT
 from attngraph.codegen.triton.module import Groups, Kernel, indented, names_of_reads
-from attngraph.codegen.triton.plan import stays_trusted
-from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, read_gradients
+from attngraph.codegen.triton.plan import BackwardPlan, stays_trusted
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import format_expr
 
@@ -60,7 +60,7 @@ def _rows(plan: BackwardPlan) -> tuple[str, ...]:
 
 
 def _arguments_for_reads(plan: BackwardPlan) -> tuple[str, ...]:
-    found = read_gradients(plan)
+    found = read_gradients(plan.program, plan.wanted)
     sums = tuple(f"sums{number}" for number in range(len(found)))
     return (*sums, *(_PAIRS if any(read.kind == PAIRS for read in found) else ()))
 
@@ -269,7 +269,7 @@ class _BackwardEmitter(TileEmitter):
         if self.plan.diagonal is None or self.plan.diagonal[1] is E.ZERO:
             return "", []
         self.writer.forget()
-        code = self.writer.expression(self.plan.diagonal[1]).at(PRODUCT)
+        code = self.writer.integer(self.plan.diagonal[1], PRODUCT)
         return (f"tl.cast({code}, tl.int64)" if self.plan.wide else code), self.writer.before
 
 

@@ -155,8 +155,8 @@ class _DecodeEmitter(Emitter):
         writer.begin_body()
         statements = list(plan.statements)
         for statement in statements:
-            self.score(statement)
-        multiple = writer.expression(self.multiple.factor).code
+            writer.assign("s", statement)
+        multiple = writer.real(self.multiple.factor)
         prefix, end = ("", "until") if source == "held" else ("new_", "kept + fresh")
         k = "start + across"
         lines = [f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}", f"there = start + down < {end}"]

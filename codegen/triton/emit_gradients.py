@@ -17,40 +17,12 @@ from collections.abc import Sequence
 
 from attngraph.codegen.scalar.chain import Chain
 from attngraph.codegen.scalar.derivative import derivative
+from attngraph.codegen.scalar.read_gradients import read_gradients
 from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
-from attngraph.codegen.triton.expression import PRODUCT
-from attngraph.codegen.triton.plan import stays_trusted
-from attngraph.codegen.triton.read_gradients import BackwardPlan, read_gradients
-from attngraph.ir.language.expr import Expr
+from attngraph.codegen.triton.plan import BackwardPlan, stays_trusted
 from attngraph.ir.ops.kernels import TRUSTED
 
 WITHIN = "(q < Sq) & (k < Skv)"
-
-
-class _Statements(Chain):
-    """The statements of an emitter, in Triton."""
-
-    def __init__(self, emitter: TileEmitter) -> None:
-        self.emitter, self.writer, self.reads = emitter, emitter.writer, emitter.reads
-        self.written = set()
-
-    def line(self, code: str) -> None:
-        self.writer.inside.append(code)
-
-    def declare(self, name: str, code: str, is_truth: bool = False) -> None:
-        self.line(f"{name} = {code}")
-
-    def choose(self, condition: str, yes: str, no: str) -> str:
-        return f"tl.where({condition}, {yes}, {no})"
-
-    def truth(self, predicate: Expr) -> str:
-        return self.writer.truth(predicate)
-
-    def factor(self, formula: Expr) -> str:
-        return self.emitter.real(formula, PRODUCT + 1)
-
-    def score(self, formula: Expr) -> str:
-        return self.emitter.score_of(formula)
 
 
 class TileEmitter(Emitter):
@@ -58,7 +30,7 @@ class TileEmitter(Emitter):
 
     def __init__(self, plan: BackwardPlan) -> None:
         super().__init__(plan)
-        self.reads = read_gradients(plan)
+        self.reads = read_gradients(plan.program, plan.wanted)
         self.rate = "RATE" if plan.is_linear else "LOG2E"
         self.is_trusted = stays_trusted(plan.program)
 
@@ -103,7 +75,7 @@ class TileEmitter(Emitter):
         writer = self.writer
         writer.begin_body()
         for statement in self.plan.statements:
-            self.score(statement)
+            writer.assign("s", statement)
         first = [
             f'far = (tl.abs(row_lse) > {TRUSTED}) & (tl.abs(row_lse) < float("inf"))',
             "is_far = tl.max(tl.cast(far, tl.int32)) > 0",
@@ -137,11 +109,11 @@ class TileEmitter(Emitter):
         `reads`, all zero but `within` the tile, and the lines that they need of the queries alone."""
         plan, writer, factor = self.plan, self.writer, self.multiple.factor
         writer.forget()
-        chain = _Statements(self)
+        chain = Chain(writer, self.reads)
         statements = list(enumerate(plan.statements))
         for number, statement in statements:
             chain.forward(number, statement)
-        multiple = writer.expression(factor).code
+        multiple = writer.real(factor)
         lines = [f"dot = {self.dot()}", "s = dot", *writer.inside]
         writer.inside.clear()
         unit = "(s - row_lse) * LOG2E" if self.is_trusted else f"(s - row_top) * {self.rate} - row_total"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.triton import apart, attempts, launch_backward, schedule, store, tuned, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
@@ -31,9 +32,9 @@ from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.plan import (
     DTYPES,
     READS,
-    SMALL,
     WIDEST,
     WIDEST_BACKWARD,
+    BackwardPlan,
     Blocks,
     Plan,
     Read,
@@ -41,7 +42,6 @@ from attngraph.codegen.triton.plan import (
     is_linear,
 )
 from attngraph.codegen.triton.plan import blocks_for as choose_blocks
-from attngraph.codegen.triton.read_gradients import BackwardPlan
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram

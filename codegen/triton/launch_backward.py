@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.codegen.scalar.read_gradients import wanted_gradients
+from attngraph.codegen.scalar.read_gradients import (
+    COLUMNS,
+    PAIRS,
+    ROWS,
+    Totals,
+    read_gradients,
+    wanted_gradients,
+)
 from attngraph.codegen.triton import device, store, visits
 from attngraph.codegen.triton.call import launch_options, read_arguments
 from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES, OF_READ, emit_backward
-from attngraph.codegen.triton.plan import Plan, stays_trusted
-from attngraph.codegen.triton.read_gradients import COLUMNS, PAIRS, ROWS, BackwardPlan, Totals, read_gradients
+from attngraph.codegen.triton.plan import BackwardPlan, Plan, stays_trusted
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.ops.kernels import Operands
 
@@ -41,7 +47,7 @@ def differentiate(
     unseen = torch.where(lse.isfinite(), 0.0, math.nan).float()
     of_values = unseen.sum(2).view(B, k.shape[1], -1).sum(2)
     found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
-    summed = read_gradients(plan)
+    summed = read_gradients(plan.program, plan.wanted)
     totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv))
     lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]

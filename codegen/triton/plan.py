@@ -32,9 +32,6 @@ READS = {
 """How a read tensor of a dtype is computed with. Narrow integers are missing because PyTorch wraps
 them around where a kernel, which computes in wider ones, would not."""
 
-SMALL = 1 << 28
-"""Below this, indices and sizes may be added and subtracted in 32 bits."""
-
 WIDEST = 512
 """Widths of heads beyond this do not fit in the registers of one program."""
 
@@ -123,6 +120,13 @@ class Plan:
     @functools.cached_property
     def diagonal(self) -> tuple[Statement, Expr] | None:
         return diagonal(conjuncts(self.program))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan(Plan):
+    """`wanted`: numbers of the reads whose gradients are asked for."""
+
+    wanted: tuple[int, ...] = ()
 
 
 def is_checked_at_launch(index: Expr) -> bool:

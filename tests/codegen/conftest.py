@@ -16,6 +16,7 @@ from attngraph.codegen.cpu import compiled, library, toolchain
 from attngraph.codegen.triton import apart, device, launch, store, tuned
 from attngraph.codegen.triton.compiler import Usage
 from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir.language.functions import FUNCTIONS, Operation
 
 GOLDEN = Path(__file__).parent / "golden"
 FLAGS = toolchain.FLAGS
@@ -53,6 +54,18 @@ def check_usage() -> Callable[[str, str, Blocks, Usage], None]:
         assert known["kernels"][line] == found or known["triton"] != version
 
     return check
+
+
+@pytest.fixture
+def softsign(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A function that the language does not have, added as what it takes: one row."""
+    row = Operation(
+        "softsign", 1, torch.nn.functional.softsign, "reals", "float", "rising",
+        ("1.0 / ((1.0 + abs(x)) * (1.0 + abs(x)))",),
+        "({0} / (1.0f + fabsf({0})))", "({0} / (1.0 + tl.abs({0})))",
+    )  # fmt: skip
+    monkeypatch.setitem(FUNCTIONS, row.name, row)
+    return row.name
 
 
 # --- Triton ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from attngraph.codegen.triton import device
 HERE = Path(__file__).parent / "interpreted"
 pytestmark = pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
 GRADIENTS = ("test_gradients",)
-OTHERS = ("test_forward", "test_lists", "test_decode", "test_choices", "test_specialised")
+OTHERS = ("test_forward", "test_functions", "test_lists", "test_decode", "test_choices", "test_specialised")
 """About as long as each other, for two processes."""
 
 

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
+from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
 from attngraph.codegen.triton import ahead, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit import arguments
@@ -27,6 +28,7 @@ from attngraph.codegen.triton.emit_backward import emit_backward
 from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
 from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.plan import (
+    BackwardPlan,
     Blocks,
     Plan,
     Read,
@@ -35,14 +37,6 @@ from attngraph.codegen.triton.plan import (
 )
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear
-from attngraph.codegen.triton.read_gradients import (
-    FLOATING,
-    PAIRS,
-    ROWS,
-    BackwardPlan,
-    Totals,
-    read_gradients,
-)
 from attngraph.codegen.triton.tuning import choices
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
@@ -306,7 +300,7 @@ def test_gradients_of_reads_are_summed_where_the_tensors_are() -> None:
         for text, shape in texts.items():
             rank, reads = len(shape), [torch.empty(shape, device="cuda")]
             made = backward_plan(text, reads=(Read(0, rank, "float"),))
-            (found,) = read_gradients(made)
+            (found,) = read_gradients(made.program, made.wanted)
             totals = Totals(made.wanted, reads, [69], (2, 2, 70, 90))
             if found.kind == PAIRS:
                 totals.add_pairs(found, unseen, 32, lambda sums, batch, row: None)

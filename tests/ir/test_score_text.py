@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import FUNCTIONS
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, ProgramError, Score, ScoreProgram, Sink, Weight
 
@@ -21,7 +22,7 @@ _names = [S.index(n) for n in S.INDICES] + [S.DOT, S.SCORE, E.size("n0"), E.size
 
 
 def _grow(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
-    calls = [st.builds(operation, st.just(f), *[inner] * count) for f, count in S.FUNCTIONS.items()]
+    calls = [st.builds(operation, st.just(f), *[inner] * row.arity) for f, row in FUNCTIONS.items()]
     binary = st.builds(operation, st.sampled_from(sorted(E.BINARY)), inner, inner)
     unary = st.builds(operation, st.sampled_from(["neg", "not"]), inner)
     reads = st.builds(E.read, st.integers(0, 12), st.lists(inner, max_size=3).map(tuple))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,30 +18,10 @@ from torch import Tensor
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Weight
 
 Value = Tensor | int | float | bool
-
-_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    name: getattr(torch, name)
-    for name in ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf",
-                 "abs", "sign", "floor", "ceil", "trunc", "round", "isnan")
-}  # fmt: skip
-_UNARY["neg"] = torch.neg
-
-_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide,
-    "floordiv": torch.floor_divide, "mod": torch.remainder, "pow": torch.pow,
-    "min": torch.minimum, "max": torch.maximum,
-    "eq": torch.eq, "ne": torch.ne, "le": torch.le, "lt": torch.lt, "ge": torch.ge, "gt": torch.gt,
-}  # fmt: skip
-
-
-_KEEPS_INTEGERS = frozenset({
-    "add", "sub", "mul", "floordiv", "mod", "min", "max", "neg", "abs", "sign", "floor", "ceil", "trunc",
-    "round", "isnan", "eq", "ne", "le", "lt", "ge", "gt",
-})  # fmt: skip
-"""Operations on integers that are exact in integers; all others are done in the real dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +127,14 @@ def evaluate(node: Expr, env: Environment, names: dict[str, Value]) -> Value:
     return _apply(op, args, env)
 
 
+def number(node: Expr, sizes: Sequence[int] = ()) -> int | float | bool:
+    """The value of an expression of constants and sizes."""
+    point = Tile((0, 1), (0, 1), (0, 1), (0, 1))
+    value = evaluate(node, Environment(point, (), sizes, torch.float32, torch.device("cpu")), {})
+    assert not isinstance(value, Tensor), node
+    return value
+
+
 def _number_dtype(value: Value) -> torch.dtype | None:
     return torch.float64 if isinstance(value, float) else None
 
@@ -156,28 +144,20 @@ def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
         condition = as_bool(args[0], env)
         a, b = (_promote(x, env, condition) for x in args[1:])
         return torch.where(condition, a, b)
-    if op in ("and", "or"):
-        a, b = (as_bool(x, env) for x in args)
-        return a & b if op == "and" else a | b
-    if op == "not":
-        return ~as_bool(args[0], env)
     if op == "random":
         return random(args, env)
+    row = operation_of(op)
+    if row is None:
+        raise ValueError(f"`{op}` is no operation of the score language.")
+    if row.takes == "truths":
+        return row.torch(*(as_bool(x, env) for x in args))
+    args = [a.to(torch.int64) if isinstance(a, Tensor) and a.dtype == torch.bool else a for a in args]
+    args = [int(a) if isinstance(a, bool) else a for a in args]
     like = next(a for a in args if isinstance(a, Tensor))
     if op == "float":
         return like.to(torch.promote_types(env.dtype, torch.float32))
-    if op == "int":
-        return like.to(torch.int64)
-    if (op != "isnan" and not like.is_floating_point()) or op in _BINARY:
-        args = [a.to(torch.int64) if isinstance(a, Tensor) and a.dtype == torch.bool else a for a in args]
-        args = [int(a) if isinstance(a, bool) else a for a in args]
-        like = next(a for a in args if isinstance(a, Tensor))
-    if op in _UNARY:
-        return _UNARY[op](like if op in _KEEPS_INTEGERS else _real(like, env))
-    a, b = (_promote(x, env, like) for x in args)
-    if op not in _KEEPS_INTEGERS:
-        a, b = _real(a, env), _real(b, env)
-    return _BINARY[op](a, b)
+    operands = [_promote(x, env, like) for x in args]
+    return row.torch(*(operands if row.takes == "alike" else (_real(x, env) for x in operands)))
 
 
 def _real(value: Tensor, env: Environment) -> Tensor:

@@ -38,7 +38,6 @@ BINARY: dict[str, tuple[str, int]] = {
 """Binary operations: how each is written and how tightly it binds. `not` binds at 3, a sign at 7."""
 
 COMPARISONS = frozenset({"eq", "ne", "le", "lt", "ge", "gt"})
-BOOLEAN = COMPARISONS | {"and", "or", "not", "isnan"}
 _NOT, _SIGN, _ATOM = 3, 7, 9
 _serial = itertools.count()
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import FUNCTIONS, operation_of
 from attngraph.ir.language.score import Keep, ProgramError, Score, ScoreProgram, Sink, Statement, Weight
 
 _TOKEN = re.compile(
@@ -34,7 +35,6 @@ LONGEST = 800
 _COMPARE = {E.BINARY[op][0]: op for op in E.COMPARISONS}
 _SUM = {"+": "add", "-": "sub"}
 _PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
-_INTEGER = frozenset({"floordiv", "mod", "int", "floor", "ceil", "trunc", "round"})
 _STATEMENTS = {"keep": Keep, "sink": Sink, "s": Score, "p": Weight}
 _CONSTANTS = {"true": E.TRUE, "false": E.FALSE, "inf": E.INF, "nan": E.NAN}
 _VALUES = {"dot": S.DOT, "s": S.SCORE, "p": S.WEIGHT}
@@ -85,17 +85,27 @@ def _point_out(statements: list[Statement], parsers: list[_Parser]) -> None:
 
 def kind_of(op: str, args: tuple[Expr, ...]) -> str:
     """The kind ("int", "float", "bool", "any") of an operation's result."""
-    if op in E.BOOLEAN:
-        return "bool"
+    row = operation_of(op)
+    if row is None or row.gives != "alike":
+        return row.gives if row is not None else "float"
     kinds = {arg.kind for arg in (args[1:] if op == "where" else args)}
-    if op in ("add", "sub", "mul", "neg", "abs", "min", "max", "where", "floordiv", "mod"):
-        return kinds.pop() if len(kinds) == 1 else "float" if "float" in kinds else "any"
-    return "int" if op in _INTEGER and kinds == {"int"} else "int" if op == "int" else "float"
+    if kinds <= {"int", "bool"}:
+        return "bool" if op == "where" and kinds == {"bool"} else "int"
+    return "float" if "float" in kinds else "any"
 
 
 def operation(op: str, *args: Expr) -> Expr:
     """A pointwise operation, not simplified in any way."""
     return E.make(op, args, None, kind_of(op, args))
+
+
+def expression(text: str, **names: Expr) -> Expr:
+    """The expression that `text` spells, in which `names` stand for others."""
+    parser = _Parser(text, text, 1, 0)
+    parser.names = names
+    found = parser.expression()
+    parser.expect_end()
+    return found
 
 
 class _Parser:
@@ -119,6 +129,7 @@ class _Parser:
             raise ProgramError(f"score program, line {number}: longer than {LONGEST} words.")
         self.place = 0
         self.kind: type[Statement] = Score
+        self.names: dict[str, Expr] = {}
 
     def fail(self, expected: str, hint: str = "") -> ProgramError:
         kind, found, _ = self.tokens[self.place]
@@ -162,9 +173,12 @@ class _Parser:
             wanted = "a statement (`s = ...`, `keep ...`, `sink ...` or `p = ...`)"
             found = self.tokens[self.place]
             raise self.fail(wanted, _did_you_mean(found[1], _STATEMENTS) if found[0] == "name" else "")
+        self.expect_end()
+        return built
+
+    def expect_end(self) -> None:
         if self.tokens[self.place][0] != "end":
             raise self.fail("an operator or the end of the statement", self.after_an_operand())
-        return built
 
     def after_an_operand(self) -> str:
         """What may be meant by a word that cannot follow an expression."""
@@ -242,21 +256,21 @@ class _Parser:
             return E.const(int(text) if text.isdigit() else float(text))
         if kind != "name":
             raise self.fail("an expression", _did_you_mean(text, ()))
-        if text in S.FUNCTIONS:
+        if text in FUNCTIONS:
             self.place += 1
             self.expect("(")
             start = self.place
             args = self.arguments(")")
-            if len(args) != S.FUNCTIONS[text]:
+            if len(args) != FUNCTIONS[text].arity:
                 self.place = start
-                raise self.fail(f"{S.FUNCTIONS[text]} argument(s) for {text}(), got {len(args)}, at")
+                raise self.fail(f"{FUNCTIONS[text].arity} argument(s) for {text}(), got {len(args)}, at")
             return operation(text, *args)
         return self.name(text)
 
     def name(self, text: str) -> Expr:
-        if text in _CONSTANTS:
+        if text in _CONSTANTS or text in self.names:
             self.place += 1
-            return _CONSTANTS[text]
+            return _CONSTANTS.get(text) or self.names[text]
         if text in _VALUES or text in S.INDICES:
             allowed = S.NAMES[self.kind]
             if text not in allowed:
@@ -288,7 +302,7 @@ class _Parser:
             what = "a size is `n0`, `n1`, .." if text.lower() == "n" else "a tensor is `r0[..]`, `r1[..]`, .."
             return f"{what}: numbered in the order in which they are given"
         called = self.tokens[self.place + 1][1] == "("
-        return _did_you_mean(text, S.FUNCTIONS if called else (*_WORDS, *S.FUNCTIONS))
+        return _did_you_mean(text, FUNCTIONS if called else (*_WORDS, *FUNCTIONS))
 
 
 def _did_you_mean(found: str, known: Iterable[str]) -> str:

@@ -24,14 +24,6 @@ from attngraph.ir.language.expr import Expr, format_expr
 INDICES = ("b", "h", "q", "k")
 """Batch, query head, query position, key position."""
 
-FUNCTIONS: dict[str, int] = {
-    "exp": 1, "exp2": 1, "log": 1, "log2": 1, "tanh": 1, "sigmoid": 1, "sqrt": 1, "rsqrt": 1,
-    "sin": 1, "cos": 1, "erf": 1, "abs": 1, "sign": 1, "floor": 1, "ceil": 1, "trunc": 1,
-    "round": 1, "isnan": 1, "float": 1, "int": 1, "min": 2, "max": 2, "where": 3, "random": 5,
-}  # fmt: skip
-"""Functions of the language and how many arguments each takes. `random(seed, b, h, q, k)` is a
-uniform number in [0, 1), the same for the same arguments on every backend."""
-
 DOT = E.make("dot")
 SCORE = E.make("s")
 WEIGHT = E.make("p")
@@ -84,6 +76,11 @@ class Weight:
 Statement = Score | Keep | Sink | Weight
 
 
+def formulas(statement: Statement) -> tuple[Expr, ...]:
+    """The expressions of a statement."""
+    return (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
+
+
 @dataclasses.dataclass(frozen=True)
 class ScoreProgram:
     """An immutable sequence of statements. Equal programs print alike; `str()` is the text form.
@@ -119,13 +116,7 @@ class ScoreProgram:
 
     @functools.cached_property
     def expressions(self) -> tuple[Expr, ...]:
-        found: list[Expr] = []
-        for statement in self.statements:
-            if isinstance(statement, Keep):
-                found += [statement.predicate, statement.fill]
-            else:
-                found.append(statement.value)
-        return tuple(found)
+        return tuple(formula for statement in self.statements for formula in formulas(statement))
 
     @functools.cached_property
     def reads(self) -> dict[int, int]:
@@ -197,8 +188,7 @@ NAMES: dict[type[Statement], frozenset[str]] = {
 
 def _check_names(statement: Statement) -> None:
     allowed = NAMES[type(statement)]
-    parts = (statement.predicate, statement.fill) if isinstance(statement, Keep) else (statement.value,)
-    for node in (n for part in parts for n in E.walk(part)):
+    for node in (n for formula in formulas(statement) for n in E.walk(formula)):
         if node.op in E.BINDERS or (node.op == "read" and not isinstance(node.value, int)):
             raise ProgramError(f"`{format_expr(node)}` is not part of the score language.")
         name = node.value if node.op == "var" else node.op if node.op in ("dot", "s", "p") else None

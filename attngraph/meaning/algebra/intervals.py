@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.score import INDICES
 
 Interval = tuple[float, float]
@@ -147,12 +148,7 @@ def _bounds(node: Expr, grid: Grid | Box, names: Mapping[str, Bounds], known: di
             return _read(node, grid)
     args = [bounds(a, grid, names, known) for a in node.args]
     rule = _RULES.get(node.op)
-    if rule is None:
-        truth = node.kind == "bool"
-        return (
-            _truth(args[0].low.new_zeros(()), args[0].low.new_ones(())) if truth else of_interval(EVERYTHING)
-        )
-    found = rule(*args)
+    found = rule(*args) if rule is not None else _by_table(node.op, args)
     if node.op in _LOGIC:
         return found
     # What is unbounded may also be NaN, of which nothing can be said.
@@ -316,11 +312,6 @@ def _mod(a: Bounds, b: Bounds) -> Bounds:
     return Bounds(low, torch.where(same, a.high % divisor, divisor - 1), "int")
 
 
-def _abs(a: Bounds) -> Bounds:
-    small, large = torch.minimum(a.low.abs(), a.high.abs()), torch.maximum(a.low.abs(), a.high.abs())
-    return Bounds(torch.where((a.low <= 0) & (a.high >= 0), 0.0, small), large, _number(a))
-
-
 def _number(a: Bounds) -> str:
     return "float" if a.kind == "float" else "int"
 
@@ -393,21 +384,22 @@ def _both(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Bounds, Bou
     return rule
 
 
-def _rising(function: Callable[[Tensor], Tensor]) -> Callable[[Bounds], Bounds]:
-    """A function that never falls, of floats; NaN outside its domain."""
-
-    def rule(a: Bounds) -> Bounds:
-        a = _real(a)
-        return _widened(Bounds(function(a.low), function(a.high)))
-
-    return rule
-
-
-def _to_whole(function: Callable[[Tensor], Tensor]) -> Callable[[Bounds], Bounds]:
-    def rule(a: Bounds) -> Bounds:
-        return Bounds(function(a.low), function(a.high), _number(a))
-
-    return rule
+def _by_table(op: str, args: Sequence[Bounds]) -> Bounds:
+    """By what the operation's row says of its bounds."""
+    row = operation_of(op)
+    if row is None or row.interval is None:
+        return of_interval(EVERYTHING)
+    is_real = row.takes == "reals"
+    args = [_real(a) for a in args] if is_real else args
+    if row.interval == "rising":
+        low, high = row.torch(args[0].low), row.torch(args[0].high)
+    elif isinstance(row.interval, tuple):
+        unclear = args[0].low.isnan() | (is_real & _is_huge(args[0]))  # of infinity it may be NaN
+        low, high = (torch.where(unclear, math.nan, limit) for limit in row.interval)
+    else:
+        low, high = row.interval(*args)
+    kind = _number(args[0]) if row.gives == "alike" else row.gives
+    return _widened(Bounds(low, high)) if is_real else Bounds(low, high, kind)
 
 
 _RULES: dict[str, Callable[..., Bounds]] = {
@@ -418,8 +410,6 @@ _RULES: dict[str, Callable[..., Bounds]] = {
     "div": _div,
     "floordiv": _floordiv,
     "mod": _mod,
-    "abs": _abs,
-    "sign": _to_whole(torch.sign),
     "min": _extremum(torch.minimum),
     "max": _extremum(torch.maximum),
     "where": _where,
@@ -432,16 +422,6 @@ _RULES: dict[str, Callable[..., Bounds]] = {
     "and": _both(torch.minimum),
     "or": _both(torch.maximum),
     "not": _not,
-    "floor": _to_whole(torch.floor),
-    "ceil": _to_whole(torch.ceil),
-    "trunc": _to_whole(torch.trunc),
-    "round": _to_whole(torch.round),
     "int": lambda a: Bounds(a.low.trunc(), a.high.trunc(), "int"),
     "float": _real,
-    "tanh": _rising(torch.tanh),
-    "exp": _rising(torch.exp),
-    "sqrt": _rising(torch.sqrt),
-    "log": _rising(torch.log),
-    "isnan": lambda a: _truth(torch.zeros_like(a.low), torch.zeros_like(a.low)),
-    "random": lambda seed, *_: Bounds(torch.zeros_like(seed.low), torch.ones_like(seed.low)),
 }  # fmt: skip
