@@ -23,6 +23,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError
+from attngraph.ir import budgets
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.report import report as reporting
@@ -32,7 +33,6 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import Executable
 
 log = logging.getLogger(__name__)
-MOST_GRAPHS = 8
 ALWAYS = "always"
 """The key of a model that is captured in pieces whatever it is called with."""
 
@@ -125,7 +125,7 @@ class CompiledModule(nn.Module):
             kept = self._graphs.setdefault(key, [])
             kept.append(found)
             self._graphs.move_to_end(key)
-            while sum(len(k) for k in self._graphs.values()) > MOST_GRAPHS:
+            while sum(len(k) for k in self._graphs.values()) > budgets.GRAPHS_KEPT:
                 oldest = next(iter(self._graphs))
                 self._graphs[oldest].pop(0)
                 if not self._graphs[oldest]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attngraph.capture.state import fingerprint
 from attngraph.capture.structure import is_value
+from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
 
 
@@ -117,18 +118,13 @@ def size_value(formula: Any, sizes: dict[str, int]) -> Any:
     return int(value) if value.is_Integer else float(value)
 
 
-MOST_COMPARED = 1 << 22
-"""Elements of buffers that are compared with what they were at every call; larger ones are trusted as
-long as they are the same tensor at the same version (a write through `.data` escapes that)."""
-
-
 class ValueGuard:
     """Buffers whose contents were read when compiling: whether they still hold what they held."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._stamps = [_stamp(b) for b in buffers]
         self._copies: list[Tensor] = []
-        if sum(b.numel() for b in buffers) <= MOST_COMPARED:
+        if sum(b.numel() for b in buffers) <= budgets.GUARDED_ELEMENTS:
             for buffer in buffers:
                 same = (c for c in self._copies if c.dtype == buffer.dtype and torch.equal(c, buffer))
                 self._copies.append(_first_or_copy(same, buffer))

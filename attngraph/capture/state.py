@@ -19,17 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from attngraph.ir import budgets
+
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
-_LONGEST = 256
-_DEEPEST = 6
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 _HEAP_TYPE = 1 << 9
 """The flag of a type that was made by a class statement: all of an object's state is in its attributes."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, partial)
-_FEW_BYTES = 1 << 12
 _RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter)
 
 
@@ -98,7 +96,7 @@ class _Walk:
             found.append((id(value), value.dtype, value.device, tuple(value.shape), value.requires_grad))
         elif id(value) in self.seen:
             found.append(self.seen[id(value)])
-        elif depth > _DEEPEST:
+        elif depth > budgets.STATE_DEPTH:
             found.append(Same(value))
         else:
             self.seen[id(value)] = len(self.seen)
@@ -175,7 +173,7 @@ class _Walk:
         self.found.append((type(value), len(value)))
         if type(value) in _RESTORED:
             self.containers.append(value)
-        if len(value) > _LONGEST:
+        if len(value) > budgets.STATE_ENTRIES:
             self.found.append(Same(value))
         elif isinstance(value, dict):
             for key, inner in value.items():
@@ -281,4 +279,4 @@ def _few_bytes(value: Any) -> bytes:
         view = memoryview(value)
     except TypeError:
         return b""
-    return view.tobytes() if view.nbytes <= _FEW_BYTES else b""
+    return view.tobytes() if view.nbytes <= budgets.STATE_BYTES else b""

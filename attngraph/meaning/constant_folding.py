@@ -15,12 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.meaning.constants import MOST_ELEMENTS
+from attngraph.ir import budgets
 from attngraph.meaning.rule import RULES, Category
-
-FEW_OPS, MANY_OPS = 8, 64
-"""A table that more than `FEW_OPS` ops wrote is described by its values if possible, else by the rules of
-those ops; one that more than `MANY_OPS` wrote by its values alone."""
 
 
 class ConstantFolding:
@@ -37,7 +33,7 @@ class ConstantFolding:
 
     def writers(self, node: fx.Node) -> frozenset[fx.Node] | None:
         """The ops, and the known tensors, that a value is made of; None where it depends on an input, a
-        varying size or a random number. Beyond `MANY_OPS` some are left out."""
+        varying size or a random number. Beyond `budgets.TABLE_OPS` some are left out."""
         if node in self._writers:
             return self._writers[node]
         pending = [node]
@@ -82,7 +78,7 @@ class ConstantFolding:
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
                 return False
-            if any(_varies(extent) for extent in tensor.shape) or tensor.numel() > MOST_ELEMENTS:
+            if any(_varies(extent) for extent in tensor.shape) or tensor.numel() > budgets.TABLE_ELEMENTS:
                 return False
         if node.target is operator.getitem:
             return True
@@ -99,7 +95,7 @@ class ConstantFolding:
             theirs = self._writers[operand]
             if theirs is None:
                 return None
-            if len(found) <= MANY_OPS:
+            if len(found) <= budgets.TABLE_OPS:
                 found |= theirs
         return frozenset(found)
 

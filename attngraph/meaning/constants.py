@@ -10,16 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 
-MOST_ELEMENTS = 1 << 26
-
 
 def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:
     """The element of `values` at `at`, or None where its values follow no known pattern."""
-    if values.numel() == 0 or values.numel() > MOST_ELEMENTS or values.is_complex():
+    if values.numel() == 0 or values.numel() > budgets.TABLE_ELEMENTS or values.is_complex():
         return None
     first = values.reshape(-1)[0]
     if bool((values == first).all()):

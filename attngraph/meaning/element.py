@@ -17,14 +17,14 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import LONGEST
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import from_sympy, size_expression
-from attngraph.meaning.constant_folding import FEW_OPS, MANY_OPS, ConstantFolding
+from attngraph.meaning.constant_folding import ConstantFolding
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (
     ELEMENTWISE,
@@ -48,9 +48,6 @@ _EXACT = {
     for overload in ("Tensor", "Scalar", "default", "Tensor_Scalar")
 }
 """ATen operations that a score program has too, by the program's name, so that it can repeat them exactly."""
-MOST_WORDS = 2 * LONGEST
-"""The longest formula that is followed where it is to become a program. In a model that loops over its own
-results formulas double with every step."""
 
 
 class Meaning:
@@ -226,13 +223,13 @@ class Meaning:
         writers = self._constants.writers(node)
         if writers is None:
             return self._by_its_rule(node, at)
-        if node.op != "placeholder" and len(writers) <= FEW_OPS:
+        if node.op != "placeholder" and len(writers) <= budgets.TABLE_OPS_BY_RULE:
             with contextlib.suppress(Unliftable):
                 return self._by_its_rule(node, at)
         found = self._by_values(node, at)
         if found is not None:
             return found
-        if node.op == "placeholder" or len(writers) > MANY_OPS:
+        if node.op == "placeholder" or len(writers) > budgets.TABLE_OPS:
             raise Unliftable("a tensor whose values follow no known pattern")
         return self._by_its_rule(node, at)
 
@@ -359,7 +356,7 @@ class Meaning:
         nobody could read it."""
         with contextlib.suppress(TooLong):
             lifted = self.lift(
-                self.read(node, at), lambda r: self.category(r.value) is not None, most=MOST_WORDS
+                self.read(node, at), lambda r: self.category(r.value) is not None, most=budgets.FORMULA_WORDS
             )
             return None if has_data(lifted) else lifted
         return None

@@ -19,6 +19,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
+from attngraph.ir import budgets
 from attngraph.report.report import CompileReport
 from attngraph.runtime import generate as generating
 from attngraph.runtime.cache_config import CacheConfig
@@ -28,8 +29,6 @@ from attngraph.runtime.step import Step
 Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 MASK, DECODER_IDS = "attention_mask", "decoder_input_ids"
 EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
-MOST_STEPS = 8
-"""Derived graphs that a decoder keeps, the latest used last; an older one is derived anew if it is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +291,7 @@ class Decoder(nn.Module):
                 found = self._derived(name, packed, inputs)
                 self._steps.pop(key, None)
                 self._steps[key] = found
-                while len(self._steps) > MOST_STEPS:
+                while len(self._steps) > budgets.GRAPHS_KEPT:
                     self._steps.pop(next(iter(self._steps)))
             return found
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attngraph
-from attngraph.api.compiled import MOST_GRAPHS
+from attngraph.ir.budgets import GRAPHS_KEPT
 
 Same = Callable[..., None]
 Function = Callable[..., Any]
@@ -52,7 +52,7 @@ def test_one_compiled_function_serves_every_layout_and_size(attention: Function,
         for make in LAYOUTS.values():
             x = make()
             same(compiled(x), attention(x))
-    assert compiled.report.graphs <= MOST_GRAPHS
+    assert compiled.report.graphs <= GRAPHS_KEPT
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_an_optional_mask_may_come_and_go(same: Same) -> None:
         same(compiled(x, mask=mask), masked(x, mask))
         same(compiled(x, mask.expand(2, 5, 5)), masked(x, mask))
         same(compiled(x, mask[:1]), masked(x, mask[:1]))
-    assert compiled.report.graphs <= MOST_GRAPHS
+    assert compiled.report.graphs <= GRAPHS_KEPT
 
 
 NUMBERS = [(1, 1.0, True, "a"), (-0.0, 0.0, True, "a"), (math.inf, 1.0, 0, "a")]
@@ -178,10 +178,10 @@ def test_a_bounded_number_of_graphs_is_kept_and_all_answers_are_right(
 ) -> None:
     compiled = attngraph.compile(lambda x, s: attention(x) * s)
     x = torch.randn(2, 5, 4)
-    for s in [*range(MOST_GRAPHS + 3), 0, 1]:
+    for s in [*range(GRAPHS_KEPT + 3), 0, 1]:
         same(compiled(x, s), attention(x) * s)
-        assert compiled.report.graphs <= MOST_GRAPHS
-    assert compiled.report.graphs == MOST_GRAPHS
+        assert compiled.report.graphs <= GRAPHS_KEPT
+    assert compiled.report.graphs == GRAPHS_KEPT
 
 
 def test_containers_keep_their_kinds_and_orders(attention: Function, same: Same) -> None:

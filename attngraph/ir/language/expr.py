@@ -24,10 +24,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from attngraph.ir import budgets
+
 Scalar = int | float | bool
 
 BINDERS = frozenset({"sum", "amax", "amin"})
-MOST_WORDS = 1 << 60
 BINARY: dict[str, tuple[str, int]] = {
     "or": ("or", 1), "and": ("and", 2),
     "eq": ("==", 4), "ne": ("!=", 4), "le": ("<=", 4), "lt": ("<", 4), "ge": (">=", 4), "gt": (">", 4),
@@ -87,7 +88,7 @@ def make(op: str, args: tuple[Expr, ...] = (), value: Any = None, kind: str = "f
     else:
         node.free = frozenset().union(*(arg.free for arg in args)) if args else frozenset()
     node.serial = next(_serial)
-    node.words = min(1 + sum(arg.words for arg in args), MOST_WORDS)
+    node.words = min(1 + sum(arg.words for arg in args), budgets.WORDS_COUNTED)
     _interned[key] = node
     return node
 

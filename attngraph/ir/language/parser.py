@@ -20,6 +20,7 @@ import functools
 import re
 from collections.abc import Iterable
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
@@ -30,8 +31,6 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
     r"|(?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>=()\[\],]))"
 )
-LONGEST = 800
-"""Words of one statement, so that nothing that walks its tree runs out of stack."""
 _COMPARE = {E.BINARY[op][0]: op for op in E.COMPARISONS}
 _SUM = {"+": "add", "-": "sub"}
 _PRODUCT = {"*": "mul", "/": "div", "//": "floordiv", "%": "mod"}
@@ -125,8 +124,8 @@ class _Parser:
             self.tokens.append((group, found[group], found.start(group)))
             place = found.end()
         self.tokens.append(("end", "end of statement", len(code.rstrip())))
-        if len(self.tokens) > LONGEST:
-            raise ProgramError(f"score program, line {number}: longer than {LONGEST} words.")
+        if len(self.tokens) > budgets.STATEMENT_WORDS:
+            raise ProgramError(f"score program, line {number}: longer than {budgets.STATEMENT_WORDS} words.")
         self.place = 0
         self.kind: type[Statement] = Score
         self.names: dict[str, Expr] = {}

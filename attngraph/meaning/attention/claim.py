@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import LONGEST
 from attngraph.ir.language.score import DOT, INDICES, ScoreProgram, Sink
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits
@@ -251,8 +251,12 @@ def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal 
         if any(v.value not in INDICES for v in x.free) or any(n.op in E.BINDERS for n in E.walk(x)):
             return Refusal("the scores vary with something other than batch, head, query and key")
     # Written out, which takes long where parts are used many times; four nodes make a word or more.
-    too_long = any(x.words > 4 * LONGEST for x in (score, *beside))
-    return Refusal(f"its scores are a formula of more than {LONGEST} words") if too_long else None
+    too_long = any(x.words > 4 * budgets.STATEMENT_WORDS for x in (score, *beside))
+    return (
+        Refusal(f"its scores are a formula of more than {budgets.STATEMENT_WORDS} words")
+        if too_long
+        else None
+    )
 
 
 def _divisors(reads: Iterable[Expr]) -> frozenset[str]:

@@ -14,13 +14,13 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.parser import LONGEST
 from attngraph.ir.language.score import DOT
 from attngraph.ir.ops import kernels
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.element import MOST_WORDS, Meaning, has_data, is_exact
+from attngraph.meaning.element import Meaning, has_data, is_exact
 from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable
 
 _COSTLY = (
@@ -83,7 +83,7 @@ def look_into(
 def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> bool:
     """Whether an element's formula passes a test; one that is too long to be written out does not."""
     try:
-        return test(meaning.elementwise(read, MOST_WORDS))
+        return test(meaning.elementwise(read, budgets.FORMULA_WORDS))
     except TooLong:
         return False
 
@@ -118,14 +118,12 @@ def _is_whole(node: Expr) -> bool:
 
 
 _ROUNDING = (["floor"], ["ceil"], ["trunc"], ["round"])
-LONGEST_FORMULA = 200
-"""Nodes of a mask's or bias's formula; what has a longer one stays a tensor."""
 
 
 def _is_long(node: Expr) -> bool:
     """Whether a formula is too long to be read by a person, or to be a statement of a program."""
-    many = sum(1 for _ in itertools.islice(E.walk(node), LONGEST_FORMULA + 1)) > LONGEST_FORMULA
-    return many or node.words > LONGEST // 3
+    many = sum(1 for _ in itertools.islice(E.walk(node), budgets.MASK_NODES + 1)) > budgets.MASK_NODES
+    return many or node.words > budgets.STATEMENT_WORDS // 3
 
 
 def one_name(score: Expr) -> Expr:

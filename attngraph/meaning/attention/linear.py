@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT, WEIGHT
@@ -19,7 +20,7 @@ from attngraph.meaning.attention.normaliser import open_sums
 from attngraph.meaning.attention.recogniser import Recogniser
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum, factors_of
-from attngraph.meaning.element import MOST_WORDS, Meaning
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable
 
 SUMS = ("aten.sum.dim_IntList",)
@@ -44,7 +45,7 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
     try:
         output, at = meaning.places(node)
         lifted = meaning.lift(
-            meaning.element(node, at), lambda r: _is_scores(recogniser, r.value), most=MOST_WORDS
+            meaning.element(node, at), lambda r: _is_scores(recogniser, r.value), most=budgets.FORMULA_WORDS
         )
     except Unliftable:
         return None

@@ -13,14 +13,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, recombined, split_digits
 from attngraph.meaning.attention.refusal import Refusal
 
-MOST_DIGITS = 4
-"""Keys that are tried in any order: more would be tried only in the one they come in."""
 Look = Callable[[Expr], Expr]
 """Looks into the reads of an expression, through whatever is elementwise."""
 Matched = tuple[Expr, Expr | None]
@@ -36,7 +35,7 @@ def match_normaliser(
     if found is not None or not any(t.op == "sum" for t in terms):
         return found
     # The softmax may run over the keys as one dimension or as several, or over more than these keys.
-    return _match_terms(look(score), pieces_of(terms, look, M.FEW), keys)
+    return _match_terms(look(score), pieces_of(terms, look, budgets.SUMMANDS), keys)
 
 
 def pieces_of(terms: Sequence[Expr], look: Look, few: int) -> list[Expr]:
@@ -103,7 +102,7 @@ def _same_terms(
         return M.canonical_binders(_put(part))
 
     moving, fixed = (same(part) for part in split_by(score, keys))
-    for order in itertools.permutations(places) if len(places) <= MOST_DIGITS else (places,):
+    for order in itertools.permutations(places) if len(places) <= budgets.KEY_ORDERS else (places,):
         if [p.args for p in order] != [k.args for k in keys]:
             continue
         renamed = M.substitute(other, dict(zip(order, keys, strict=True)))

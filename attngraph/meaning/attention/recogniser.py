@@ -14,6 +14,7 @@ import itertools
 import torch
 from torch import fx
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
@@ -27,7 +28,7 @@ from attngraph.meaning.attention.weighted_sums import (
     WeightedSum,
     weighted_sums,
 )
-from attngraph.meaning.element import MOST_WORDS, Meaning
+from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import ELEMENTWISE, Category, TooLong, Unliftable, is_part
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
@@ -166,7 +167,7 @@ class Recogniser:
         lifted = meaning.lift(
             meaning.element(node, at),
             lambda r: bool(self.near(r.value) or (looks_below and self._parts_below(r.value))),
-            most=MOST_WORDS,
+            most=budgets.FORMULA_WORDS,
         )
         sums = weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from attngraph.ir import budgets
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, is_part
 
 _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
-_FARTHEST = 12
-"""How many ops may lie between the softmax and the choice; one farther off says nothing about it."""
 
 
 def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
@@ -65,7 +64,7 @@ def _nearest(
 ) -> fx.Node | None:
     """The first node, going further from the starts, for which something is found."""
     front, seen = list(starts), set(starts)
-    for _ in range(_FARTHEST):
+    for _ in range(budgets.ROUTING_OPS):
         for node in front:
             if found(node):
                 return node

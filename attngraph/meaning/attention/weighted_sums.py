@@ -20,6 +20,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import WEIGHT
@@ -33,9 +34,6 @@ from attngraph.meaning.attention.normaliser import (
     pieces_of,
 )
 from attngraph.meaning.attention.refusal import Refusal
-
-LARGEST_MEANING = 20_000
-"""Nodes of an expression beyond which it is not looked into any further."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,7 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
         return None
     keys, body = opened
     body = _with_one_divisor(body)
-    if sum(1 for _ in E.walk(body)) > LARGEST_MEANING:
+    if sum(1 for _ in E.walk(body)) > budgets.SUM_NODES:
         return Refusal("the formula of one of its elements is too large to be examined")
     if not _exponentials(body, keys):
         return None

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.region import bytes_in_float64, region
@@ -23,7 +24,6 @@ from attngraph.meaning.check.sample import Sample, choose_sizes
 
 TOLERANCE = 1e-10
 """Largest accepted difference, relative to 1 + |value|, in float64."""
-MOST_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
         if number == len(sizes) and tried:
             break
         at = {**example, **chosen}  # some operands contribute only a dtype: their sizes are not chosen
-        if bytes_in_float64(order, at) > MOST_BYTES:
+        if bytes_in_float64(order, at) > budgets.CHECK_BYTES:
             return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
         try:
             pairs = _both_ways(old, new, leaves, order, Sample(values, at, number), graph.gradients)

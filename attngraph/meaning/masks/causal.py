@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
@@ -16,7 +17,6 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks
 from attngraph.meaning.masks.fold import low_fill, seen
 
-_TRIED = 24
 Q, K = E.var("q"), E.var("k")
 _LATER = M.add(Q, E.ONE, E.var("d"))
 """Any key behind its query."""
@@ -79,8 +79,8 @@ def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
     uses_places = {Q, K} & {n for e in program.expressions for n in E.walk(e)}
     statements = program.keeps or (program.statements if uses_places else ())
     shown = "; ".join(map(format_statement, statements)) or "no mask"
-    for q in range(_TRIED):
-        for k in range(q + 1, _TRIED + 1):
+    for q in range(budgets.TOKEN_PAIRS):
+        for k in range(q + 1, budgets.TOKEN_PAIRS + 1):
             if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}):
                 return Causality(None, f"it sees later tokens ({shown})", (q, k))
     return Causality(None, f"it could not be shown to hide all later tokens ({shown})")

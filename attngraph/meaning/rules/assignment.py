@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
@@ -19,8 +20,6 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
 from attngraph.meaning.rules.movement import first_picked, is_mask
 
-MOST_ENTRIES = 16
-"""Of an index, that are compared one by one in a formula."""
 Entry = tuple[Expr, Indices]
 """The condition that an entry of an index names the wanted place, and where in the index it stands."""
 
@@ -94,7 +93,7 @@ def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices
             unknown.remove(variable)
             compared.remove(d)
     lengths = [v.args[0].value for v in unknown if v.args[0].op == "const"]
-    if len(lengths) < len(unknown) or math.prod(lengths) > MOST_ENTRIES:
+    if len(lengths) < len(unknown) or math.prod(lengths) > budgets.LISTED_PLACES:
         raise Unliftable("an index of many places that is no range")
     entries = []
     for numbers in itertools.product(*map(range, lengths)):

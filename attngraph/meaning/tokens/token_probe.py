@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -26,19 +27,18 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Axes, Space
 
 ROWS, TOKENS = 2, 5
-MOST_NODES, MOST_TRIALS = 80, 400
 EQUAL = elementwise(1e-10)
 Pick = tuple[int, int]
 """A sequence of the batch and a token in it."""
 
 
 class Trial:
-    """Trials on one graph. At most MOST_TRIALS are made: a graph that needs more mixes tokens."""
+    """Trials on one graph. At most `budgets.PROBES` are made: a graph that needs more mixes tokens."""
 
     def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
         self.graph, self.space, self.meaning = graph, space, meaning
         self.values = graph.known_values()
-        self.left = MOST_TRIALS
+        self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
@@ -54,7 +54,7 @@ class Trial:
     def _is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         order, leaves = self.region(node, resolved)
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
-        if not steps or len(steps) > MOST_NODES or self.left <= 0:
+        if not steps or len(steps) > budgets.PROBE_NODES or self.left <= 0:
             return 0
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
         key = (fingerprint(order, begins), axes)
@@ -69,7 +69,7 @@ class Trial:
         leaves: dict[fx.Node, None] = {}
 
         def visit(current: fx.Node) -> None:
-            if current in order or len(order) > 4 * MOST_NODES:
+            if current in order or len(order) > 4 * budgets.PROBE_NODES:
                 return
             if current is not node and (current in resolved or current.op == "placeholder"):
                 leaves[current] = None

@@ -35,10 +35,9 @@ from attngraph.meaning.algebra.simplify.rebuild import (
     raw,
     substitute,
 )
-from attngraph.meaning.algebra.simplify.sums import FEW, pieces, total
+from attngraph.meaning.algebra.simplify.sums import pieces, total
 
 __all__ = [
-    "FEW",
     "absolute",
     "add",
     "and_",

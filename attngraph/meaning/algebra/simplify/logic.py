@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import ranges
@@ -114,10 +115,6 @@ def _at_most_zero(terms: Polynomial) -> Expr:
     return E.make("le", (left, right), None, "bool")
 
 
-MOST_SELECTED = 8
-"""Selections that a comparison is drawn into: two tables of n regions give n * n comparisons."""
-
-
 def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | None:
     """A selection among the terms: its condition, and the terms with either branch in its place. None where
     there are so many that the comparison is better left as one of selections."""
@@ -136,7 +133,7 @@ def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | N
 
 def _selects_much(*nodes: Expr) -> bool:
     selections = (below for node in nodes if node.op == "where" for below in E.walk(node))
-    return len({n for n in selections if n.op == "where"}) > MOST_SELECTED
+    return len({n for n in selections if n.op == "where"}) > budgets.SELECTIONS
 
 
 def _sides(terms: Polynomial) -> tuple[Expr, Expr]:
@@ -192,10 +189,6 @@ def _junction(op: str, unit: Expr, zero: Expr, args: tuple[Expr, ...]) -> Expr:
     return E.make(op, tuple(sorted(kept, key=lambda a: a.serial)), None, "bool")
 
 
-MOST_COMPARED = 8
-"""Comparisons of one junction that are held against each other."""
-
-
 def _implied(op: str, parts: list[Expr]) -> list[Expr]:
     """Comparisons of integers that say nothing beside another one of the junction."""
     limits = _limits(parts)
@@ -212,7 +205,7 @@ def _implied(op: str, parts: list[Expr]) -> list[Expr]:
 def _limits(parts: list[Expr]) -> dict[Expr, Polynomial]:
     """Comparisons of integers as what is at most zero; none where there are many."""
     found = [p for p in parts if p.op == "le" and all(a.kind == "int" for a in p.args)]
-    if not 1 < len(found) <= MOST_COMPARED:
+    if not 1 < len(found) <= budgets.COMPARISONS:
         return {}
     return {p: ranges.subtract(*(ranges.polynomial(a) for a in p.args)) for p in found}
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
-
-FEW = 4
 
 
 def total(variable: Expr, body: Expr) -> Expr:
@@ -23,7 +22,7 @@ def total(variable: Expr, body: Expr) -> Expr:
     return E.make("sum", (variable, body), None, "int" if body.kind == "int" else "float")
 
 
-def pieces(variable: Expr, body: Expr, few: int = FEW) -> list[Expr]:
+def pieces(variable: Expr, body: Expr, few: int = budgets.SUMMANDS) -> list[Expr]:
     """The sum of `body` over the variable as terms that add up to it: the range is cut wherever a
     comparison of the variable with a size or a number changes its answer. Of a piece of at most `few`
     elements each is a term of its own."""
