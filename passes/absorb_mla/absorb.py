@@ -173,10 +173,9 @@ class _Absorption:
             raise _Refused(f"a latent of {found.width} values saves nothing", tell=False)
         if not found.values.up and found.projected is None and self._is_shared_already(found):
             raise _Refused("its values are a part of its keys already", tell=False)
-        program = view.program
-        if found.projected and found.projected.bias and not _ignores_shift(program):
+        if found.projected and found.projected.bias and not _ignores_shift(view.program):
             raise _Refused("a bias of its keys does not cancel: the scores are not only shifted by it")
-        if found.values.bias and (program.sink is not None or program.changes_weights):
+        if found.values.bias and (view.program.sink is not None or view.program.changes_weights):
             raise _Refused("a bias of its values is weighed by weights that do not add up to one")
         if any(v.base.meta["val"].dtype != view.q.meta["val"].dtype for s in (*found.keys, found.values)
                for v in (s.source, s.up, s.bias) if v is not None):  # fmt: skip
@@ -396,8 +395,7 @@ def _each_head(builder: Builder, x: fx.Node, weight: fx.Node) -> fx.Node:
 
 def _width(attention: Attention) -> int:
     """Values of one token in keys and values as they are."""
-    shapes = [n.meta["val"].shape for n in attention.keys]
-    return sum(int(shape[1]) * int(shape[3]) for shape in shapes)
+    return sum(int(n.meta["val"].shape[1]) * int(n.meta["val"].shape[3]) for n in attention.keys)
 
 
 def _ignores_shift(program: ScoreProgram) -> bool:
