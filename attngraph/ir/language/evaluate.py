@@ -138,7 +138,8 @@ def number(node: Expr, sizes: Sequence[int] = ()) -> int | float | bool:
 def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
     if op == "where":
         condition = as_bool(args[0], env)
-        return torch.where(condition, *(_promote(x, env, condition.device) for x in args[1:]))
+        a, b = (_promote(x, env, condition.device) for x in args[1:])
+        return torch.where(condition, a, b)
     if op == "random":
         return random(args, env)
     row = operation_of(op)
