@@ -19,6 +19,7 @@ from attngraph.codegen.cpu import source, team
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
 from attngraph.codegen.cpu.library import Library, library
 from attngraph.codegen.cpu.source import Plan
+from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import Rows, counts
@@ -85,7 +86,7 @@ class _Prepared:
     ) -> Tensor | None:  # fmt: skip
         k, v = pages
         call, held = Call(), [*new]
-        if sizes or reads or max(*q.shape, *k.shape) >= source.SMALL:
+        if sizes or reads or max(*q.shape, *k.shape) >= SMALL:
             run = Run(self.made, self.program, (q, k, v), reads, sizes)
             if not (run.set_numbers() and run.set_reads()):
                 return None

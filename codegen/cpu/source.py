@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from attngraph.codegen.cpu.expression import Writer
-from attngraph.codegen.scalar.form import SMALL, Place
+from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.weights import is_multiple
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
@@ -24,18 +24,6 @@ from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, W
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 
-__all__ = [
-    "ELEMENTS",
-    "MOST_NUMBERS",
-    "MOST_READS",
-    "SMALL",
-    "TILE_ARGUMENTS",
-    "Draft",
-    "Plan",
-    "Source",
-    "function",
-    "write",
-]
 ELEMENTS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 MOST_READS = MOST_NUMBERS = 16
 _FOLDER = Path(__file__).parent / "c"

@@ -7,6 +7,7 @@ operations' rows hold (`ir/language/functions.py`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from attngraph.codegen.unsupported import UnsupportedError
@@ -41,6 +42,7 @@ def slopes(statement: Statement, *, is_first: bool) -> tuple[Expr, Expr]:
     return derivative(E.rebuild(formula, join), DOT), ZERO
 
 
+@functools.lru_cache(maxsize=4096)
 def derivative(node: Expr, by: Expr) -> Expr:
     """d node / d by.
 

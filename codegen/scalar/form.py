@@ -142,7 +142,7 @@ class Lowering:
             case "read":
                 kind, indices = self.kind_of_read(node.value), [self._whole(self(a)) for a in node.args]
                 return self._make("read", tuple(indices), kind, node)
-        below = {n.op for n in E.walk(node)}
+        below = {n.op for n in E.walk(node)} if not node.free else {"var"}
         if below.isdisjoint(("var", "read", "dot", "s", "p", "random")):
             if "size" not in below:
                 return _constant(E.const(evaluate.number(node)))

@@ -123,7 +123,7 @@ def evaluate(node: Expr, env: Environment, names: dict[str, Value]) -> Value:
     if not any(isinstance(a, Tensor) for a in args):
         # Numbers among themselves are worked out in double precision.
         exact = dataclasses.replace(env, dtype=torch.float64)
-        return _apply(op, [torch.tensor(a, dtype=_number_dtype(a)) for a in args], exact).item()
+        return _apply(op, [_promote(a, exact, torch.device("cpu")) for a in args], exact).item()
     return _apply(op, args, env)
 
 
@@ -135,14 +135,10 @@ def number(node: Expr, sizes: Sequence[int] = ()) -> int | float | bool:
     return value
 
 
-def _number_dtype(value: Value) -> torch.dtype | None:
-    return torch.float64 if isinstance(value, float) else None
-
-
 def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
     if op == "where":
         condition = as_bool(args[0], env)
-        a, b = (_promote(x, env, condition) for x in args[1:])
+        a, b = (_promote(x, env, condition.device) for x in args[1:])
         return torch.where(condition, a, b)
     if op == "random":
         return random(args, env)
@@ -153,10 +149,10 @@ def _apply(op: str, args: Sequence[Value], env: Environment) -> Tensor:
         return row.torch(*(as_bool(x, env) for x in args))
     args = [a.to(torch.int64) if isinstance(a, Tensor) and a.dtype == torch.bool else a for a in args]
     args = [int(a) if isinstance(a, bool) else a for a in args]
-    like = next(a for a in args if isinstance(a, Tensor))
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    operands = [_promote(x, env, device) for x in args]
     if op == "float":
-        return like.to(torch.promote_types(env.dtype, torch.float32))
-    operands = [_promote(x, env, like) for x in args]
+        return operands[0].to(torch.promote_types(env.dtype, torch.float32))
     return row.torch(*(operands if row.takes == "alike" else (_real(x, env) for x in operands)))
 
 
@@ -164,13 +160,12 @@ def _real(value: Tensor, env: Environment) -> Tensor:
     return value if value.is_floating_point() else value.to(env.dtype)
 
 
-def _promote(value: Value, env: Environment, like: Tensor) -> Tensor:
+def _promote(value: Value, env: Environment, device: torch.device) -> Tensor:
     """Tensors as they are (bools as integers would be ambiguous, so only `where` sees them);
     Python numbers as 0-dim tensors, floats in the environment's dtype."""
     if isinstance(value, Tensor):
         return value
-    dtype = env.dtype if isinstance(value, float) else None
-    return torch.tensor(value, dtype=dtype, device=like.device)
+    return torch.tensor(value, dtype=env.dtype if isinstance(value, float) else None, device=device)
 
 
 def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
