@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from attngraph.codegen.cpu.expression import GROUP, INNER, ROW, TILE, Writer
+from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.cpu.terms import SMALL, cast, truth
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
@@ -77,7 +78,7 @@ class Draft:
         self.plan = plan
         self.numbers: dict[Expr, str] = {}
         self.divisors: set[Expr] = set()
-        self.defines = [ELEMENTS[plan.dtype]]
+        self.defines = [ELEMENTS[plan.dtype], f"EXP_UNDERFLOW {UNDERFLOW[torch.float32]!r}"]
         before = [s for s in plan.program.statements if isinstance(s, (Score, Keep))]
         self.unmasked = [s for s in before if isinstance(s, Score)]
         self.parts = [

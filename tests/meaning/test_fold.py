@@ -31,8 +31,8 @@ B, H, S = 1, 2, 8
 SIZES = (3, 2)
 EVERYWHERE = Tile((0, B), (0, H), (0, S), (0, S))
 FILLS = [
-    "-inf", "-5", "-1e9", "-1e4", "0", "s - 2", "s + 2e4", "s - 1e9", "s - inf", "s", "-s", "max(s, -5)", "dot",
-    "r0[h]", "where(k < 3, -inf, s)",
+    "-inf", "-5", "-1e9", "-1e4", "0", "s - 2", "s + 2e4", "s - 1e9", "s - inf", "s", "-s", "max(s, -5)",
+    "dot", "r0[h]", "where(k < 3, -inf, s)",
 ]  # fmt: skip
 VALUES = ["s + 1", "-s", "tanh(s)", "dot", "max(s, -5)", "0.5 * s", "where(k < 3, s, dot)"]
 WEIGHTS = [
@@ -165,6 +165,22 @@ def test_every_domain_agrees_with_the_evaluation_of_each_pair(
     program = data.draw(programs(language))
     check(program, language)
     check_causality(program, language)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keep k < 4; keep k <= q else -s",
+        "keep k < 4; s = -s; keep k <= q else s - 1.0",
+        "keep k < 4 else -1e9; keep k <= q else -s",
+        "keep k < 4 else 7.0; s = 2 * s; keep k <= q else s - 1e9",
+        "keep s > 0; keep k < 4 else s - 5; keep s <= 0",
+    ],
+)
+def test_scores_that_were_masked_are_not_taken_for_small_ones(
+    text: str, language: types.SimpleNamespace
+) -> None:
+    check(parse(text), language)
 
 
 @given(data=st.data())
