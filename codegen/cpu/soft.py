@@ -17,7 +17,7 @@ from torch import Tensor
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.meaning.masks.score_bounds import hidden_below
 
-_UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
+UNDERFLOW = {torch.float32: 104.0, torch.float64: 746.0}
 """exp(-x) is exactly zero from here on: log of half the smallest subnormal number, rounded up."""
 
 
@@ -55,4 +55,4 @@ def hides(
     """
     if lowest_top != lowest_top:
         return False
-    return lowest_top - hidden_below(program, dot, sizes) > _UNDERFLOW[dtype]
+    return lowest_top - hidden_below(program, dot, sizes) > UNDERFLOW[dtype]

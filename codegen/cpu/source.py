@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from attngraph.codegen.cpu.expression import Writer
+from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.scalar.form import Place
 from attngraph.codegen.scalar.weights import is_multiple
 from attngraph.codegen.unsupported import UnsupportedError
@@ -66,7 +67,7 @@ class Draft:
         self.plan = plan
         self.numbers: dict[Expr, str] = {}
         self.divisors: set[Expr] = set()
-        self.defines = [ELEMENTS[plan.dtype]]
+        self.defines = [ELEMENTS[plan.dtype], f"EXP_UNDERFLOW {UNDERFLOW[torch.float32]!r}"]
         before = [s for s in plan.program.statements if isinstance(s, (Score, Keep))]
         self.unmasked = [s for s in before if isinstance(s, Score)]
         self.parts = [

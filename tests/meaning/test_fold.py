@@ -167,6 +167,22 @@ def test_every_domain_agrees_with_the_evaluation_of_each_pair(
     check_causality(program, language)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keep k < 4; keep k <= q else -s",
+        "keep k < 4; s = -s; keep k <= q else s - 1.0",
+        "keep k < 4 else -1e9; keep k <= q else -s",
+        "keep k < 4 else 7.0; s = 2 * s; keep k <= q else s - 1e9",
+        "keep s > 0; keep k < 4 else s - 5; keep s <= 0",
+    ],
+)
+def test_scores_that_were_masked_are_not_taken_for_small_ones(
+    text: str, language: types.SimpleNamespace
+) -> None:
+    check(parse(text), language)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_what_is_possible_for_a_pair_includes_what_becomes_of_it(

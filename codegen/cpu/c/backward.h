@@ -94,7 +94,7 @@ static void prepare(Call *c, Work *w, int64_t item) {
     }
     const uint8_t *line[2];
     lines_of(c, at.b, at.h, at.q0, line);
-    int hidden = line[0] && (double)least - log((double)c->Sk + 1) - c->hidden > 104.0;
+    int hidden = line[0] && (double)least - log((double)c->Sk + 1) - c->hidden > EXP_UNDERFLOW;
     g->choice[item] = !finite ? 2 : hidden ? 0 : 1;
     if (trusted) return;
     at.k = w->k_turned;

@@ -35,7 +35,7 @@ static void weigh_exactly(Call *c, const Place *at, Block *t, const uint8_t *map
 /* Whether a finite fill gives every key that it hides a weight of exactly zero. */
 static int is_hidden(const Call *c, const Place *at, const Block *t) {
     for (int i = 0; i < at->rows; ++i)
-        if (!((double)t->top[i] - c->hidden > 104.0)) return 0;
+        if (!((double)t->top[i] - c->hidden > EXP_UNDERFLOW)) return 0;
     return 1;
 }
 
