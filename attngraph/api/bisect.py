@@ -19,7 +19,7 @@ from attngraph.runtime.verify import Agreement, compare
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class BisectionStep:
     """The model after one pass (`name`; "capture" for none): how it compares with eager, or how the pass
     failed."""
 
@@ -39,7 +39,7 @@ class Step:
 class Bisection:
     """The steps up to the first one that does not hold, which is `culprit` ("" if all hold)."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[BisectionStep, ...]
 
     @property
     def culprit(self) -> str:
@@ -70,7 +70,7 @@ def bisect(
     """
     options = options or Options()
     passes = options.pipeline()
-    steps: list[Step] = []
+    steps: list[BisectionStep] = []
     for count in range(len(passes) + 1):
         name = passes[count - 1].name if count else "capture"
         if progress is not None:
@@ -82,13 +82,13 @@ def bisect(
     return Bisection(tuple(steps))
 
 
-def _step(name: str, model: Callable[..., Any], args: Sequence[Any], options: Options) -> Step:
+def _step(name: str, model: Callable[..., Any], args: Sequence[Any], options: Options) -> BisectionStep:
     try:
         made = compile_graph(model, tuple(args), {}, options)
     except PassError as problem:
-        return Step(name, None, str(problem))
+        return BisectionStep(name, None, str(problem))
 
     def run(*given: Any) -> Any:
         return made([leaf for leaf in flatten((given, {}))[0] if isinstance(leaf, Tensor)])
 
-    return Step(name, compare(run, model, tuple(args)))
+    return BisectionStep(name, compare(run, model, tuple(args)))

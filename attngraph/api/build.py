@@ -23,7 +23,7 @@ from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import nodes
-from attngraph.ir.ops.cached_attention import source_for_few
+from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
@@ -197,17 +197,17 @@ def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
 def _kernel(node: fx.Node) -> KernelEntry:
     """The kernel of an attention, with what is emitted for it. Where kernels are chosen at each call: the one
     for rows that bring one new token."""
-    few = "", ""
+    chosen = "", ""
     match nodes.called(node.target, fx.node.map_arg(node.args, lambda n: n.meta["val"]), {}):  # type: ignore[arg-type]
         case nodes.Attention(q=q, k=k, v=v, kernel=name) as found:
             source = KERNELS[name].source(found.program, (q, k, v), found.reads) if name else ""
             return KernelEntry(name, source)
         case nodes.CachedAttention(k_pages=k, v_pages=v) as found:
-            few = source_for_few(found.program, found.q, (k, v), found.reads, found.by)
+            chosen = source_for_short_queries(found.program, found.q, (k, v), found.reads, found.by)
         case nodes.CachedLatentAttention(absorb="auto" | "always") as found:
             operands = absorbed_operands(found.q, found.pages, found.key_up, found.value_up, found.values)
-            few = source_for_few(found.program, *operands, found.reads, found.family)
-    name, source = few
+            chosen = source_for_short_queries(found.program, *operands, found.reads, found.family)
+    name, source = chosen
     return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", source)
 
 

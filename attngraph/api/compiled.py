@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
-from attngraph.capture.graph_breaks import Pieces
+from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
@@ -56,7 +56,7 @@ class CompiledModule(nn.Module):
 
     def _reset(self) -> None:
         self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
-        self._pieces: dict[Any, Pieces] = {}
+        self._pieces: dict[Any, GraphBreaks] = {}
 
     @property
     def report(self) -> CompileReport:
@@ -120,7 +120,7 @@ class CompiledModule(nn.Module):
                     raise
                 log.warning("%s", problem)
                 part = functools.partial(CompiledModule, options=self._options, pieces=False)
-                self._pieces[ALWAYS if problem.lasting else key] = Pieces(self._target, part, problem)
+                self._pieces[ALWAYS if problem.lasting else key] = GraphBreaks(self._target, part, problem)
                 return None
             kept = self._graphs.setdefault(key, [])
             kept.append(found)

@@ -14,7 +14,7 @@ from torch import fx
 
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import ABSORB, BACKENDS, make_options
-from attngraph.capture.graph_breaks import Piece
+from attngraph.capture.graph_breaks import PartialGraph
 from attngraph.errors import meant
 
 _OF_THE_BACKEND: dict[str, tuple[tuple[type, ...], str]] = {
@@ -40,7 +40,7 @@ def dynamo_backend(
         TypeError, ValueError: an option that there is not, or a value that it does not take.
     """
     chosen = make_options(**_checked({**(options or {}), **kwargs}))
-    return Piece(module, functools.partial(CompiledModule, options=chosen, pieces=False))
+    return PartialGraph(module, functools.partial(CompiledModule, options=chosen, pieces=False))
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:

@@ -35,16 +35,16 @@ class Compiled(Protocol):
 Compile = Callable[[nn.Module], Compiled]
 
 
-class Pieces:
+class GraphBreaks:
     """`target` captured in pieces, each compiled by `compile_part`; `problem` is why."""
 
     def __init__(self, target: Callable[..., Any], compile_part: Compile, problem: CaptureError) -> None:
         self.target = target
         self.breaks = [Break(problem.reason, problem.source)]
-        self.parts: list[Piece] = []
+        self.parts: list[PartialGraph] = []
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            self.parts.append(Piece(module, compile_part, _place()))
+            self.parts.append(PartialGraph(module, compile_part, _place()))
             return self.parts[-1]
 
         self.run: Callable[..., Any] = torch.compile(target, backend=backend)
@@ -78,7 +78,7 @@ def _place() -> object:
     return object() if current is None else (current.frame_id, current.compiled_autograd_id)
 
 
-class Piece:
+class PartialGraph:
     """One graph of torch.compile's as a callable of ours. It takes what torch.compile passes (sizes
     among the tensors) and works sizes out from the tensors instead, so that they stay dynamic."""
 

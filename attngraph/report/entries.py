@@ -19,18 +19,18 @@ class LatentEntry:
 
     A token's latent has `width` values, its keys and values `expanded`. `absorb` is "auto", "always" or
     "fold", empty where the attention is left as the model has it, for `reason`. With "auto" a call absorbs
-    as long as each row brings fewer than `few` new tokens (None: always), seen over many kept ones; counting
-    operations alone, fewer than `few_by_flops`. `pair_absorbed` and `pair_expanded` are floating-point
-    operations of one query and one key, `up` those of projecting one key and one value. Folded:
-    `parameters` before and after, `operations` of one token with them before and after, and why matrices
-    stay `apart`, if they do.
+    as long as each row brings fewer than `crossover` new tokens (None: always), seen over many kept ones;
+    counting operations alone, fewer than `crossover_by_flops`. `pair_absorbed` and `pair_expanded` are
+    floating-point operations of one query and one key, `up` those of projecting one key and one value.
+    Folded: `parameters` before and after, `operations` of one token with them before and after, and why
+    matrices stay `apart`, if they do.
     """
 
     width: int = 0
     expanded: int = 0
     absorb: str = ""
-    few: int | None = None
-    few_by_flops: float = 0.0
+    crossover: int | None = None
+    crossover_by_flops: float = 0.0
     pair_absorbed: int = 0
     pair_expanded: int = 0
     up: int = 0
@@ -59,11 +59,11 @@ class LatentEntry:
             return f"folded: {p:,} -> {q:,} parameters, {a:,} -> {b:,} operations a token{apart}"
         if self.absorb != "auto":
             return f"{self.absorb} absorbed"
-        if self.few is None:
+        if self.crossover is None:
             return "always absorbed, by cost"
         return (
-            f"expanded from {self.few:,} new tokens of a row on, over many kept ones "
-            f"(by operations alone {self.few_by_flops:,.0f})"
+            f"expanded from {self.crossover:,} new tokens of a row on, over many kept ones "
+            f"(by operations alone {self.crossover_by_flops:,.0f})"
         )
 
     def describe(self) -> str:

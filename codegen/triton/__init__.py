@@ -11,7 +11,7 @@
     emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
     launch_backward.py  from gradients to gradients
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
-    compiler.py    compiling one kernel            apart.py      in a process that may crash
+    compiler.py    compiling one kernel            isolated.py      in a process that may crash
     attempts.py    what happens when one does not compile
     tuned.py       block sizes that were measured       tuning.py      measuring them
 

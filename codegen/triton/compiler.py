@@ -1,7 +1,7 @@
 """Compile one emitted kernel for one GPU, which need not be there, and read what its binary uses.
 
 Also a program of its own that knows nothing of attngraph, for compilations that may take their process with
-them (`apart.py`): a request as JSON on standard input, the answer as JSON on standard output.
+them (`isolated.py`): a request as JSON on standard input, the answer as JSON on standard output.
 """
 
 from __future__ import annotations

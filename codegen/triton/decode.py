@@ -163,7 +163,7 @@ def launch_decode(
 
 def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int) -> Blocks:
     """Tall enough for all heads of a group, as far as registers go, and wide enough to stream keys into
-    `shared` bytes. Widths beyond 256 are latents. On sm_90 nothing is spilled (`ahead.py` tells)."""
+    `shared` bytes. Widths beyond 256 are latents. On sm_90 nothing is spilled (`ahead_of_time.py` tells)."""
     single, wide = dtype is torch.float32, width > 256
     q = min(16 if wide and single else 32 if wide else TALLEST, padded(lanes))
     if wide:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.form import SMALL
-from attngraph.codegen.triton import apart, attempts, launch_backward, schedule, store, tuned, visits
+from attngraph.codegen.triton import attempts, isolated, launch_backward, schedule, store, tuned, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
     is_interpreted,
@@ -179,7 +179,7 @@ def launch_forward(
             kernel[(programs,)](*arguments, **options)
         else:
             if not is_interpreted():
-                apart.require_specialised(kernel, arguments, options)
+                isolated.require_specialised(kernel, arguments, options)
             with_scratch(q.device, lambda: kernel[(programs,)](*arguments, **options))
     return out, lse
 

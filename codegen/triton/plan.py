@@ -223,8 +223,8 @@ _SINGLE = {
 def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int) -> Blocks:
     """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
 
-    The first choice for a width is one that keeps everything in registers (`ahead.py` tells). Where the
-    pipeline of keys and values does not fit, it gets shorter, then the tile smaller.
+    The first choice for a width is one that keeps everything in registers (`ahead_of_time.py` tells). Where
+    the pipeline of keys and values does not fit, it gets shorter, then the tile smaller.
     """
     width = max(64, padded(D), padded(Dv))
     wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
@@ -262,7 +262,7 @@ def backward_blocks(
     width: int, dtype: torch.dtype, shared: int, has_reads: bool = False, linear: bool = True
 ) -> Blocks:
     """Block sizes of the backward kernels, such that up to a width of 128 nothing is spilled on NVIDIA's GPUs
-    (`ahead.py` tells). `has_reads`: gradients of reads are summed too. `linear`: see `is_linear`."""
+    (`ahead_of_time.py` tells). `has_reads`: gradients of reads are summed too. `linear`: see `is_linear`."""
     if dtype is torch.float32:
         table = _SINGLE_BACKWARD
     elif shared < 100_000:

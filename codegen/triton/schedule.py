@@ -75,8 +75,8 @@ def obstacle_of_call(operands: Sequence[Tensor]) -> str | None:
 
 def specialised_blocks(plan: Plan, capability: tuple[int, int] | None) -> Blocks:
     """Block sizes to begin with on a GPU of that capability (None: unknown, taken for 9.0). They keep
-    everything in registers up to a width of 128 (`ahead.py` tells); on sm_100 128 queries of that width, or
-    softcapped scores of a narrower one, do not."""
+    everything in registers up to a width of 128 (`ahead_of_time.py` tells); on sm_100 128 queries of that
+    width, or softcapped scores of a narrower one, do not."""
     if capability is not None and capability[0] == 10:
         return Blocks(64, 64, 4, 2, specialised=True)
     width = max(padded(plan.D), padded(plan.Dv))

@@ -62,7 +62,7 @@ class InsertKVCache:
         )  # fmt: skip
         tokens = _analyse(graph, ids)
         outcome = Outcome()
-        _Step(graph, ids, tokens, outcome).run()
+        _Insertion(graph, ids, tokens, outcome).run()
         return outcome
 
 
@@ -120,7 +120,7 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
 
 
-class _Step:
+class _Insertion:
     """One rewriting."""
 
     def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens, outcome: Outcome) -> None:

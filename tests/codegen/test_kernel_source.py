@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from attngraph.codegen.cpu import compiled
 from attngraph.codegen.triton import device, launch
 from attngraph.ir.language.parser import parse
-from attngraph.ir.ops.cached_attention import source_for_few
+from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS, Operands
 
 TEXT = "s = 0.125 * dot + r0[h] * (k - q); keep k <= q"
@@ -65,7 +65,7 @@ def over_a_cache(device: str, by: str = "", text: str = TEXT, latent: bool = Fal
         keys = torch.empty(9, 2, 16, 64, dtype=torch.bfloat16, device=device)
         values = keys[..., :48] if latent else torch.empty_like(keys)
         reads = [torch.empty(4, device=device)]
-    return source_for_few(parse(text), q, (keys, values), reads, by)
+    return source_for_short_queries(parse(text), q, (keys, values), reads, by)
 
 
 @pytest.mark.skipif(device.no_triton() is not None, reason="needs triton to be chosen")

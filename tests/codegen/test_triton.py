@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
-from attngraph.codegen.triton import ahead, attempts, device, launch, store, tuned, visits
+from attngraph.codegen.triton import ahead_of_time, attempts, device, launch, store, tuned, visits
 from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit import arguments
 from attngraph.codegen.triton.emit_backward import emit_backward
@@ -48,7 +48,7 @@ from attngraph.meaning.masks.tiles import Cut, Grid
 
 HERE = Path(__file__).parent
 Check = Callable[[str, str], None]
-CheckUsage = Callable[[str, str, Blocks, ahead.Usage], None]
+CheckUsage = Callable[[str, str, Blocks, ahead_of_time.Usage], None]
 GOLDEN = HERE / "golden"
 needs_compiler = pytest.mark.usefixtures("triton_compiler", "cache")
 
@@ -405,12 +405,12 @@ def test_blocks_fit_where_they_must(D: int, dtype: torch.dtype) -> None:
     assert blocks_for(program, D, D, dtype, 1, 232_448).q == 16
 
 
-def compile_and_check(text: str, D: int, target: ahead.Target, **changes: object) -> None:
+def compile_and_check(text: str, D: int, target: ahead_of_time.Target, **changes: object) -> None:
     program = parse(text)
     dtype = changes.pop("dtype", torch.bfloat16)
     assert isinstance(dtype, torch.dtype)
     blocks = blocks_for(program, D, D, dtype, 4096, target.shared)
-    usage = ahead.compile_ahead(plan(text, D, dtype=dtype, blocks=blocks, **changes), target)
+    usage = ahead_of_time.compile_ahead(plan(text, D, dtype=dtype, blocks=blocks, **changes), target)
     assert 0 < usage.shared <= target.shared
     assert usage.spilled <= 64, usage
 
@@ -418,7 +418,7 @@ def compile_and_check(text: str, D: int, target: ahead.Target, **changes: object
 @needs_compiler
 @pytest.mark.parametrize("text", ["s = 0.125 * dot", "s = 0.125 * dot; keep k <= q"])
 def test_kernels_compile_for_hopper(text: str, cache: Path) -> None:
-    compile_and_check(text, 64, ahead.TARGETS["sm_90"])
+    compile_and_check(text, 64, ahead_of_time.TARGETS["sm_90"])
 
 
 KINDS: dict[str, tuple[str, dict[str, object]]] = {
@@ -437,16 +437,16 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
         pytest.param(k, d, t, marks=[] if (k, d, t) == ("softcap", 128, "sm_90") else pytest.mark.slow)
         for k in KINDS
         for d in (64, 128)
-        for t in ahead.TARGETS
+        for t in ahead_of_time.TARGETS
     ],
 )
 def test_what_forward_kernels_use_is_what_the_table_says(
     kind: str, D: int, target: str, check_usage: CheckUsage
 ) -> None:
     """That nothing is spilled holds for every Triton."""
-    (text, changes), gpu = KINDS[kind], ahead.TARGETS[target]
+    (text, changes), gpu = KINDS[kind], ahead_of_time.TARGETS[target]
     blocks = blocks_for(parse(text), D, D, torch.bfloat16, 4096, gpu.shared)
-    usage = ahead.compile_ahead(plan(text, D, dtype=torch.bfloat16, blocks=blocks, **changes), gpu)
+    usage = ahead_of_time.compile_ahead(plan(text, D, dtype=torch.bfloat16, blocks=blocks, **changes), gpu)
     assert 0 < usage.shared <= gpu.shared
     assert usage.spilled == 0, usage
     check_usage("forward_usage.json", f"{target}, {D} wide, {kind}", blocks, usage)
@@ -468,15 +468,15 @@ DECODING = {
     [
         pytest.param(n, t, marks=[] if (n, t) == ("latents, 16 heads", "sm_90") else pytest.mark.slow)
         for n in DECODING
-        for t in ahead.TARGETS
+        for t in ahead_of_time.TARGETS
     ],
 )
 def test_decoding_compiles_for_every_target_without_spills(name: str, target: str, cache: Path) -> None:
     D, Dv, group, shared = DECODING[name]
-    gpu = ahead.TARGETS[target]
+    gpu = ahead_of_time.TARGETS[target]
     blocks = decode_blocks(group, D, torch.bfloat16, gpu.shared)
     program = parse("s = 0.125 * dot; keep k <= q")
-    usage = ahead.compile_ahead(
+    usage = ahead_of_time.compile_ahead(
         DecodePlan(program, torch.bfloat16, D, Dv, group, (), blocks, shared=shared), gpu
     )  # fmt: skip
     assert 0 < usage.shared <= gpu.shared
@@ -504,14 +504,14 @@ DIFFERENTIATED: dict[str, tuple[Read, ...]] = {
         pytest.param(p, d, t, marks=[] if (d, t) == (64, "sm_90") and "r2" not in p else pytest.mark.slow)
         for p in DIFFERENTIATED
         for d in (64, 128, 256)
-        for t in ahead.TARGETS
+        for t in ahead_of_time.TARGETS
     ],
 )
 def test_gradients_compile_for_every_target(text: str, D: int, target: str) -> None:
-    gpu, reads = ahead.TARGETS[target], DIFFERENTIATED[text]
+    gpu, reads = ahead_of_time.TARGETS[target], DIFFERENTIATED[text]
     blocks = backward_blocks(D, torch.bfloat16, gpu.shared, bool(reads), linear(parse(text)))
     made = backward_plan(text, D, reads, dtype=torch.bfloat16, blocks=blocks)
-    for usage in ahead.compile_backward_ahead(made, gpu):
+    for usage in ahead_of_time.compile_backward_ahead(made, gpu):
         assert 0 < usage.shared <= gpu.shared
         assert usage.spilled == 0 or D == 256 or gpu.backend == "hip", usage
         assert usage.spilled <= (160 if target == "sm_80" else 64), usage
@@ -524,10 +524,13 @@ def test_gradients_compile_for_every_target(text: str, D: int, target: str) -> N
 def test_kernels_of_single_precision_keep_their_numbers_in_registers(
     D: int, target: str, cache: Path
 ) -> None:
-    text, gpu, dtype = "s = 0.125 * dot; keep k <= q", ahead.TARGETS[target], torch.float32
+    text, gpu, dtype = "s = 0.125 * dot; keep k <= q", ahead_of_time.TARGETS[target], torch.float32
     forward = plan(text, D, dtype=dtype, blocks=blocks_for(parse(text), D, D, dtype, 4096, gpu.shared))
     backward = backward_plan(text, D, dtype=dtype, blocks=backward_blocks(D, dtype, gpu.shared))
-    for usage in (ahead.compile_ahead(forward, gpu), *ahead.compile_backward_ahead(backward, gpu)):
+    for usage in (
+        ahead_of_time.compile_ahead(forward, gpu),
+        *ahead_of_time.compile_backward_ahead(backward, gpu),
+    ):
         assert usage.spilled == 0 and usage.shared <= gpu.shared, usage
 
 
@@ -542,16 +545,16 @@ def test_the_source_of_a_kernel_that_is_given_lists(check_golden: Check) -> None
     [
         pytest.param(d, t, marks=[] if (d, t) == (64, "sm_90") else pytest.mark.slow)
         for d in (64, 128)
-        for t in ahead.TARGETS
+        for t in ahead_of_time.TARGETS
     ],
 )
 def test_kernels_that_are_given_lists_compile(D: int, target: str, cache: Path) -> None:
     text, reads = "s = 0.125 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (Read(0, 2, "int"),)
-    gpu = ahead.TARGETS[target]
+    gpu = ahead_of_time.TARGETS[target]
     compile_and_check(text, D, gpu, reads=reads, listed=True)
     blocks = backward_blocks(D, torch.bfloat16, gpu.shared)
     made = backward_plan(text, D, reads, dtype=torch.bfloat16, blocks=blocks, listed=True)
-    for usage in ahead.compile_backward_ahead(made, gpu):
+    for usage in ahead_of_time.compile_backward_ahead(made, gpu):
         assert 0 < usage.shared <= gpu.shared and usage.spilled <= 160, usage
 
 
@@ -593,7 +596,7 @@ def test_the_source_of_decoding_latents(check_golden: Check) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("changes", [{}, {"wide": True}, {"group": 4}], ids=str)
 def test_rich_programs_compile(dtype: torch.dtype, changes: dict[str, object], cache: Path) -> None:
-    compile_and_check(RICH, 64, ahead.TARGETS["sm_90"], reads=RICH_READS, dtype=dtype, **changes)
+    compile_and_check(RICH, 64, ahead_of_time.TARGETS["sm_90"], reads=RICH_READS, dtype=dtype, **changes)
 
 
 @needs_compiler
@@ -609,7 +612,7 @@ def test_every_helper_compiles(name: str, cache: Path) -> None:
     text = ";".join(f"s = {formula}" for formula in formulas) + "; keep not r2[b, k] or r1[q] == k"
     reads = (Read(0, 1, "float"), Read(1, 1, "int", wide=True), Read(2, 2, "bool"))
     kernel = plan(text, reads=reads, blocks=Blocks(32, 32))
-    assert ahead.compile_ahead(kernel, ahead.TARGETS[name]).shared > 0
+    assert ahead_of_time.compile_ahead(kernel, ahead_of_time.TARGETS[name]).shared > 0
 
 
 def test_arguments_name_everything_that_a_kernel_is_given() -> None:

@@ -16,7 +16,17 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from attngraph.codegen.remarks import Remarks
-from attngraph.codegen.triton import ahead, apart, attempts, compiler, device, launch, schedule, store, tuned
+from attngraph.codegen.triton import (
+    ahead_of_time,
+    attempts,
+    compiler,
+    device,
+    isolated,
+    launch,
+    schedule,
+    store,
+    tuned,
+)
 from attngraph.codegen.triton.compiler import Request
 from attngraph.codegen.triton.emit_forward import emit
 from attngraph.codegen.triton.plan import Blocks, Plan, Read
@@ -24,7 +34,7 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS, Operands
 
-CheckUsage = Callable[[str, str, Blocks, ahead.Usage], None]
+CheckUsage = Callable[[str, str, Blocks, ahead_of_time.Usage], None]
 BLOCKS = Blocks(128, 64, 4, 2, specialised=True)
 needs_compiler = pytest.mark.usefixtures("triton_compiler", "cache")
 
@@ -165,9 +175,9 @@ def test_warps_are_given_different_work_and_the_table_says_what_it_takes(
 ) -> None:
     """That nothing is spilled holds for every Triton."""
     text, changes = KINDS[kind]
-    made, gpu = plan(text, D, **changes), ahead.TARGETS[target]
+    made, gpu = plan(text, D, **changes), ahead_of_time.TARGETS[target]
     made = dataclasses.replace(made, blocks=schedule.specialised_blocks(made, CAPABILITIES[target]))
-    usage = ahead.compile_ahead(made, gpu)
+    usage = ahead_of_time.compile_ahead(made, gpu)
     assert usage.specialised and 0 < usage.shared <= gpu.shared
     assert usage.spilled == 0, usage
     check_usage("specialised_usage.json", f"{target}, {D} wide, {kind}", made.blocks, usage)
@@ -194,34 +204,34 @@ def test_a_compilation_that_crashes_is_a_reason_and_is_not_tried_again(
 ) -> None:
     request = request_of(tmp_path / "emitted.py", content)
     for _ in range(2):
-        with pytest.raises(apart.CompilationError, match=problem):
-            apart.compile_apart(request)
+        with pytest.raises(isolated.CompilationError, match=problem):
+            isolated.compile_isolated(request)
         monkeypatch.setattr(subprocess, "run", None)  # the second time, nothing is run
     other = dataclasses.replace(request, architecture=100)
     with pytest.raises(TypeError):
-        apart.compile_apart(other)
+        isolated.compile_isolated(other)
 
 
 def test_what_may_pass_is_tried_again(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = request_of(tmp_path / "emitted.py", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(apart.CompilationError, match="signal 9"):
-        apart.compile_apart(killed)
-    monkeypatch.setattr(apart, "SECONDS", 0.01)
-    with pytest.raises(apart.CompilationError, match="timed out"):
-        apart.compile_apart(killed)
+    with pytest.raises(isolated.CompilationError, match="signal 9"):
+        isolated.compile_isolated(killed)
+    monkeypatch.setattr(isolated, "SECONDS", 0.01)
+    with pytest.raises(isolated.CompilationError, match="timed out"):
+        isolated.compile_isolated(killed)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no_python"))
-    with pytest.raises(apart.CompilationError, match=r"did not end: .*no_python"):
-        apart.compile_apart(killed)
+    with pytest.raises(isolated.CompilationError, match=r"did not end: .*no_python"):
+        isolated.compile_isolated(killed)
     assert list(store.directory().glob("compiled_*")) == []
 
 
 def test_a_file_that_is_no_answer_is_not_believed(cache: Path, tmp_path: Path) -> None:
     request = request_of(tmp_path / "emitted.py", "raise ValueError('no such layout')")
-    path = store.directory() / f"compiled_{apart._key(request)}.json"
+    path = store.directory() / f"compiled_{isolated._key(request)}.json"
     for content in ("", "[]", '{"shared": 1}', "{"):
         path.write_text(content)
-        with pytest.raises(apart.CompilationError, match="no such layout"):
-            apart.compile_apart(request)
+        with pytest.raises(isolated.CompilationError, match="no such layout"):
+            isolated.compile_isolated(request)
         assert "no such layout" in json.loads(path.read_text())["problem"]
 
 
@@ -241,20 +251,20 @@ def launched(made: Plan) -> tuple[Any, Sequence[Any], dict[str, Any]]:
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
 def test_before_its_first_launch_a_kernel_is_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart.require_specialised(*launched(plan("keep k <= q")))
+    isolated.require_specialised(*launched(plan("keep k <= q")))
     monkeypatch.setattr(subprocess, "run", None)
-    apart.require_specialised(*launched(plan("keep k <= q")))
-    apart._problem.cache_clear()
+    isolated.require_specialised(*launched(plan("keep k <= q")))
+    isolated._problem.cache_clear()
     monkeypatch.setattr(device, "shared_memory", lambda where: 65_536)
-    with pytest.raises(apart.CompilationError, match="bytes of shared memory, of which there are 65536"):
-        apart.require_specialised(*launched(plan("keep k <= q")))
+    with pytest.raises(isolated.CompilationError, match="bytes of shared memory, of which there are 65536"):
+        isolated.require_specialised(*launched(plan("keep k <= q")))
 
 
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
 def test_a_kernel_whose_warps_all_do_the_same_is_told() -> None:
-    with pytest.raises(apart.CompilationError, match="it compiled, but its warps all do the same"):
-        apart.require_specialised(*launched(plan("keep k <= q", blocks=Blocks(64, 32, 4, 2))))
+    with pytest.raises(isolated.CompilationError, match="it compiled, but its warps all do the same"):
+        isolated.require_specialised(*launched(plan("keep k <= q", blocks=Blocks(64, 32, 4, 2))))
 
 
 @needs_compiler
@@ -278,13 +288,13 @@ def test_arguments_are_seen_as_the_launcher_of_triton_sees_them() -> None:
         room,
         room[1:],
     ]
-    values += [torch.empty(4, dtype=dtype) for dtype in apart._POINTERS]
+    values += [torch.empty(4, dtype=dtype) for dtype in isolated._POINTERS]
     for value in values:
         for is_fixed in (False, True):
             if is_fixed and isinstance(value, torch.Tensor):
                 continue
             kind, key = native_specialize_impl(BaseBackend, value, False, not is_fixed, not is_fixed)
-            assert apart._fact(value, is_fixed) == (kind, key == "D"), (value, is_fixed)
+            assert isolated._fact(value, is_fixed) == (kind, key == "D"), (value, is_fixed)
 
 
 def test_the_program_that_compiles_knows_nothing_of_ours() -> None:

@@ -343,8 +343,8 @@ def test_few_queries_over_many_latents_are_absorbed_by_cost() -> None:
     latent = compiled.report.attention[0].latent
     assert latent is not None
     assert (latent.absorb, latent.width) == ("auto", L)
-    assert latent.few is not None
-    assert f"{latent.few}" in str(compiled.report)
+    assert latent.crossover is not None
+    assert f"{latent.crossover}" in str(compiled.report)
 
 
 def test_a_word_that_absorb_does_not_know() -> None:

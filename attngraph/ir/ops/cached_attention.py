@@ -158,7 +158,7 @@ def _candidates(by: str) -> list[CachedKernel]:
     return [c for c in CACHED if by in ("", c.name, c.name.partition(".")[0])]
 
 
-def source_for_few(
+def source_for_short_queries(
     program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor], by: str = ""
 ) -> tuple[str, str]:
     """The kernel that serves calls in which each row brings one new token, and the text that is compiled for

@@ -32,7 +32,7 @@ Pick = tuple[int, int]
 """A sequence of the batch and a token in it."""
 
 
-class Trial:
+class TokenProbe:
     """Trials on one graph. At most `budgets.PROBES` are made: a graph that needs more mixes tokens."""
 
     def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:

@@ -33,7 +33,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import Causality, examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.token_probe import Trial
+from attngraph.meaning.tokens.token_probe import TokenProbe
 
 
 class Kind(enum.Enum):
@@ -81,7 +81,7 @@ class Tokens:
         self.meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
         self.space = Space(E.var("t", self.meaning.named(E.size(token))), rows)
-        self.trial = Trial(graph, self.space, self.meaning)
+        self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
@@ -291,9 +291,9 @@ class Tokens:
         for axes in self.space.candidates(shape):
             if not any(axes) or self._counts_unseen(shape, axes):
                 continue
-            steps = self.trial.is_token_wise(node, axes, resolved)
+            steps = self.probe.is_token_wise(node, axes, resolved)
             if steps:
-                kinds = {self.facts[n].kind for n in self.trial.region(node, resolved)[1] if n in self.facts}
+                kinds = {self.facts[n].kind for n in self.probe.region(node, resolved)[1] if n in self.facts}
                 order = (Kind.TOKEN, Kind.ATTENTION, Kind.POSITION, Kind.FIXED)
                 kind = next((k for k in order if k in kinds), Kind.POSITION)
                 kind = Kind.TOKEN if kind is Kind.ATTENTION else kind
@@ -381,7 +381,7 @@ class Tokens:
         fact = self.facts[node]
         if fact.causality is not None and fact.causality.witness is not None:
             return fact.causality.witness
-        return self.trial.witness(node, {n: f.axes for n, f in self._resolved()})
+        return self.probe.witness(node, {n: f.axes for n, f in self._resolved()})
 
 
 def _is_pointwise(node: fx.Node) -> bool:

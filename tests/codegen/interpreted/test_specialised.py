@@ -12,7 +12,7 @@ import torch
 from frames import DOCUMENTS, LISTED, PROGRAMS, agree, bias, operands
 from torch import Tensor
 
-from attngraph.codegen.triton import apart, attempts, launch, schedule
+from attngraph.codegen.triton import attempts, isolated, launch, schedule
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
@@ -156,9 +156,9 @@ def test_where_it_does_not_run_the_classic_schedule_does(monkeypatch: pytest.Mon
 
     def require_specialised(kernel: object, arguments: Sequence[object], options: dict[str, int]) -> None:
         asked.append((len(arguments), options["num_warps"]))
-        raise apart.CompilationError("its compilation was ended by signal 11: stack dump")
+        raise isolated.CompilationError("its compilation was ended by signal 11: stack dump")
 
-    monkeypatch.setattr(apart, "require_specialised", require_specialised)
+    monkeypatch.setattr(isolated, "require_specialised", require_specialised)
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     for _ in range(2):
         agree("keep k <= q + 2", halves(), kernel=KERNEL)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from attngraph.codegen.triton import decode, emit, emit_backward, emit_decode, launch, launch_backward
-from attngraph.codegen.triton.apart import compile_apart
 from attngraph.codegen.triton.call import launch_options
 from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
 from attngraph.codegen.triton.emit_decode import DecodePlan
+from attngraph.codegen.triton.isolated import compile_isolated
 from attngraph.codegen.triton.plan import BackwardPlan, Plan
 
 _POINTERS = {
@@ -81,7 +81,7 @@ def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> U
         tuple(place for place, (name, kind) in enumerate(signature) if _is_aligned(name, kind)),
         target.backend, target.architecture, target.warp, tuple(launch_options(plan).items()),
     )  # fmt: skip
-    return compile_apart(request) if plan.blocks.specialised else compile_kernel(kernel, request)
+    return compile_isolated(request) if plan.blocks.specialised else compile_kernel(kernel, request)
 
 
 def _type(plan: Plan, name: str) -> str:

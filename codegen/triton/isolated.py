@@ -72,7 +72,7 @@ def _problem(
         "cuda", 10 * major + minor, 32, options,
     )  # fmt: skip
     try:
-        usage = compile_apart(request)
+        usage = compile_isolated(request)
     except CompilationError as problem:
         return str(problem)
     room = device.shared_memory(where)
@@ -90,7 +90,7 @@ def _fact(argument: Any, is_fixed: bool) -> tuple[str, bool]:
     return "i32" if -(1 << 31) <= argument < 1 << 31 else "i64", argument % 16 == 0 and not is_fixed
 
 
-def compile_apart(request: Request) -> Usage:
+def compile_isolated(request: Request) -> Usage:
     """Compile in another process, or say what an earlier one found.
 
     Raises:
