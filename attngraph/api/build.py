@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from attngraph import codegen, pipeline
 from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
 from attngraph.capture.captured import Captured, Structure
@@ -27,7 +26,8 @@ from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
-from attngraph.pipeline import Pass
+from attngraph.pipeline import Pass, Result, split_at
+from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
 from attngraph.report.entries import AttentionEntry, CacheEntry, KernelEntry
 from attngraph.report.report import CompileReport
@@ -43,7 +43,7 @@ class _Rewritten:
     """A captured call after the passes; `before` is the graph as it was captured, if it is kept."""
 
     captured: Captured
-    result: pipeline.Result
+    result: Result
     dump: Dump | None
     before: ProgramGraph | None
 
@@ -66,7 +66,7 @@ def _rewritten(
             captured = capturing.capture(target, args, kwargs, capturing.all_dimensions(args, kwargs))
         before = captured.graph.copy() if keep else None
         dump = None if options.dump is None else Dump(options.dump)
-        result = pipeline.run(captured.graph, passes, dump, options.progress)
+        result = run_passes(captured.graph, passes, dump, options.progress)
         return _Rewritten(captured, result, dump, before)
 
     first = attempt()
@@ -147,14 +147,14 @@ def derive_decoder(
         CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
     """
     start = time.perf_counter()
-    first, (_, *later) = pipeline.split_at(options.decoder_pipeline(), InsertKVCache.name)
+    first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
     made = _rewritten(target, (), arguments, options, first, config.proof)
     captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
     rest = (InsertKVCache(names.index(name), logits), *later)
     try:
-        last = pipeline.run(graph, rest, made.dump, options.progress)
+        last = run_passes(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
         if not result.missed:
             raise
@@ -223,6 +223,3 @@ def _place_of_logits(structure: Structure) -> int:
     if found is None:
         raise NoDecoderError("the model returns no tensor.")
     return found
-
-
-assert codegen  # imported for what it registers

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph import pipeline
 from attngraph.capture.captured import Captured
 from attngraph.capture.trace import capture
 from attngraph.capture.trace_lock import LOCK
@@ -28,6 +27,8 @@ from attngraph.ir.ops import nodes
 from attngraph.passes import DEFAULT_PIPELINE
 from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.convert_heads import ConvertHeads
+from attngraph.pipeline import run as run_passes
+from attngraph.pipeline import split_at
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.machine import Machine
 
@@ -163,14 +164,14 @@ def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
     captured = capture(model, (), given)
     graph = captured.graph
-    result = pipeline.run(graph, pipeline.split_at(DEFAULT_PIPELINE, AbsorbMLA.name)[0])
+    result = run_passes(graph, split_at(DEFAULT_PIPELINE, AbsorbMLA.name)[0])
     if result.missed:
         first = result.missed[0]
         raise ConversionError(
             f"the softmax at {first.source} is not recognised as attention: {first.reason}."
         )
     before = [node.meta["attention"] for node in graph.attentions()]
-    pipeline.run(graph, (ConvertHeads(kv_heads),))
+    run_passes(graph, (ConvertHeads(kv_heads),))
     written = [o for o in graph.outputs if o.kind != "value"]
     if written:
         raise ConversionError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")

@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from attngraph import pipeline
 from attngraph.errors import meant
 from attngraph.passes import PASSES, order
 from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
-from attngraph.pipeline import Pass
+from attngraph.pipeline import Pass, without
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
 __all__ = ["ABSORB", "BACKENDS", "Options", "make_options"]
@@ -44,8 +43,8 @@ class Options:
     def pipeline(self) -> tuple[Pass, ...]:
         """The passes of a model that keeps nothing."""
         if self.passes is not None:
-            return pipeline.without(self.passes, self.disable)
-        return pipeline.without(order(self.backend, self.absorb), self.disable)
+            return without(self.passes, self.disable)
+        return without(order(self.backend, self.absorb), self.disable)
 
     def decoder_pipeline(self) -> tuple[Pass, ...]:
         """The passes of a decoder; `InsertKVCache` is still to be told which argument and result it is about.
@@ -57,7 +56,7 @@ class Options:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
-        return pipeline.without(order(self.backend, self.absorb, decoder=True), self.disable)
+        return without(order(self.backend, self.absorb, decoder=True), self.disable)
 
 
 def make_options(
