@@ -40,7 +40,7 @@ TABLE_OPS_BY_RULE, TABLE_OPS = 8, 64
 """Ops that computed a tensor of known contents. With more than the first number, the tensor is described by
 its values if possible, else by the rules of its ops; with more than the second, by its values alone."""
 LISTED_PLACES = 16
-"""Entries of an index list that are compared with a position one by one. With more, it has no element rule."""
+"""Entries of an index list that are compared with a position one by one. Longer ones have no element rule."""
 ROUTING_OPS = 12
 """Largest distance, in ops, between a softmax and a top-k for the report to call the softmax a router. A
 top-k farther away is not mentioned."""
