@@ -4,9 +4,9 @@ compiled = attngraph.compile(model)      # nothing is traced yet
 y = compiled(x)                          # traced on the first call; same answer as model(x)
 print(compiled.report)                   # what was fused, what was not, and why not
 
-Importing this package loads nothing, not even torch: tools that must start fast (pytest, which imports our
-plugin in every run) can name it. The first use of a public name loads all of it and registers our ops and
-kernels with torch; so does `import attngraph.api`, for programs that only need the ops.
+Importing this package alone does not import torch, so that tools which import it (pytest, which loads
+attngraph's plugin in every run) start fast. The first use of a public name imports everything and registers
+attngraph's ops and kernels with torch. Programs that only need the ops can `import attngraph.api`.
 """
 
 import importlib
@@ -66,16 +66,16 @@ _WHERE = {
     "runtime.cache_config": ("CacheConfig",),
     "runtime.kv_cache": ("KVCache",),
 }  # fmt: skip
-"""The module of each public name: the imports above, for those who run the program."""
+"""The module of each public name: the imports above, as data for lazy loading."""
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _WHERE.items() for name in names}
 _MODULES = ("hf", "testing")
-"""Public modules that are there without being imported by name."""
+"""Public modules that are attributes of the package without an explicit import."""
 
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, the first time that it is asked for."""
+    """Load a public name on first use."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:

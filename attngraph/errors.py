@@ -1,4 +1,4 @@
-"""The errors that attngraph raises, each saying what was tried, what was found and what to do."""
+"""The errors that attngraph raises. Messages say what was tried, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known: what may be meant, or what there is."""
+    """The end of a message about an unknown name: the closest known name, or the list of known names."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}."
 
 
 class AttnGraphError(RuntimeError):
-    """Base of every error of attngraph's own."""
+    """Base class of attngraph's errors."""
 
 
 class CaptureError(AttnGraphError):
-    """A model that torch.export cannot capture. `reason` is torch's; `source` the user's line, if known;
-    `lasting`: no other call will fare better."""
+    """A model that torch.export cannot capture. `reason`: torch's; `source`: the line of the user's code, if
+    known; `lasting`: every other call would fail too."""
 
     def __init__(self, message: str, reason: str, source: str = "", lasting: bool = False) -> None:
         super().__init__(message)
@@ -27,15 +27,15 @@ class CaptureError(AttnGraphError):
 
 
 class NotFusedError(AttnGraphError):
-    """Under `strict=True`: something that looks like attention was left alone."""
+    """Under `strict=True`: something that looks like attention was not fused."""
 
 
 class VerificationError(AttnGraphError):
-    """A program graph breaks a rule of its level: a bug in a pass."""
+    """A program graph violates an invariant of its level: a bug in a pass."""
 
 
 class PassError(AttnGraphError):
-    """A pass that failed: a bug of ours. `name` is the pass, `file` the graph before it, if it could be
+    """A pass failed: a bug in attngraph. `name`: the pass; `file`: the graph before it, if it could be
     written."""
 
     def __init__(self, message: str, name: str, file: str = "") -> None:
@@ -44,7 +44,7 @@ class PassError(AttnGraphError):
 
 
 class NoDecoderError(AttnGraphError):
-    """No decoder can be derived from a model: says which operation is in the way, where, and why."""
+    """No decoder can be derived from a model: says which operation prevents it, where, and why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"no decoder can be derived from this model: {reason}")
@@ -52,16 +52,16 @@ class NoDecoderError(AttnGraphError):
 
 
 class ConversionError(AttnGraphError):
-    """A model's heads cannot be converted: says what is in the way, and where."""
+    """A model's heads cannot be converted: says what prevents it, and where."""
 
 
 class CacheError(AttnGraphError):
-    """A call of a decoder that its state cannot serve: too many tokens, rows that do not match."""
+    """A call of a decoder does not fit its state: too many tokens, or rows that do not match."""
 
 
 class DumpError(AttnGraphError):
-    """A dump that cannot be written, or read: says which file, and what is wrong with it."""
+    """A dump cannot be written or read: says which file, and what is wrong with it."""
 
 
 class TextError(AttnGraphError):
-    """The text of a graph that cannot be read: says which line, and what is wrong with it."""
+    """The text of a graph cannot be read: says which line, and what is wrong with it."""

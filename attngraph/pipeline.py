@@ -1,7 +1,7 @@
-"""Running passes: each one is timed, verified, recorded and, if asked, dumped.
+"""Runs passes: each one is timed, verified, recorded and, on request, dumped.
 
-A pass rewrites a program graph from one level to another and says what it did in words. It knows
-neither what came before it nor what comes after.
+A pass rewrites a program graph from one level to another and describes in notes what it did. It does not
+depend on which passes run before or after it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Outcome:
-    """What a pass did, in words, and which softmax-like places it left alone (`report.entries.Missed`).
+    """What a pass did, as notes, and which softmax-like places it left unfused (`report.entries.Missed`).
 
-    `obstacles`: symbolic sizes without which it might have done more, if they were numbers.
+    `obstacles`: symbolic sizes that prevented a rewrite which might be possible if they were numbers.
     """
 
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -40,7 +40,7 @@ class Outcome:
 class Pass(Protocol):
     """One rewrite. A frozen dataclass whose fields are its options.
 
-    `run` edits the graph in place. It may rely on level `requires`, and leaves level `yields`.
+    `run` edits the graph in place. It requires a graph at level `requires` and leaves it at level `yields`.
     """
 
     @property
@@ -57,7 +57,7 @@ class Pass(Protocol):
 
 @dataclasses.dataclass
 class Result:
-    """What a pipeline did. `captured` is the graph before it, as text."""
+    """The result of a pipeline. `captured` is the text of the graph before it."""
 
     captured: str = ""
     records: list[PassRecord] = dataclasses.field(default_factory=list)
@@ -67,8 +67,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Disabled:
-    """A pass that was asked not to run. The graph is declared to be at the level that it would yield, and is
-    held to that."""
+    """A pass that is skipped. The graph gets the level that the pass would yield and is verified at it."""
 
     step: Pass
 
@@ -89,13 +88,13 @@ class Disabled:
 
 
 def split_at(passes: Sequence[Pass], name: str) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
-    """The passes before the one of this name, and from it on."""
+    """The passes before the one of this name, and the passes from it on."""
     place = next(number for number, step in enumerate(passes) if step.name == name)
     return tuple(passes[:place]), tuple(passes[place:])
 
 
 def without(passes: Sequence[Pass], disabled: Collection[str]) -> tuple[Pass, ...]:
-    """The passes, those of these names disabled."""
+    """The passes, with those of the given names disabled."""
     return tuple(Disabled(step) if step.name in disabled else step for step in passes)
 
 
@@ -108,12 +107,12 @@ def run(
     """Run the passes in order on `graph`, in place.
 
     Args:
-        dump: where the graph is written after each pass that changed something.
-        progress: told the name of each pass as it starts.
+        dump: where the graph is written after each pass that changed it.
+        progress: called with the name of each pass as it starts.
 
     Raises:
         ValueError: a pass needs another level than the graph has, or cannot be disabled.
-        PassError: a pass failed, or left a graph that breaks its level's rules; the graph before it is
+        PassError: a pass failed, or left a graph that violates its level's invariants; the graph before it is
             written to a file, and the message has the command that runs the pass on it again.
     """
     head, text = format_file(graph)
@@ -153,8 +152,8 @@ def run(
 
 
 def _run_one(step: Pass, graph: ProgramGraph, text: str) -> tuple[Outcome, PassRecord, str, str]:
-    """Run and verify a pass on a graph that prints as `text`; what it says, its record, the new head and
-    text."""
+    """Run and verify a pass on a graph that prints as `text`. Returns its outcome, its record, and
+    the graph's new header and text."""
     start = time.perf_counter()
     before = graph.op_count()
     outcome = step.run(graph)
@@ -174,7 +173,7 @@ def _run_one(step: Pass, graph: ProgramGraph, text: str) -> tuple[Outcome, PassR
 def _failed(
     step: Pass, problem: Exception, head: str, text: str, graph: ProgramGraph, dump: Dump | None
 ) -> Exception:
-    """What is raised for a pass that failed, with the graph before it in a file."""
+    """The exception to raise for a failed pass; writes the graph before it to a file."""
     if isinstance(step, Disabled):
         return ValueError(f"{step.name} cannot be disabled for this model: {problem}")
     about = f"pass {step.name} failed: {type(problem).__name__}: {problem}"
@@ -192,7 +191,7 @@ def _failed(
 
 
 def _options(step: Pass) -> str:
-    """The pass's own options in words, where it has any."""
+    """The pass's own options as `name=value` pairs."""
     plain: Any = None if isinstance(step, Disabled) or not dataclasses.is_dataclass(step) else step
     fields = () if plain is None else dataclasses.fields(plain)
     return ", ".join(
@@ -201,7 +200,7 @@ def _options(step: Pass) -> str:
 
 
 def _trace_artifact(name: str, text: str) -> None:
-    """One artifact per pass, so that tlparse shows them."""
+    """Log the graph as a structured trace artifact, which tlparse shows."""
     torch._logging._internal.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"attngraph_{name}", "encoding": "string"},

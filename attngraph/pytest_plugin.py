@@ -3,8 +3,8 @@
     def test_my_attention_stays_fused(attn):
         attn.compile(MyModel().eval(), x).assert_fused(count=12, mask="causal")
 
-pytest loads this file in every run of everybody's tests, so it loads no torch before a test asks for the
-fixture. What can be asserted stands in `attngraph/testing.py`.
+pytest imports this file in every run wherever attngraph is installed, so torch is imported only when a test
+uses the fixture. The assertions are defined in `attngraph/testing.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attngraph.testing import Checked
 
 MOST_LINES = 60
-"""Of a graph in the report of a failing test."""
+"""The most lines of a graph in the report of a failing test."""
 _WRITTEN = pytest.StashKey[list[Path]]()
 _COMPILED = pytest.StashKey[list["Checked"]]()
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Attn:
-    """The fixture: compiles models and keeps what was compiled for the report of a failing test."""
+    """The fixture: compiles models, and keeps them for the report of a failing test."""
 
     def __init__(
         self, found: list[Checked], folder: Callable[[], Path], goldens: Path,
@@ -53,7 +53,7 @@ class Attn:
 
 @pytest.fixture
 def attn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Attn:
-    """Compile a model with attngraph and assert what became of its attention."""
+    """Compile models with attngraph and make assertions about their attention."""
     found: list[Checked] = []
     request.node.stash[_COMPILED] = found
     written = request.config.stash.setdefault(_WRITTEN, [])
@@ -76,7 +76,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _sections(checked: Checked, number: int) -> list[tuple[str, str]]:
-    """The report and the dumps of one compiled model, as sections of a test's report."""
+    """The report and the dumps of one compiled model, as sections of a test report."""
     title = f"attngraph, model {number}"
     found = [(f"{title}: report", str(checked.report))]
     for name, paths in checked.files.items():

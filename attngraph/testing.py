@@ -1,12 +1,12 @@
-"""Assertions about what attngraph makes of a model, for anybody's tests; no test framework is needed.
+"""Assertions about how attngraph compiles a model, for use in any test; no test framework is needed.
 
     checked = attngraph.testing.compile(model, x)        # compiles, runs once
     checked.assert_fused(count=12, mask="causal")
     checked.check("CHECK: softcap", after="fuse-attention")
 
-The pytest plugin (`attngraph/pytest_plugin.py`) hands out the same as the fixture `attn`. A failure says what
-was expected, what the report says, and what to do. Only what users see is looked at: the report, the dumps,
-the answers. Nothing here changes how a model is compiled.
+The pytest plugin (`attngraph/pytest_plugin.py`) provides the same as the fixture `attn`. A failure says what
+was expected, what the report says, and what to do. Only user-visible output is examined: the report, the
+dumps, the results. Nothing here changes how a model is compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.verify import compare, tensors_of
 
 MOST_LINES = 200
-"""Of a diff in a message."""
+"""The most lines of a diff or a graph in a message."""
 
 
 def compile(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Checked:
@@ -51,7 +51,7 @@ class Checked:
         report: what was fused, what was not, and why not.
         output: what the call returned.
         dumps: the graph as text after each pass that changed it, by the pass's name; `"capture"` is the graph
-            before all passes. Of a model that was captured in pieces, the graphs of all pieces.
+            before all passes. For a model captured in pieces, the graphs of all pieces.
         files: where the dumps were written.
     """
 
@@ -59,8 +59,8 @@ class Checked:
         self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path,
         goldens: Path, update: Callable[[Path], None] | None = None,
     ) -> None:  # fmt: skip
-        """`folder` takes the dumps, `goldens` holds golden files; `update`, if given, is told of each golden
-        file that is written anew instead of compared."""
+        """`folder`: for the dumps. `goldens`: the folder of golden files. `update`: if given, golden files
+        are written instead of compared, and it is called with the path of each."""
         self._model, self._call = model, (args, kwargs)
         self._goldens, self._update = goldens, update
         self._compiled = api.compile(model, dump=folder)
@@ -74,17 +74,17 @@ class Checked:
     def assert_fused(
         self, count: int | None = None, mask: str | None = None, program: str | None = None
     ) -> None:
-        """Attention was fused, as the report says it.
+        """Assert that attention was fused, according to the report.
 
         Args:
-            count: how many attentions are, of those with this mask and this program, if they are given;
-                whatever else looks like a softmax may be left alone. None: one or more, every one of them
-                with this mask and this program, and no softmax-like place was left alone.
-            mask: the mask in the report's words. program: the score program; blanks and line ends do not
-                matter.
+            count: the number of fused attentions with this mask and program (any, if not given); other
+                softmax-like places may be unfused. None: at least one, all of them with this mask and
+                program, and no softmax-like place was left unfused.
+            mask: the mask as the report describes it. program: the score program; whitespace and line ends do
+                not matter.
 
         Raises:
-            AssertionError: it is not so. ProgramError: `program` does not parse.
+            AssertionError: otherwise. ProgramError: `program` does not parse.
         """
         __tracebackhide__ = True
         found = self.report.attention
@@ -115,11 +115,11 @@ class Checked:
             )
 
     def assert_not_fused(self, reason: str | None = None) -> None:
-        """No attention was fused, and some softmax-like place was left alone; for `reason`, if it is given (a
-        part of the report's words).
+        """Assert that no attention was fused and that a softmax-like place was left unfused; if `reason` is
+        given, for a reason that contains this text.
 
         Raises:
-            AssertionError: it is not so.
+            AssertionError: otherwise.
         """
         __tracebackhide__ = True
         if self.report.attention:
@@ -137,12 +137,12 @@ class Checked:
             self._fail(f"expected a place left alone for the reason {reason!r}.", advice=_ACCEPT)
 
     def assert_close_to_eager(self) -> None:
-        """The answer is as exact as eager's: the error against float64 is at most twice eager's own, plus
-        rounding, with NaN in the same places (`attngraph/runtime/verify.py`). A function of tensors is
-        compared too, but what it closes over must not be floating: make it an nn.Module.
+        """Assert that the result is as exact as eager's: the error against float64 is at most twice eager's,
+        plus rounding, with NaN in the same places (`attngraph/runtime/verify.py`). A function may be compared
+        if it closes over no floating tensor; otherwise make it an nn.Module.
 
         Raises:
-            AssertionError: it is not so.
+            AssertionError: otherwise.
         """
         __tracebackhide__ = True
         model, (args, kwargs) = self._model, self._call
@@ -158,15 +158,14 @@ class Checked:
             )
 
     def check(self, checks: str, after: str | None = None) -> None:
-        """The dump after a pass satisfies `checks`, lines in FileCheck's syntax (`CHECK: text`,
+        """Assert that the dump after a pass satisfies `checks`, lines in FileCheck's syntax (`CHECK: text`,
         `CHECK-NEXT:`, `CHECK-NOT:`, `CHECK-DAG:`, `CHECK-COUNT-2:`, `{{regex}}`, `[[name:regex]]`).
 
         Args:
-            after: the name of a pass; if it changed nothing, the graph that it left is looked at. None: the
-                last.
+            after: the name of a pass, even if it changed nothing. None: the last.
 
         Raises:
-            AssertionError: it does not. ValueError: there is no such pass, or a line is no check.
+            AssertionError: otherwise. ValueError: there is no such pass, or a line is not a check.
             ImportError: the package `filecheck` is missing.
         """
         __tracebackhide__ = True
@@ -181,12 +180,12 @@ class Checked:
         )
 
     def golden(self, name: str | Path, after: str | None = None) -> None:
-        """The whole graph after a pass is as written down in a file, but for what varies between machines and
-        runs (`without_what_varies`).
+        """Assert that the whole graph after a pass equals a golden file, except for details that vary between
+        machines and runs (`without_what_varies`).
 
         Args:
             name: the file is `golden/<name>.txt` beside the test (without pytest: in the current folder). A
-                `Path` is taken as it is.
+                `Path` is used unchanged.
             after: as for `check`.
 
         Raises:
@@ -213,7 +212,7 @@ class Checked:
             )
 
     def dump(self, after: str | None = None) -> tuple[str, str]:
-        """The name of the last pass up to `after` (None: of all) that changed the graph, and the graph then.
+        """The last pass up to `after` (None: of all) that changed the graph: its name and the graph after it.
 
         Raises:
             ValueError: there is no such pass.
@@ -244,9 +243,8 @@ _ACCEPT = (
 
 
 def without_what_varies(text: str) -> str:
-    """A dump without what differs from run to run or machine to machine: neither line numbers (a comment in
-    the model may move them) nor rounding errors nor torch's own numbers of sizes, nor which of the CPU's
-    kernels there is (one needs a compiler)."""
+    """A dump without details that vary between runs or machines: line numbers (a comment in the model may
+    shift them), rounding errors, torch's numbering of sizes, and the CPU kernel (one needs a compiler)."""
     text = re.sub(r"(# \S+\.py|at \S+\.py):\d+", r"\1", text)
     text = re.sub(r"max error \S+\)", "max error ...)", text)
     text = re.sub(r"\bs\d+=", "s=", text)
@@ -255,7 +253,7 @@ def without_what_varies(text: str) -> str:
 
 
 def _repeats(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether two calls answer alike, so far as rounding goes."""
+    """Whether two calls give the same results, up to rounding."""
     with torch.no_grad():
         one, two = (tensors_of(model(*args, **kwargs)) for _ in range(2))
     return all(comparison.compare(a, b, elementwise(1e-2)).holds for a, b in zip(one, two, strict=False))
@@ -268,7 +266,7 @@ def _canonical(entry: AttentionEntry) -> str:
 def _difference(
     found: Iterable[AttentionEntry], fitting: Iterable[AttentionEntry], mask: str | None, program: str | None
 ) -> str:
-    """How the first attention that does not fit differs from what was expected."""
+    """How the first attention that does not match differs from what was expected."""
     kept = {id(e) for e in fitting}
     other = next((e for e in found if id(e) not in kept), None)
     if other is None or (mask is None and program is None):

@@ -1,6 +1,6 @@
-"""The composition root: what a user calls, and what puts capture, passes, kernels and runtime together.
+"""The functions that users call; they combine capture, passes, kernels and runtime.
 
-Importing it registers our ops and kernels with torch.
+Importing this package registers attngraph's ops and kernels with torch.
 """
 
 from attngraph.api import compile as compile

@@ -1,6 +1,6 @@
-"""Which pass makes a model answer otherwise: compile it with more and more of the passes, and compare each.
+"""Finds the pass that changes a model's results: compiles it with more and more passes, and compares each.
 
-For when a compiled model and the eager one disagree; uses what `compile` itself uses.
+For use when a compiled model and the eager one disagree. It compiles in the same way as `compile`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from attngraph.runtime.verify import Agreement, compare
 
 @dataclasses.dataclass(frozen=True)
 class BisectionStep:
-    """The model after one pass (`name`; "capture" for none): how it compares with eager, or how the pass
-    failed."""
+    """The model compiled up to the pass `name` ("capture": no pass): how its results compare with eager, or
+    how the pass failed."""
 
     name: str
     agreement: Agreement | None
@@ -37,7 +37,7 @@ class BisectionStep:
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """The steps up to the first one that does not hold, which is `culprit` ("" if all hold)."""
+    """The steps up to the first that disagrees with eager or fails, the `culprit` ("" if there is none)."""
 
     steps: tuple[BisectionStep, ...]
 
@@ -60,10 +60,10 @@ def bisect(
     options: Options | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Bisection:
-    """Find the first pass after which `model(*args)` is no longer what eager gives.
+    """Find the first pass after which `model(*args)` differs from eager.
 
-    The model is captured anew for each pass and run with the passes up to it, in eval or train mode as it
-    is, without gradients. Each answer is held to the rule of `runtime/verify.py`.
+    For each pass the model is captured again and run with the passes up to it, in its current mode (eval or
+    train), without gradients. Results are compared by the rule of `runtime/verify.py`.
 
     Raises:
         CaptureError: the model cannot be captured whole.

@@ -1,7 +1,8 @@
-"""From one call of a model to what runs it: capture, passes, kernels, and the report of all three.
+"""Builds executables from one call of a model: capture, passes, kernels, and the report of all three.
 
-`compile_graph` makes what serves calls like this one; `derive_decoder` makes a decoder's step, and proves it
-against the whole model. Which graph serves which call is decided elsewhere (`compiled`, `runtime/decoder`).
+`compile_graph` makes an executable for calls like this one; `derive_decoder` makes a decoder's step and
+checks it against the whole model. Which graph is used for which call is decided elsewhere (`compiled`,
+`runtime/decoder`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from attngraph.runtime.step import Step
 
 @dataclasses.dataclass
 class _Rewritten:
-    """A captured call after the passes; `before` is the graph as it was captured, if it is kept."""
+    """A captured call after the passes; `before` is the captured graph, if it was asked for."""
 
     captured: Captured
     result: Result
@@ -52,8 +53,8 @@ def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False,
 ) -> _Rewritten:  # fmt: skip
-    """Capture one call and run the passes; where a symbolic size was in the way of a pass, or of torch, once
-    more with that size as a number."""
+    """Capture one call and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
+    again with that size as a number."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
@@ -87,8 +88,8 @@ def compile_graph(
     """Capture one call of `target`, run the passes, and make it executable.
 
     Raises:
-        CaptureError: torch.export cannot follow it. NotFusedError: under `strict`, something that looks
-            like attention was left alone. DumpError: the dump cannot be written.
+        CaptureError: torch.export cannot capture it. NotFusedError: under `strict`, something that looks
+            like attention was not fused. DumpError: the dump cannot be written.
     """
     start = time.perf_counter()
     made = _rewritten(target, args, kwargs, options, options.pipeline())
@@ -113,7 +114,7 @@ def compile_graph(
 
 
 def _owner(target: Callable[..., Any]) -> nn.Module:
-    """The module that parameter names are looked up in: the wrapper's names, without the wrapper."""
+    """The module in which parameter names are looked up: a holder with the names of capture's wrapper."""
     holder = nn.Module()
     if isinstance(target, nn.Module):
         holder.model = target
@@ -124,7 +125,7 @@ def _owner(target: Callable[..., Any]) -> nn.Module:
 
 
 def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
-    """What computes a graph: itself, or what Inductor makes of it."""
+    """Returns the function that computes a graph: its module, or that compiled by Inductor."""
 
     def run(graph: ProgramGraph) -> Callable[..., Any]:
         if not options.inductor:
@@ -144,7 +145,7 @@ def derive_decoder(
     """Capture `target(**arguments)` and derive a decoder for its argument `name`.
 
     Raises:
-        CaptureError: torch.export cannot follow the model. NoDecoderError: says what is in the way.
+        CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
     start = time.perf_counter()
     first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
@@ -188,15 +189,15 @@ def derive_decoder(
 
 
 def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
-    """What the report says of each attention."""
+    """The report's entries, one for each attention."""
     for part in (*graph.stages.values(), graph):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
             yield dataclasses.replace(node.meta["attention"], kernel=_kernel(node))
 
 
 def _kernel(node: fx.Node) -> KernelEntry:
-    """The kernel of an attention, with what is emitted for it. Where kernels are chosen at each call: the one
-    for rows that bring one new token."""
+    """The kernel of an attention, with its emitted source. Where the kernel is chosen at each call, the one
+    for rows with one new token."""
     chosen = "", ""
     match nodes.called(node.target, fx.node.map_arg(node.args, lambda n: n.meta["val"]), {}):  # type: ignore[arg-type]
         case nodes.Attention(q=q, k=k, v=v, kernel=name) as found:
@@ -212,7 +213,7 @@ def _kernel(node: fx.Node) -> KernelEntry:
 
 
 def _place_of_logits(structure: Structure) -> int:
-    """The number, among the tensors that a model returns, of its logits: the entry of that name, else the
+    """The index of the logits among the tensors that a model returns: the entry named "logits", else the
     first."""
     places = [value if kind == "tensor" else None for kind, value in structure.leaves]
     result = unflatten(places, structure.tree)

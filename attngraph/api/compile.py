@@ -1,4 +1,4 @@
-"""The front door: `attngraph.compile` and `attngraph.explain`."""
+"""The main entry points: `attngraph.compile` and `attngraph.explain`."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def compile(
     dump: str | Path | None = None, passes: Sequence[Pass] | None = None, absorb: str = "auto",
     disable: Sequence[str] = (), cache: bool | CacheConfig = False,
 ) -> CompiledModule | Decoder:  # fmt: skip
-    """A module with the same answers as `model`, in which every attention runs as one fused op.
+    """Returns a module with the same results as `model`, in which attention runs as fused ops.
 
-    Nothing is traced yet: the first call traces, and so does a later one that no graph at hand serves.
+    Nothing is traced yet: the first call traces, and so does every call that no existing graph accepts.
 
     Args:
         model: any nn.Module or function of tensors.
         backend: "auto" (the best kernel for the device), "cpu", "triton" or "reference".
-        inductor: compile what is not attention with Inductor as well.
-        strict: raise where the model cannot be captured whole, or where something that looks like
-            attention is left alone.
+        inductor: compile everything except attention with Inductor.
+        strict: raise if the model cannot be captured whole, or if something that looks like attention is not
+            fused.
         dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
         passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`.
-        absorb: for attention whose keys and values are made from one narrow value per token (MLA): "auto"
-            writes keys and values out or multiplies queries and results instead, whichever is cheaper at each
-            call; "always" and "never" do one of the two.
-        disable: names of passes that are not to run, such as "merge-heads".
-        cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and keeps what
+        absorb: for attention whose keys and values are projected up from one narrow vector per token (MLA):
+            "always" applies the projections to queries and results instead, "never" to keys and values,
+            "auto" does whichever is cheaper at each call.
+        disable: names of passes that are skipped, such as "merge-heads".
+        cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
 
     Returns:
@@ -72,12 +72,12 @@ def compile(
     config = CacheConfig() if cache is True else cache
     if not isinstance(config, CacheConfig):
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
-    options.decoder_pipeline()  # says what does not go together with a cache
+    options.decoder_pipeline()  # raises for options that cannot be combined with a cache
     return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
-    """The report of compiling `model` for this call; nothing is run on it afterwards, nothing kept.
+    """The report of compiling `model` for this call; the compiled graph is discarded.
 
     Raises:
         CaptureError: the model cannot be captured whole and running it in pieces failed too.

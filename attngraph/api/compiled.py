@@ -1,7 +1,7 @@
-"""The module that `attngraph.compile` returns: which traced graph serves a call, and when to trace anew.
+"""The module that `attngraph.compile` returns: it selects a traced graph for each call, or traces a new one.
 
-A small number of graphs is kept, the least used go first. Where torch.export cannot capture the model,
-torch.compile captures it in pieces and hands each to us.
+A limited number of graphs is kept; the least recently used are dropped. If torch.export cannot capture the
+model, torch.compile captures it in pieces, and each is compiled by attngraph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attngraph.runtime.executable import Executable
 
 log = logging.getLogger(__name__)
 ALWAYS = "always"
-"""The key of a model that is captured in pieces whatever it is called with."""
+"""The key for a model that must be captured in pieces for every call."""
 
 
 class CompiledModule(nn.Module):
@@ -60,7 +60,7 @@ class CompiledModule(nn.Module):
 
     @property
     def report(self) -> CompileReport:
-        """What was done, over all graphs kept (the latest graph's entries first)."""
+        """What was done, for all graphs kept (the latest graph's entries first)."""
         graphs = [g for kept in reversed(self._graphs.values()) for g in reversed(kept)]
         pieces = [p.report() for p in self._pieces.values()]
         latest = [graphs[0].report] if graphs else []
@@ -88,7 +88,7 @@ class CompiledModule(nn.Module):
         try:
             result = self._pieces[where](*args, **kwargs)
         except Exception:
-            self._pieces.pop(where, None)  # a call that fails says nothing about the next one
+            self._pieces.pop(where, None)  # the failure may be specific to this call
             raise
         if self._options.dump is not None:
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
@@ -103,8 +103,8 @@ class CompiledModule(nn.Module):
     def _trace(
         self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Executable | None:
-        """Trace for this call and keep the graph; None where the model must be captured in pieces."""
-        # The trace is no part of the computation that saved-tensor hooks around us watch.
+        """Trace for this call and keep the graph; None if the model must be captured in pieces."""
+        # The caller's saved-tensor hooks must not see the tensors of the trace.
         with LOCK.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             found = self._find(key, tensors)
             if found is not None:
@@ -154,7 +154,7 @@ class CompiledModule(nn.Module):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the model and the options; graphs are traced anew."""
+        """Copies and pickles contain the model and the options; graphs are traced again."""
         state = dict(self.__dict__)
         for name in ("_graphs", "_pieces"):
             state.pop(name, None)
@@ -168,11 +168,11 @@ class CompiledModule(nn.Module):
 
 
 def _is_transformed() -> bool:
-    """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the
-    model's own operations. The model then runs as it is, inside that."""
+    """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the model's
+    own operations. The original model is then run instead."""
     if LOCK.traces_here():
         return True
-    # Torch's flags are for the whole process: while another thread traces they say nothing about us.
+    # Torch's flags are process-wide: while another thread traces, they tell nothing about this one.
     elsewhere = LOCK.is_tracing()
     return (
         (not elsewhere and (torch.compiler.is_exporting() or torch.compiler.is_compiling()))
@@ -198,7 +198,7 @@ def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _with_remarks(report: CompileReport) -> CompileReport:
-    """The report, with what came up in running the kernels since."""
+    """The report, with the kernels' remarks from running since."""
 
     def told(entry: AttentionEntry) -> AttentionEntry:
         kernel = KERNELS.get(entry.kernel.name)

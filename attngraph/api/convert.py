@@ -1,9 +1,8 @@
-"""`attngraph.convert_heads`: a model on fewer key/value heads, and how far its answers move.
+"""`attngraph.convert_heads`: converts a model to fewer key/value heads, and measures how its results change.
 
-The converted model is a module of its own: a copy of the model whose projections of keys and values hold the
-pooled rows, and the rewritten graph as its forward. It can be trained further (what the conversion loses is
-mostly won back so: Ainslie et al. 2023, section 3), compiled, and given a cache, which is smaller by the
-same factor as the heads.
+The converted model is a separate module: a copy of the model with pooled key and value projections, and the
+rewritten graph as its forward. It can be trained further, which recovers most of the lost quality (Ainslie et
+al. 2023, section 3), compiled, and given a cache, which shrinks by the same factor as the heads.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ SAMPLE_ROWS, SAMPLE_TOKENS = 2, 32
 class HeadsReport:
     """What a conversion did. Pairs are (before, after).
 
-    `heads`: key/value heads of each attention before, in order, and `kv_heads` after. `cache_bytes`: keys and
-    values of one token. On the sample: `kl`, the mean Kullback-Leibler divergence of the converted model's
-    distribution from the model's, in nats, and `top1`, the share of places where both rank the same result
-    first; None where the result is no tensor of logits.
+    `heads`: key/value heads of each attention before, in order; `kv_heads`: after. `cache_bytes`: size of one
+    token's keys and values. On the sample: `kl`, the mean Kullback-Leibler divergence of the converted
+    model's distribution from the model's, in nats, and `top1`, the share of positions where both have the
+    same most likely token; None if the result is not a tensor of logits.
     """
 
     heads: tuple[int, ...]
@@ -73,7 +72,7 @@ def _several(numbers: Sequence[int]) -> str:
 
 
 class ConvertedModel(nn.Module):
-    """What `convert_heads` returns. It takes the arguments that it was converted with, of any size.
+    """What `convert_heads` returns. It takes the same arguments as the sample call, of any size.
 
     Attributes:
         report: what was done.
@@ -122,7 +121,7 @@ class ConvertedModel(nn.Module):
 
 
 def _named_like(model: nn.Module, converted: ConvertedModel) -> Any:
-    """A forward with the signature of the model's."""
+    """A forward with the signature of the model's forward."""
     signature = inspect.signature(model.forward)
     run = converted._run
 
@@ -140,21 +139,21 @@ def _named_like(model: nn.Module, converted: ConvertedModel) -> Any:
 
 @LOCK.trace()
 def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -> ConvertedModel:
-    """The model with `kv_heads` key/value heads in every attention: each the mean of a group's projections.
+    """Convert every attention to `kv_heads` key/value heads: the mean of each group's projections.
 
     Args:
-        model: any module whose attentions are all recognised; it is left as it is. What it does in its
-            present mode (train, eval) is converted.
-        inputs, named: a sample call. Without one, token ids `[2, 32]` are drawn from the model's first
-            embedding. The converted model takes calls of this kind.
+        model: any module whose attentions are all recognised; it is not modified. It is converted in its
+            current mode (train or eval).
+        inputs, named: a sample call; the converted model takes calls of this kind. Without one, random token
+            ids `[2, 32]` of the model's first embedding are used.
         kv_heads: must divide the number of key/value heads of every attention.
 
     Returns:
-        A module with weights of its own, and `.report`.
+        A module with its own weights, and `.report`.
 
     Raises:
         ConversionError: something cannot be converted; says what, and where. CaptureError: torch.export
-            cannot follow the model.
+            cannot capture the model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_heads takes an nn.Module, found {type(model).__name__}.")
@@ -206,8 +205,8 @@ def _sample(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def _pool_weights(model: nn.Module, graph: ProgramGraph) -> None:
-    """Give the model the means of its heads' weights as parameters, and the graph these in place of the stage
-    that computes them."""
+    """Replace the weights stage, which computes the pooled weights, by new parameters of the model with its
+    results."""
     stage = graph.stages.pop(Rate.WEIGHTS, None)
     if stage is None:
         return

@@ -1,4 +1,4 @@
-"""How to compile: what `attngraph.compile` was asked for, and the passes that follow from it."""
+"""The options of `attngraph.compile`, and the passes that they select."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ABSORB", "BACKENDS", "Options", "make_options"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to compile; see `attngraph.compile`."""
+    """Compile options; see `attngraph.compile`."""
 
     backend: str = "auto"
     inductor: bool = False
@@ -32,7 +32,7 @@ class Options:
     disable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        AbsorbMLA(self.absorb)  # says what is wrong with it, if anything is
+        AbsorbMLA(self.absorb)  # raises if the value is invalid
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
         known = [step.name for step in (*(self.passes or ()), *PASSES)]
@@ -41,16 +41,16 @@ class Options:
                 raise ValueError(f"there is no pass {name!r} to disable; {meant(name, known)}")
 
     def pipeline(self) -> tuple[Pass, ...]:
-        """The passes of a model that keeps nothing."""
+        """The passes for a model without a cache."""
         if self.passes is not None:
             return without(self.passes, self.disable)
         return without(order(self.backend, self.absorb), self.disable)
 
     def decoder_pipeline(self) -> tuple[Pass, ...]:
-        """The passes of a decoder; `InsertKVCache` is still to be told which argument and result it is about.
+        """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
 
         Raises:
-            ValueError: passes of the caller's own, or a decoder without what makes it one.
+            ValueError: custom passes were given, or `InsertKVCache` is disabled.
         """
         if self.passes is not None:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
@@ -64,7 +64,7 @@ def make_options(
     passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
     absorb: str = "auto", disable: Sequence[str] = (),
 ) -> Options:  # fmt: skip
-    """The options as a caller writes them.
+    """Options from the arguments of `attngraph.compile`.
 
     Raises:
         ValueError: an unknown backend, pass or value of `absorb`.

@@ -1,6 +1,6 @@
-"""The plug behind `torch.compile(model, backend="attngraph", options={...})`, and its errors.
+"""The backend for `torch.compile(model, backend="attngraph", options={...})`, and its errors.
 
-torch.compile cuts the model into graphs; each is compiled here as a model of its own.
+torch.compile splits the model into graphs; each is compiled here as a separate model.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _OF_THE_BACKEND: dict[str, tuple[tuple[type, ...], str]] = {
     "absorb": ((str,), f"one of {', '.join(ABSORB)}"),
     "disable": ((list, tuple), "a list of names of passes"),
 }
-"""What `torch.compile(model, backend="attngraph", options={...})` takes: types, and the same in words."""
+"""The options of `torch.compile(model, backend="attngraph", options={...})`: types, and a description."""
 
 
 def dynamo_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Callable[..., Any]:
-    """The backend behind `torch.compile(model, backend="attngraph")`.
+    """The backend function for `torch.compile(model, backend="attngraph")`.
 
     Args:
         options: the keyword arguments of `attngraph.compile`, except `strict` and `cache`.
 
     Raises:
-        TypeError, ValueError: an option that there is not, or a value that it does not take.
+        TypeError, ValueError: an unknown option, or an invalid value.
     """
     chosen = make_options(**_checked({**(options or {}), **kwargs}))
     return PartialGraph(module, functools.partial(CompiledModule, options=chosen, pieces=False))
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the torch.compile backend, or an error that says which is wrong and what there is."""
+    """The validated options of the backend; an error names the invalid option and the valid ones."""
     accepted = "; ".join(f"{name}: {words}" for name, (_, words) in _OF_THE_BACKEND.items())
     for name, value in options.items():
         if name not in _OF_THE_BACKEND:

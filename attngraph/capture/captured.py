@@ -1,4 +1,4 @@
-"""What a trace gives: a program graph, how its results go back together, and the sizes it is valid for."""
+"""The result of a trace: a program graph, the structure of its results, and the sizes it is valid for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """How a call's results go back together: the tree, and for each leaf either the position of a
-    tensor among the graph's values, a size to be worked out, or a fixed value."""
+    """The structure of a call's results: the tree, and for each leaf either the position of a tensor among
+    the graph's values, a size to be computed, or a fixed value."""
 
     tree: TreeSpec
     leaves: tuple[tuple[str, Any], ...]
@@ -21,7 +21,7 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A program graph, how its results go back together, and when it is valid.
+    """A program graph, the structure of its results, and the argument shapes.
 
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument.
     """
@@ -31,7 +31,7 @@ class Captured:
     shapes: tuple[tuple[Any, ...], ...]
 
     def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
-        """The dimensions of the arguments, (argument, dimension), that these symbolic sizes stand for."""
+        """The dimensions, (argument, dimension), whose extents involve these symbolic sizes."""
         names = set(sizes)
         return frozenset(
             (argument, dim)

@@ -1,7 +1,7 @@
 """From torch's exported program to our program graph.
 
-What an ExportedProgram says in its signature, its shape environment and its higher-order regions, said
-in the terms of `ir/graph/program_graph.py`: inputs by what they stand for, writes as results, sizes as
+Translates the signature, the shape environment and the higher-order regions of an ExportedProgram to the
+terms of `ir/graph/program_graph.py`: inputs by what they stand for, writes as results, guards on sizes as
 conditions.
 """
 
@@ -33,12 +33,12 @@ _WRITTEN_OUT = frozenset(
         "isreal", "diag",
     }
 )  # fmt: skip
-"""Ops that torch itself only writes down as others; the same computation, in eager too."""
+"""Ops that are aliases or plain compositions of other ops, in eager mode too."""
 
 
 def hints(arguments: Sequence[fx.Node], computed: Iterable[fx.Node] = ()) -> dict[str, int]:
-    """The sizes of the example inputs, by symbol. One that data decide (how many tokens a mask selects) is
-    not known before the graph runs; it is taken to be as large as the largest of the others."""
+    """The sizes of the example inputs, by symbol. A data-dependent size (how many tokens a mask selects) is
+    unknown before the graph runs; its hint is the largest of the other sizes."""
     extents = [s for n in arguments for s in n.meta["val"].shape if not isinstance(s, int)]
     found = {str(s.node.expr): int(s.node.hint) for s in extents if s.node.expr.is_Symbol}
     largest = max((int(s) for n in arguments for s in n.meta["val"].shape if isinstance(s, int)), default=1)
@@ -57,13 +57,13 @@ def size_of(value: Any) -> Any:
 
 
 def shape_env(arguments: Sequence[fx.Node]) -> Any:
-    """What torch knows about the symbolic sizes of these inputs; None if there are none."""
+    """Torch's shape environment of these inputs; None if there is none."""
     modes = [getattr(n.meta["val"], "fake_mode", None) for n in arguments]
     return next((m.shape_env for m in modes if m is not None), None)
 
 
 def conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Iterator[Any]:
-    """Every relation between sizes that the trace took for granted."""
+    """Every relation between sizes that the trace assumes."""
     env = shape_env(arguments)
     if env is None:
         return
@@ -80,8 +80,8 @@ def conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Iterat
 
 
 def inline_grad_regions(module: fx.GraphModule) -> None:
-    """Put the body of every `with torch.no_grad()` region in the graph itself; its results are
-    detached, which is all that the region means for a pure function."""
+    """Inline the body of every `with torch.no_grad()` region and detach its results, which has the same
+    effect in a pure function."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
             continue
@@ -106,7 +106,7 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
 
 @functools.cache
 def written_out() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of ops that are other names, or compositions, of ops with element rules."""
+    """Decompositions of the ops that are aliases or compositions of ops with element rules."""
     known = torch.export.default_decompositions()
     return {op: known[op] for op in known if _is_written_out(str(op))}
 
@@ -117,15 +117,15 @@ def _is_written_out(op: str) -> bool:
 
 
 def inline_vmap(program: ExportedProgram) -> None:
-    """Trace a program through the levels of torch.vmap that torch.export wrote down as they were entered
-    and left, so that what is left are ops on whole batches. Does nothing where there are none."""
+    """Trace a program again if torch.export recorded entering and leaving levels of torch.vmap, so that only
+    ops on whole batches remain."""
     old = program.graph_module
     if not any(_enters_vmap(n) for n in old.graph.nodes):
         return
     inputs = list(old.graph.find_nodes(op="placeholder"))
     values = [n.meta["val"] for n in inputs]
     mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
-    # The dispatcher of Python takes composite ops apart; what C++ does instead may make numbers of sizes.
+    # The Python dispatcher decomposes composite ops; the C++ one may specialise symbolic sizes to numbers.
     with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher():
         run = fx.Interpreter(old).run
         new = make_fx(lambda *given: run(*given), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
@@ -141,7 +141,7 @@ def inline_vmap(program: ExportedProgram) -> None:
 
 
 def _enters_vmap(node: fx.Node) -> bool:
-    """Whether the node enters or leaves a level of torch.vmap, on which all in between depends."""
+    """Whether the node enters or leaves a level of torch.vmap, which affects every node in between."""
     return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
@@ -155,10 +155,10 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
-    """The exported graph with what its inputs and results stand for; `owner` has the buffers.
+    """The exported graph with descriptions of its inputs and results; `owner` has the buffers.
 
     Raises:
-        CaptureError: an input or a result of a kind that an executable cannot feed or write back.
+        CaptureError: an executable cannot feed an input, or write back a result, of this kind.
     """
     kinds = {
         "PARAMETER": "parameter",
@@ -217,7 +217,7 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
 
 
 def _wants_gradient(buffer: Tensor) -> bool:
-    """Whether a buffer is as good as a parameter here: a formula of its values would give it no gradient."""
+    """Whether a buffer needs a gradient, which a formula derived from its values would not give it."""
     return buffer.requires_grad and torch.is_grad_enabled()
 
 

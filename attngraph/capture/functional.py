@@ -1,9 +1,9 @@
-"""A traced program without writes and composite views, where possible without tracing it a second time.
+"""Removes in-place ops and composite views from a traced program, if possible without a second trace.
 
-`ExportedProgram.run_decompositions({})` gives that for every program, by two more traces, and takes as long
-as the first one. Most programs need far less: ops that only make views (`flatten`, `mT`, `chunk`) can be
-taken apart while the first trace is written, and a write to a tensor that shares its memory with nothing
-else is the op without the write. Whatever is not of this kind still goes through torch. Used by `trace.py`.
+`ExportedProgram.run_decompositions({})` does that for every program, but traces it twice more, which takes as
+long as the first trace. Most programs need far less: ops that only make views (`flatten`, `mT`, `chunk`) can
+be decomposed during the first trace, and a write to a tensor without aliases can be replaced by the
+functional op. All other programs still go through torch. Used by `trace.py`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from attngraph.ir.graph.program_graph import may_alias
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _FRESH = frozenset({aten.matmul.default, aten.linear.default, aten.softmax.int, aten.log_softmax.int})
-"""Composite ops whose results share no memory with their operands; the schemas of such ops need not say."""
+"""Composite ops whose results never alias their operands, which their schemas do not state."""
 
 
 @contextlib.contextmanager
 def views_taken_apart() -> Iterator[None]:
-    """Let torch.export write the ops that composite views consist of, not the views."""
+    """Let torch.export decompose composite views while it traces."""
     traced = functools.partial(make_fx, decomposition_table=_composite_views())
     with replaced("torch.export._trace", "make_fx", traced):
         yield
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """The program as a pure function of its inputs, in which composite ops that are functions stay whole.
-    May change the program that is given."""
+    """The program as a pure function of its inputs; composite ops without side effects are not decomposed.
+    May modify the given program."""
     found = _Writes(program)
     if not found.are_plain():
         taken_apart: ExportedProgram = program.run_decompositions(written_out())
@@ -65,7 +65,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
 
 @functools.cache
 def _composite_views() -> dict[Any, Callable[..., Any]]:
-    """What composite ops that may return a view of an operand consist of."""
+    """Decompositions of the composite ops that may return a view of an operand."""
     found: dict[Any, Callable[..., Any]] = {}
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
         space, _, overload = name.partition("::")
@@ -81,15 +81,15 @@ def _composite_views() -> dict[Any, Callable[..., Any]]:
 
 
 class _Writes:
-    """The ops of a program that write, each with the op that computes what it writes (`pure`)."""
+    """The in-place ops of a program, each with its functional form (`pure`)."""
 
     def __init__(self, program: ExportedProgram) -> None:
         self.program = program
         self.pure: dict[fx.Node, Any] = {}
-        # whose memory a value lies in: that of the op that made it, or of an input; and what lies there
+        # The op or input that allocated each value's memory, and all values in the same memory.
         self._roots: dict[fx.Node, fx.Node] = {}
         self._sharing: dict[fx.Node, list[fx.Node]] = {}
-        # what writes to a value returns is another version of the same value
+        # The result of an in-place op is a new version of the value that it writes to.
         self._originals: dict[fx.Node, fx.Node] = {}
         self._place = {node: place for place, node in enumerate(program.graph.nodes)}
 
@@ -97,13 +97,13 @@ class _Writes:
         return self._place[user] > self._place[node]
 
     def versions(self, write: fx.Node) -> list[fx.Node]:
-        """The other names of the value that is written to."""
+        """The other nodes that stand for the value that is written to."""
         original, sharing = self._originals[write], self._sharing[self._roots[write]]
         return [node for node in sharing if node is not write and self._originals[node] is original]
 
     def are_plain(self) -> bool:
-        """Whether nothing is in the program that torch has to work out; finds `pure`. The casts of autocast
-        come in by a second trace."""
+        """Whether every write can be replaced without torch's functionalisation; fills `pure`. False under
+        autocast, whose casts appear only in a second trace."""
         if torch._C._is_any_autocast_enabled():
             return False
         if any("MUTATION" in spec.kind.name for spec in self.program.graph_signature.output_specs):
@@ -140,8 +140,8 @@ class _Writes:
         self._sharing.setdefault(root, []).append(node)
 
     def _is_plain(self, write: fx.Node) -> bool:
-        """Whether the program made the tensor that is written to, nothing that shares its memory is used
-        later, and what computes the same without writing lays it out in the same way."""
+        """Whether the program itself made the written tensor, no alias of it is used later, and the
+        functional op's result has the same layout."""
         root = self._roots[write]
         others = [n for n in self._sharing[root] if self._originals[n] is not self._originals[write]]
         if not _is_fresh(root) or any(self.is_after(write, user) for n in others for user in n.users):
@@ -151,7 +151,7 @@ class _Writes:
 
 
 def _pure(op: torch._ops.OpOverload) -> Any:
-    """The function of the same operands, for an op that writes its result to the first one."""
+    """The functional form of an op that writes its result to its first operand."""
     name = op._schema.name.removeprefix("aten::")
     pure = getattr(getattr(aten, name.removesuffix("_"), None), op._overloadname, None)
     if pure is None or pure._schema.is_mutable:
@@ -169,7 +169,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether the value was made by this very op, in memory of its own."""
+    """Whether this op allocated its result in new memory."""
     op = node.target
     if op is operator.getitem:
         return _is_fresh(node.args[0])  # type: ignore[arg-type]
@@ -190,5 +190,5 @@ def _is_composite(op: torch._ops.OpOverload) -> bool:
 
 
 def _hides_a_write(op: torch._ops.OpOverload) -> bool:
-    """Whether torch takes the op apart although its schema says that it is a function."""
+    """Whether the op may write or alias although its schema declares it functional."""
     return op is aten.native_batch_norm.default or torch.Tag.maybe_aliasing_or_mutating in op.tags

@@ -1,8 +1,8 @@
-"""A model that cannot be captured whole, captured in pieces.
+"""Captures in pieces a model that cannot be captured whole.
 
-torch.compile's graph capture follows data-dependent Python that torch.export cannot. It hands us each
-graph between two breaks as its backend, and each is compiled as a model of its own. The report says
-where and why the whole could not be captured.
+torch.compile can capture models with data-dependent Python that torch.export cannot. It calls our backend
+with each graph between two graph breaks, and each is compiled as a separate model. The report says where and
+why the model could not be captured whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Compiled(Protocol):
-    """What compiling a module gives (`compiled.CompiledModule`)."""
+    """The interface of a compiled module (`compiled.CompiledModule`)."""
 
     @property
     def report(self) -> CompileReport: ...
@@ -36,7 +36,7 @@ Compile = Callable[[nn.Module], Compiled]
 
 
 class GraphBreaks:
-    """`target` captured in pieces, each compiled by `compile_part`; `problem` is why."""
+    """`target` captured in pieces, each compiled by `compile_part`; `problem` is the reason."""
 
     def __init__(self, target: Callable[..., Any], compile_part: Compile, problem: CaptureError) -> None:
         self.target = target
@@ -53,7 +53,7 @@ class GraphBreaks:
         try:
             return self.run(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as problem:
-            # A wrong call fails in eager too, and says so better. Where eager runs, so do we, visibly.
+            # An invalid call fails in eager mode too, with a clearer error. If eager succeeds, warn.
             result = self.target(*args, **kwargs)
             reason = (
                 f"torch.compile cannot capture it either: {str(problem).splitlines()[0]}; it runs eagerly"
@@ -66,25 +66,25 @@ class GraphBreaks:
     def report(self) -> CompileReport:
         stops = [*self.breaks, *(Break(p.problem.reason, p.problem.source) for p in self.parts if p.problem)]
         graphs = sum(part.compiled.report.graphs for part in self.parts)
-        # torch.compile captures a piece again for other sizes: what is told is the latest of each.
+        # torch.compile captures a piece again for other sizes; the latest capture of each is reported.
         latest = {part.place: part for part in self.parts}
         found = reporting.merge([part.compiled.report for part in latest.values()])
         return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(graphs, 1))
 
 
 def _place() -> object:
-    """Which stretch of the user's code torch.compile is capturing."""
+    """Identifies the part of the user's code that torch.compile is capturing."""
     current = torch._guards.CompileContext.current_compile_id()
     return object() if current is None else (current.frame_id, current.compiled_autograd_id)
 
 
 class PartialGraph:
-    """One graph of torch.compile's as a callable of ours. It takes what torch.compile passes (sizes
-    among the tensors) and works sizes out from the tensors instead, so that they stay dynamic."""
+    """One of torch.compile's graphs as a callable. torch.compile passes sizes among the tensors; here they
+    are computed from the tensors instead, so that they stay dynamic."""
 
     def __init__(self, module: fx.GraphModule, compile_part: Compile, place: object = None) -> None:
         self.place = place
-        # torch.compile goes on reading its own graph, so ours is a copy.
+        # torch.compile still uses its graph, so ours is a copy.
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
         self.module = fx.GraphModule(module, graph)
@@ -122,7 +122,7 @@ class _Interpreted(nn.Module):
 
 
 def _sizes_from_tensors(module: fx.GraphModule) -> list[bool]:
-    """Replace size inputs by queries of the tensor inputs that have them; which inputs remain."""
+    """Replace size inputs by size queries on tensor inputs. Returns for each input whether it remains."""
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
     kept: list[bool] = []

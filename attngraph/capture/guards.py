@@ -1,4 +1,4 @@
-"""What a traced graph is valid for: the fixed key of a call, and the sizes that a graph accepts."""
+"""Which calls a traced graph is valid for: the key of a call, accepted sizes, buffer contents."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from attngraph.ir.graph.conditions import holds
 
 
 def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> Any:
-    """Everything about a call, except for tensor sizes and values, that a trace depends on: structure,
-    dtypes, devices, numbers, which tensors are the same or share memory, the state of PyTorch and of the
-    model."""
+    """A key of everything in a call that a trace depends on, except for tensor sizes and values: structure,
+    dtypes, devices, numbers, which tensors are identical or share memory, global state of PyTorch, and the
+    state of the model."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
         spec,
@@ -34,7 +34,7 @@ def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> An
 
 
 def things(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a call that may hold numbers which change: objects without tensors, sets, functions."""
+    """The leaves of a call that may have mutable state: objects without tensors, sets, functions."""
     return [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_value(leaf)]
 
 
@@ -61,12 +61,12 @@ def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, leaf.ndim, type(leaf), leaf.requires_grad)
     if isinstance(leaf, (float, complex)):
-        return repr(leaf)  # -0.0 and NaN are values of their own
+        return repr(leaf)  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
     return (type(leaf), leaf if is_value(leaf) else None)
 
 
 class ShapeGuard:
-    """Whether a graph accepts a call's sizes, and which numbers its symbols then stand for.
+    """Checks whether a graph accepts a call's sizes, and binds its symbols to numbers.
 
     Args:
         shapes: the shape of each tensor argument, numbers and sympy expressions.
@@ -78,7 +78,7 @@ class ShapeGuard:
         self._known: dict[tuple[torch.Size, ...], dict[str, int] | None] = {}
 
     def bind(self, shapes: tuple[torch.Size, ...]) -> dict[str, int] | None:
-        """The graph's symbols for these shapes, or None where the graph does not serve them."""
+        """The values of the graph's symbols for these shapes, or None if the graph does not accept them."""
         if shapes not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
@@ -119,7 +119,7 @@ def size_value(formula: Any, sizes: dict[str, int]) -> Any:
 
 
 class ValueGuard:
-    """Buffers whose contents were read when compiling: whether they still hold what they held."""
+    """Checks whether buffers whose contents were read at compile time still have these contents."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._stamps = [_stamp(b) for b in buffers]
@@ -136,7 +136,7 @@ class ValueGuard:
 
 
 def _first_or_copy(same: Iterator[Tensor], buffer: Tensor) -> Tensor:
-    """One copy serves all buffers of equal contents."""
+    """A copy of the buffer; buffers of equal contents share one."""
     found = next(same, None)
     return buffer.detach().clone() if found is None else found
 

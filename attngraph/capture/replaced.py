@@ -1,7 +1,7 @@
-"""Private names of torch, replaced for a while, where the torch at hand has them.
+"""Temporarily replaces private attributes of torch, if the installed version has them.
 
-What is replaced this way makes a trace faster or tells more; without it a trace is the same, only slower or
-with less to say. So a torch that has renamed something is no reason to fail.
+The replacements only make a trace faster or its reports more detailed. So a torch version that has renamed
+one of them is no reason to fail.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from unittest import mock
 
 
 def replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
-    """Set an attribute of a class or a module (or of the module of that name) while the context lasts; do
-    nothing where there is none of that name."""
+    """Set an attribute of a class or a module (or of the module of that name) while the context is active; do
+    nothing if it has no such attribute."""
     if isinstance(owner, str):
         try:
             owner = importlib.import_module(owner)

@@ -1,8 +1,9 @@
-"""What a forward may branch on besides its arguments: the state of the model and of its surroundings.
+"""Fingerprints of the state, besides its arguments, that a forward may depend on.
 
-A fingerprint, equal before and after as long as nothing changed that a trace can depend on. It is taken
-at every call (a change means another graph) and around the trace itself (a change there is a side
-effect, which a graph would lose).
+That is the state of the model and of what it references: closures, globals, classes.
+Two fingerprints are equal if nothing that a trace can depend on has changed. One is taken at every call (a
+change requires another graph) and before and after a trace (a change is a side effect, which a graph would
+lose).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _HEAP_TYPE = 1 << 9
-"""The flag of a type that was made by a class statement: all of an object's state is in its attributes."""
+"""CPython's flag of types made by a class statement: all state of their objects is in attributes."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, partial)
 _RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter)
 
 
 class Same:
-    """Equal to itself alone. It keeps its object alive, so that no other takes the same address."""
+    """Compares an object by identity. It keeps the object alive, so that its address is not reused."""
 
     __slots__ = ("value",)
 
@@ -47,8 +48,8 @@ class Same:
 
 
 def fingerprint(targets: Iterable[Any]) -> tuple[Any, ...]:
-    """Everything reached from the targets (modules, functions, values): numbers and texts by value;
-    tensors by identity and metadata; modules by identity, training flag, weights' metadata, hooks and
+    """The state of everything reachable from the targets (modules, functions, values): numbers and strings by
+    value; tensors by identity and metadata; modules by identity, training flag, weights' metadata, hooks and
     attributes; containers and plain objects by their contents, and by the plain attributes of their class."""
     walk = _Walk()
     for target in targets:
@@ -57,12 +58,12 @@ def fingerprint(targets: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Whether calling some module of the model calls hooks as well."""
+    """Whether any module of the model has hooks that a call would run."""
     return any(getattr(module, name) for module in model.modules() for name in _HOOKS)
 
 
 class Snapshot:
-    """The containers and attributes reached from the targets, to be put back as they are now."""
+    """The containers and attributes reachable from the targets, so that they can be restored."""
 
     def __init__(self, targets: Iterable[Any]) -> None:
         walk = _Walk()
@@ -91,7 +92,7 @@ class _Walk:
         if isinstance(value, _PLAIN):
             found.append(value)
         elif isinstance(value, float):
-            found.append(repr(value))  # -0.0 and NaN are values too
+            found.append(repr(value))  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
         elif isinstance(value, Tensor):
             found.append((id(value), value.dtype, value.device, tuple(value.shape), value.requires_grad))
         elif id(value) in self.seen:
@@ -122,7 +123,7 @@ class _Walk:
             self.thing(value, depth)
 
     def thing(self, value: Any, depth: int) -> None:
-        """An object: by its attributes where those are all that it is, else by identity."""
+        """An object: by its attributes if they are its whole state, else as `closed` says."""
         kind: Any = type(value)
         names = _slots(kind)
         held = getattr(value, "__dict__", None)
@@ -143,7 +144,7 @@ class _Walk:
             self.visit(inner, depth)
 
     def closed(self, value: Any) -> None:
-        """An object that cannot be looked into: by value where it has one that stays."""
+        """An object that cannot be inspected: by value if it is hashable by value, else by identity."""
         if isinstance(value, slice):
             self.found.append((slice, repr(value)))
         elif _has_value(value):
@@ -163,7 +164,7 @@ class _Walk:
                     self.visit(forward, 0)
 
     def plain(self, names: Iterable[str], space: Mapping[str, Any]) -> None:
-        """The numbers and texts of these names in the namespace of a class or a module."""
+        """The numbers and strings of these names in the namespace of a class or a module."""
         for name in names:
             value = space.get(name)
             if isinstance(value, (int, float, str)) and not name.startswith("__"):
@@ -194,7 +195,7 @@ class _Walk:
                 if tensor is None:
                     found.append((name, None))
                     continue
-                # Weights may be replaced by others like them; only who shares one matters.
+                # Weights may be replaced by similar ones; only which modules share a weight matters.
                 order = self.seen.setdefault(id(tensor), len(self.seen))
                 shape = () if is_lazy(tensor) else tuple(tensor.shape)
                 wants = store is module._buffers and tensor.requires_grad
@@ -211,8 +212,8 @@ class _Walk:
             self.visit(child, 0)
 
     def function(self, function: types.FunctionType, depth: int) -> None:
-        """What a function reads from around it: its closure, its defaults, the globals it names, and its
-        own attributes."""
+        """What a function can read besides its arguments: its closure, its defaults, the globals it names,
+        and its own attributes."""
         if function.__dict__:
             self.visit(function.__dict__, depth)
         self.visit(function.__defaults__, depth)
@@ -233,7 +234,7 @@ class _Walk:
 
 @lru_cache(maxsize=4096)
 def _own_classes(kind: type) -> tuple[type, ...]:
-    """The classes an object of this one is of that are no part of Python or torch."""
+    """The class and its bases, without those of Python's standard library and torch."""
     return tuple(k for k in kind.__mro__ if not _is_foreign(k.__module__))
 
 
@@ -246,8 +247,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _is_open(kind: type) -> bool:
-    """Whether an object of this class is no more than its attributes. Machines of ours never change in a way
-    that a trace could depend on."""
+    """Whether attributes are the whole state of objects of this class. attngraph's runtime objects are
+    excluded: a trace cannot depend on how they change."""
     if issubclass(kind, _OPEN):
         return True
     if kind.__module__.startswith("attngraph.runtime."):
@@ -257,7 +258,7 @@ def _is_open(kind: type) -> bool:
 
 
 def _has_value(value: Any) -> bool:
-    """Whether an object equals others of the same value. (A weak reference is as hashable as its object.)"""
+    """Whether the object is compared and hashed by value. (A weak reference is hashable if its object is.)"""
     own_hash: Any = type(value).__hash__
     if own_hash in (None, object.__hash__):
         return False
@@ -274,7 +275,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def _few_bytes(value: Any) -> bytes:
-    """The contents of a small array of numbers that is no tensor."""
+    """The contents of a small buffer, such as a numpy array; empty for other objects."""
     try:
         view = memoryview(value)
     except TypeError:

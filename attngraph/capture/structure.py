@@ -1,8 +1,8 @@
-"""Taking the arguments and results of a model apart into tensors, and putting them together again.
+"""Flattens the arguments and results of a model into tensors and other leaves, and rebuilds them.
 
-Torch's pytrees know tuples, lists, dicts and what libraries registered. Dataclasses and plain objects
-that hold tensors (a cache, say) are opened here as well, as their class and attributes, without
-registering anything globally. Whatever holds no tensor is a leaf.
+Torch's pytrees support tuples, lists, dicts and classes that libraries registered. Here dataclasses and plain
+objects that hold tensors (a cache, say) are flattened as well, into their class and attributes, without
+registering anything globally. Anything that holds no tensor is a leaf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TreeSpec = pytree.TreeSpec
 
 
 class _Object:
-    """An opened object: its class, the names of its attributes, and their values."""
+    """A flattened object: its class, the names of its attributes, and their values."""
 
     def __init__(self, kind: type, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
         self.kind, self.names, self.values = kind, names, values
@@ -33,7 +33,7 @@ pytree.register_pytree_node(
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure of a tree in which objects that hold tensors are opened."""
+    """The leaves and the structure of a tree; objects that hold tensors are flattened too."""
     leaves, spec = pytree.tree_flatten(tree)
     if any(_holds_tensors(leaf, set()) for leaf in leaves):
         leaves, spec = pytree.tree_flatten(pytree.tree_map(lambda leaf: _open(leaf, frozenset()), tree))
@@ -41,7 +41,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
-    """The tree with these leaves; opened objects are objects of their class again."""
+    """The tree with these leaves; flattened objects are rebuilt as objects of their class."""
     tree = pytree.tree_unflatten(leaves, spec)
     if "_Object" not in str(spec):
         return tree
@@ -49,7 +49,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
 
 
 def is_value(leaf: Any) -> bool:
-    """Whether a leaf is a plain value that stays what it is: a number, a text, None, a dtype."""
+    """Whether a leaf is an immutable plain value: a number, a string, None, a dtype."""
     plain = (
         int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device,
         torch.SymInt, torch.SymFloat, torch.SymBool,
@@ -58,7 +58,7 @@ def is_value(leaf: Any) -> bool:
 
 
 def _attributes(leaf: Any) -> dict[str, Any] | None:
-    """The attributes of an object that consists of nothing else; None for anything one cannot open."""
+    """The attributes of an object that has no other state; None for any other object."""
     if is_value(leaf) or isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
         return None
     if dataclasses.is_dataclass(leaf) and not hasattr(leaf, "__dict__"):
@@ -67,7 +67,7 @@ def _attributes(leaf: Any) -> dict[str, Any] | None:
 
 
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
-    """Whether a tensor is reached through the object's attributes. `seen` are objects already looked at."""
+    """Whether a tensor is reachable through the object's attributes. `seen`: objects already visited."""
     attributes = _attributes(leaf)
     if not attributes or id(leaf) in seen:
         return False
@@ -77,7 +77,7 @@ def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
 
 
 def _open(leaf: Any, above: frozenset[int]) -> Any:
-    """The object opened, if it holds tensors; an object inside itself is left as a leaf."""
+    """The flattened object, if it holds tensors; a reference to an object that contains it stays a leaf."""
     if id(leaf) in above or not _holds_tensors(leaf, set()):
         return leaf
     above |= {id(leaf)}

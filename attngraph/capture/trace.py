@@ -1,9 +1,9 @@
 """From a callable and example inputs to a program graph: the only caller of torch.export.
 
-The model is wrapped so that torch sees nothing but a flat list of tensors: input and output
-structures, numbers and None are ours to take apart and to put back. Every tensor dimension is dynamic
-unless the model forbids it. In-place ops are functionalised; writes to buffers and arguments become
-results that the executable copies back. Regions without gradients become `detach`.
+The model is wrapped so that torch only sees a flat list of tensors; attngraph itself flattens and rebuilds
+the structures of inputs and outputs, with their numbers and None. Every tensor dimension is dynamic unless
+the model forbids it. In-place ops are functionalised; writes to buffers and arguments become results that the
+executable copies back. Regions without gradients become `detach`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _CHATTY = (
 
 
 class _Recorded:
-    """What a trace saw: the structure of the results, and a change it made that a graph cannot make."""
+    """What a trace recorded: the structure of the results, and a side effect that a graph would lose."""
 
     structure: Structure | None = None
     changed: str = ""
     of_arguments: bool = False
-    """Whether the change is to what this call was given, and to nothing else: other calls may do without."""
+    """Whether only this call's arguments are changed, so that other calls may be captured."""
 
     def note(self, changed: str, of_arguments: bool = False) -> None:
         self.of_arguments = of_arguments and (self.of_arguments or not self.changed)
@@ -62,7 +62,7 @@ class _Recorded:
 
 @contextlib.contextmanager
 def _own_gradients(recorded: _Recorded) -> Iterator[None]:
-    """Notice where the model says by itself what a gradient is: a graph of its forward would not."""
+    """Record where the model defines gradients itself, which a graph of its forward would lose."""
     if not torch.is_grad_enabled():
         yield
         return
@@ -96,7 +96,7 @@ class _Flat(nn.Module):
             for place, module in enumerate(closed_over_modules(target)):
                 self.add_module(f"closure_{place}", module)
         self.leaves, self.spec = list(leaves), spec
-        self.recorded = _Recorded()  # export restores attributes that a forward sets, so not here
+        self.recorded = _Recorded()  # a separate object: export restores attributes that forward() sets here
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
@@ -144,9 +144,9 @@ class _Flat(nn.Module):
 
 
 def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a callable reaches: itself, its owner, what its closure, its defaults and the
-    globals that it names hold, in functions that it calls too; what a partial application or another
-    callable object holds."""
+    """The modules that a callable can reach: itself; a bound method's object; the contents of its closure,
+    its defaults and the globals that it names, also of functions found there; the contents of partial
+    applications and other callable objects."""
     found: dict[nn.Module, None] = {}
     seen: set[int] = set()
     stack: list[Any] = [function]
@@ -183,7 +183,7 @@ def capture(
     """Trace one call of `target` on these inputs.
 
     Args:
-        fixed: dimensions, (argument, dimension), that are to be numbers.
+        fixed: dimensions, (argument, dimension), that are not to be symbolic.
 
     Raises:
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
@@ -199,7 +199,7 @@ def capture(
     _refuse_what_a_graph_would_lose(target)
     flat = _Flat(target, leaves, spec)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
-    # torch.export puts copies in the place of a module's lists and dicts.
+    # torch.export replaces a module's lists and dicts by copies.
     kept = Snapshot([target, *things(leaves)])
     try:
         with warnings.catch_warnings():
@@ -220,10 +220,10 @@ def capture(
             structure = flat.recorded.structure
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
-            # The executable checks sizes itself; torch's own code for it trips over unused inputs.
+            # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
             program = functional(program)
-    except Exception as problem:  # torch raises many kinds; each means the same to us
+    except Exception as problem:  # torch raises many types; all mean that the capture failed
         raise _capture_error(problem) from problem
     finally:
         kept.restore()
@@ -253,7 +253,7 @@ def all_dimensions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[t
 
 
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
-    """Raise where torch.export would drop something without a word."""
+    """Raise if torch.export would silently drop something."""
     modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
     if any(has_hooks(module) for module in modules):
         raise _side_effect("modules have hooks")
@@ -271,9 +271,9 @@ def _side_effect(what: str, lasting: bool = True) -> CaptureError:
 
 
 def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int, Any]:
-    """All of a tensor's dimensions, but for those that `torch._dynamo.mark_static` was called for, and the
-    spatial ones of what a model convolves: strides and paddings make sizes of those that no symbolic algebra
-    finishes with. Other sizes get other graphs."""
+    """All dimensions of a tensor, except those marked by `torch._dynamo.mark_static` and, in a model with
+    convolutions, the spatial ones: strides and padding lead to size formulas that are too complex for
+    symbolic algebra. Other sizes of excluded dimensions get separate graphs."""
     convolves = isinstance(target, nn.Module) and any(
         isinstance(m, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d))
         for m in target.modules()
@@ -285,8 +285,8 @@ def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int,
 
 @contextlib.contextmanager
 def _without_looking_at_masks() -> Iterator[None]:
-    """torch.nn's transformer layers look whether a mask's values are causal, to pass a hint along with the
-    mask. A trace has no values; without the hint the mask itself says it."""
+    """Skip the check in torch.nn's transformer layers whether a mask's values are causal, which they do to
+    pass a hint with the mask. A trace has no values, and the mask itself is sufficient."""
 
     def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return bool(is_causal)
@@ -297,9 +297,9 @@ def _without_looking_at_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_notes() -> Iterator[None]:
-    """Leave out two things that take long with symbolic sizes: what ops give on fake tensors is remembered,
-    which takes longer than to work it out again, and it is written down of each value how it lies in
-    memory, which its fake tensor says too."""
+    """Disable two steps of tracing that are slow with symbolic sizes: the cache of fake-tensor results, which
+    takes longer than recomputing them, and recording each value's memory layout, which its fake tensor has
+    anyway."""
     with (
         replaced(torch._dynamo.config, "fake_tensor_cache_enabled", False),
         replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", lambda value: None),
@@ -309,8 +309,8 @@ def _without_notes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_stack_traces() -> Iterator[None]:
-    """Let traces record the user's own lines. Torch keeps only frames of functions called `forward`,
-    which loses the line where a helper function computes; its tracer lets the choice be overridden."""
+    """Let traces record every line of the user's code. Torch's tracer keeps only frames of functions called
+    `forward`, which loses lines in helper functions; the frame filter can be overridden."""
 
     def below_wrapper(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         names = [(f.filename, f.name) for f in frames]
@@ -323,8 +323,8 @@ def _whole_stack_traces() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's own messages about a failed or specialised export out of the user's terminal: what
-    matters of them is in our errors and reports."""
+    """Hide torch's messages about a failed or specialised export: attngraph's errors and reports contain what
+    matters of them."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]
     try:
@@ -338,7 +338,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _capture_error(problem: Exception) -> CaptureError:
-    """Torch's own words, shortened, with the user's line if they hold one."""
+    """Torch's message, shortened, with the line of the user's code if it is known."""
     text = str(problem).strip()
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)

@@ -1,9 +1,9 @@
-"""Calls and traces from several threads.
+"""A lock between calls and traces in several threads.
 
-torch.export swaps a model's weights for fakes while it traces, and checking what was traced changes settings
-of the whole process, so no call may run meanwhile. Any number of calls run at once; a trace waits for them
-and keeps new ones waiting until it is done. Whatever traces holds the lock (`api/build.py`,
-`api/convert.py`), and so does whatever calls (`runtime/machine.py`).
+torch.export replaces a model's weights by fake tensors while it traces, and checking a traced graph changes
+process-wide settings, so no call may run meanwhile. Any number of calls run concurrently; a trace waits for
+them, and new calls wait until it is done. The lock is taken to trace in `api/build.py` and `api/convert.py`,
+and to call in `runtime/machine.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 
 class TraceLock:
-    """Calls share it, a trace has it alone. A thread that traces may trace and call inside."""
+    """A reader-writer lock: calls share it, a trace holds it exclusively. It is reentrant: the tracing thread
+    may trace and call."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -25,7 +26,7 @@ class TraceLock:
         return self._tracer is not None
 
     def traces_here(self) -> bool:
-        """Whether this thread is the one that traces."""
+        """Whether the current thread is the one that traces."""
         return self._tracer == threading.get_ident()
 
     @contextlib.contextmanager
@@ -60,4 +61,4 @@ class TraceLock:
 
 
 LOCK = TraceLock()
-"""One for all models: they may share weights."""
+"""One lock for all models, because they may share weights."""

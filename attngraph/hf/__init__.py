@@ -1,4 +1,4 @@
-"""attngraph in transformers: an attention that its models can be told to use, and decoders in `generate`.
+"""attngraph in transformers: an attention implementation for its models, and decoders for its `generate`.
 
     attngraph.hf.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attngraph")
@@ -6,8 +6,8 @@
     decoder = attngraph.compile(model, cache=True)
     attngraph.hf.generation_model(decoder).generate(ids, max_new_tokens=64)
 
-The only package of ours that imports transformers (5.0 or newer). `fused.py` is the attention, `masks.py`
-what it is told of masks, `generation.py` the decoder with the face of a model.
+This is the only part of attngraph that imports transformers (5.0 or newer). `fused.py` is the attention,
+`masks.py` describes masks for it, `generation.py` wraps a decoder as a transformers model.
 """
 
 _WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'attngraph[transformers]'."
@@ -29,7 +29,7 @@ __all__ = ["GenerationModel", "State", "attention", "generation_model", "registe
 
 
 def register() -> None:
-    """Make `attn_implementation="attngraph"` known to transformers: the attention and its mask, without which
-    padding would be lost. Registering again changes nothing."""
+    """Register `attn_implementation="attngraph"` with transformers: the attention, and its mask function,
+    without which padding would be ignored. Registering again has no effect."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, make_mask)

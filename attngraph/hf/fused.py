@@ -1,7 +1,7 @@
-"""`attn_implementation="attngraph"`: attention as transformers' models call it, in one fused op.
+"""`attn_implementation="attngraph"`: transformers' attention interface, computed by one fused op.
 
-It computes what a model's own eager attention does, without `attngraph.compile`: what the model hands over is
-written down as a score program. While torch.export traces, the same is spelled out in plain PyTorch.
+It computes the same as a model's own eager attention, without `attngraph.compile`: the arguments of the call
+are expressed as a score program. While torch.export traces, the same is computed in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ def attention(
     softcap: float | None = None, s_aux: Tensor | None = None, sinks: Tensor | None = None,
     position_bias: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention as transformers' models call it.
+    """Attention with the interface that transformers' models call.
 
     Args:
         query: `[B, Hq, Sq, D]`. key, value: `[B, Hkv, Skv, D]`, `Hq % Hkv == 0`.
-        attention_mask: True where a key is seen, or what is added to the scores; `[B, H, Sq, Skv]`, each of
-            the first three may be 1. None: causal if `is_causal` (the module's own, if that is None) and
-            there is more than one query, else all keys are seen.
-        scaling: of the dot (None: `D ** -0.5`). softcap: bounds the scores.
-        s_aux: `[Hq]`, sinks, one for each head. sinks: the same for each query, `[B, Hq, Sq, 1]`.
-        position_bias: is added to the scores, before the mask.
+        attention_mask: boolean, True where a key is visible, or floating, added to the scores;
+            `[B, H, Sq, Skv]`, each of the first three may be 1. None: causal if `is_causal` (default: the
+            module's attribute) and there is more than one query, else all keys are visible.
+        scaling: factor of the dot products (None: `D ** -0.5`). softcap: bounds the scores.
+        s_aux: `[Hq]`, one sink per head. sinks: one per query, `[B, Hq, Sq, 1]`.
+        position_bias: added to the scores, before the mask.
 
     Returns:
-        `[B, Sq, Hq, Dv]`, and no weights.
+        The output, `[B, Sq, Hq, Dv]`, and None in place of the weights.
 
     Raises:
-        ValueError: weights are asked for, or the cache of continuous batching is handed over.
+        ValueError: weights are requested, or a cache of continuous batching is given.
     """
     _refuse(others)
     device = query.device.type
@@ -56,7 +56,7 @@ def attention(
     if torch.compiler.is_exporting():
         return _spelled_out(query, key, value, changes).transpose(1, 2).contiguous(), None
     program, reads, sizes = _program(query, key, changes)
-    with torch.autocast(device, enabled=False):  # kernels choose the types that they compute in
+    with torch.autocast(device, enabled=False):  # kernels choose the dtypes that they compute in
         out = op.attention(query, key, value, program, *reads, sizes=sizes)
     return out.transpose(1, 2).contiguous(), None
 
@@ -84,8 +84,8 @@ def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Te
         lines.append(f"s = s + {_read(reads, changes.bias, key)}")
     mask = changes.mask
     if mask is not None and mask.dtype == torch.bool:
-        # A row of padding that sees no key is a number in eager, and so are its gradients: a finite fill.
-        # Where no row is like that, minus infinity is the same, and its gradients are cheaper.
+        # Eager uses a finite fill, so a padding row that sees no key gives finite results and gradients. If
+        # there is no such row, minus infinity gives the same results, and its gradients are cheaper.
         fill = "" if every_row_sees(mask) else f" else s - {torch.finfo(query.dtype).max!r}"
         formula = formula_of(mask, query.shape[2], key.shape[2])
         if formula is None:
@@ -108,8 +108,8 @@ def _program(query: Tensor, key: Tensor, changes: Changes) -> tuple[str, list[Te
 
 
 def _spelled_out(query: Tensor, key: Tensor, value: Tensor, changes: Changes) -> Tensor:
-    """The same in plain PyTorch, for torch.export: an exported program needs no op of ours, and
-    `attngraph.compile` sees what masks are made from and fuses it as it fuses eager attention."""
+    """The same in plain PyTorch, for torch.export: an exported program then contains no attngraph op, and
+    `attngraph.compile` sees how masks are computed and fuses it like eager attention."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.mT * changes.scale
@@ -133,8 +133,8 @@ def _spelled_out(query: Tensor, key: Tensor, value: Tensor, changes: Changes) ->
 
 
 def _read(reads: list[Tensor], tensor: Tensor, key: Tensor) -> str:
-    """How a program reads `tensor`, `[B or 1, H or 1, Sq or 1, Skv or 1]`, at the place of a score. A mask
-    may be longer than the keys (a cache of fixed size)."""
+    """Add `tensor`, `[B or 1, H or 1, Sq or 1, Skv or 1]`, to `reads`, and return the expression that reads
+    it for a score. It may cover more positions than there are keys (a cache of fixed size)."""
     if tensor.ndim != 4:
         raise ValueError(
             f'attn_implementation="{NAME}" takes a mask or bias of shape [batch, heads, queries, keys], '
@@ -146,8 +146,8 @@ def _read(reads: list[Tensor], tensor: Tensor, key: Tensor) -> str:
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Raise where a model asks for what a fused attention has not. What else models hand over (positions,
-    lengths, the window) is in the mask already."""
+    """Raise if a model requests something that fused attention does not have. Other extra arguments
+    (positions, lengths, the window) are already reflected in the mask."""
     if others.get("output_attentions"):
         raise ValueError(
             f'attn_implementation="{NAME}" has no attention weights to return: they are never written out. '

@@ -1,7 +1,7 @@
-"""A derived decoder with the face of a model of transformers, for its `generate` and what is built on that.
+"""Wraps a derived decoder as a transformers model, for its `generate` and what is built on it.
 
-transformers' loop asks a model for logits and hands the cache back that it returned; here the decoder
-computes both. No cache of transformers' is made.
+The loop of transformers calls a model for logits and a cache, which it passes to the next call; here the
+decoder computes both. No transformers cache is used.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from attngraph.runtime.kv_cache import KVCache
 
 
 def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -> GenerationModel:
-    """A derived decoder as a model of transformers, for its `generate` and for what is built on it.
+    """A derived decoder as a transformers model, for its `generate` and what is built on it.
 
     Args:
-        decoder: of `attngraph.compile(model, cache=True)`, `model` in eval mode, tokens in, logits out.
-        config: its sizes and special tokens. None: the model's own, if it is one of transformers', else an
-            empty one.
+        decoder: from `attngraph.compile(model, cache=True)`; `model` is in eval mode, takes tokens and
+            returns logits.
+        config: sizes and special tokens. None: the config of the model, if it is a transformers model, else
+            an empty one.
 
     Raises:
-        TypeError: `decoder` is none. ValueError: the model is an encoder-decoder.
+        TypeError: `decoder` is not a `Decoder`. ValueError: the model is an encoder-decoder.
     """
     if not isinstance(decoder, Decoder):
         raise TypeError(
@@ -51,13 +52,13 @@ def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -
 
 
 class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A decoder with the face of a model of transformers. Weights are the decoder's; nothing is saved or
-    initialised here."""
+    """A decoder with the interface of a transformers model. It uses the decoder's weights; it saves and
+    initialises none."""
 
     main_input_name = "input_ids"
 
     def __init__(self, config: PreTrainedConfig, decoder: Decoder) -> None:
-        super().__init__(PreTrainedConfig())  # what it would look up in the model's is for other models
+        super().__init__(PreTrainedConfig())  # settings of the model's config do not apply here
         self.config = config
         self.decoder = decoder
 
@@ -67,7 +68,7 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """The logits `[B, S, V]` of `input_ids`, `[B, S]`, and the state after them.
 
-        `attention_mask`, `[B, T]`, covers the tokens of the state as well; padding may be on either side of a
+        `attention_mask`, `[B, T]`, also covers the tokens of the state; padding may be on either side of a
         prompt.
         """
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
@@ -85,8 +86,8 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self, input_ids: Tensor, past_key_values: State | None = None, attention_mask: Tensor | None = None,
         use_cache: bool | None = None, **kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """What `forward` is called with: of the tokens so far, those that the state has not seen. (What else
-        transformers prepares, from version to version, says where tokens stand; the state knows.)
+        """The arguments of the next `forward`: only the tokens that the state does not contain yet. (Other
+        inputs that versions of transformers prepare give token positions, which the state knows.)
         """
         if past_key_values is not None:
             total = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
@@ -97,16 +98,16 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         }  # fmt: skip
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the model behind the decoder has tied its own."""
+        """Does nothing: the decoder's model has tied its weights itself."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """No cache of transformers' is made: the first call returns a `State`."""
+        """False, so that transformers makes no cache: the first call returns a `State`."""
         return False
 
 
 class State:
-    """A decoder's state where transformers expects a `Cache`. `length` counts tokens of a row and padding."""
+    """A decoder's state, passed where transformers expects a `Cache`. `length` includes padding."""
 
     is_compileable = False
 
@@ -117,5 +118,5 @@ class State:
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row n becomes what row `beam_idx[n]` is."""
+        """Row n becomes a copy of row `beam_idx[n]`."""
         self.state.reorder(beam_idx)

@@ -1,9 +1,8 @@
-"""Masks as formulas, where they are.
+"""Expresses masks as formulas where possible.
 
-transformers' mask functions write a mask out, one boolean for each query and key. Most are causal, with a
-window or padding: as a formula of the places of query and key, kernels skip the blocks that it hides. What
-such a formula gives is compared with the mask itself, once for all layers; a mask that is anything else is
-read as it is.
+transformers' mask functions create a boolean for each query and key. Most masks are causal, with a window or
+padding; given as a formula of the positions of query and key, kernels can skip the blocks that it hides. The
+formula's values are compared with the mask itself, once for all layers; any other mask is read as a tensor.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from transformers.masking_utils import sdpa_mask
 
 
 class Formula(NamedTuple):
-    """A mask `[B, 1, Sq, Skv]` as a predicate of a score program, in which `{}` stands for the tensor that it
-    reads, if it reads one, and n0 for `offset`. `version` is the mask's own, when it was compared."""
+    """A mask `[B, 1, Sq, Skv]` as a predicate of a score program, in which `{}` stands for the padding tensor
+    that it reads, if any, and n0 for `offset`. `version`: the mask's version counter when it was compared."""
 
     predicate: str
     padding: Tensor | None
@@ -26,11 +25,11 @@ class Formula(NamedTuple):
 
 
 def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of transformers' "sdpa": True where a key is seen; None where it is plainly causal, or all
-    keys are seen. Its formula is kept with it."""
+    """The mask that transformers makes for "sdpa": True where a key is visible; None for a purely causal mask
+    or if all keys are visible. Its formula is stored as an attribute."""
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     if mask is not None and not is_traced(mask):
-        if mask.is_inference():  # of such a tensor nobody could tell later whether it was changed
+        if mask.is_inference():  # inference tensors have no version counter that would show later changes
             with torch.inference_mode(False):
                 mask = mask.clone()
         mask._attngraph_formula = _examined(mask, kwargs)  # type: ignore[attr-defined]
@@ -38,7 +37,7 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def formula_of(mask: Tensor, queries: int, keys: int) -> Formula | None:
-    """The formula of a mask that `make_mask` made for so many queries and keys, and that nobody changed."""
+    """The formula of a mask from `make_mask`, if it has this many queries and keys and was not modified."""
     if is_traced(mask):
         return None
     found: Formula | None = getattr(mask, "_attngraph_formula", None)
@@ -47,8 +46,8 @@ def formula_of(mask: Tensor, queries: int, keys: int) -> Formula | None:
 
 
 def every_row_sees(mask: Tensor) -> bool:
-    """Whether every query is known to see a key. Looked up once for a mask, which all layers share; while a
-    model is traced, nothing is known."""
+    """Whether every query is known to see a key. Computed once per mask, which all layers share; False while
+    a model is traced."""
     if is_traced(mask):
         return False
     if mask.is_inference():
@@ -61,16 +60,16 @@ def every_row_sees(mask: Tensor) -> bool:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether values must not be looked at, nor anything be kept with the tensor."""
+    """Whether the tensor is being traced, so that its values cannot be read nor attributes stored on it."""
     return torch.compiler.is_compiling() or torch.compiler.is_exporting() or type(tensor) is not Tensor
 
 
 def _examined(mask: Tensor, asked: dict[str, Any]) -> Formula | None:
-    """The formula of `mask`, which transformers made for what was `asked`; None if it has none of these."""
+    """The formula of `mask`, which transformers made from the arguments `asked`; None if none matches."""
     keys, queries = mask.shape[-1], mask.shape[-2]
     places = asked.get("q_offset"), asked.get("kv_offset", 0)
     if queries == 1 or not all(type(place) is int for place in places):
-        return None  # one query reads one row; a place that only a tensor knows is not looked up
+        return None  # a single query gains nothing; offsets given as tensors are not read
     offset, first = places[0] - places[1], places[1]
     padding = asked.get("attention_mask")
     if padding is not None:

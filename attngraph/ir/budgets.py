@@ -1,8 +1,8 @@
-"""Budgets: how far the compiler looks before it gives up, what each number bounds, and what happens past it.
+"""Budgets: limits on the compiler's work; each states what it bounds and what happens when it is exceeded.
 
-None of them decides whether an answer is right. Past a budget something is left as the model has it, or is
-computed in the general way; where a user would want to know, the report says so. The numbers were chosen so
-that models in use stay within them and nothing takes more than seconds; most were not measured beyond that.
+No budget affects correctness. When one is exceeded, a part of the model is left unchanged or computed in the
+general way; the report says so where it matters to users. The numbers were chosen so that models in use stay
+within them and nothing takes more than seconds; most were not measured beyond that.
 """
 
 from __future__ import annotations
@@ -10,57 +10,59 @@ from __future__ import annotations
 # --- the language ---
 
 STATEMENT_WORDS = 800
-"""Words of one statement of a score program. A longer one does not parse (so that nothing that walks its tree
-runs out of stack), and what would become one is refused."""
+"""Words of one statement of a score program. A longer statement does not parse, which bounds the recursion
+depth of everything that walks its tree; an attention whose scores would need one is not fused."""
 WORDS_COUNTED = 1 << 60
-"""Words of an expression are counted up to here; every other budget is far below."""
+"""The word count of an expression saturates here, far above every other budget."""
 
 # --- what a value of a graph means ---
 
 FORMULA_WORDS = 2 * STATEMENT_WORDS
-"""Words of a formula that is to become a program. In a model that loops over its own results formulas double
-with every step: past this the value is not looked into."""
+"""Words of a formula that may become part of a score program. Where a model feeds results back in a loop, the
+formula can double with every iteration; a value with a longer formula is treated as opaque."""
 MASK_NODES = 200
-"""Nodes of the formula of a mask or a bias. What has a longer one stays a tensor that the scores read."""
+"""Nodes of the formula of a mask or a bias. With more, the mask or bias stays a tensor that the scores
+read."""
 SUM_NODES = 20_000
-"""Nodes of an expression in which a weighted sum is looked for. A longer one is not searched."""
+"""Nodes of an expression that is searched for a weighted sum. A larger expression is not searched."""
 KEY_ORDERS = 4
-"""Key variables of which every order is tried. More are tried only in the order that they come in."""
+"""Key variables for which every permutation is tried. With more, only the order of occurrence is tried."""
 SUMMANDS = 4
-"""Pieces into which a sum over a range of known length is written out. A longer sum stays a sum."""
+"""Terms into which a sum over a range of known length is unrolled. A longer sum is not unrolled."""
 SELECTIONS = 8
-"""Selections that a comparison is drawn into: two tables of n regions give n * n comparisons. With more it
-stays a comparison of selections."""
+"""Selections (`where`) into whose branches a comparison is moved: two tables of n regions give n * n
+comparisons. With more, it stays a comparison of selections."""
 COMPARISONS = 8
-"""Comparisons of one conjunction that are held against each other. With more, all are kept."""
+"""Comparisons of one conjunction that are checked for implying each other. With more, all are kept."""
 TABLE_ELEMENTS = 1 << 26
 """Elements of a known tensor whose values are read. A larger one is read as data."""
 TABLE_OPS_BY_RULE, TABLE_OPS = 8, 64
-"""Ops that wrote a known tensor. Past the first number it is described by its values if possible, else by the
-rules of its ops; past the second by its values alone."""
+"""Ops that computed a tensor of known contents. With more than the first number, the tensor is described by
+its values if possible, else by the rules of its ops; with more than the second, by its values alone."""
 LISTED_PLACES = 16
-"""Entries of an index that are compared with a place one by one. A longer list has no element rule."""
+"""Entries of an index list that are compared with a position one by one. Longer ones have no element rule."""
 ROUTING_OPS = 12
-"""Ops between a softmax and a choice of the largest few that is said to go with it. One that is farther off
-is not mentioned."""
+"""Largest distance, in ops, between a softmax and a top-k for the report to call the softmax a router. A
+top-k farther away is not mentioned."""
 TOKEN_PAIRS = 24
-"""Tokens among which a pair that breaks causality is looked for. The reason then names no pair."""
+"""Tokens that are searched for a pair that breaks causality. If none is found, the reason names no pair."""
 
 # --- trials ---
 
 CHECK_BYTES = 4 << 30
-"""Bytes in float64 of a claim's check. A claim that needs more at all sizes is refused."""
+"""Bytes, in float64, of the numerical check of a fusion. One that needs more at every size is refused."""
 PROBE_NODES, PROBES = 80, 400
-"""Ops that are tried out together on tokens in another order, and trials on one graph. Past either, what no
-element rule explains is taken to mix tokens."""
+"""Ops that one probe runs on permuted tokens, and probes per graph. Beyond either, an op that no element rule
+covers is assumed to mix tokens."""
 
 # --- calls ---
 
 GRAPHS_KEPT = 8
-"""Graphs that a compiled model keeps, and that a decoder keeps. The one used longest ago is traced again."""
+"""Graphs that a compiled model, or a decoder, keeps. The least recently used one is dropped, and traced again
+if it is needed."""
 GUARDED_ELEMENTS = 1 << 22
-"""Elements of buffers that are compared with what they were at every call. Larger ones are trusted as long as
-they are the same tensor at the same version (a write through `.data` escapes that)."""
+"""Elements of buffers whose contents are compared at every call. Larger ones are compared by address and
+version only, which misses a write through `.data`."""
 STATE_ENTRIES, STATE_DEPTH, STATE_BYTES = 256, 6, 1 << 12
-"""Entries of a container, depth of nesting, and bytes of an array that are looked at as the state of a model.
-Beyond, an object is known by its identity alone."""
+"""Entries of a container, depth of nesting, and bytes of an array that are examined as state of a model.
+Beyond these limits an object is compared by identity alone."""

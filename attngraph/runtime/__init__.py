@@ -1,1 +1,1 @@
-"""What serves a call: traced graphs with their inputs fed, decoders, engines and caches."""
+"""Runs traced graphs: executables, decoders, engines and caches."""

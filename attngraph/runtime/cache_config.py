@@ -1,4 +1,4 @@
-"""What a user may ask of a cache."""
+"""The options of a decoder's cache."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ LAYOUTS = ("contiguous", "paged")
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """How a decoder keeps what it has computed.
+    """Options of a decoder's cache.
 
     Args:
-        max_length: the most tokens of a row; None: as many as the model takes.
-        dtype: of what is kept; None: as computed.
-        layout: "contiguous" (a row's tokens side by side, growing by doubling) or "paged" (pages of
+        max_length: the most tokens per row; None: as many as the model supports.
+        dtype: of cached values; None: as computed.
+        layout: "contiguous" (each row's tokens in one block, which grows by doubling) or "paged" (pages of
             `page` tokens that rows can share: beams, common prefixes, an engine).
-        page: tokens of a page.
-        rollback: how many tokens can be taken back where a window has overwritten older ones.
-        tokens: the name of the model's argument that is generated (None: `decoder_input_ids` where there
-            is one, else the first that is not given).
+        page: tokens per page.
+        rollback: how many tokens `KVCache.crop` can remove where a sliding window overwrites older ones.
+        tokens: the name of the model's argument that takes the tokens (None: `decoder_input_ids` if there is
+            one, else the first argument that is not given).
         proof: whether prefill and decode are compared with whole sequences, in float64, before first use.
 
     Raises:
-        ValueError: a value that makes no sense.
+        ValueError: a value is out of range.
     """
 
     max_length: int | None = None

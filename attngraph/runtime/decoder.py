@@ -1,7 +1,7 @@
-"""A decoder: prefill, decode and generate with a model that has never heard of a cache.
+"""A decoder: prefill, decode and generate with a model that has no cache of its own.
 
-Rows are packed: the tokens of all sequences stand in one, without padding, each with its own place. So
-prompts of unequal length, padded on either side, answer as each would alone.
+Rows are packed: the tokens of all sequences are concatenated into one, without padding, each with its own
+position. So prompts of unequal length, padded on either side, get the same results as each would alone.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Tokens of several rows side by side. `ids`: `[1, N]` (or `[1, N, C]`); `counts`: tokens of each row;
-    `mask`: where they stand in what the caller gave, `[B, T]`."""
+    """Packed tokens of several rows. `ids`: `[1, N]` (or `[1, N, C]`); `counts`: tokens of each row; `mask`:
+    their places in the caller's layout, `[B, T]`."""
 
     ids: Tensor
     counts: list[int]
     mask: Tensor
 
     def last(self) -> Tensor:
-        """The places of each row's last token (of rows that have one)."""
+        """The packed index of each row's last token, for rows that have tokens."""
         ends = torch.tensor(self.counts).cumsum(0) - 1
         return ends[torch.tensor(self.counts) > 0].to(self.ids.device)
 
 
 class Decoder(nn.Module):
-    """What `attngraph.compile(model, cache=True)` returns. Called, it runs the model on whole sequences.
+    """What `attngraph.compile(model, cache=True)` returns. Calling it runs the model on whole sequences.
 
     Attributes:
-        report: what was fused and what is kept, of the latest derived graph.
+        report: what was fused and what is cached, for the latest derived graph.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
 
     @property
     def report(self) -> CompileReport:
-        """What was done to derive the decoder used last."""
+        """The report of the latest derived decoder; before the first, of the compiled model."""
         if self._steps:
             return next(reversed(self._steps.values())).report
         return self.whole.report  # type: ignore[return-value]
@@ -84,11 +84,11 @@ class Decoder(nn.Module):
             raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """The state dict of the model itself."""
         return self.whole.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the model."""
+        """Load a state dict into the model itself."""
         return self.whole.load_state_dict(*args, **kwargs)
 
     # --- the three calls ---
@@ -96,21 +96,21 @@ class Decoder(nn.Module):
     def prefill(
         self, ids: Ids, attention_mask: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, KVCache]:
-        """Compute prompts, and keep what later tokens need.
+        """Process prompts, and cache what later tokens need.
 
         Args:
             ids: `[B, T]` (`[T]` for one prompt, or embeddings `[B, T, C]`), or a list of prompts of any
                 lengths.
-            attention_mask: `[B, T]`, where real tokens stand; padding may be on either side. Every prompt
-                answers as it would alone. (Of a model with an encoder it is the encoder's, and
-                `decoder_attention_mask` is the one of the tokens.)
+            attention_mask: `[B, T]`, nonzero at real tokens; padding may be on either side and does not
+                affect results. (With an encoder-decoder model it is the encoder's mask, and
+                `decoder_attention_mask` is the mask of the tokens.)
             inputs: the model's other arguments.
 
         Returns:
             The logits, `[B, T, V]` (zeros at padding), and the state.
 
         Raises:
-            NoDecoderError: none can be derived; says why and where. CacheError: the prompts do not fit.
+            NoDecoderError: no decoder can be derived; says why and where. CacheError: the prompts do not fit.
         """
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._step(packed, inputs)
@@ -126,15 +126,15 @@ class Decoder(nn.Module):
 
         Args:
             next_ids: `[B]` or `[B, S]`, or a list with each row's new tokens.
-            state: is changed; see `KVCache` for taking tokens back, copying, reordering, saving.
-            attention_mask: `[B, S]`, where real tokens stand.
-            inputs: the model's other arguments that bring something for every token.
+            state: modified in place; `KVCache` has methods to remove tokens, copy, reorder and save it.
+            attention_mask: `[B, S]`, nonzero at real tokens.
+            inputs: the model's other arguments that have an entry for every token.
 
         Returns:
             The logits, `[B, S, V]`.
 
         Raises:
-            CacheError: the tokens do not fit; the state is as it was.
+            CacheError: the tokens do not fit; the state is unchanged.
         """
         if isinstance(next_ids, Tensor) and next_ids.ndim == 1 and not next_ids.is_floating_point():
             next_ids = next_ids.unsqueeze(1)
@@ -158,19 +158,20 @@ class Decoder(nn.Module):
 
         Args:
             ids, attention_mask, inputs: as for `prefill`.
-            temperature: 0 takes the most likely token; else logits are divided by it and sampled.
-            top_k, top_p: sample among the k most likely tokens; among the fewest that together reach p.
-            num_beams: beam search where more than 1: beams are ranked by the sum of log-probabilities over
-                length ** length_penalty (the new tokens' length).
-            eos_token_id: a row ends with one of these. pad_token_id: fills rows that ended earlier (the
-                first end token if not given, else 0).
+            temperature: 0 takes the most likely token; otherwise logits are divided by it and sampled.
+            top_k: sample from the k most likely tokens. top_p: from the fewest tokens whose probabilities sum
+                to at least p.
+            num_beams: more than 1 means beam search: beams are ranked by the sum of log-probabilities divided
+                by length ** length_penalty, with the number of new tokens as length.
+            eos_token_id: one or more tokens that end a row. pad_token_id: fills rows that ended earlier
+                (default: the first end token if there is one, else 0).
             seed: of sampling; the same seed gives the same tokens.
 
         Returns:
             int64 `[B, T + new]`: the prompts as given (a list: padded on the left), then the new tokens.
 
         Raises:
-            ValueError: numbers that make no sense. NoDecoderError, CacheError: as `prefill`.
+            ValueError: an option is out of range. NoDecoderError, CacheError: as for `prefill`.
         """
         options = generating.Options(
             max_new_tokens, temperature, top_k, top_p, num_beams,
@@ -209,8 +210,8 @@ class Decoder(nn.Module):
     # --- parts ---
 
     def _mask(self, mask: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
-        """The mask of the tokens. That of an encoder's tokens is an input of the model like any other; its
-        decoder's is then called `decoder_attention_mask`."""
+        """The mask of the tokens. In an encoder-decoder model `attention_mask` is an ordinary input, and the
+        mask of the decoder's tokens is called `decoder_attention_mask`."""
         if self._name(inputs) != DECODER_IDS:
             return mask
         if mask is not None:
@@ -219,10 +220,10 @@ class Decoder(nn.Module):
         return found
 
     def pack(self, ids: Ids, mask: Tensor | None) -> Packed:
-        """All real tokens side by side.
+        """All real tokens, packed.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: the shapes do not fit.
         """
         if not isinstance(ids, Tensor):
             if mask is not None:
@@ -270,7 +271,7 @@ class Decoder(nn.Module):
         return found
 
     def _step(self, packed: Packed, inputs: Mapping[str, Any]) -> Step:
-        """The derived graph for such a call."""
+        """The derived graph for calls like this one; derived now if there is none yet."""
         model = self._model
         if isinstance(model, nn.Module) and model.training:
             raise NoDecoderError("the model is in training mode. Call model.eval() first.")
@@ -296,13 +297,13 @@ class Decoder(nn.Module):
             return found
 
     def _valid(self, key: Any) -> Step | None:
-        """The step that was derived for such calls, if what it relied on is still so."""
+        """The step that was derived for this key, if the buffers that it relies on are unchanged."""
         found = self._steps.get(key)
         return found if found is not None and found.is_valid() else None
 
     def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
-        """A new step. An input that is as long as the prompt may be so by chance: if it cannot be cut to the
-        length of an example, examples are as long as the prompt."""
+        """A new step. Inputs as long as the prompt are cut to the example's length. They may be that long by
+        coincidence, so if deriving fails, it is tried again with an example as long as the prompt."""
         width = packed.mask.shape[1]
         as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
         with torch.no_grad():
@@ -316,7 +317,7 @@ class Decoder(nn.Module):
                 raise
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-        """Arguments to trace with: at least two rows of a few tokens, so that no size is taken for one."""
+        """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""
         count = packed.ids.shape[1]
         places = torch.arange(EXAMPLE_ROWS * tokens, device=packed.ids.device) % max(count, 1)
         if count == 0:
@@ -336,7 +337,7 @@ class Decoder(nn.Module):
         return example
 
     def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
-        """An empty state for such tokens."""
+        """An empty state of so many rows for tokens like these."""
         step, config = self._step(packed, {}), self.config_of_cache
         if layout is not None:
             config = dataclasses.replace(config, layout=layout)
@@ -364,7 +365,7 @@ class Decoder(nn.Module):
         return found
 
     def _arguments(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the step needs for every token, packed as the tokens are."""
+        """The step's arguments that have an entry for every token, packed like the tokens."""
         found: dict[str, Tensor] = {}
         for name in step.arguments:
             if name == step.name:
@@ -384,7 +385,7 @@ class Decoder(nn.Module):
 
 
 def _unpacked(logits: Tensor, packed: Packed) -> Tensor:
-    """`[1, N, V]` as the caller gave the tokens, zeros at padding."""
+    """The logits `[1, N, V]` in the caller's layout, `[B, T, V]`, with zeros at padding."""
     rows, width = packed.mask.shape
     if len(set(packed.counts)) == 1 and packed.counts[0] == width:
         return logits[0].reshape(rows, width, *logits.shape[2:])

@@ -1,8 +1,8 @@
-"""A graph's operations called by their shortest way.
+"""Calls a graph's operations through faster Python bindings.
 
-`torch.ops.aten.add.Tensor` finds its kernel by a schema, `torch.add` by a parser made for it, about a
-microsecond sooner; a decoder's step calls hundreds. Only operations whose two forms take the same
-arguments in the same places are exchanged. Results are the same.
+`torch.ops.aten.add.Tensor` parses its arguments by a schema, `torch.add` with a generated parser, which saves
+about a microsecond per call; a decoder's step makes hundreds of calls. Only operations whose two forms take
+the same arguments in the same positions are replaced. Results are the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SHORTER: dict[Any, Callable[..., Any]] = {
 
 
 def shortened(module: fx.GraphModule) -> fx.GraphModule:
-    """The same computation with such operations called directly."""
+    """The same computation with these operations called through the faster bindings."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:

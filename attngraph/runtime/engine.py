@@ -1,9 +1,9 @@
-"""In-flight batching: requests come and go while others run.
+"""In-flight batching: requests start and end while others run.
 
-Every step computes one packed sequence: the next token of each running request, and a chunk of the
-prompts that are still being read, so that a long prompt does not hold the others up. A request that ends
-gives its place and its pages to the next one at once. Nothing is padded, so what waits is taken in the
-order in which it came.
+Every step computes one packed sequence: the next token of each running request, and a chunk of the prompts
+that are not processed yet, so that a long prompt does not delay the other requests. When a request ends, its
+place and its pages are free for the next one at once. Nothing is padded, so requests of similar length need
+not be grouped: they run in order of arrival.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from attngraph.runtime.sampling import sample
 
 
 class Request:
-    """One prompt being continued. Iterate over it for its new tokens as they come; `result()` waits for all.
+    """One prompt being continued. Iterating yields new tokens as they are computed; `result()` waits for all.
 
     Attributes:
-        tokens: the new ones so far. finished: whether there will be no more. error: why it failed, if it did.
+        tokens: the new tokens so far. finished: whether the request has ended. error: why it failed, if so.
     """
 
     def __init__(self, engine: Engine, prompt: Tensor, options: Options) -> None:
@@ -42,11 +42,11 @@ class Request:
             else:
                 self.generator.seed()
         self.read = 0
-        """Tokens of the prompt that were computed."""
+        """How many tokens of the prompt were processed."""
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to have."""
+        """The most tokens that it can have, prompt included."""
         return len(self.prompt) + self.options.max_new_tokens
 
     def __iter__(self) -> Iterator[int]:
@@ -70,7 +70,7 @@ class Request:
         return list(self)
 
     def cancel(self) -> None:
-        """No more tokens; its place is free for the next."""
+        """End the request; its place is free for the next one."""
         self.engine._end(self)
 
 
@@ -78,14 +78,14 @@ class Engine:
     """Runs many requests through one decoder.
 
     Args:
-        decoder: of a model with one input, the tokens.
-        max_batch: requests that run at once.
-        max_tokens: tokens that all running requests may come to hold together (None: any number).
-        max_waiting: requests that may wait (None: any number).
-        chunk: tokens of prompts that one step computes.
+        decoder: of a model whose only input is the tokens.
+        max_batch: the most requests that run at once.
+        max_tokens: the most tokens that all running requests together can reach (None: any number).
+        max_waiting: the most requests that may wait (None: any number).
+        chunk: the most prompt tokens that one step processes.
 
     Raises:
-        ValueError: numbers that make no sense.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Engine:
         """Add a request, at any time; it runs as the engine is stepped (by `step`, `run`, or iterating).
 
         Args:
-            prompt: int64 `[T]`, at least one token; the rest as for `Decoder.generate`.
+            prompt: int64 `[T]`, at least one token; the other arguments as for `Decoder.generate`.
 
         Raises:
-            ValueError: an empty prompt, or numbers that make no sense. CacheError: it can never fit, or too
-                many are waiting; nothing else is touched.
+            ValueError: the prompt is empty, or an option is out of range. CacheError: the request can never
+                fit, or too many are waiting; other requests are not affected.
         """
         ids = torch.as_tensor(prompt)
         if ids.ndim != 1 or len(ids) == 0 or ids.is_floating_point():
@@ -134,16 +134,16 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests that have a place."""
+        """The number of running requests."""
         return sum(1 for place in self.places if place is not None)
 
     def run(self) -> None:
-        """Step until nothing runs or waits."""
+        """Step until no request runs or waits."""
         while self.step():
             pass
 
     def step(self) -> bool:
-        """Compute the next tokens; False if there was nothing to do."""
+        """Compute the next tokens. Returns False if there was nothing to do."""
         with self._lock:
             self._admit()
             parts = self._parts()
@@ -160,7 +160,7 @@ class Engine:
     # --- parts of a step ---
 
     def _admit(self) -> None:
-        """Give free places to those who wait, in the order in which they came."""
+        """Give free places to waiting requests, in order of arrival."""
         held = sum(r.longest for r in self.places if r is not None)
         for place, current in enumerate(self.places):
             if current is not None or not self.waiting:
@@ -189,7 +189,7 @@ class Engine:
         return state
 
     def _parts(self) -> list[Tensor]:
-        """The tokens that each place computes next."""
+        """The tokens to compute next for each place."""
         left = self.chunk
         found: list[Tensor] = []
         for request in self.places:
@@ -205,7 +205,7 @@ class Engine:
         return found
 
     def _advance(self, parts: Sequence[Tensor]) -> Tensor:
-        """The logits of the last token of every place that has one."""
+        """The logits of the last token of every place that has tokens."""
         assert self.state is not None
         counts = [len(p) for p in parts]
         ids = torch.cat(list(parts)).unsqueeze(0).to(self.state.device)
@@ -216,7 +216,7 @@ class Engine:
         return logits
 
     def _find_the_cause(self, parts: Sequence[Tensor]) -> None:
-        """A step failed, so nothing was kept of it: try each place by itself, and end those that fail."""
+        """After a failed step, which cached nothing: run each place separately, and end those that fail."""
         for place, request in enumerate(self.places):
             if request is None or not len(parts[place]):
                 continue
@@ -229,7 +229,7 @@ class Engine:
                 self._take(alone, logits)
 
     def _take(self, parts: Sequence[Tensor], logits: Tensor) -> None:
-        """Choose the next token of every place whose prompt was read to its end."""
+        """Choose the next token of every place whose prompt is fully processed."""
         active = [n for n, part in enumerate(parts) if len(part)]
         for place in active:
             request = self.places[place]
@@ -245,7 +245,7 @@ class Engine:
                 self._end(request)
 
     def _choose(self, active: Sequence[int], logits: Tensor) -> list[int]:
-        """One token for each active place, as its request says."""
+        """One token for each active place, chosen with its request's options."""
         requests = [self.places[n] for n in active]
         options = [r.options for r in requests if r is not None]
         if all(o.temperature == 0 for o in options):
@@ -263,7 +263,7 @@ class Engine:
 
     @staticmethod
     def _draw(request: Request | None) -> float:
-        """A number for the request's next token; none is used up while its prompt is being read."""
+        """The random number for the request's next token; none is drawn while its prompt is processed."""
         if request is None or request.generator is None or request.read < len(request.prompt):
             return 0.0
         return float(torch.rand((), generator=request.generator, dtype=torch.float64))
@@ -273,7 +273,7 @@ class Engine:
         self._end(request)
 
     def _end(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
+        """Remove a request, whether it waits or runs."""
         with self._lock:
             request.finished = True
             if request in self.waiting:

@@ -1,4 +1,4 @@
-"""A traced call, ready to be repeated: which calls the graph serves, and their results put together again."""
+"""A traced graph that can be called: which calls it accepts, and how their results are rebuilt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attngraph.runtime.machine import Machine, Run
 
 
 class Executable:
-    """One traced graph as the function that was traced.
+    """One traced graph, with the calling convention of the function that was traced.
 
     Args:
         captured: the graph, its structure and its conditions.
@@ -24,7 +24,7 @@ class Executable:
         run: what computes the graph's results from its inputs (None: the graph itself).
 
     Attributes:
-        report: what was done to the graph, once that is known.
+        report: what was done to the graph; set once it is known.
     """
 
     __slots__ = ("captured", "machine", "report", "sizes")
@@ -37,17 +37,17 @@ class Executable:
         self.machine = Machine(captured.graph, owner, run)
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph serves a call with these tensors (of the dtypes it was traced for)."""
+        """Whether the graph accepts a call with these tensors (of the dtypes that it was traced for)."""
         return self.fits(tensors) and self.machine.is_valid()
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph holds for sizes like these."""
+        """Whether the graph accepts these sizes."""
         return self._sizes(tensors) is not None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         results = self.machine(tensors)
         values: list[Any] = []
-        laid: dict[int, Tensor] = {}  # what is returned twice stays one tensor
+        laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
             if output.kind == "value":
                 if id(result) not in laid:
@@ -71,7 +71,7 @@ class Executable:
 
 
 def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The tensor with its dimensions in this order in memory; itself if it is so already."""
+    """The tensor with its dimensions in this order in memory; unchanged if they are already."""
     if not order:
         return tensor
     dense = tensor.permute(order)

@@ -1,7 +1,7 @@
-"""Writing text: the loops around a decoder's step, one for sampling and one for beams.
+"""The generation loops around a decoder's step: one for sampling, one for beam search.
 
-Both are given the logits of the prompts' last tokens and a function that computes new tokens; both return
-the new tokens alone.
+Both take the logits of the prompts' last tokens and a function that processes new tokens; both return only
+the new tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.sampling import sample
 
 Advance = Callable[[Tensor, list[int]], Tensor]
-"""New tokens, packed, and how many each row gets; their logits, packed."""
+"""Takes new tokens, packed, and how many each row gets; returns their logits, packed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def generate(first: Tensor, advance: Advance, state: KVCache, options: Options) 
 
 
 def _samples(logits: Tensor, advance: Advance, state: KVCache, options: Options) -> Tensor:
-    """Every row by itself; rows that ended get no more tokens."""
+    """Greedy search or sampling; rows that ended get no more tokens."""
     rows = logits.shape[0]
     generator = None
     if options.temperature > 0:
@@ -103,7 +103,7 @@ def _choose(
     if generator is None:
         return logits.argmax(-1)
     count, device = logits.shape[0], logits.device
-    # Every row draws a number whether it runs or not: what a row gets does not depend on the others' ends.
+    # Every row draws a number, even if it has ended, so a row's tokens do not depend on when others end.
     uniform = torch.rand(rows, generator=generator, dtype=torch.float64)[list(running)].to(device)
     temperature = torch.full((count,), options.temperature, device=device)
     top_k = None if options.top_k is None else torch.full((count,), options.top_k, device=device)
@@ -112,8 +112,8 @@ def _choose(
 
 
 def _beams(logits: Tensor, advance: Advance, state: KVCache, options: Options) -> Tensor:
-    """Beam search: of all continuations of a row's beams the best are kept; ended ones are ranked by the
-    sum of their log-probabilities over length ** penalty, and leave when they cannot be caught up with."""
+    """Beam search: of all continuations of a row's beams the best are kept. Finished ones are ranked by the
+    sum of log-probabilities / length ** penalty; a row is done when no running beam can beat them."""
     rows, width = logits.shape[0], options.num_beams
     beams = [[_Beam(row, [], 0.0)] for row in range(rows)]
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(rows)]
@@ -152,7 +152,7 @@ def _beams(logits: Tensor, advance: Advance, state: KVCache, options: Options) -
 
 @dataclasses.dataclass
 class _Beam:
-    """A continuation: the row of the state it is in, its tokens, the sum of their log-probabilities."""
+    """A continuation: its row in the state, its tokens, and the sum of their log-probabilities."""
 
     source: int
     tokens: list[int]
@@ -162,7 +162,7 @@ class _Beam:
 def _continue(
     beams: list[_Beam], scores: Tensor, finished: list[tuple[float, list[int]]], options: Options
 ) -> list[_Beam]:
-    """The best continuations that go on; those that end go to `finished`."""
+    """The best unfinished continuations; finished ones are appended to `finished`."""
     width, vocabulary = options.num_beams, scores.shape[1]
     total = scores + torch.tensor([[b.score] for b in beams], dtype=scores.dtype, device=scores.device)
     count = min(width * (1 + len(options.ends)), total.numel())
@@ -183,7 +183,7 @@ def _best(
     beams: list[list[_Beam]], finished: list[list[tuple[float, list[int]]]], options: Options,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """The best of each row, ended or not."""
+    """The best continuation of each row, finished or not."""
     found: list[list[int]] = []
     for row, ended in zip(beams, finished, strict=True):
         penalty = options.length_penalty

@@ -1,6 +1,6 @@
-"""The state of a decoder: what every row has kept so far, and how long each row is.
+"""The state of a decoder: the cached values of every row, and the rows' lengths.
 
-Where values lie is the business of `pages`. Nothing is written before everything is known to fit.
+`pages` decides where values are stored. Nothing is written before everything is known to fit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SAVED = "attngraph cache 1"
 
 @functools.lru_cache(maxsize=64)
 def _one_each(rows: int) -> tuple[Tensor, Tensor]:
-    """The row of each token, and where each row's tokens begin, for one new token each."""
+    """The row of each token, and the start of each row's tokens, if every row gets one new token."""
     return torch.arange(rows), torch.arange(rows + 1)
 
 
 class KVCache:
-    """What a decoder knows of the rows of a batch. Made by `Decoder.prefill`.
+    """The cached state of the rows of a batch. Made by `Decoder.prefill`.
 
     Attributes:
         lengths: tokens of each row so far.
@@ -42,10 +42,10 @@ class KVCache:
         self.plan, self.config, self.device = plan, config, device
         self.limit = min((n for n in (limit, config.max_length) if n is not None), default=None)
         self.step: Any = None
-        """What computes the next tokens; set by the decoder."""
+        """The `Step` that computes the next tokens; set by the decoder."""
         self.lengths = [0] * rows
         self.lost = [0] * rows
-        """Positions of each row before this one were overwritten in rings."""
+        """For each row: positions before this one have been overwritten in ring buffers."""
         self.fixed: dict[str, Tensor] = {}
         self.groups: dict[int | None, Pages] = {}
         windows = dict.fromkeys(store.window for store in plan.stores)
@@ -60,13 +60,13 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated for what is kept."""
+        """Bytes allocated for cached values."""
         arenas = [arena for group in self.groups.values() for _, arena in group.arenas.values()]
         return sum(t.nbytes for t in (*arenas, *self.fixed.values()))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one row takes, where no window ends it."""
+        """Bytes per token of one row, sliding windows not considered."""
         found = 0
         for store in self.plan.stores:
             size = store.bytes_per_token
@@ -76,7 +76,7 @@ class KVCache:
         return found
 
     def stores(self) -> dict[str, Tensor]:
-        """The pages of every kept value, by name."""
+        """The pages of every cached value, by name."""
         return {
             store.name: arena[place]
             for group in self.groups.values()
@@ -87,10 +87,10 @@ class KVCache:
     # --- a step ---
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Make room for so many more tokens of each row.
+        """Make room for `counts[r]` more tokens of each row r.
 
         Raises:
-            CacheError: there is none; nothing is changed.
+            CacheError: they do not fit; nothing is written.
         """
         if len(counts) != self.rows:
             raise CacheError(f"new tokens for {len(counts)} row(s), but the state has {self.rows}.")
@@ -113,7 +113,7 @@ class KVCache:
                 group.reserve(row, self.lengths[row], count)
 
     def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
-        """What a step is told about rows, by name."""
+        """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
         first = torch.tensor(self.lengths, dtype=torch.int64)
         if min(counts, default=0) == 1 == max(counts):
             row, starts = _one_each(len(counts))
@@ -135,7 +135,7 @@ class KVCache:
         return found
 
     def write(self, news: Mapping[str, Tensor], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
-        """Keep what a step computed for its new tokens. Room was made by `reserve`."""
+        """Write what a step computed for its new tokens; `reserve` has made room for it."""
         after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
         ends = torch.tensor(after, dtype=torch.int64, device=self.device)
         for group in self.groups.values():
@@ -147,11 +147,11 @@ class KVCache:
     # --- between steps ---
 
     def crop(self, length: int | Sequence[int]) -> None:
-        """Forget all tokens of each row from `length` on (of a sequence: one number for each row).
+        """Remove all tokens of each row from position `length` on (a sequence: one length for each row).
 
         Raises:
-            CacheError: a window has overwritten what would be needed again; `CacheConfig.rollback` says how
-                many tokens can be taken back.
+            CacheError: a sliding window has overwritten tokens that would be needed again;
+                `CacheConfig.rollback` sets how many tokens can be removed.
         """
         lengths = [length] * self.rows if isinstance(length, int) else list(length)
         if len(lengths) != self.rows:
@@ -175,11 +175,11 @@ class KVCache:
         self.lengths = after
 
     def reset(self, row: int | None = None) -> None:
-        """Forget everything, or one row."""
+        """Remove all tokens, of one row or of all rows."""
         self.crop([0 if row in (None, n) else length for n, length in enumerate(self.lengths)])
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
-        """Row n becomes what row rows[n] is; there may be more rows or fewer afterwards."""
+        """Row n becomes a copy of row rows[n]; the number of rows may change."""
         picked = [int(r) for r in rows]
         if any(not 0 <= r < self.rows for r in picked):
             raise CacheError(f"rows {picked} of a state of {self.rows} row(s).")
@@ -192,7 +192,7 @@ class KVCache:
         self.lost = [self.lost[r] for r in picked]
 
     def copy(self) -> KVCache:
-        """A state of its own with the same contents."""
+        """An independent copy of the state."""
         other = copy.deepcopy(self)
         other.step = self.step
         return other
@@ -230,10 +230,10 @@ class KVCache:
 
     @classmethod
     def load(cls, path: str | Path) -> KVCache:
-        """A state that was saved.
+        """Read a state that `save` wrote.
 
         Raises:
-            CacheError: the file holds something else.
+            CacheError: the file is not a saved state, or was saved by another version.
         """
         try:
             found = torch.load(path, weights_only=True)
@@ -247,7 +247,7 @@ class KVCache:
 
 
 def select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:
-    """A fixed value for other rows."""
+    """The entries of these rows in a fixed value."""
     assert about.row_dim is not None
     count = value.shape[about.row_dim] // about.own
     if list(rows) == list(range(count)):

@@ -1,7 +1,7 @@
-"""What runs a program graph: inputs fetched, stages computed when they are due, writes copied back.
+"""Runs a program graph: fetches its inputs, recomputes stages when needed, copies writes back.
 
-One machine serves every graph: a compiled call (`executable.py`), a decoder's step and the stage of its
-prompt (`step.py`), a model with fewer heads (`api/convert.py`).
+All graphs run on this class: compiled calls (`executable.py`), a decoder's step and its prompt stage
+(`step.py`), and models converted to fewer heads (`api/convert.py`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ Fetch = Callable[[Any], Tensor]
 class Machine:
     """A graph, ready to run.
 
-    It has no attributes for a trace to look into: it never changes but for values that are kept of weights.
-    No call runs while a trace has swapped the weights for fakes, in whatever thread (`trace_lock.py`).
+    It is immutable except for cached results of the weights stage, so fingerprints skip it
+    (`capture/state.py`). No call runs while a trace in any thread has replaced the weights by fake tensors
+    (`trace_lock.py`).
 
     Args:
-        graph: lowered, or as far as it is to be run.
+        graph: at any level.
         owner: the module whose parameters and buffers the graph's inputs name. They are looked up at every
-            call: the user may have moved, replaced or retyped them.
-        run: what computes a graph's results from its inputs (its module, or that compiled further).
-        names: the names of the arguments by number, where calls give them by name.
+            call, because the user may have moved or replaced them, or changed their dtype.
+        run: makes the function that computes a graph's results from its inputs (None: the graph's module).
+        names: the names of the arguments by number, if calls pass them by name.
     """
 
     __slots__ = (
@@ -71,12 +72,12 @@ class Machine:
     def __call__(
         self, arguments: Given, state: Mapping[str, Tensor] | None = None, interpret: Interpret | None = None
     ) -> list[Any]:
-        """The graph's results, in order; None for those that are written to a tensor.
+        """The graph's results, in order; None for results that are written to a tensor.
 
         Args:
             arguments: the call's tensors by number, or by name.
-            state: what else the graph takes, by name: pages, rows, results of the prompt's stage.
-            interpret: computes the graph in another way, values of weights included.
+            state: the graph's other inputs, by name: pages, rows, results of the prompt stage.
+            interpret: an interpreter to run the graph, and its weights stage, with instead.
         """
         with LOCK.call():
             weights = None if self._weights is None else self._weights.values(interpret)
@@ -85,7 +86,7 @@ class Machine:
             if interpret is not None:
                 return list(interpret(self._module).run(*inputs))
             if self._overwritten and torch.is_grad_enabled():
-                # The backward pass needs them as they were.
+                # The backward pass needs their old contents.
                 inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
             with _without_autocast(inputs):
                 results = self._run(*inputs)
@@ -96,10 +97,10 @@ class Machine:
 
 
 class _ValuesOfWeights:
-    """The results of a stage that weights alone give, computed again when a weight changes.
+    """The results of the weights stage, computed again when a weight changes.
 
-    Weights are known by their address and version, as buffers are (`capture/guards.py`): what is written
-    through `.data` is not seen.
+    Changes are detected by address and version, as for buffers (`capture/guards.py`): writes through `.data`
+    are not noticed.
     """
 
     def __init__(self, graph: ProgramGraph, owner: nn.Module) -> None:
@@ -125,7 +126,7 @@ class _ValuesOfWeights:
 
 
 def _without_autocast(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """The casts that autocast made are in the graph already."""
+    """Disable autocast: its casts are already part of the graph."""
     stack = contextlib.ExitStack()
     if not torch._C._is_any_autocast_enabled():
         return stack
@@ -141,7 +142,7 @@ _NOTHING, _ARGUMENTS, _STATE, _OF_WEIGHTS = range(4)
 def _fetcher(
     given: Input, owner: nn.Module, constants: Mapping[str, Tensor], names: Sequence[str] | None
 ) -> tuple[int, Fetch]:
-    """Where an input comes from at a call, and how it is got from there."""
+    """Which source of a call has the input, and the function that gets it from there."""
     if given.kind == "argument":
         place = int(given.name)
         return _ARGUMENTS, operator.itemgetter(place if names is None else names[place])
@@ -153,7 +154,7 @@ def _fetcher(
 
 
 def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) -> Fetch:
-    """How a constant, a parameter or a buffer is looked up."""
+    """The function that looks up a constant, a parameter or a buffer."""
     if given.kind == "constant":
         constant = constants[given.name]
         return lambda _: constant
@@ -169,7 +170,7 @@ def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) 
 
 
 def _writer(output: Output, owner: nn.Module) -> Callable[[Any, Tensor], None] | None:
-    """How a result that is a write reaches its tensor; None for values and for what a state keeps."""
+    """The function that writes a result to its buffer or argument; None for other results."""
     if output.kind == "argument":
         return lambda arguments, value: _overwrite(arguments[int(output.name)], value)
     if output.kind != "buffer":

@@ -1,9 +1,9 @@
-"""Pages of kept values: which row has which, room for more, sharing until one writes, rings for windows.
+"""Pages of cached values: allocation to rows, growth, copy on write, ring buffers for sliding windows.
 
-Values of equal shape are kept in one tensor (an arena), so that a step writes them all at once. In the
+Values of equal shape are stored in one tensor (an arena), so that a step writes them all at once. In the
 contiguous layout each row has one page, which grows; in the paged layout pages of equal size come from a
-pool and may be shared by rows, until one of them writes (copy on write). Where attention only sees a
-window, a row's pages form a ring.
+pool, and rows may share a page until one of them writes to it (copy on write). Where attention only sees a
+window, a row's pages form a ring buffer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from attngraph.ir.ops.cached_attention import Store
 from attngraph.runtime.cache_config import CacheConfig
 
 FEW = 16
-"""New tokens up to which each is copied by itself."""
+"""Up to this many new tokens are copied one by one."""
 
 
 class Pages:
-    """The pages of all stores that are kept for equally long: who has which."""
+    """The pages of all stores with the same window, and which row has which page."""
 
     def __init__(
         self, window: int | None, stores: Sequence[Store], config: CacheConfig, device: torch.device
@@ -52,14 +52,14 @@ class Pages:
 
     @property
     def columns(self) -> int:
-        """Pages of a row, at most so far; of a ring always all."""
+        """The most pages that any row has; in a ring buffer the fixed number of pages."""
         if self.ring:
             return -(-self.ring // self.page)
         return max((len(row) for row in self.rows), default=0) or 1
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row holds before the first is overwritten."""
+        """How many tokens a row's pages can hold; a ring buffer then overwrites the oldest."""
         return self.columns * self.page
 
     def table(self) -> Tensor:
@@ -70,7 +70,7 @@ class Pages:
         return self._table
 
     def pages_of(self, first: int, last: int) -> range:
-        """Which of a row's pages hold positions first .. last - 1."""
+        """The indices of a row's pages that hold positions first .. last - 1."""
         if first >= last:
             return range(0)
         if self.ring and last - first >= self.capacity:
@@ -83,7 +83,7 @@ class Pages:
         return range(first // self.page, (last - 1) // self.page + 1)
 
     def reserve(self, row: int, first: int, count: int) -> None:
-        """Make sure that a row can write positions first .. first + count - 1 to pages of its own."""
+        """Ensure that a row has unshared pages for positions first .. first + count - 1."""
         pages = self.rows[row]
         for place in self.pages_of(first, first + count):
             while len(pages) <= place:
@@ -132,7 +132,7 @@ class Pages:
         pages = self.rows[row]
         needed = -(-length // self.page) if not self.ring or length < self.capacity else len(pages)
         if self.ring and length:
-            return  # what a ring holds lies anywhere in it
+            return  # kept tokens can be on any page of a ring buffer
         for page in pages[needed:]:
             self.users[page] -= 1
             if self.users[page] == 0:
@@ -142,12 +142,12 @@ class Pages:
             self._table = None
 
     def write(self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, after: Tensor) -> None:
-        """Put new tokens' values at their places."""
+        """Write the values of new tokens to their pages."""
         keep: Tensor | None = positions >= after[row] - self.capacity if self.ring else None
         if keep is not None:
             row, positions = row[keep], positions[keep]
         places: Any
-        if len(row) <= FEW:  # one copy for each costs less than an index that is a tensor
+        if len(row) <= FEW:  # separate copies are faster than indexing with a tensor
             at = zip(row.tolist(), positions.tolist(), strict=True)
             slots = [(r, p % self.capacity) for r, p in at]
             places = [(self.rows[r][slot // self.page], slot % self.page) for r, slot in slots]
@@ -169,7 +169,7 @@ class Pages:
                 held[:, places[0], places[1]] = value.to(arena.dtype)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Row n becomes what row rows[n] is: by tables where pages can be shared, else by copying."""
+        """Row n becomes a copy of row rows[n]: by sharing pages where possible, else by copying them."""
         old = self.rows
         self.rows = [list(old[r]) for r in rows]
         counts = collections.Counter(p for pages in self.rows for p in pages)

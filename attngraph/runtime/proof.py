@@ -1,8 +1,8 @@
-"""Proof before use: a derived decoder and the whole model on the same tokens, in float64.
+"""Checks a derived decoder before its first use: compares it with the whole model, in float64.
 
-Prompts of unequal length are prefilled, then tokens come one at a time and several at once; at every place
-the logits must be those of the whole sequence. Before each call the memory of the cache that holds no token
-(pages that were just added, the rest of a page, slots that were given back) is filled with NaN.
+Prompts of unequal length are prefilled, then tokens follow one at a time and several at once; at every
+position the logits must equal those of the whole sequence. Before each call the cache memory that holds no
+token (new pages, the rest of a page, freed slots) is filled with NaN.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from attngraph.runtime.step import Step
 TOLERANCE = 1e-8
 """Largest accepted difference, relative to the largest logit."""
 STEPS: tuple[tuple[int, int], ...] = ((4, 2), (1, 1), (0, 3), (2, 1), (1, 1))
-"""New tokens of two rows in each call: prompts, single tokens, a row that waits, chunks. Both end at equal
-length."""
+"""New tokens of two rows in each call: prompts, single tokens, none for one row, chunks. Both rows end at the
+same length."""
 
 
 def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: str, result: int) -> float:
     """The largest difference found, relative to the largest logit.
 
     Args:
-        whole: the model as captured. step: what was derived from it.
-        arguments: those it was captured with; `name` is the one with the tokens.
-        result: the number of the logits among the whole graph's results.
+        whole: the captured model. step: the decoder derived from it.
+        arguments: the arguments that it was captured with; `name` is the one with the tokens.
+        result: the index of the logits among the whole graph's results.
 
     Raises:
         NoDecoderError: they differ.
@@ -47,7 +47,7 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         generator = torch.Generator().manual_seed(0)
         order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
         full = dict(arguments)
-        for n in step.arguments:  # what they bring for every token, for as many as there are steps
+        for n in step.arguments:  # their entries for every token, permuted and repeated to the full length
             full[n] = torch.stack([row[picked] for row, picked in zip(arguments[n], order, strict=True)])
         wanted = Machine(whole, step.owner, names=step.names)(full, interpret=Exact)[result]
         difference = compare(_by_steps(step, full, full[name].device), wanted, Rule(TOLERANCE))
@@ -82,8 +82,8 @@ def _by_steps(step: Step, full: Mapping[str, Any], device: torch.device) -> Tens
 
 
 def poison(state: KVCache) -> None:
-    """Fill with NaN what holds no token of any row. In a ring, a token that was taken back may have
-    overwritten an older one: neither is held."""
+    """Fill cache memory that holds no token of any row with NaN. In a ring buffer, a removed token may have
+    overwritten an older one; that slot then holds neither."""
     smallest = min((group.capacity for group in state.groups.values() if group.ring), default=0)
     for group in state.groups.values():
         kept = []

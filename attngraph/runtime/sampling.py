@@ -1,7 +1,7 @@
-"""The next token of every row at once: greedy, temperature, the k most likely, the fewest that reach p.
+"""Samples the next token of every row at once: greedy, temperature, top-k, top-p.
 
-Each row may have its own numbers, so rows of different requests are sampled together. The softmax is cut
-as the reference implementations do: temperature first, then k, then p among what k left.
+Each row may have its own parameters, so rows of different requests are sampled together. The order is that of
+the reference implementations: temperature first, then top-k, then top-p among the remaining tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def sample(
     Args:
         logits: `[R, V]`.
         temperature: `[R]`; 0 takes the most likely token.
-        top_k: int64 `[R]`, 0 for no limit; None: none for any row. top_p: `[R]`, 1 for no limit; or None.
+        top_k: int64 `[R]`, 0 for no limit; None: no limit for any row. top_p: `[R]`, 1 for no limit; or None.
         uniform: `[R]` numbers in [0, 1), by which the token is drawn; None where all rows are greedy.
 
     Returns:
@@ -43,6 +43,6 @@ def sample(
     total = weights.cumsum(-1)
     drawn = (uniform.double() * total[:, -1]).unsqueeze(1)
     place = torch.searchsorted(total, drawn, right=True).clamp_max(values.shape[1] - 1)
-    last = (weights > 0).long().mul(rank).amax(-1, keepdim=True)  # rounding never leaves what was allowed
+    last = (weights > 0).long().mul(rank).amax(-1, keepdim=True)  # so that rounding picks no excluded token
     sampled = order.gather(1, torch.minimum(place, last)).squeeze(1)
     return torch.where(temperature > 0, sampled, greedy)

@@ -1,4 +1,4 @@
-"""A derived decoder's two machines: one for what a prompt gives once, one for new tokens."""
+"""A derived decoder as two runnable graphs: one that runs once per prompt, one for new tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Step:
     """One derived decoder.
 
     Args:
-        graph: lowered, with a plan of what it keeps.
+        graph: lowered, with a cache plan.
         owner: the module whose parameters and buffers the graph's inputs name.
-        name: the model's argument that takes the tokens. names: its argument of each number.
-        run: what computes a graph's results (the graph itself, or compiled further).
+        name: the model's argument that takes the tokens. names: the names of all its arguments, in order.
+        run: makes the function that computes a graph's results.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Step:
 
     @property
     def arguments(self) -> frozenset[str]:
-        """The model's arguments that bring something for every token."""
+        """The model's arguments that have an entry for every token."""
         return frozenset(self._step.arguments)
 
     @property
@@ -52,7 +52,7 @@ class Step:
         return self._step.is_valid() and (self._prompt is None or self._prompt.is_valid())
 
     def begin(self, state: KVCache, arguments: Mapping[str, Tensor], run: Interpret | None = None) -> None:
-        """Compute what does not depend on the tokens."""
+        """Compute the state's fixed values, which do not depend on the tokens."""
         if self._prompt is not None:
             values = self._prompt(arguments, None, run)
             state.fixed = {about.name: v for about, v in zip(self.plan.fixed, values, strict=True)}
@@ -61,14 +61,14 @@ class Step:
         self, state: KVCache, counts: Sequence[int], arguments: Mapping[str, Tensor],
         picked: Tensor | None = None, run: Interpret | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute the new tokens of each row, packed into one sequence, and keep what later ones need.
+        """Process the new tokens of each row, packed into one sequence, and cache what later ones need.
 
         Args:
-            picked: the places, among the packed tokens, whose result is wanted; None: all.
-            run: an interpreter of the graph, to compute it in another way.
+            picked: the indices of the packed tokens whose results are returned; None: all.
+            run: an interpreter to run the graph with instead.
 
         Raises:
-            CacheError: they do not fit; nothing is changed.
+            CacheError: the tokens do not fit; nothing is written.
         """
         state.reserve(counts)
         rows = state.inputs(counts)
@@ -81,16 +81,16 @@ class Step:
         return result
 
     def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:
-        """The logits of no tokens, for a mask of this shape."""
+        """The logits (zeros) for a call without real tokens, whose mask has this shape."""
         results: Any = self.graph.graph.output_node().args[0]
         value: Tensor = results[0].meta["val"]
         return torch.zeros((*shape, int(value.shape[-1])), dtype=value.dtype, device=state.device)
 
     def _limit(self) -> int | None:
-        """The most tokens of a sequence: as the trace and the tables allow."""
+        """The longest sequence that the trace and the position tables allow."""
         traced, tables = self._most_tokens(), self.plan.most_tokens
         if traced is not None and traced + 1 == tables:
-            return tables  # a slice that is all of a table is traced apart, and is no other computation
+            return tables  # the trace excludes a slice of the whole table, but the computation is the same
         return min((n for n in (traced, tables) if n is not None), default=None)
 
     def _most_tokens(self) -> int | None:

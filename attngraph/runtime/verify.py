@@ -1,6 +1,6 @@
-"""Does a compiled model answer as the eager one does? The comparison that people ask for.
+"""Compares a compiled model's results with those of the eager model.
 
-By the flash-attention rule: the error against the float64 model is at most twice the eager one's, plus
+By the flash-attention rule: the error against the float64 model is at most twice the eager model's, plus
 rounding, with NaN and infinities in the same places.
 """
 
@@ -23,8 +23,8 @@ from attngraph.meaning.check.oracle import Oracle
 
 @dataclasses.dataclass(frozen=True)
 class Agreement(Comparison):
-    """How far a compiled model is from the exact answer, beside how far the eager one is: the largest error
-    of either, and the largest value, of all results."""
+    """The largest errors of the compiled and of the eager model against float64, and the largest value, over
+    all results."""
 
     def __str__(self) -> str:
         verdict = "equal to eager" if self.holds else "NOT equal to eager"
@@ -42,9 +42,9 @@ def compare(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> Agreement:
-    """Run the compiled model, the eager one and its float64 copy on the same inputs.
+    """Run the compiled model, the eager one and its float64 copy on the same inputs, without gradients.
 
-    The model must be deterministic (eval mode, or no dropout). No gradients.
+    The model must be deterministic (eval mode, or no dropout).
     """
     kwargs = kwargs or {}
     with torch.no_grad():

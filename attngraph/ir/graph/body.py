@@ -1,7 +1,7 @@
-"""One graph out of the lines of its text: inputs, values, results.
+"""Builds one graph from the lines of its text: inputs, values, results.
 
-Knows what a line means, not where it stands: what is wrong with one is a ValueError, and the reader
-(`ir/graph/reader.py`) says which line it was.
+Line numbers are not known here: a malformed line raises ValueError, and the reader (`ir/graph/reader.py`)
+adds the line's number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attngraph.ir.ops import nodes
 _KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter")
 _CACHED = ("cached_attention", "cached_latent_attention")
 _WORDS = ("kernel", "values", "absorb", "family")
-"""Arguments of attention nodes that are words of ours, no values."""
+"""Arguments of attention nodes that are keywords, not values."""
 
 
 def symbols_of(sizes: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
@@ -45,7 +45,7 @@ def symbols_of(sizes: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torc
 
 
 class Body:
-    """A graph while its lines are read; every method raises ValueError where a line is wrong."""
+    """A graph under construction; every method raises ValueError for a malformed line."""
 
     def __init__(self, mode: FakeTensorMode, symbols: Mapping[str, torch.SymInt]) -> None:
         self.mode = mode
@@ -84,7 +84,7 @@ class Body:
         self.inputs.append(Input(kind, name[4:] if kind == "argument" else _whole_name(kind, name)))
 
     def statement(self, line: str, program: str) -> None:
-        """A value, the name of a module, or the results. `program`: the lines of a score program under it."""
+        """A value, the name of a module, or the results. `program`: the score program's lines below it."""
         code, _, comment = line.rpartition("  # ") if "  # " in line else (line, "", "")
         code = code.strip()
         if code.startswith("["):
@@ -164,7 +164,7 @@ class Body:
         return node
 
     def _hold(self, value: Any, wanted: Any) -> None:
-        """Hold what was inferred against what is written."""
+        """Compare the inferred type with the written one."""
         found = [v for v in value if v is not None] if isinstance(value, (tuple, list)) else [value]
         expected = wanted if isinstance(wanted, list) else [wanted]
         for one, type_ in zip(found, expected, strict=False):
@@ -191,7 +191,7 @@ class Body:
             found = re.fullmatch(
                 r"(?:(?:(buffer|argument|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
             )
-            assert found is not None  # anything at all is a value
+            assert found is not None  # the pattern matches any text
             results.append(self._resolved(found[3]))
             order = tuple(int(n) for n in split(found[4])) if found[4] else ()
             kind = found[1] or "value"
@@ -201,8 +201,8 @@ class Body:
 
 
 def _whole_name(kind: str, text: str) -> str:
-    """The name that prints like this. Names in the model print without the wrapper that capture puts around
-    it; results of stages have names of their own."""
+    """The full name for a printed one: names in the model print without the prefix of capture's wrapper
+    module; results of stages have no such prefix."""
     name = read_name(text, "$")
     return name if kind in ("value", Rate.WEIGHTS.value) else f"model.{name}"
 
@@ -225,7 +225,7 @@ def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
-    """The arguments of an attention after its operands, by name as its schema has them."""
+    """The arguments of an attention after its operands, by their names in the schema."""
     found: dict[str, Any] = {"reads": [], "sizes": [], "program": program}
     for letter, name in (("r", "reads"), ("n", "sizes")):
         while f"{letter}{len(found[name])}" in kwargs:

@@ -1,4 +1,4 @@
-"""Relations between sizes that a graph takes for granted, judged for given numbers."""
+"""Evaluates the relations between symbolic sizes that a graph assumes, for concrete sizes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.utils._sympy.printers import PythonPrinter
 
 
 def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
-    """Whether a sympy relation is true (or cannot be judged) for these sizes."""
+    """Whether a sympy relation is true for these sizes; also True if it cannot be evaluated."""
     names, test = _compiled(condition)
     return any(name not in sizes for name in names) or bool(test(*(sizes[name] for name in names)))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _compiled(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
-    """The names in a relation, and the relation as a function of their numbers: sympy needs a thousand times
-    as long to put numbers in and simplify. Names of symbols do not become part of the code."""
+    """The symbol names of a relation, and the relation compiled to a Python function of their values, which
+    is about a thousand times faster than sympy's substitution. Symbol names do not appear in the code."""
     symbols = sorted(condition.free_symbols, key=str)
     names = tuple(map(str, symbols))
     if any(not _is_printed(f) for f in condition.atoms(sympy.Function)):
@@ -33,12 +33,12 @@ def _compiled(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
 
 
 def _is_printed(formula: Any) -> bool:
-    """Whether torch's printer knows the function; it writes others down as if Python had them."""
+    """Whether torch's printer supports the function; it prints unsupported ones as plain Python calls."""
     return hasattr(PythonPrinter, f"_print_{type(formula).__name__}")
 
 
 class _PlacesForNames(PythonPrinter):
-    """Torch's printer of formulas as Python, for places in place of names, with exact quotients."""
+    """Torch's printer of formulas as Python code, with numbered parameters for symbols and exact division."""
 
     def __init__(self, places: Mapping[Any, str]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Formulas of sizes in the text of a graph: `s0 + 1`, `((s1//4))`, `Max(1, s0)`, `Eq(Mod(s0, 4), 0)`.
 
-They are parsed as arithmetic, never evaluated as Python, and become nodes of the graph, which is what the
-passes work on: a query of the input that has the size, and an operation for each step.
+They are parsed as arithmetic, never evaluated as Python, and become nodes of the graph, as passes expect: a
+size query on an input for each symbol, and a node for each operation.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Formulas:
         self._nodes: dict[str, Any] = {}
 
     def found(self, node: fx.Node, shape: Sequence[str]) -> None:
-        """Take note of the sizes that an input has."""
+        """Record which symbolic sizes an input has."""
         for axis, extent in enumerate(shape):
             if extent in self.symbols:
                 self._places.setdefault(extent, (node, axis))
 
     def value(self, text: str) -> Any:
-        """A number or a symbolic one.
+        """The formula's value: a number or a symbolic size.
 
         Raises:
-            ValueError: it is no formula, or names a size that the head of the file does not.
+            ValueError: it is not a formula, or it names a size that the file's header does not declare.
         """
         return self._walk(_parsed(text), self._symbol, lambda function, *args: function(*args))
 
@@ -61,7 +61,7 @@ class Formulas:
         """A number, or the node of the graph that computes the formula.
 
         Raises:
-            ValueError: as `value`, or no input has a size that is named.
+            ValueError: as `value`, or no input has one of the named sizes.
         """
         if text not in self._nodes:
             self._nodes[text] = self._walk(_parsed(text), self._query, self._call)

@@ -1,4 +1,4 @@
-"""What an op gives on fake values: shapes and dtypes of a new node, without computing anything."""
+"""Shape and dtype inference: runs an op on fake tensors, so nothing is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def infer(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any 
     mode = getattr(tensors[0], "fake_mode", None) if tensors else mode
     if mode is None:
         return target(*values[0], **values[1])
-    # Composite ops fix symbolic sizes to numbers unless Python's own dispatcher takes them apart, and
-    # whatever is inferred after the trace must not add to what the trace took for granted.
+    # Without the Python dispatcher, composite ops specialise symbolic sizes to numbers. Guards are suppressed
+    # because inference after the trace must not add conditions to the trace's own.
     with mode, enable_python_dispatcher(), mode.shape_env.suppress_guards(), torch.no_grad():
         return target(*values[0], **values[1])

@@ -4,7 +4,7 @@
     $h.0.weight      $'odd name'           %arg0        names of inputs
     f32  cuda:0  torch.channels_last  'tanh'  -inf  None  [1, 2]
 
-Size formulas are left to the reader of the graph: what is none of these is one.
+Any other text is taken to be a size formula, which the reader of the graph parses (`ir/graph/formula.py`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ _DEVICE = re.compile(r"(cpu|cuda|meta|mps|xpu|hpu)(:\d+)?")
 
 
 class Formula(NamedTuple):
-    """A size, as it is written."""
+    """The unparsed text of a size formula."""
 
     text: str
 
 
 class Name(NamedTuple):
-    """A value of the graph, as it is written: `%3`, `%3.1`, `$h.0.weight`."""
+    """The written name of a graph value: `%3`, `%3.1`, `$h.0.weight`."""
 
     text: str
 
 
 class TensorType(NamedTuple):
-    """`f32[s0, 4]`, with the device unless it is the CPU and the strides unless they are those of a dense
-    tensor in order."""
+    """`f32[s0, 4]`; the device is written unless it is the CPU, the strides unless it is contiguous."""
 
     dtype: torch.dtype
     shape: tuple[str, ...]
@@ -63,7 +62,7 @@ def format_dtype(dtype: torch.dtype) -> str:
 
 
 def format_name(sigil: str, name: str) -> str:
-    """A name behind its sigil, quoted where it is not plain."""
+    """A name after its sigil (`$`, `%`), quoted where it is not plain."""
     return sigil + (name if _PLAIN.fullmatch(name) else repr(name))
 
 
@@ -74,7 +73,7 @@ def read_name(text: str, sigil: str) -> str:
 
 
 def split(text: str, mark: str = ",") -> list[str]:
-    """The parts of a list, at the marks that stand outside of brackets and quotes.
+    """The parts of a list, split at each `mark` that is outside brackets and quotes.
 
     Raises:
         ValueError: a bracket or a quote is left open.
@@ -103,7 +102,7 @@ def split(text: str, mark: str = ",") -> list[str]:
 
 
 def read_value(text: str) -> Any:
-    """A value of an argument: a plain one, a list, a `Name`, or a `Formula` if it is nothing else.
+    """The value of an argument: a plain value, a list, a `Name`, or, for any other text, a `Formula`.
 
     Raises:
         ValueError: a bracket or a quote is left open.
@@ -133,10 +132,10 @@ def read_value(text: str) -> Any:
 
 
 def read_type(text: str) -> TensorType | list[TensorType] | None:
-    """A type as it is written; a list where there are several results, None for a number.
+    """The type that `text` spells: a list of types for several results, None for a number.
 
     Raises:
-        ValueError: it is no type.
+        ValueError: it is not a type.
     """
     if text == "size":
         return None

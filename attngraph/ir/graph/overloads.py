@@ -1,7 +1,7 @@
-"""Which overload of an op a call without one means, so that the text of a graph can leave it out.
+"""Resolves the overload of a call that names none, so that the text of a graph can omit overload names.
 
-The first in a fixed order whose arguments fit. A number may stand for a tensor, as in PyTorch itself, and
-the nameless and `Tensor` overloads come first: `add(%0, 2.0)` is `add.Tensor`.
+The first overload, in a fixed order, whose schema accepts the arguments is chosen. As in PyTorch, a number is
+accepted for a tensor; `default` and `Tensor` overloads come first: `add(%0, 2.0)` is `add.Tensor`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def kind_of(value: Any) -> Any:
 
 
 def implied(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The overload of an op's packet that these arguments mean, or None if none fits."""
+    """The first overload of an op's packet that accepts these arguments, or None."""
     kinds = tuple(kind_of(a) for a in args)
     return _implied(packet, kinds, tuple(sorted((k, kind_of(v)) for k, v in kwargs.items())))
 

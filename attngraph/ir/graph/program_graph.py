@@ -2,12 +2,12 @@
 
 Weights, buffers and constants are placeholders, so a graph is a pure function: it can be run, checked
 and compared on other values, and it never holds a copy of a weight. The runtime feeds the user's own
-tensors at every call. A level says what is true of the graph; `verify.py` holds a pass to it.
+tensors at every call. A level states invariants of the graph, which `verify.py` checks after every pass.
 
-A graph may be cut into stages by how often they run: what weights alone give is computed when a weight
-changes, what a prompt alone gives once for each prompt, the rest at every call. A stage is a graph of its
-own; its results are inputs of the graphs that run more often. What one call of a decoder's graph leaves to
-the next one is its state.
+A graph may be split into stages by how often they run: values that depend only on weights are computed when a
+weight changes, values that depend only on the prompt once per prompt, the rest at every call. A stage is a
+separate graph; its results are inputs of the graphs that run more often. The state of a decoder's graph is
+what one call keeps for the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attngraph.ir.ops.cached_attention import CachePlan
 
 
 class Level(enum.IntEnum):
-    """How far a graph has come."""
+    """How far a graph has been compiled."""
 
     CAPTURED = 0
     CANONICAL = 1
@@ -39,7 +39,7 @@ class Level(enum.IntEnum):
 
 
 class Rate(enum.Enum):
-    """How often a stage runs. The value is the kind of input by which its results are taken."""
+    """How often a stage runs. The value is the `Input.kind` under which other graphs take its results."""
 
     WEIGHTS = "weights"  # when a weight has changed
     PROMPT = "prompt"  # once for each prompt
@@ -49,8 +49,8 @@ class Rate(enum.Enum):
 class Input:
     """What a placeholder stands for: `kind` is "parameter", "buffer", "constant" or "argument"; `name`
     is the qualified name in the user's model, or the number of the argument leaf. The result of a stage has
-    the stage's `Rate` as its kind and the result's name. A graph that decodes also has "pages" of a store,
-    and "rows": which tokens are whose."""
+    the stage's `Rate` as its kind and the result's name. A decoder's graph also has "pages" of a store, and
+    "rows", which map tokens to sequences."""
 
     kind: str
     name: str
@@ -63,11 +63,11 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a result is: "value" for the caller (of a stage: for the inputs of that name), the new contents of
-    a "buffer" or "argument", or what goes to the "pages" of a store.
+    """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
+    contents of a "buffer" or "argument", or new entries for the "pages" of a store.
 
-    `order`: its dimensions from the slowest in memory to the fastest as the model itself returns it, on
-    which the caller may rely; empty where it is not dense.
+    `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
+    may rely on its layout; empty if it is not dense.
     """
 
     kind: str
@@ -85,10 +85,10 @@ class ProgramGraph:
         values: tensors whose contents are known when compiling (buffers and constants), by placeholder.
         assumed: placeholders whose contents a rewrite relied on; the executable guards them.
         gradients: whether gradients may flow (captured with grad mode on).
-        conditions: sympy relations between sizes that the trace took for granted.
+        conditions: sympy relations between sizes that the trace assumes.
         hints: the sizes of the example inputs, by symbol.
         stages: the graphs that run less often and whose results this one takes.
-        state: what a graph that decodes leaves to its next call.
+        state: what a decoder's graph keeps from one call to the next.
     """
 
     module: fx.GraphModule
@@ -112,11 +112,11 @@ class ProgramGraph:
         return list(self.graph.find_nodes(op="placeholder"))
 
     def op_count(self) -> int:
-        """Computing nodes: no inputs, no output, no size queries."""
+        """The number of nodes that compute: inputs, the output and size queries are not counted."""
         return sum(1 for n in self.graph.nodes if n.op == "call_function" and not is_size(n))
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the graph is valid for these sizes; symbols that are not named are not judged."""
+        """Whether the graph is valid for these sizes; conditions on symbols not given are not checked."""
         return all(holds(condition, sizes) for condition in self.conditions)
 
     def attentions(self) -> list[fx.Node]:
@@ -124,7 +124,7 @@ class ProgramGraph:
         return [n for n in self.graph.nodes if nodes.whole(n) is not None]
 
     def copy(self) -> ProgramGraph:
-        """The same computation in nodes of its own; tensors and facts are shared."""
+        """A copy with its own nodes; tensors and metadata are shared."""
         made = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -142,7 +142,7 @@ class ProgramGraph:
         return {n: self.values[n.name] for n in self.placeholders() if n.name in self.values}
 
     def drop_inputs(self, unneeded: Callable[[fx.Node, Input], bool]) -> None:
-        """Take out placeholders for which this holds; nothing may use them."""
+        """Remove the placeholders for which `unneeded` is true; they must have no users."""
         kept: list[Input] = []
         for node, given in zip(self.placeholders(), self.inputs, strict=True):
             if unneeded(node, given):
@@ -153,14 +153,14 @@ class ProgramGraph:
         self.module.recompile()
 
     def clean(self) -> None:
-        """Drop what nothing uses, and make the module match the graph."""
+        """Remove unused nodes and inputs, and recompile the module."""
         self.graph.eliminate_dead_code(is_impure_node=_is_kept)
         self.module.recompile()
 
 
 def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]) -> None:
-    """Make values results of a new stage; an input of the graph takes the place of each, by its name here.
-    Inputs that only the stage needs go with it."""
+    """Move the computation of `values` to a new stage; in the graph an input of the given name replaces each.
+    Inputs that only the stage needs move with it."""
     assert rate not in graph.stages, f"values move to the stage {rate.value} once"
     graph.stages[rate] = part_of(graph, values)
     last = graph.placeholders()[-1]
@@ -176,7 +176,7 @@ def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]
 
 
 def part_of(graph: ProgramGraph, values: Mapping[str, fx.Node]) -> ProgramGraph:
-    """A graph of its own that computes these values of a graph, from the inputs that they need."""
+    """A separate graph that computes these values of a graph, with only the inputs that they need."""
     needed: set[fx.Node] = set()
     stack = list(values.values())
     while stack:
@@ -212,7 +212,7 @@ def is_size(node: fx.Node) -> bool:
 
 
 _KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert_async.")
-"""Operations that are there for what they raise."""
+"""Assertions: they have no users, but dead-code elimination must keep them."""
 
 
 def _is_kept(node: fx.Node) -> bool:
@@ -229,7 +229,7 @@ def dependence(graph: fx.Graph) -> nx.DiGraph:
 
 
 def sort(graph: fx.Graph) -> None:
-    """Put every node after what it is computed from; nodes that stand right stay in their order."""
+    """Sort the nodes topologically; nodes already in a valid order keep it."""
     order: dict[fx.Node, None] = {}
     for root in list(graph.nodes):
         stack = [(root, False)]
@@ -245,14 +245,14 @@ def sort(graph: fx.Graph) -> None:
 
 
 def may_alias(op: Any) -> bool:
-    """Whether an op's result may lie in its first operand's memory, as torch's schema of the op says. The
-    schemas of composite ops need not say."""
+    """Whether an op's result may alias its first operand, according to the op's schema. Schemas of composite
+    ops need not declare it."""
     is_torchs = isinstance(op, torch._ops.OpOverload)
     return is_torchs and any(argument.alias_info is not None for argument in op._schema.arguments)
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one's value may share: through views, to what made it."""
+    """The node that allocated the memory of this node's value, found by following views."""
     while node.target is operator.getitem or may_alias(node.target):
         (source, *_) = node.args
         if not isinstance(source, fx.Node):

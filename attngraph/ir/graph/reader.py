@@ -1,9 +1,9 @@
-"""A program graph from its text: what `ir/graph/printer.py` printed, read back.
+"""Reads a program graph from the text that `ir/graph/printer.py` wrote.
 
-Goes through the lines; what they hold is built by `ir/graph/body.py`. Every value is inferred anew and held
-against the type that is written, so a line that was changed by hand to something that does not fit is found.
-Nothing in a text is executed but the ops that it names, on tensors without contents. Contents of buffers are
-no part of the text (`dump.py` keeps them beside it).
+This file goes through the lines; `ir/graph/body.py` builds the graph. The type of every value is inferred
+again and compared with the written one, so inconsistent edits by hand are detected. Only the ops that a text
+names are executed, on fake tensors. Buffer contents are not part of the text (`dump.py` stores them
+separately).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def read_graph(text: str, file: str = "the text") -> ProgramGraph:
     """The graph that a dump's file holds.
 
     Args:
-        file: how the file is called in errors.
+        file: the name of the file in error messages.
 
     Raises:
-        TextError: the file is of another version, cut off, or a line of it is wrong; names the line.
+        TextError: the file has another format version, is truncated, or has a malformed line; names the line.
     """
     return _Reader(text, file).graph()
 
@@ -64,7 +64,7 @@ class _Reader:
         return TextError(f"{self.file}, line {self.number + 1}: {problem}.")
 
     def _told(self, read: Callable[..., Any], *args: Any) -> Any:
-        """What a reader makes of a line; its complaint is told with the line's number."""
+        """Parse a line with `read`; a ValueError becomes a TextError with the line's number."""
         try:
             return read(*args)
         except (ValueError, SyntaxError) as problem:
@@ -123,7 +123,7 @@ class _Reader:
         )  # fmt: skip
 
     def _program(self) -> list[str]:
-        """The lines of a score program, which stand under the line of their attention."""
+        """The lines of a score program, which follow the line of their attention."""
         found = []
         for line in self.lines[self.number + 1 :]:
             if not line.startswith(" " * 10):

@@ -1,4 +1,4 @@
-"""Where in the user's code a node comes from: `model.py:61`, never a machine path if it can be helped."""
+"""Where in the user's code a node comes from: `model.py:61`, as a relative path where possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
 def source_of(node: fx.Node) -> str:
     """`file:line` of the innermost frame outside of torch, else of torch's own (a layer of torch.nn
-    that is the model itself), or "" if none is known. A node that was read from a text says it itself."""
+    that is the model itself), or "" if none is known. A node read from text carries it in its meta."""
     if "source" in node.meta:
         return str(node.meta["source"])
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")

@@ -1,4 +1,4 @@
-"""Contents of tensors as JSON takes them: dtype, shape, and the bytes, compressed. No pickle, no numpy."""
+"""Tensor contents as JSON: dtype, shape, and the bytes, compressed. No pickle, no numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attngraph.ir.graph.literals import format_dtype, read_value
 
 
 def encode(tensor: Tensor) -> dict[str, Any]:
-    """A tensor as JSON takes it: its bytes, compressed."""
+    """A tensor as a JSON-compatible dict."""
     plain = tensor.detach().cpu().contiguous()
     content = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.itemsize) if plain.numel() else b""
     data = base64.b64encode(zlib.compress(content, 1)).decode("ascii")
@@ -22,7 +22,7 @@ def encode(tensor: Tensor) -> dict[str, Any]:
 
 
 def decode(found: dict[str, Any]) -> Tensor:
-    """The tensor that `encode` wrote."""
+    """The tensor that `encode` encoded."""
     content = bytearray(zlib.decompress(base64.b64decode(found["data"])))
     dtype = read_value(found["dtype"])
     if not content:

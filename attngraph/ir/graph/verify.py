@@ -1,7 +1,7 @@
-"""What is true of a graph at each level, and the check that holds every pass to it.
+"""The invariants of a graph at each level, and the check of them after every pass.
 
-A level promises all that lower ones do. `verify` runs after every pass: it is how a pass that breaks a
-promise is found at once, by name, with the graph before it at hand.
+A level includes the invariants of all lower levels. Because `verify` runs after every pass, a pass that
+breaks an invariant is named at once, and the graph before it is still available.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from attngraph.ir.ops import nodes
 from attngraph.ir.ops.kernels import KERNELS
 
 Problems = Iterator[str]
-"""What breaks a promise, each naming the node and the rule."""
+"""Violations of an invariant; each names the node and the rule."""
 
 
 def _pure(graph: ProgramGraph) -> Problems:
-    """Every value is an input or made by an op that writes to nothing, and has the shape that it gives."""
+    """Every value is an input or the result of an op without side effects, and has the inferred shape."""
     graph.graph.lint()
     if len(graph.placeholders()) != len(graph.inputs):
         yield f"{len(graph.placeholders())} placeholders for {len(graph.inputs)} inputs"
@@ -41,11 +41,11 @@ def _pure(graph: ProgramGraph) -> Problems:
             yield f"{node}: {node.target} writes to an operand"
         if isinstance(node.meta.get("val"), Tensor) and not _is_inferred(node):
             _check_shape(node)
-            _note_inferred(node)  # so that only what a pass changed is inferred anew
+            _note_inferred(node)  # so that only nodes that a pass changes are inferred again
 
 
 def _staged(graph: ProgramGraph) -> Problems:
-    """Stages give what the graph takes from them, and are graphs of the same level."""
+    """Stages have the results that the graph takes from them, and are at the same level."""
     for rate in Rate:
         stage = graph.stages.get(rate)
         given = {o.name for o in stage.outputs} if stage is not None else set()
@@ -57,14 +57,14 @@ def _staged(graph: ProgramGraph) -> Problems:
 
 
 def _without_assertions(graph: ProgramGraph) -> Problems:
-    """No op is there only to assert what a tensor's metadata are."""
+    """No op only asserts a tensor's metadata."""
     for node in graph.graph.nodes:
         if str(node.target).startswith("aten._assert_tensor_metadata"):
             yield f"{node}: {node.target} may not occur at level {graph.level.name}"
 
 
 def _with_programs(graph: ProgramGraph) -> Problems:
-    """The program of every attention parses (that the operands fit it is part of its shape)."""
+    """The program of every attention parses (shape inference checks that the operands fit it)."""
     for node in graph.graph.nodes:
         try:
             nodes.view(node)
@@ -73,8 +73,8 @@ def _with_programs(graph: ProgramGraph) -> Problems:
 
 
 def _keeping(graph: ProgramGraph) -> Problems:
-    """What one call leaves to the next is both an input and a result, by the names of the plan's stores; no
-    attention over whole sequences is left outside of the prompt's stage."""
+    """Every store of the cache plan is both an input and a result, by name; attention over whole sequences
+    occurs only in the prompt's stage."""
     if graph.state is None:
         return
     stores = {store.name for store in graph.state.stores}
@@ -86,7 +86,7 @@ def _keeping(graph: ProgramGraph) -> Problems:
 
 
 def _with_kernels(graph: ProgramGraph) -> Problems:
-    """Every attention names a kernel that there is."""
+    """Every attention names a registered kernel."""
     for node in graph.graph.nodes:
         found = nodes.view(node)
         if isinstance(found, nodes.Attention) and found.kernel not in KERNELS:
@@ -103,27 +103,27 @@ PROMISES: dict[Level, tuple[Callable[[ProgramGraph], Problems], ...]] = {
     Level.CACHED: (_keeping,),
     Level.LOWERED: (_with_kernels,),
 }
-"""What each level adds to the levels below it; the first line of each function says it."""
+"""The invariants that each level adds to those below it; each function's docstring states one."""
 
 
 def problems(graph: ProgramGraph) -> Problems:
-    """What is not as the graph's level promises."""
+    """Every violation of the invariants of the graph's level."""
     promised = itertools.chain.from_iterable(PROMISES[level] for level in Level if level <= graph.level)
     return itertools.chain.from_iterable(promise(graph) for promise in promised)
 
 
 def verify(graph: ProgramGraph) -> None:
-    """Hold a graph to what its level promises.
+    """Check the invariants of the graph's level.
 
     Raises:
-        VerificationError: naming the node and the rule.
+        VerificationError: one is violated; names the node and the rule.
     """
     for problem in problems(graph):
         raise VerificationError(problem)
 
 
 def accept(graph: fx.Graph) -> None:
-    """Take the values that a trace has just inferred for what they are: `verify` looks at what changes."""
+    """Mark the values of a fresh trace as inferred, so that `verify` infers only what changes afterwards."""
     for node in graph.nodes:
         if node.op == "call_function":
             _note_inferred(node)
@@ -134,7 +134,7 @@ def _note_inferred(node: fx.Node) -> None:
 
 
 def _is_inferred(node: fx.Node) -> bool:
-    """Whether the op and its operands, with their values, are those that the value was inferred from."""
+    """Whether the op, its operands and their values are unchanged since the value was inferred."""
     spelling, values = node.meta.get("inferred", ("", ()))
     now = [n.meta.get("val") for n in node.all_input_nodes]
     return spelling == _spelling(node) and all(a is b for a, b in zip(values, now, strict=True))

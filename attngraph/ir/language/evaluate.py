@@ -1,8 +1,8 @@
-"""What a score program means, in plain PyTorch: the one definition that backends are tested against.
+"""The meaning of a score program, in plain PyTorch: the definition that backends are tested against.
 
-Everything is evaluated over a tile, a box of the (b, h, q, k) space, so that the same code serves
-the reference (one tile, everything) and executors that walk over small ones. Values broadcast
-against `[B, Hq, Sq, Skv]` of the tile. Any floating dtype; the caller chooses it.
+Everything is evaluated over a tile, a box of the (b, h, q, k) space, so that the same code serves the
+reference (one tile for everything) and executors that iterate over small tiles. Values broadcast against
+`[B, Hq, Sq, Skv]` of the tile. The caller chooses the floating dtype.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What names mean while a program is evaluated on one tile."""
+    """The values of a program's names while it is evaluated on one tile."""
 
     tile: Tile
     reads: Sequence[Tensor]
@@ -63,8 +63,8 @@ class Environment:
 def scores(
     program: ScoreProgram, dot: Tensor, env: Environment, skip: frozenset[int] = frozenset()
 ) -> Tensor:
-    """The scores s of one tile, shape of `dot`. `skip` lists statements (by position) that are
-    known to change nothing here."""
+    """The scores s of one tile, in the shape of `dot`. `skip` lists statements (by position) that are known
+    to have no effect on this tile."""
     s = dot
     for place, statement in enumerate(program.statements):
         if place in skip:
@@ -80,7 +80,7 @@ def scores(
 
 
 def weights(program: ScoreProgram, p: Tensor, env: Environment) -> Tensor:
-    """The weights after the program's `p = ...` statements, shape of `p`."""
+    """The weights after the program's `p = ...` statements, in the shape of `p`."""
     for statement in program.statements:
         if isinstance(statement, Weight):
             p = tensor(evaluate(statement.value, env, {"p": p}), env).expand(p.shape)
@@ -121,7 +121,7 @@ def evaluate(node: Expr, env: Environment, names: dict[str, Value]) -> Value:
         return read(node, env, names)
     args = [evaluate(arg, env, names) for arg in node.args]
     if not any(isinstance(a, Tensor) for a in args):
-        # Numbers among themselves are worked out in double precision.
+        # Operations on plain numbers are computed in double precision.
         exact = dataclasses.replace(env, dtype=torch.float64)
         return _apply(op, [_promote(a, exact, torch.device("cpu")) for a in args], exact).item()
     return _apply(op, args, env)
@@ -161,16 +161,16 @@ def _real(value: Tensor, env: Environment) -> Tensor:
 
 
 def _promote(value: Value, env: Environment, device: torch.device) -> Tensor:
-    """Tensors as they are (bools as integers would be ambiguous, so only `where` sees them);
-    Python numbers as 0-dim tensors, floats in the environment's dtype."""
+    """A tensor unchanged; a Python number as a 0-dim tensor, floats in the environment's dtype. (Only `where`
+    takes bools: as integers they would be ambiguous.)"""
     if isinstance(value, Tensor):
         return value
     return torch.tensor(value, dtype=env.dtype if isinstance(value, float) else None, device=device)
 
 
 def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
-    """`rN[...]` on this tile, in no narrower dtype than the environment's: a view where every index is a
-    variable or a number, else a gather."""
+    """`rN[...]` on this tile, in the environment's dtype or a wider one: a view if every index is a variable
+    or a number, else a gather."""
     value = _read(node, env, names)
     return value.to(torch.promote_types(value.dtype, env.dtype)) if value.is_floating_point() else value
 
@@ -221,8 +221,8 @@ def _read_view(number: int, args: tuple[Expr, ...], env: Environment) -> Tensor:
 
 
 def counters(places: Sequence[Value], extents: Sequence[Value]) -> list[Value]:
-    """The four counters of `random` for an element of a tensor of any rank: its indices, the leading
-    ones joined into one number where there are more than four, zeros where there are fewer."""
+    """The four counters of `random` for an element of a tensor of any rank: its indices, with the leading
+    ones flattened into one if there are more than four, and padded with zeros if there are fewer."""
     found = list(places)
     sizes = list(extents)
     while len(found) > 4:

@@ -12,8 +12,8 @@ reads of graph nodes. Equal expressions are the same object, so equality is `is`
     sum    args = (variable, body)    over the variable's extent; `amax` and `amin` likewise
     other  value = None               a pointwise operation on its args
 
-An expression's `repr` is its text in the score language. This file knows no algebra: nothing is simplified
-here (that is `meaning/algebra/simplify`).
+An expression's `repr` is its text in the score language. Nothing is simplified here; that is the task of
+`meaning/algebra/simplify`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Expr:
 
     `kind` is "int", "float", "bool" or "any" (a read of unknown dtype). `free` holds the index
     variables that occur unbound. `serial` orders nodes by creation, which gives canonical forms
-    a cheap total order within one process. `words` is how many operations, numbers and names it has when it
-    is written out: what is used several times is written several times.
+    a cheap total order within one process. `words` counts the operations, numbers and names of its text, in
+    which shared nodes are repeated.
     """
 
     __slots__ = ("__weakref__", "args", "free", "kind", "op", "serial", "value", "words")
@@ -174,7 +174,7 @@ def _format(node: Expr) -> tuple[str, int]:
     if op == "not":
         return f"not {format_expr(args[0], _NOT)}", _NOT
     if op == "neg":
-        # A literal keeps its sign to itself, so that -(5) and the number -5 stay apart.
+        # The sign is part of a literal, so the negation of 5 prints as -(5), unlike the number -5.
         inner = format_expr(args[0], _ATOM + 1 if args[0].op == "const" else _SIGN)
         return f"-{inner}", _SIGN
     if op in BINARY and len(args) == 2:

@@ -1,8 +1,8 @@
 """The operations of the score language, one row each. A new function is a new row, and nothing else.
 
-A row says how an operation is called and what its operands are converted to; its meaning in PyTorch; its
-bounds where those of its operands are known; its derivatives, written in the score language; and how C and
-Triton write it. The parser, the evaluator, interval arithmetic, derivatives and both backends read it here.
+A row gives the operation's name and what its operands are converted to; its meaning in PyTorch; its bounds,
+given those of its operands; its derivatives, in the score language; and its spelling in C and Triton. The
+parser, the evaluator, interval arithmetic, differentiation and both backends use this table.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ class Operation:
     """One operation.
 
     Args:
-        torch: its meaning, of tensors of the kind that it takes. (What `float` and `random` mean depends on
-            more, and stands in `evaluate.py`.)
-        takes: what operands are converted to. "alike": the kind in which they meet; truth values meet as
-            integers.
+        torch: its meaning, on tensors of the kind that it takes. (`float` and `random` depend on more than
+            their operands and are defined in `evaluate.py`.)
+        takes: what operands are converted to. "alike": their common kind; bools are promoted to integers.
         gives: the kind of the result. "alike": the kind that it takes.
-        interval: "rising" of a function that never falls; else the least and the largest value, or a function
-            of the operands' `intervals.Bounds`. None: `intervals.py` has a rule, or nothing is known.
-        slopes: the derivatives by the operands in turn, as expressions of the operands x, y and the result f;
-            as far as they are written.
-        c, triton: source in the operands {0}, {1}, .. of the kind that it takes; a pair is for real numbers
-            and for integers. What is no call stands in brackets, but for Triton's operators.
-        triton_half: the same where operands of 16 bits need fewer digits.
-        rounds: integers stay what they are.
+        interval: "rising" for a monotonically increasing function; else its least and largest value, or a
+            function of the operands' `intervals.Bounds`. None: see `intervals.py`, or nothing is known.
+        slopes: the partial derivatives, one for each operand, as expressions of the operands x, y and the
+            result f; missing ones are not defined.
+        c, triton: source text with operands {0}, {1}, .. of the kind that it takes; a pair is for floats and
+            for integers. Anything but a call is parenthesised, except Triton's operators.
+        triton_half: the same for 16-bit operands, which need less precision.
+        rounds: it rounds, so integers are unchanged by it.
     """
 
     name: str
@@ -72,7 +71,7 @@ def _infix(
     name: str, function: Callable[..., Tensor], slopes: tuple[str, ...] = (), c: str = "",
     triton: Spelling = "",
 ) -> Operation:  # fmt: skip
-    """Arithmetic of numbers, and comparisons. What is not spelled otherwise is written with the same sign."""
+    """Arithmetic and comparison operators. C and Triton use the same sign unless a spelling is given."""
     sign, is_real = E.BINARY[name][0], name in ("div", "pow")
     return Operation(
         name, 2, function, "reals" if is_real else "alike",
@@ -114,7 +113,7 @@ FUNCTIONS: dict[str, Operation] = {row.name: row for row in (
               ("sign_({0})", "(({0} > 0) - ({0} < 0))"),
               ("tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
                "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))")),
-    # Where both are equal each has half of the slope, as in PyTorch.
+    # Where both operands are equal, each gets half of the gradient, as in PyTorch.
     Operation("min", 2, torch.minimum, "alike", "alike", None,
               ("where(x == y, 0.5, where(x > y, 0.0, 1.0))", "where(y == x, 0.5, where(y > x, 0.0, 1.0))"),
               ("minimum({0}, {1})", "({0} < {1} ? {0} : {1})"),
@@ -152,8 +151,8 @@ OPERATORS: dict[str, Operation] = {row.name: row for row in (
     Operation("quotient", 2, torch.floor_divide, "alike", "alike", None, (), "({0} / {1})", "{0} // {1}"),
     Operation("remainder", 2, torch.remainder, "alike", "alike", None, (), "({0} % {1})", "{0} % {1}"),
 )}  # fmt: skip
-"""What is written with signs and words, by the name of its node; and the whole division of what is not
-negative, which kernels write in place of `floordiv` and `mod`."""
+"""Operators, by the name of their node. `quotient` and `remainder` are integer division of non-negative
+numbers, which kernels use in place of `floordiv` and `mod`."""
 
 
 def operation_of(op: str) -> Operation | None:

@@ -42,7 +42,7 @@ _ELSEWHERE = {
     "&": "and", "&&": "and", "|": "or", "||": "or", "!": "not", "~": "not", "^": "**", "=": "==",
     "maximum": "max", "minimum": "min", "none": "false", "infinity": "inf",
 }  # fmt: skip
-"""How other languages write what has another name here."""
+"""Spellings from other languages, and what they are called here; used in error messages."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,7 +73,7 @@ def parse(text: str) -> ScoreProgram:
 
 
 def _point_out(statements: list[Statement], parsers: list[_Parser]) -> None:
-    """Raise at the first statement that cannot follow those before it."""
+    """Raise at the first statement that is not valid after those before it."""
     for count, parser in enumerate(parsers, start=1):
         try:
             ScoreProgram(tuple(statements[:count]))
@@ -99,7 +99,7 @@ def operation(op: str, *args: Expr) -> Expr:
 
 
 def expression(text: str, **names: Expr) -> Expr:
-    """The expression that `text` spells, in which `names` stand for others."""
+    """The expression that `text` spells; `names` are replaced by the given expressions."""
     parser = _Parser(text, text, 1, 0)
     parser.names = names
     found = parser.expression()
@@ -108,7 +108,7 @@ def expression(text: str, **names: Expr) -> Expr:
 
 
 class _Parser:
-    """One statement, by recursive descent. `offset` is the piece's place in its line."""
+    """Recursive-descent parser of one statement. `offset` is the statement's column in its line."""
 
     def __init__(self, code: str, line: str, number: int, offset: int) -> None:
         self.line, self.number, self.offset = line, number, offset
@@ -136,7 +136,7 @@ class _Parser:
         return self.problem(f"expected {expected}, found {shown}{hint and '; '}{hint}")
 
     def problem(self, message: str) -> ProgramError:
-        """An error at the next word: its place, the line, and a caret below the word."""
+        """An error at the next word: its position, the line, and a caret below the word."""
         column = self.tokens[self.place][2] + self.offset
         below = "".join("\t" if c == "\t" else " " for c in self.line[:column])
         return ProgramError(
@@ -180,7 +180,7 @@ class _Parser:
             raise self.fail("an operator or the end of the statement", self.after_an_operand())
 
     def after_an_operand(self) -> str:
-        """What may be meant by a word that cannot follow an expression."""
+        """A suggestion for a word that cannot follow an expression."""
         found, last = self.tokens[self.place][1], self.tokens[self.place - 1][1]
         if found == "[" and last == "]":
             return "all indices stand in one bracket: `r0[b, k]`"

@@ -7,10 +7,9 @@ An attention node computes, for every batch b, head h, query q and key k,
     p    = exp(s) / (sum over k of exp(s) + exp(sink))
     out  = sum over k of p * V[b,h',k,:]
 
-and this file is the language of the two middle lines: statements, printing, and what makes a
-program well formed. `ir/language/parser.py` reads the text form, `ir/language/evaluate.py` is its meaning in
-plain PyTorch. docs/score-programs.md is the page for users. Programs print and parse back to the identical
-object.
+This file defines the language of the two middle lines: statements, printing, and when a program is well
+formed. `ir/language/parser.py` parses the text form, `ir/language/evaluate.py` defines its meaning in plain
+PyTorch, docs/score-programs.md is the page for users. Programs print and parse back to the identical object.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ class Keep:
 
     @property
     def lowers(self) -> bool:
-        """Whether minus infinity is added to what is hidden: as good as put there, but NaN stays NaN."""
+        """Whether minus infinity is added to hidden scores: as if it replaced them, but NaN stays NaN."""
         return self.fill.op == "sub" and self.fill.args[0] is SCORE and self.fill.args[1] is E.INF
 
     @property
     def is_hard(self) -> bool:
-        """Whether what is not kept gets no weight at all, whatever the scores are."""
+        """Whether hidden scores get weight zero, whatever the other scores are."""
         return self.fill is E.NEG_INF
 
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """`sink value`: exp(value) joins the softmax's denominator, once for each row."""
+    """`sink value`: exp(value) is added to the softmax's denominator, once for each row."""
 
     value: Expr
 
@@ -86,7 +85,7 @@ class ScoreProgram:
     """An immutable sequence of statements. Equal programs print alike; `str()` is the text form.
 
     Raises:
-        ProgramError: a statement uses a name that has no meaning there.
+        ProgramError: a statement uses a name that is not defined there.
     """
 
     statements: tuple[Statement, ...]
@@ -120,7 +119,7 @@ class ScoreProgram:
 
     @functools.cached_property
     def reads(self) -> dict[int, int]:
-        """The rank at which each read tensor `rN` is read."""
+        """The number of indices of each read `rN`, by N."""
         nodes = [n for e in self.expressions for n in E.walk(e) if n.op == "read"]
         return {n.value: len(n.args) for n in sorted(nodes, key=lambda n: int(n.value))}
 
@@ -132,7 +131,7 @@ class ScoreProgram:
 
     @functools.cached_property
     def scale(self) -> float | None:
-        """The factor c where scores are c * dot and nothing else before masking, else None."""
+        """The factor c if scores before masking are just c * dot, else None."""
         statements = self.statements
         later = self.expressions
         value = DOT
@@ -153,7 +152,7 @@ class ScoreProgram:
 
     @functools.cached_property
     def without_scale(self) -> ScoreProgram:
-        """The program for a q that was multiplied by `scale` beforehand (itself if there is none)."""
+        """The program for a q already multiplied by `scale`; unchanged if there is no scale."""
         if self.scale is None or not self.statements or not isinstance(self.statements[0], Score):
             return self
         return ScoreProgram(self.statements[1:])
@@ -164,7 +163,7 @@ class ScoreProgram:
 
     @functools.cached_property
     def changes_weights(self) -> bool:
-        """Whether anything is done to the weights after the softmax."""
+        """Whether the program changes the weights after the softmax."""
         return any(isinstance(s, Weight) for s in self.statements)
 
     @property
@@ -183,7 +182,7 @@ NAMES: dict[type[Statement], frozenset[str]] = {
     Sink: frozenset({"b", "h", "q"}),
     Weight: frozenset({"p", *INDICES}),
 }
-"""Which names have a meaning in each kind of statement, besides sizes and reads."""
+"""The names defined in each kind of statement, besides sizes and reads."""
 
 
 def _check_names(statement: Statement) -> None:

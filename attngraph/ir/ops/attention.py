@@ -4,11 +4,10 @@
 
 One op for every attention. q is `[B, Hq, Sq, D]`, k `[B, Hkv, Skv, D]`, v `[B, Hkv, Skv, Dv]`, by any
 strides; `Hq % Hkv == 0`. `program` is a score program as text (`ir/language/score.py`); it reads the tensors
-`reads` as r0, r1, ... and the integers `sizes` as n0, n1, .... `kernel` names who computes it
-(`ir/ops/kernels.py`); empty means the first that will. `out` is `[B, Hq, Sq, Dv]` in v's dtype, with the
-heads of a token side by side in memory; `lse`,
-`[B, Hq, Sq]`, is the logarithm of each row's normaliser, which the backward pass needs and by which
-partial attentions can be merged (in a row that keeps no key it is minus infinity or NaN).
+`reads` as r0, r1, ... and the integers `sizes` as n0, n1, .... `kernel` names the kernel that computes it
+(`ir/ops/kernels.py`); empty: the first that supports it. `out` is `[B, Hq, Sq, Dv]` in v's dtype, with the
+heads of a token contiguous in memory. `lse`, `[B, Hq, Sq]`, is the log-sum-exp of each row, for the backward
+pass and for merging partial attentions (minus infinity or NaN in a row that keeps no key).
 
 Registered with torch.library: schema, fake implementation, kernels, autograd.
 """
@@ -51,10 +50,10 @@ def attention(
     Args:
         q: `[B, Hq, Sq, D]`, floating. k: `[B, Hkv, Skv, D]`. v: `[B, Hkv, Skv, Dv]`. One dtype, one
             device, `Hq % Hkv == 0`; any strides.
-        program: a score program, e.g. `"s = dot / 8; keep k <= q"`. Empty: softmax of the plain dot.
+        program: a score program, e.g. `"s = dot / 8; keep k <= q"`. Empty: softmax of the unscaled dot.
         reads: the tensors that the program reads as r0, r1, ...; floating ones get gradients.
         sizes: the integers that the program reads as n0, n1, ....
-        kernel: a kernel's name; empty: the first that serves the program.
+        kernel: a kernel's name; empty: the first that supports the program.
 
     Returns:
         `[B, Hq, Sq, Dv]` in the operands' dtype. A row that keeps no key is NaN.
@@ -71,7 +70,7 @@ def attention(
 def check_operands(
     q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor], sizes: Sequence[Any], program: ScoreProgram
 ) -> None:
-    """Raise ValueError unless the operands fit together and the program's reads are all there."""
+    """Raise ValueError unless the operands are compatible and everything that the program reads is given."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise ValueError(
@@ -139,7 +138,7 @@ def _kernel(name: str, program: ScoreProgram, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def _own_dtypes(like: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside of a kernel autocast changes nothing: sums are held in the dtype that the kernel chose."""
+    """Disable autocast inside a kernel: it chooses its accumulation dtype itself."""
     device = like.device.type
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
@@ -158,8 +157,8 @@ def _attention(
 
 
 def _token_major(out: Tensor) -> Tensor:
-    """One layout for every kernel: [B, Sq, Hq, Dv] in memory, so that joining heads moves nothing. The
-    result is no view of another tensor, so autograd lets the caller change it in place."""
+    """One layout for every kernel: [B, Sq, Hq, Dv] in memory, so that joining heads needs no copy. The result
+    is not a view, so autograd lets the caller change it in place."""
     b, h, s, d = out.shape
     if out.transpose(1, 2).is_contiguous() and not out._is_view():
         return out
@@ -216,7 +215,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         out, lse, q, k, v, reads, ctx.sizes, ctx.program, ctx.kernel,
     )  # fmt: skip
     rest = iter(found[3:])
-    # torch flattens lists of tensors, and takes an empty list for one.
+    # torch.library flattens a list of tensors, but treats an empty list as one value.
     of_reads = [next(rest) if r.is_floating_point() else None for r in reads]
     return _as_given(ctx, (*found[:3], of_reads, [] if not ctx.sizes else None, None, None))
 
@@ -225,7 +224,7 @@ def _differentiate_again(
     ctx: Any, operands: tuple[Tensor, Tensor, Tensor], reads: list[Tensor],
     grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The same by differentiating the reference, whose own operations autograd can follow further."""
+    """The same gradients by differentiating the reference, so that they are differentiable themselves."""
     with _own_dtypes(operands[0]):
         outputs = KERNELS["reference"].forward(parse(ctx.program), operands, reads, ctx.sizes)
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -239,7 +238,7 @@ def _differentiate_again(
 
 
 def _as_given(ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As many gradients as arguments: torch 2.11 leaves one out that is the default."""
+    """As many gradients as arguments: torch 2.11 omits arguments that have their default value."""
     return gradients[: len(ctx.needs_input_grad)]
 
 
@@ -248,7 +247,7 @@ torch.library.register_autograd("attngraph::attention", _differentiate, setup_co
 
 @torch.library.impl("attngraph::seed", "CompositeExplicitAutograd")
 def _seed() -> Tensor:
-    """A 32-bit seed drawn from PyTorch's default generator, so that `torch.manual_seed` governs it."""
+    """A 32-bit seed drawn from PyTorch's default generator, which `torch.manual_seed` seeds."""
     return torch.randint(0, 1 << 32, (), dtype=torch.int64)
 
 

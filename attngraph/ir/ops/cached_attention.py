@@ -1,20 +1,20 @@
-"""Attention over a cache: the ops of a graph that decodes.
+"""Attention over a cache: the ops of a decoder's graph.
 
     attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., by) -> out
 
-A step computes new tokens of several sequences at once. They lie side by side, `[1, heads, N, width]`:
-tokens starts[r] .. starts[r + 1] - 1 are row r's, the first of them stands at position first[r] of its
-sequence. Their queries look at the keys in the row's pages (positions 0 .. held[r] - 1) and at the new
-keys (from position held[r] on; k and v hold no tokens where keys are fixed). `program` is the score
-program of the whole-sequence attention, unchanged: b is the row, q and k are positions, and what it reads
-at a position is an array over positions.
+A step computes new tokens of several sequences (rows) at once. They are packed, `[1, heads, N, width]`:
+tokens starts[r] .. starts[r + 1] - 1 belong to row r, and the first of them has position first[r] in its
+sequence. Their queries attend to the keys in the row's pages (positions 0 .. held[r] - 1) and to the new keys
+(from position held[r] on; where keys are fixed, k and v hold no tokens). `program` is the score program of
+the whole-sequence attention, unchanged: b is the row, q and k are positions, and tensors that it reads at q
+or k are indexed by position.
 
 Pages are `[pages, heads, page, width]`; position p of row r lies in page table[r, s // page] at s % page,
-where s = p % (columns * page): where a row's pages hold fewer tokens than it has, the latest remain.
+where s = p % (columns * page): if a row has more tokens than its pages can hold, the latest are kept.
 
     attngraph::history(pages, new, table, starts, held, dim) -> [rows, positions, ...]
 
-is what a value holds at every position of every row, with zeros where a row is shorter than the longest.
+gives a stored value at every position of every row; rows shorter than the longest are padded with zeros.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ torch.library.define(
 
 
 class Rows(NamedTuple):
-    """Which tokens are whose: see the top of this file. All int64."""
+    """Which tokens belong to which row: see the top of this file. All int64."""
 
     table: Tensor
     starts: Tensor
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What `Rows` say, as numbers: each row's new tokens, their first position, and kept tokens."""
+    """`Rows` as Python numbers: for each row its new tokens, the first one's position, its kept tokens."""
 
     new: list[int]
     first: list[int]
@@ -67,8 +67,8 @@ _last = threading.local()
 
 
 def counts(rows: Rows) -> Counts:
-    """The numbers of rows. They are fetched (from a device, maybe) once for a step: all its layers are given
-    the same tensors."""
+    """`Rows` as Python numbers. All layers of a step share these tensors, so the copy (from a device, maybe)
+    is made once per step."""
     own = rows[1:]
     versions = [t._version for t in own]
     known: tuple[Any, list[int], Counts] | None = getattr(_last, "known", None)
@@ -81,11 +81,11 @@ def counts(rows: Rows) -> Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """One value of which every token's share is kept.
+    """A value of the graph that is cached for every token.
 
-    `shape` is that of its pages, without the numbers of pages (dimension `row_dim`) and of tokens in each
-    (dimension `token_dim`), which are 0 here. `window`: only so many of the latest tokens are needed (None:
-    all). `label` says for the reader which value it is; `uses` how many operands are views of it.
+    `shape` is the shape of its pages, with 0 for the number of pages (dimension `row_dim`) and for the tokens
+    in a page (dimension `token_dim`). `window`: how many of the latest tokens are needed (None: all). `label`
+    describes the value in the report; `uses` is the number of operands that are views of it.
     """
 
     name: str
@@ -105,9 +105,9 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A value that is computed once for a prompt; `row_dim` is the dimension of the sequences (None: the
-    same for all), of which `own` neighbours belong to one sequence, `inside` telling whether they lie
-    together (`[B * H]`) or apart (`[H * B]`)."""
+    """A value computed once for each prompt. `row_dim` is its batch dimension (None: shared by all
+    sequences); each sequence has `own` entries there, which are adjacent if `together` (`[B * H]`), else
+    strided (`[H * B]`)."""
 
     name: str
     row_dim: int | None
@@ -117,9 +117,9 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """What a graph that decodes keeps. `expanded` is what keys and values of every query head would take
-    per token; `attentions` how many look at the stores; `length` the symbol that counts a sequence's
-    tokens in the graph's conditions; `most_tokens` for how many the tables that it reads have entries."""
+    """What a decoder's graph keeps. `expanded`: bytes per token that keys and values of every query head
+    would take; `attentions`: how many use the stores; `length`: the symbol for a sequence's length in the
+    graph's conditions; `most_tokens`: the longest sequence that the model's position tables cover."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -134,7 +134,7 @@ class CachePlan:
 
 
 class CachedKernel(Protocol):
-    """One way to compute attention over a cache; None where it does not serve these arguments."""
+    """A kernel for attention over a cache; it returns None for arguments that it does not support."""
 
     name: str
 
@@ -146,12 +146,12 @@ class CachedKernel(Protocol):
     def source(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
     ) -> str:
-        """The text that is compiled for calls in which each row brings one new token (tensors that hold
-        nothing are fine), "" where this kernel does not serve them."""
+        """The source compiled for calls with one new token per row (fake tensors are fine); "" if this kernel
+        does not support them."""
 
 
 CACHED: list[CachedKernel] = []
-"""Kernels in order of preference; what none of them serves is computed row by row by those of `KERNELS`."""
+"""Kernels in order of preference; calls that none supports are computed row by row by those of `KERNELS`."""
 
 
 def _candidates(by: str) -> list[CachedKernel]:
@@ -161,8 +161,8 @@ def _candidates(by: str) -> list[CachedKernel]:
 def source_for_short_queries(
     program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor], by: str = ""
 ) -> tuple[str, str]:
-    """The kernel that serves calls in which each row brings one new token, and the text that is compiled for
-    them; both empty where none that is made from a text does."""
+    """The kernel for calls with one new token per row, and the source compiled for them; both empty if no
+    kernel that is generated from source supports them."""
     texts = ((c.name, c.source(program, q, pages, reads)) for c in _candidates(by))
     return next((found for found in texts if found[1]), ("", ""))
 
@@ -171,8 +171,8 @@ def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
     program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
 ) -> Tensor:  # fmt: skip
-    """What the op computes, by the kernel `by` or one of that family ("cpu", "reference", ...; empty: any);
-    without gradients."""
+    """What the op computes. `by` names the kernel or its family ("cpu", "reference", ...; empty: any). No
+    gradients."""
     parsed = parse(program)
     rows = Rows(table, starts, first, held)
     for candidate in _candidates(by):
@@ -190,7 +190,7 @@ def _cached_attention(*args: Any) -> Tensor:
 
 @torch.library.register_fake("attngraph::cached_attention")  # type: ignore[untyped-decorator]
 def _cached_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    rows, heads, tokens = q.shape[:3]  # one row when it runs; a symbol in a graph traced with several
+    rows, heads, tokens = q.shape[:3]  # rows: 1 at run time; a symbol in a graph traced with several
     return v.new_empty((rows, tokens, heads, v.shape[3])).transpose(1, 2)
 
 
@@ -198,8 +198,8 @@ def row_by_row(
     program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
     reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, family: str = "",
 ) -> Tensor:  # fmt: skip
-    """Each row by itself: its keys put together, its positions counted from where they begin. New rows of
-    equal length are done at once."""
+    """Compute each row separately: its kept and new keys are concatenated, and its positions count from the
+    first of them. If no row has kept tokens and all are equally long, they are computed together."""
     lengths, first, held = counts(rows)
     starts = [0, *itertools.accumulate(lengths)]
     fixed = new[0].shape[2] == 0 and q.shape[2] > 0
@@ -234,14 +234,14 @@ def _attend(
 
 
 def packed(outs: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
-    """Rows side by side, `[1, heads, N, width]`, with the heads of a token side by side in memory."""
+    """Rows packed into `[1, heads, N, width]`, with the heads of a token contiguous in memory."""
     if not outs:
         return q.new_empty((1, 0, q.shape[1], width)).transpose(1, 2)
     return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
 
 
 def gather(pages: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """What one row's pages hold at these positions: `[1, heads, positions, width]`."""
+    """The contents of one row's pages at these positions: `[1, heads, positions, width]`."""
     page = pages.shape[2]
     slots = positions % (table.shape[0] * page)
     picked = pages[table[slots // page], :, slots % page]
@@ -250,8 +250,8 @@ def gather(pages: Tensor, table: Tensor, positions: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def shift(program: ScoreProgram) -> tuple[ScoreProgram, int]:
-    """The program for one row of which queries and keys are counted from where they begin, and how many
-    sizes come before the three that it then has more: the row, the first query, the first key."""
+    """The program for a single row whose queries and keys are indexed from 0, and its number of sizes so far:
+    three more follow them, the row, the first query's position and the first key's."""
     count = program.sizes
     row, first, oldest = (E.size(f"n{count + n}") for n in range(3))
     moved = {

@@ -1,11 +1,10 @@
-"""What latent attention costs in either form, and which one is cheaper on a device.
+"""The cost of latent attention in its two forms, and which one is cheaper on a device.
 
-Keys and values of G heads are made from one vector per token (`ir/ops/latent_attention.py`). Written out
-("expanded"), every key is projected up once, and a pair of a query and a key costs 2 H (P + R + V)
-operations. With the projections moved to the query and the result ("absorbed"), every query is projected
-once, a pair costs 2 H (L + R + Lv), but only C values of a token are read instead of G (P + R + V). Counting
-operations alone, the two meet at L (P + V) / (2 L - P - V) new tokens over many kept ones; a roofline counts
-bytes too.
+Keys and values of G heads are made from one vector per token (`ir/ops/latent_attention.py`). In the expanded
+form every key is projected up once, and a (query, key) pair costs 2 H (P + R + V) operations. In the absorbed
+form the projections move to the query and the result: every query is projected once and a pair costs
+2 H (L + R + Lv), but only C values of a token are read instead of G (P + R + V). By operations alone the two
+cost the same at L (P + V) / (2 L - P - V) new tokens over many kept ones; a roofline counts bytes too.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from typing import NamedTuple
 
 
 class LatentSizes(NamedTuple):
-    """`heads` (H) of queries on `kv_heads` (G); of a key `nope` (P) are made from `latent` (L) values and
-    `shared` (R) are the same for all heads; of a value `value` (V) from `value_latent` (Lv). `width` (C) is
-    what a token holds in all. What is not projected up counts as shared: L and P (or Lv) are 0 then."""
+    """`heads` (H): query heads; `kv_heads` (G): key/value heads. Of a key's values, `nope` (P) are projected
+    up from `latent` (L) values and `shared` (R) are the same for all heads; a head's value has `value` (V)
+    values from `value_latent` (Lv). `width` (C): cached values per token. Without an up-projection everything
+    counts as shared, and L and P (or Lv) are 0."""
 
     heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class LatentSizes(NamedTuple):
 
     @property
     def expanded_width(self) -> int:
-        """Values of one token's keys and values, written out for every key/value head."""
+        """How many values one token's keys and values have, over all key/value heads."""
         return self.kv_heads * (self.nope + self.shared + self.value)
 
     @property
@@ -57,15 +57,15 @@ class LatentSizes(NamedTuple):
 
     @property
     def crossover(self) -> float:
-        """New tokens from which on projecting all keys up takes fewer operations than absorbing, over many
-        kept tokens; infinite where absorbing always takes fewer."""
+        """The number of new tokens from which expanding takes fewer operations than absorbing, over many kept
+        tokens; infinite if absorbing always takes fewer."""
         more = self.pair_absorbed - self.pair_expanded
         return self.up / more if more > 0 else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """What a device does at best in a second: operations and bytes (Williams et al. 2009)."""
+    """A device's peak operations and bytes per second (Williams et al. 2009)."""
 
     flops: float
     bytes: float
@@ -75,12 +75,13 @@ class Roofline:
 
 
 ROOFLINES = {"cpu": Roofline(8.6e10, 3.1e10), "cuda": Roofline(7.9e14, 4.3e12)}
-"""By kind of device. CPU: what decoding reaches on two cores with AVX-512 in float32; CUDA: a plain matrix
-product and a copy on an H200 in bfloat16. Only the ratio of the two numbers decides anything."""
+"""By device type. CPU: measured in decoding on two cores with AVX-512, float32; CUDA: a plain matrix product
+and a copy on an H200, bfloat16. Decisions depend only on the ratio of the two numbers."""
 GAIN = 1.5
-"""How many times faster a decoder must be by the roofline to keep latents: ideal times are that far off."""
+"""A decoder keeps latents for speed only if the roofline predicts at least this speedup: the model may be
+off by about that much."""
 SAVING, SLOWER = 4.0, 2.0
-"""Where a cache becomes that many times smaller, a decoder may be that many times slower."""
+"""A decoder may be up to SLOWER times slower if that makes its cache at least SAVING times smaller."""
 
 
 def roofline(device: str) -> Roofline:
@@ -88,7 +89,8 @@ def roofline(device: str) -> Roofline:
 
 
 def absorbed_seconds(sizes: LatentSizes, new: int, held: int, line: Roofline, itemsize: int) -> float:
-    """The least time for `new` queries of one row that see `held` kept tokens and, causally, one another."""
+    """The least time for `new` queries of one row that attend to `held` kept tokens and, causally, to one
+    another."""
     keys, pairs = held + new, new * held + new * (new + 1) // 2
     projecting = line.seconds(new * sizes.query_up, 0)
     return projecting + line.seconds(pairs * sizes.pair_absorbed, keys * sizes.width * itemsize)
@@ -123,13 +125,13 @@ def keeping_pays(sizes: LatentSizes, device: str, itemsize: int) -> bool:
 
 
 MANY = 1 << 16
-"""Kept tokens that stand for very many."""
+"""Kept tokens: a stand-in for "very many"."""
 
 
 @functools.lru_cache(maxsize=256)
 def crossover(sizes: LatentSizes, device: str, itemsize: int) -> int | None:
-    """The least number of new tokens of a row with many kept ones for which expanding is chosen; None if
-    there is none."""
+    """The least number of new tokens, in a row with many kept ones, for which expanding is chosen; None if it
+    never is."""
     low, high = 1, MANY
     if absorbing_pays(sizes, [(high, MANY)], device, itemsize):
         return None

@@ -1,8 +1,9 @@
-"""Who computes an attention node: the registry of kernels, and the reference among them.
+"""The registry of kernels that compute attention nodes, and the reference kernel.
 
-A kernel serves some programs on some devices and says, in words, why it does not serve another.
-`codegen/` registers the fast ones; this file holds the one that serves everything and is the
-definition of right. The op in `ir/ops/attention.py` runs the kernel it is told, or the first that will.
+A kernel supports some programs on some devices and gives the reason when it does not support another.
+`codegen/` registers the fast kernels; the reference kernel in this file supports everything and defines the
+correct result. The op in `ir/ops/attention.py` runs the kernel that it names, or else the first that supports
+the call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from attngraph.ir.language.score import ScoreProgram
 
 Operands = tuple[Tensor, Tensor, Tensor]
 TRUSTED = 128.0
-"""Beyond this a row's log-sum-exp in float32 holds too few digits of the sum."""
+"""A log-sum-exp in float32 that is larger than this in magnitude is too imprecise to recover the sum."""
 
 
 class Kernel(Protocol):
@@ -33,7 +34,7 @@ class Kernel(Protocol):
     name: str
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
-        """Why this kernel does not serve the program on such tensors (fake ones are fine), or None."""
+        """Why this kernel does not support the program on such tensors (fake ones are fine), or None."""
 
     def forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
@@ -45,18 +46,18 @@ class Kernel(Protocol):
     ) -> list[Tensor | None]: ...  # fmt: skip
 
     def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
-        """The text that is compiled for such a call (fake tensors are fine), "" where nothing is: the
-        kernel is not made from a text, or this call would be computed by others."""
+        """The source compiled for such a call (fake tensors are fine); "" if the kernel is not generated from
+        source, or delegates this call to other kernels."""
         return ""
 
     def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
-        """What came up in running the program, for the report: that a choice of the kernel's failed, and
-        what was done instead."""
+        """Remarks for the report from running the program: choices of the kernel that failed, and the
+        fallback."""
         return ()
 
 
 KERNELS: dict[str, Kernel] = {}
-"""By name, in order of preference among those made for the same devices; "reference" stays last."""
+"""Kernels by name, in order of preference among those for the same devices; "reference" stays last."""
 _DEVICES: dict[str, frozenset[str]] = {}
 
 
@@ -64,8 +65,8 @@ def register(kernel: Kernel, devices: frozenset[str] = frozenset()) -> None:
     """Add a kernel, before the reference and after those registered earlier.
 
     Args:
-        devices: the types of device ("cuda", ...) that the kernel is made for. There it is preferred
-            to kernels made for none in particular; elsewhere it serves only if it is asked for.
+        devices: the device types ("cuda", ...) that the kernel is made for. There it is preferred to kernels
+            made for no particular device; elsewhere it is used only if requested by name.
     """
     last = KERNELS.pop("reference", None)
     KERNELS[kernel.name] = kernel
@@ -75,7 +76,7 @@ def register(kernel: Kernel, devices: frozenset[str] = frozenset()) -> None:
 
 
 def candidates(device: str, family: str = "") -> list[Kernel]:
-    """Kernels to ask for tensors on such a device, the most preferred first."""
+    """The kernels to try for tensors on such a device, the most preferred first."""
     if family:
         return [kernel for name, kernel in KERNELS.items() if name.split(".")[0] == family]
     made_for = [kernel for name, kernel in KERNELS.items() if device in _DEVICES[name]]
@@ -83,11 +84,11 @@ def candidates(device: str, family: str = "") -> list[Kernel]:
 
 
 def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kernel:
-    """The first kernel that serves the program; `family` ("cpu", "triton", ...) narrows the choice
-    to kernels whose name starts so.
+    """The first kernel that supports the program; `family` ("cpu", "triton", ...) restricts the choice to
+    kernels whose name starts with it.
 
     Raises:
-        ValueError: none of the family serves it; the message lists each one's reason.
+        ValueError: none of the family supports it; the message lists each one's reason.
     """
     reasons = []
     for kernel in candidates(operands[0].device.type, family):
@@ -99,19 +100,19 @@ def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kerne
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores and sums are held in float32 for the half types, else in the operands' own dtype."""
+    """The dtype of scores and sums: float32 for 16-bit operands, else the operands' own dtype."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def attend(
     program: ScoreProgram, q: Tensor, parts: Sequence[tuple[Tensor, Tensor, Environment, frozenset[int]]]
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a block of queries to several blocks of keys, every score at once.
+    """Attention of a block of queries to several blocks of keys, with all scores in memory at once.
 
     Args:
         q: `[B, Hq, S, D]` in the accumulation dtype.
         parts: for each block of keys: k `[B, Hkv, Sk, D]`, v `[B, Hkv, Sk, Dv]`, the environment of
-            its tile, and the statements that change nothing there.
+            its tile, and the statements that have no effect there.
 
     Returns:
         The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
@@ -121,7 +122,7 @@ def attend(
     sink = evaluate.sink(program, parts[0][2])
     if sink is not None:
         top = torch.maximum(top, sink)
-    # The shift changes nothing but rounding, so no gradient belongs to it.
+    # Subtracting the maximum affects only rounding, so it needs no gradient.
     top = top.detach()
     weights = [(b - top).exp() for b in blocks]
     total = sum((w.sum(-1, keepdim=True) for w in weights), torch.zeros_like(top))
@@ -140,7 +141,7 @@ def attend(
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:
-    """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`; a group's queries are stacked, so
+    """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`; the queries of a group are stacked, so
     keys are not repeated."""
     b, hq, s, d = q.shape
     hkv = k.shape[1]
@@ -163,7 +164,7 @@ def environment(tile: Tile, reads: Sequence[Tensor], sizes: Sequence[int], like:
 
 
 class Reference(Kernel):
-    """The whole score matrix at once, in plain PyTorch: slow, and the meaning of the op."""
+    """Computes the whole score matrix in plain PyTorch: slow, but the definition of the op."""
 
     name = "reference"
 
@@ -213,8 +214,8 @@ def gradients(
 
 
 def _nothing_to_see(q: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """With no keys at all the weighted sum is empty: zeros, as PyTorch's matmul gives."""
-    # Sums over nothing: zero, tied to the inputs so that gradients (zeros) flow.
+    """The result for no keys at all: an empty weighted sum, zeros as PyTorch's matmul gives."""
+    # Empty sums: zeros that depend on the inputs, so that their gradients are zeros rather than missing.
     nothing = q[..., :0].sum() + v.sum()
     out = v.new_zeros((*q.shape[:3], v.shape[3])) + nothing
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))

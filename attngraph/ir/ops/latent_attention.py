@@ -3,25 +3,26 @@
     attngraph::latent_attention(q, latent, key_up, value_up, values, reads, sizes, program, absorb) -> out
 
 q is `[B, H, Sq, P + R]`, latent `[B, 1, Skv, C]`. A key of head g is key_up[g] times the first L values of
-the latent, followed by the next R values as they are; a value is value_up[g] times the values
-`values[0] : values[0] + values[1]`. key_up is `[G, P, L]` and value_up `[G, V, Lv]`, as nn.Linear has them;
-where one is absent those values are the key (the value) of every head themselves. What follows is
+the latent, followed by the next R values unchanged; a value is value_up[g] times the values
+`values[0] : values[0] + values[1]`. key_up is `[G, P, L]` and value_up `[G, V, Lv]`, in nn.Linear's layout;
+if one is absent, those values themselves are the key (the value) of every head. The rest is
 `attngraph::attention` with the score program unchanged, in one of two orders of multiplication:
 
-    expanded    keys and values are written out for every head
-    absorbed    q . (W c) = (W^T q) . c, so the query is multiplied by key_up and looks at the latents, which
-                all heads share; sum of w (W c) = W (sum of w c), so value_up comes after the sum
+    expanded    keys and values are computed for every head
+    absorbed    q . (W c) = (W^T q) . c, so the query is multiplied by key_up and attends to the latents,
+                which all heads share; sum of w (W c) = W (sum of w c), so value_up is applied after the sum
 
 (Liu et al. 2024, DeepSeek-V2, section 2.1.2). `absorb` is "always", "never", or "auto": by cost
-(`ir/ops/cost.py`) at each call; `family` ("cpu", "reference", ...; empty: any) whose kernels are used.
+(`ir/ops/cost.py`) at each call. `family` ("cpu", "reference", ...; empty: any) restricts the kernels.
 Nothing here has gradients.
 
     attngraph::cached_latent_attention(q, latent, pages, key_up, value_up, values, reads, sizes, program,
                                        rows..., absorb) -> out
 
-is the same over a cache whose pages hold latents (`ir/ops/cached_attention.py`). Expanded, a row's pages are
-projected up a block at a time, and what the blocks give is joined by their log-sum-exp, so memory does not
-grow with what is kept (but for rows whose scores are all far from zero: these are projected up at once).
+is the same over a cache whose pages hold latents (`ir/ops/cached_attention.py`). In the expanded form a row's
+pages are projected up a block at a time, and the blocks' results are merged by their log-sum-exps, so memory
+does not grow with the cache (except for rows whose scores are all far from zero: these are projected up at
+once).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def sizes_of(
 
 
 class _Node:
-    """One node's weights and numbers, and the two forms of its operands."""
+    """One node's weights and sizes, and its operands in both forms."""
 
     def __init__(
         self, q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int]
@@ -77,7 +78,7 @@ class _Node:
         self.key_up, self.value_up, self.values = key_up, value_up, values
 
     def absorbed_query(self, q: Tensor) -> Tensor:
-        """`[B, H, S, L + R]`: the query as the latents see it."""
+        """`[B, H, S, L + R]`: the query multiplied by key_up, to be compared with the latents."""
         if self.key_up is None:
             return q
         nope = self.sizes.nope
@@ -88,7 +89,7 @@ class _Node:
         return out if self.value_up is None else self._each_head(out, self.value_up.mT)
 
     def _each_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Each head of x `[B, H, S, m]` times its own matrix of weight `[G, m, n]`."""
+        """Each head of x `[B, H, S, m]` times its group's matrix of weight `[G, m, n]`."""
         batch, heads, tokens, width = x.shape
         group = heads // weight.shape[0]
         stacked = x.reshape(batch, weight.shape[0], group * tokens, width)
@@ -147,7 +148,7 @@ def _latent_attention(*args: Any) -> Tensor:
 
 
 def _token_major(out: Tensor) -> Tensor:
-    """With the heads of a token side by side in memory, so that joining them moves nothing."""
+    """The tensor with the heads of a token contiguous in memory, so that joining them needs no copy."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -174,7 +175,7 @@ def cached_latent_attention(
         query = node.absorbed_query(q)
         out = cached_attention(query, *new, *old, reads, sizes, program, table, starts, first, held, family)
         return node.absorbed_result(out)
-    if not any(kept):  # nothing to expand but what is new
+    if not any(kept):  # only new tokens to expand
         k, v = node.expanded(latent)
         k_none, v_none = (t.new_empty((1, t.shape[1], 1, t.shape[3])) for t in (k, v))
         return cached_attention(
@@ -187,13 +188,13 @@ def _expanded_by_blocks(
     node: _Node, q: Tensor, latent: Tensor, pages: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
     program: ScoreProgram, rows: Rows, family: str,
 ) -> Tensor:  # fmt: skip
-    """Row by row, the kept tokens projected up a block at a time."""
+    """The expanded form, row by row; kept tokens are projected up a block at a time."""
     news, first, held = counts(rows)
     starts = [0, *itertools.accumulate(news)]
     moved, count = shift(program)
     outs: list[Tensor] = []
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):
-        query, new = q[:, :, begin:end], latent[:, :, begin:end]  # of fixed keys none are new
+        query, new = q[:, :, begin:end], latent[:, :, begin:end]  # where keys are fixed, none are new
         oldest, total = max(0, held[row] - rows.table.shape[1] * pages.shape[2]), held[row] + new.shape[2]
 
         def attend(start: int, until: int, row: int = row, query: Tensor = query, new: Tensor = new) -> _Part:
@@ -222,8 +223,8 @@ def _expanded_by_blocks(
 
 
 class _Part(NamedTuple):
-    """Attention of some queries to a block of keys. `lse` is minus infinity for a row to which it shows
-    nothing; not `is_clear` where it may be that a NaN was seen."""
+    """Attention of some queries to a block of keys. `lse` is minus infinity for a query that sees no key of
+    the block; `is_clear` is False if a NaN in `lse` may instead come from NaN scores."""
 
     out: Tensor
     lse: Tensor
@@ -231,20 +232,20 @@ class _Part(NamedTuple):
 
 
 def _is_a_number(tensor: Tensor) -> bool:
-    """Whether nothing in it makes a score NaN: no NaN, and no infinity but the negative one of masks."""
+    """Whether no element can make a score NaN: no NaN and no +inf (masks contain -inf)."""
     return not tensor.is_floating_point() or bool((tensor < math.inf).all())
 
 
 def _tell_shares(parts: Sequence[_Part]) -> bool:
-    """Whether the blocks' log-sum-exps tell their shares of every row: not of one whose scores are all far
-    from zero, as those are that a finite fill masks."""
+    """Whether the log-sum-exps are precise enough to weight the blocks: not for a row whose scores are all
+    far from zero, such as one masked everywhere with a finite fill."""
     top = torch.stack([part.lse for part in parts]).amax(0).abs()
     return not bool(((top > kernels.TRUSTED) & top.isfinite()).any())
 
 
 def _joined(parts: Sequence[_Part]) -> Tensor:
-    """Attention to all blocks of keys from attention to each: weighted by their shares of the normaliser. A
-    row to which no block shows anything is NaN."""
+    """Merge attention to blocks of keys: each is weighted by its share of the normaliser. A row that sees no
+    key in any block is NaN."""
     lse = torch.stack([part.lse for part in parts])
     outs = torch.stack([part.out for part in parts])
     weights = torch.softmax(lse, 0).to(outs.dtype)
@@ -252,8 +253,8 @@ def _joined(parts: Sequence[_Part]) -> Tensor:
 
 
 def _joins(program: ScoreProgram) -> bool:
-    """Whether attention to blocks of keys can be joined afterwards: a sink would count once for each, and
-    what is done to weights is done to those of all keys."""
+    """Whether attention to blocks of keys can be merged afterwards: a sink would be counted once per block,
+    and changes to the weights apply to weights normalised over all keys."""
     return program.sink is None and not program.changes_weights
 
 

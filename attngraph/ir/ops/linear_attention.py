@@ -2,11 +2,11 @@
 
     attngraph::linear_attention(q, k, v, reads, sizes, program) -> out
 
-Operands as of `attngraph::attention` (`ir/ops/attention.py`). The weights are the scores themselves: a
-multiple of the dot, zero where `keep k <= q` hides them, times whatever `p = ...` says, which may depend on
-the query but not on the key. Keys and values are summed first: O(T) time and memory, by chunks under a
-causal mask (Katharopoulos et al. 2020, arXiv 2006.16236). Made of differentiable ops, so autograd needs no
-rule.
+Operands as for `attngraph::attention` (`ir/ops/attention.py`). The weights are the scores themselves: a
+multiple of the dot, zero where `keep k <= q` hides them, times the factor of `p = ...`, which may depend on
+the query but not on the key. k v^T is summed over keys first, which takes O(T) time and memory; a causal mask
+is handled in chunks (Katharopoulos et al. 2020, arXiv 2006.16236). It consists of differentiable ops, so it
+needs no backward of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _linear_attention(
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Within a chunk by its scores, from earlier chunks by their running sum of k v^T."""
+    """Causal attention: explicit scores within a chunk, a running sum of k v^T over earlier chunks."""
     tokens, keys = q.shape[2], k.shape[2]
     chunks = (max(tokens, keys) + CHUNK - 1) // CHUNK
     q, k, v = (

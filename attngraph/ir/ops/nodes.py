@@ -1,8 +1,8 @@
-"""Views of attention nodes: the arguments of each op of ours by name, and what can be asked of them.
+"""Typed views of attention nodes: the arguments of each attngraph op by name, and properties of them.
 
 A view is a dataclass whose fields are the arguments of the op's schema, with the program parsed. `view` gives
-the view of a node of a graph, `called` that of a call with its values; `args` are the arguments to write
-back. A new op, or a new argument of one, is a dataclass here: nothing else knows where an argument stands.
+the view of a graph node, `called` that of a call with actual values; `args` are the arguments to write back.
+A new op or argument is added here only: no other code knows the position of an argument.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from attngraph.ir.ops import attention, latent_attention
 
 assert attention and latent_attention  # imported for the ops that they register
 Value = Any
-"""A node of a graph, or what is passed there in a call."""
+"""A graph node, or the value passed for it in a call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOp:
-    """What every attention is given."""
+    """The arguments that all attention ops have."""
 
     target: ClassVar[Any]
     told_kernel: ClassVar[str] = "kernel"
-    """The argument that names the kernel, or the family of kernels, that computes it."""
+    """The name of the argument that selects the kernel or the family of kernels."""
     key_names: ClassVar[tuple[str, ...]] = ("k", "v")
     projection_names: ClassVar[tuple[str, ...]] = ()
     q: Value
@@ -47,17 +47,18 @@ class AttentionOp:
 
     @property
     def keys(self) -> tuple[Value, ...]:
-        """The tensors whose tokens are looked at: keys and values, or the latents that both are made from.
-        Over a cache these are the new tokens'."""
+        """The tensors that are attended to: keys and values, or the latents that both are made from. Over a
+        cache, those of the new tokens."""
         return tuple(getattr(self, name) for name in self.key_names)
 
     @property
     def projections(self) -> tuple[Value, ...]:
-        """The weights that keys and values are projected up by."""
+        """The weights that project keys and values up."""
         return tuple(w for n in self.projection_names if (w := getattr(self, n)) is not None)
 
     def over_cache(self, keys: Sequence[Value], pages: Sequence[Value], **given: Value) -> Cached:
-        """The same over a cache, of new tokens' keys, pages of earlier ones, and what it has besides."""
+        """The same attention over a cache: `keys` of new tokens, `pages` of earlier ones, and the `given`
+        other arguments of the cached op."""
         raise NotImplementedError
 
     @property
@@ -67,7 +68,7 @@ class AttentionOp:
 
     @property
     def args(self) -> tuple[Value, ...]:
-        """The arguments as the op takes them."""
+        """The arguments in the op's order, with the program as text."""
         given = {**self.named, "program": str(self.program)}
         return tuple(list(a) if isinstance(a, tuple) else a for a in given.values())
 
@@ -78,18 +79,18 @@ class AttentionOp:
         return self.replace(**{self.told_kernel: name})
 
     def references(self) -> tuple[Self, ...]:
-        """The same computed by the reference kernel, in each order of multiplication that it may have."""
+        """The same attention computed by the reference kernel, in each order of multiplication it allows."""
         return (self.with_kernel("reference"),)
 
 
 VIEWS: dict[Any, type[AttentionOp]] = {}
-"""By op."""
+"""The view class of each op."""
 _View = TypeVar("_View", bound=AttentionOp)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _views(target: Any) -> Callable[[type[_View]], type[_View]]:
-    """Make a dataclass the view of an op, whose schema it must follow."""
+    """Register a dataclass as the view of an op; its fields must follow the op's schema."""
 
     def register(cls: type[_View]) -> type[_View]:
         cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -104,12 +105,12 @@ def _views(target: Any) -> Callable[[type[_View]], type[_View]]:
 
 
 def view(node: fx.Node) -> AttentionOp | None:
-    """The view of a node; None if it is no attention."""
+    """The view of a node; None if it is not an attention."""
     return called(node.target, node.args, node.kwargs)
 
 
 def called(target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> AttentionOp | None:
-    """The view of a call; None if it is of no attention."""
+    """The view of a call; None if it does not call an attention op."""
     if target not in VIEWS:
         return None
     given = dict(zip((a.name for a in target._schema.arguments), args, strict=False), **kwargs)
@@ -118,14 +119,14 @@ def called(target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> A
 
 
 def whole(node: fx.Node) -> AttentionOp | None:
-    """The view of an attention over whole sequences; None if it is another node."""
+    """The view of an attention over whole sequences; None for any other node."""
     found = view(node)
     return None if isinstance(found, Cached) else found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cached(AttentionOp):
-    """Attention over a cache: which tokens are whose (`ir/ops/cached_attention.py`)."""
+    """Attention over a cache: also which tokens belong to which row (`ir/ops/cached_attention.py`)."""
 
     table: Value
     starts: Value
