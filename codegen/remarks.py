@@ -1,4 +1,4 @@
-"""What came up in running a program, for the report: a choice that failed, a part that is left to others."""
+"""Remarks for the report on how programs ran: a choice that failed, a part that another kernel computes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from attngraph.ir.language.score import ScoreProgram
 
 
 class Remarks:
-    """Remarks of one backend on programs, each once, kept for the process."""
+    """One backend's remarks on programs, each stored once, for the lifetime of the process."""
 
     def __init__(self) -> None:
         self._said: dict[ScoreProgram, list[str]] = {}
 
     def add(self, program: ScoreProgram, what: str) -> bool:
-        """Keep a remark; whether it is new."""
+        """Store a remark, and return whether it is new."""
         known = self._said.setdefault(program, [])
         is_new = what not in known
         if is_new:

@@ -1,7 +1,7 @@
-"""What a backend raises for a program that it does not know how to write."""
+"""What a backend raises for a program that it cannot emit."""
 
 from __future__ import annotations
 
 
 class UnsupportedError(Exception):
-    """A program that is not written as source; the message says what, for `refuse`."""
+    """A program cannot be emitted; the message says what is unsupported, for `refuse`."""

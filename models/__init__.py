@@ -1,4 +1,4 @@
-"""The attention family, each member written plainly: the inputs of the compiler.
+"""Attention variants and models in plain PyTorch: inputs for the compiler.
 
 Eager PyTorch only. Attention is spelled out as matmul, scale, mask, softmax, matmul; there is no
 cache, no fused op and no `position_ids` argument. Nothing here imports the compiler.
@@ -13,7 +13,7 @@ cache, no fused op and no `position_ids` argument. Nothing here imports the comp
 | `linear_attention` | no softmax: plain products, or positive features with a normaliser |
 | `online_softmax` | the recurrence key by key, and flash attention as a loop over key blocks |
 | `positions` | sinusoidal, learned, rotary in both layouts |
-| `relative_bias` | T5 buckets, ALiBi slopes, the learned table of a window in the plane |
+| `relative_bias` | T5 buckets, ALiBi slopes, the learned 2D table of Swin |
 | `decoder_lm` | decoder-only language model: pre-norm, learned positions, GELU |
 | `post_norm_decoder` | decoder-only language model: post-norm, sinusoidal positions, ReLU |
 | `modern_decoder` | RMSNorm, rotary positions, grouped queries, SwiGLU |
@@ -24,7 +24,7 @@ cache, no fused op and no `position_ids` argument. Nothing here imports the comp
 | `longformer` | the encoder with windows and global tokens |
 | `encoder_decoder` | the original Transformer: self- and cross-attention, sinusoidal positions |
 | `vit` | image classifier: patches, class token, learned positions |
-| `sampling` | writing text with a language model, without a cache |
+| `sampling` | sampling text from a language model, without a cache |
 | `text` | real bytes to run them on |
 | `targets` | `(model, example inputs)` pairs for the command line |
 

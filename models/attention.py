@@ -80,7 +80,7 @@ class Seq2SeqAttention(nn.Module):
 class ScaledDotProductAttention(nn.Module):
     """softmax(Q K^T / sqrt(D)) V: Q `[..., Sq, D]`, K `[..., Skv, D]`, V `[..., Skv, Dv]`.
 
-    Returns `[..., Sq, Dv]`. The division keeps the variance of the scores at that of one product.
+    Returns `[..., Sq, Dv]`. The division keeps the variance of scores independent of D.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

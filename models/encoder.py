@@ -122,7 +122,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(
             [EncoderBlock(config, PaddedSelfAttention(config.attention)) for _ in range(config.layers)]
         )
-        # The head shares this matrix, so its rows are kept short, as in the paper's code.
+        # The head shares this matrix, so it has a small standard deviation, as in the paper's code.
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.head = MaskedTokenHead(config, self.token_embedding)
 
@@ -160,7 +160,7 @@ class Encoder(nn.Module):
 
 
 def mask_tokens(ids: Tensor, *, rate: float = 0.15, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Hide some bytes and ask for them: ids int64 `[B, T]` to `(hidden ids, targets)`.
+    """Mask some bytes, with the originals as targets: ids int64 `[B, T]` to `(hidden ids, targets)`.
 
     Each place is chosen with probability `rate`; of the chosen, 80 % become MASK_ID, 10 % a random
     byte, 10 % stay (Devlin et al. 2018, section 3.1). Targets are -100 elsewhere. All on the CPU.

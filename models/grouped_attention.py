@@ -41,7 +41,7 @@ class MultiQueryConfig(AttentionConfig):
 
 @dataclass(frozen=True)
 class GroupedQueryConfig(MultiQueryConfig):
-    """As MultiQueryConfig; `kv_heads` is G, a divisor of `heads`; `spelling` as in the file's head.
+    """As MultiQueryConfig; `kv_heads` is G, a divisor of `heads`; `spelling` as in the module's docstring.
 
     Raises ValueError where `heads` is not a multiple of `kv_heads`.
     """

@@ -1,4 +1,4 @@
-"""Linear attention: no softmax, so that the products can be done in another order.
+"""Linear attention: no softmax, so that the products can be reordered.
 
 Written here in the order of the definition, with a score for each pair of tokens. Without a
 feature map the scores are the weights, unscaled:
@@ -32,7 +32,7 @@ class LinearAttentionConfig:
     """Sizes of one linear attention, as in AttentionConfig but without dropout.
 
     `feature_map` "identity" gives plain products, "elu" positive ones over their sum; `causal`
-    leaves the sums at j <= i.
+    restricts the sums to j <= i.
     """
 
     width: int = 768

@@ -1,8 +1,8 @@
 """The linear transformer: a decoder whose attention has no softmax.
 
 Katharopoulos et al. 2020: the blocks of `decoder_lm` with the causal form of `linear_attention`.
-Such a model can be run like a recurrent network, a D x Dv matrix of each head being all that it
-remembers (section 3.4).
+Such a model can be run like a recurrent network, with one D x Dv matrix per head
+as its state (section 3.4).
 """
 
 from dataclasses import dataclass

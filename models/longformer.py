@@ -63,7 +63,7 @@ class Longformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         attentions = [GlobalWindowAttention(config.window_attention) for _ in range(config.layers)]
         self.blocks = nn.ModuleList([EncoderBlock(config, attention) for attention in attentions])
-        # The head shares this matrix, so its rows are kept short, as in `encoder`.
+        # The head shares this matrix, so it has a small standard deviation, as in `encoder`.
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.head = MaskedTokenHead(config, self.token_embedding)
 

@@ -1,11 +1,11 @@
-"""Self-attention in which some keys are out of sight: causal, masked, padded, windowed.
+"""Self-attention in which some keys are masked: causal, masked, padded, windowed.
 
 A mask is a predicate on (query i, key j). Scores where it does not hold become minus infinity, so
 their weights are exactly zero:
 
     weights_ij = softmax_j(q_i . k_j / sqrt(D)  if visible(i, j)  else  -inf)
 
-A row that sees no key at all is softmax of nothing and comes out as NaN; no module here hides that.
+The softmax of a row that sees no key at all is NaN; no module here changes that.
 
     CausalSelfAttention     j <= i (Radford et al. 2019, GPT-2; Vaswani et al. 2017, section 3.2.3)
     MaskedSelfAttention     any boolean mask, True meaning "drop" or "keep" as configured

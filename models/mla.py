@@ -4,14 +4,14 @@
     k_t^h = c_t W_uk^h,   v_t^h = c_t W_uv^h    the key and the value of head h
     q_t^h = norm(x_t W_dq) W_uq^h               or x_t W_q^h, without a rank of the queries' own
 
-(DeepSeek-V2, Liu et al. 2024, section 2.1.2.) Positions cannot be turned into k_t^h by RoPE without
-making every token's latent depend on where it is looked at from, so a few coordinates carry them apart:
-the *decoupled* rotary key, one for all heads (ibid., section 2.1.3):
+(DeepSeek-V2, Liu et al. 2024, section 2.1.2.) RoPE on k_t^h would put a rotation that depends
+on the position between W_uq and W_uk, so that these could not be absorbed into one matrix. So a few extra
+coordinates carry positions: the *decoupled* rotary key, one for all heads (ibid., section 2.1.3):
 
     q_t^h = [ W_uq^h ; RoPE(W_qr^h) ],   k_t^h = [ c_t W_uk^h ; RoPE(x_t W_kr) ]
     score = (q . k) / sqrt(P + R)
 
-Nothing here keeps a cache or multiplies weights ahead: keys and values are written out for every head.
+Nothing here caches values or multiplies weights in advance: keys and values are computed for every head.
 The scores of the decoupled form can be written in three ways that give the same numbers.
 
 Shapes: x `[B, T, C]`; P the width of a key's up-projected part, R of its rotary part, V of a value, L of
@@ -30,8 +30,8 @@ from attngraph.models.modern_decoder import ModernStack, RMSNorm
 from attngraph.models.positions import RotaryLayout, rotary_angles, rotate_half, rotate_interleaved
 
 ScoreSpelling = Literal["concatenated", "summed", "absorbed"]
-"""Of the decoupled form: one product of joined vectors; the sum of two products; the sum of two products
-where the query was multiplied by W_uk, so that keys and values are the latents themselves."""
+"""The decoupled form as one product of concatenated vectors; as the sum of two products; or as that sum with
+the query multiplied by W_uk, so that keys and values are the latents themselves."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class MLAConfig:
     """Sizes of the model; the defaults are 1/8 of DeepSeek-V3's widths and heads at its head sizes.
 
     `latent` is L, `nope` is P, `rope` is R (even; 0: no positions), `value` is V, `query_rank` is Q (None:
-    queries straight from x), `norm`: whether the latents are normalised before they are projected up.
-    Raises ValueError where R is odd.
+    queries are projected from x directly), `norm`: whether the latents are normalised before they are
+    projected up. Raises ValueError where R is odd.
     """
 
     vocab_size: int = 256
@@ -66,14 +66,14 @@ class MLAConfig:
 
 
 def causal(scores: Tensor) -> Tensor:
-    """Minus infinity at keys after the query: `[..., T, T]` to the same."""
+    """Set scores of keys after the query to minus infinity: `[..., T, T]` to the same."""
     tokens = scores.shape[-1]
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(later, -math.inf)
 
 
 class LatentAttention(nn.Module):
-    """Without positions: keys and values are both made from the latent alone. `[B, T, C]` to the same.
+    """Without positions: keys and values are both projected from the latent alone. `[B, T, C]` to the same.
 
     At DeepSeek-V3's size C is 7168, there are 128 heads of 128, and the latent may be taken 576 wide.
     """
@@ -100,7 +100,7 @@ class LatentAttention(nn.Module):
 
 
 class QueryProjection(nn.Module):
-    """Queries, through a rank of their own if there is one: `[B, T, C]` to `[B, H, T, P + R]`."""
+    """The projection of queries, of low rank if `query_rank` is set: `[B, T, C]` to `[B, H, T, P + R]`."""
 
     def __init__(self, config: MLAConfig) -> None:
         super().__init__()

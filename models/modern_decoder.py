@@ -1,7 +1,7 @@
-"""A decoder-only language model of the present kind, in the manner of Llama.
+"""A decoder-only language model in the manner of Llama.
 
-Against `decoder_lm`: RMSNorm for LayerNorm, rotary for learned positions, grouped for plain heads,
-SwiGLU for GELU, and no biases.
+Unlike `decoder_lm`: RMSNorm instead of LayerNorm, rotary instead of learned positions, grouped queries,
+SwiGLU instead of GELU, and no biases.
 
     RMSNorm(x) = g * x / sqrt(mean(x^2) + epsilon)               (Zhang & Sennrich 2019, section 3)
     SwiGLU(x) = (SiLU(x W_gate) * (x W_up)) W_down               (Shazeer 2020, section 2)
@@ -10,7 +10,7 @@ SwiGLU for GELU, and no biases.
 
 Rotary positions, in either layout of the pairs, are described in `positions`.
 
-Shapes: ids int64 `[B, T]`, logits `[B, T, vocab_size]`. There is no table, so T has no limit.
+Shapes: ids int64 `[B, T]`, logits `[B, T, vocab_size]`. There is no table of positions, so T has no limit.
 """
 
 from collections.abc import Iterable
@@ -132,7 +132,7 @@ class ModernBlock(nn.Module):
 
 
 class ModernStack(nn.Module):
-    """Decoder-only language model over given attentions: ids int64 `[B, T]` to logits `[B, T, vocab_size]`.
+    """Decoder-only language model of given attentions: ids int64 `[B, T]` to logits `[B, T, vocab_size]`.
 
     With `targets` int64 `[B, T]`, where `targets[b, t]` is the token after `ids[b, t]` (or -100 to
     leave it out), returns `(logits, loss)` with the mean cross entropy as a scalar.

@@ -1,7 +1,7 @@
 """Softmax and attention in one pass over the keys, as a loop.
 
 The softmax of a row needs its maximum, then its sum, then a third pass. The online form keeps a
-running maximum m, sum d and output o, and rescales what it has when the maximum grows
+running maximum m, sum d and output o, and rescales d and o when the maximum grows
 (Milakov & Gimelshein 2018, algorithm 3; with the output, Rabe & Staats 2021, section 2):
 
     m_i = max(m_{i-1}, x_i)

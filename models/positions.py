@@ -1,4 +1,4 @@
-"""Positions: how a model is told where a token stands.
+"""Positions: how a model represents where a token stands.
 
 Attention alone treats its tokens as a set. Position p enters in one of these ways:
 

@@ -1,8 +1,8 @@
 """A decoder-only language model in the manner of the first Transformer.
 
 It is the decoder of `encoder_decoder` without an encoder (Liu et al. 2018, "Generating Wikipedia
-by Summarizing Long Sequences", section 4.2.3). Against `decoder_lm`: the norm stands after each
-sum, positions are sinusoids, and the feed-forward has ReLU:
+by Summarizing Long Sequences", section 4.2.3). Unlike `decoder_lm`, it has the norm after each
+sum, sinusoidal positions, and ReLU in the feed-forward:
 
     x = sqrt(C) token[ids] + PE
     x = LayerNorm(x + Attention(x))           for each block, with a causal mask;

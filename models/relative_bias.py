@@ -4,8 +4,8 @@
 
     "t5"     a trained number for each head and bucket of distances: half of the buckets hold one
              distance each, the others grow geometrically up to `max_distance`, and all further
-             keys share the last; both signs share one row unless attention looks both ways, when
-             each sign has half of the buckets (Raffel et al. 2020, section 2.1). The scores are
+             keys share the last; causal attention has offsets of one sign; otherwise each sign
+             has half of the buckets (Raffel et al. 2020, section 2.1). The scores are
              not scaled.
     "alibi"  slope_h * (j - i), with slope_h = 2^(-8 (h + 1) / H), the heads counted from 0
              (Press et al. 2022, section 3; their code has other slopes where H is no power of 2)
@@ -81,7 +81,7 @@ class ALiBi(nn.Module):
 
 
 class WindowBias(nn.Module):
-    """A trained number for each head and offset in the plane: T = M * M to `[H, T, T]`.
+    """A trained number for each head and 2D offset: T = M * M to `[H, T, T]`.
 
     Raises ValueError where T is not M * M.
     """

@@ -1,7 +1,7 @@
-"""Writing text with a language model, one token at a time and without a cache.
+"""Sampling text from a language model, one token at a time and without a cache.
 
 Each new token is drawn from softmax(logits / temperature) of the last position, then appended; the
-model reads everything again for the next one, which costs O(T^2 C) a token.
+model processes the whole sequence again for the next one, which costs O(T^2 C) per token.
 """
 
 import torch
@@ -21,7 +21,7 @@ def sample(
     """Continue each row: ids int64 `[B, T]` to `[B, T + new_tokens]`.
 
     `model` maps ids `[B, T]` to logits `[B, T, vocab_size]`. Temperature 0 takes the likeliest token
-    (greedy); `top_k` leaves the k likeliest to draw from. Raises ValueError for a negative
+    (greedy); `top_k` restricts the draw to the k likeliest. Raises ValueError for a negative
     temperature or `top_k` below 1.
     """
     if temperature < 0 or (top_k is not None and top_k < 1):

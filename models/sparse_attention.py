@@ -31,7 +31,7 @@ SparsePattern = Literal["strided", "fixed"]
 
 @dataclass(frozen=True)
 class SparseAttentionConfig(AttentionConfig):
-    """As AttentionConfig; `stride` is l, near sqrt(T), and `summary` is c, of use to "fixed" only.
+    """As AttentionConfig; `stride` is l, near sqrt(T), and `summary` is c, used by "fixed" only.
 
     Raises ValueError where the summary does not fit into the stride.
     """
@@ -83,6 +83,6 @@ class SparseAttention(nn.Module):
         visible = sparse_pattern(x.shape[1], self.config, x.device)  # [H, T, T]
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # [B, H, T, T]
         scores = scores.masked_fill(~visible, -math.inf)
-        weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # rows of nothing are zero
+        weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # rows without keys are zero
         output: Tensor = self.project(merge_heads(self.dropout(weights) @ value))
         return output

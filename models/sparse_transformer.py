@@ -1,7 +1,7 @@
 """The Sparse Transformer: a decoder whose heads see sparse patterns of the past.
 
 Child et al. 2019: pre-norm blocks with GELU as in `decoder_lm` (section 5.2), and in each of them
-the attention of `sparse_attention`. Positions are one learned vector each; the paper's images have
+the attention of `sparse_attention`. Each position has one learned vector; for images the paper has
 two, for row and column (section 5.3).
 """
 

@@ -34,7 +34,7 @@ Target = tuple[nn.Module, tuple[Tensor, ...]]
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """Inside, PyTorch's CPU random numbers start from `seed`; afterwards they go on as before."""
+    """A context in which PyTorch's CPU generator is seeded; afterwards its state is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -43,7 +43,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
 def ragged_padding(batch: int, tokens: int) -> Tensor:
     """Padding of a batch of unequal lengths: bool `[batch, tokens]`, True at padding.
 
-    Row b lacks (b % 4) eighths of its tokens, so the first row is always full.
+    The last (b % 4) eighths of row b are padding, so the first row is always full.
     """
     lengths = torch.tensor([tokens - (row % 4) * tokens // 8 for row in range(batch)])
     return torch.arange(tokens) >= lengths[:, None]

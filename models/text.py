@@ -1,8 +1,8 @@
 """Real text to run the models on, without a download.
 
-Random ids make attention look flat and every loss the same. The topics of Python's own help are
-some hundreds of kilobytes of English that each installation already has, and bytes need no
-tokenizer: the vocabulary is 256.
+With random ids attention is nearly uniform and losses say nothing. The topics of Python's own help are some
+hundreds of kilobytes of English that every installation has, and bytes need no tokenizer: the
+vocabulary is 256.
 """
 
 from functools import lru_cache

@@ -6,7 +6,7 @@
     logits = LayerNorm(x[0]) W_head                           (equation 4)
 
 Patches are P x P squares, left to right and then down, each flattened and projected by E. Every
-token sees every other; the class token gathers what the head reads.
+token sees every other; the head reads only the class token.
 
 Shapes: images `[B, channels, height, width]`, logits `[B, classes]`; T = N + 1 with
 N = height * width / P^2.

@@ -1,4 +1,4 @@
-"""Windows with more to them: some tokens see everything, or the window has gaps.
+"""Extended windows: some tokens see everything, or the window has gaps.
 
 Both are from Longformer (Beltagy et al. 2020, section 3.1); the plain sliding window is in
 `masked_attention`. For query i and key j of head h:
@@ -8,7 +8,7 @@ Both are from Longformer (Beltagy et al. 2020, section 3.1); the plain sliding w
                             and a global token sees all tokens, through projections of its own:
                                 out_i = softmax(Qg_i Kg^T / sqrt(D)) Vg  if i is global
                                         softmax(Q_i K^T / sqrt(D), where visible) V  otherwise
-    DilatedWindowAttention  the window has gaps, of a size that each head chooses:
+    DilatedWindowAttention  the window has gaps, with a dilation d_h for each head:
                                 |i - j| <= d_h w / 2  and  d_h divides i - j
                             or causal, 0 <= i - j <= d_h w  and  d_h divides i - j
 

@@ -24,7 +24,7 @@ from attngraph.pipeline import Pass
 def order(backend: str = "auto", absorb: str = "auto", decoder: bool = False) -> tuple[Pass, ...]:
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
-    This is the one place where the order stands. `backend` is who computes attention, `absorb` as for
+    The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
     `attngraph.compile`.
     """
     family = "" if backend == "auto" else backend
@@ -41,11 +41,11 @@ def order(backend: str = "auto", absorb: str = "auto", decoder: bool = False) ->
 DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, InsertKVCache(), Tidy())
-"""Every pass by which a graph can be rewritten on its own."""
+"""Every pass that can be run by itself on a graph."""
 
 
 def pass_named(text: str) -> Pass:
-    """The pass that is written as `absorb-mla`, or with options, as `absorb-mla(absorb='always')`.
+    """The pass of a name such as `absorb-mla`, or with options, `absorb-mla(absorb='always')`.
 
     Raises:
         ValueError: there is no such pass, or it has no such option.

@@ -1,6 +1,6 @@
-"""Building nodes: views that the layout solver found, sizes from size expressions.
+"""Building nodes: views found by `layout.py`, and sizes from size expressions.
 
-Every new node gets its fake value at once and the source line of the node that it stands for.
+Every new node gets its fake value at once, and the source line of the node that it replaces.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ aten = torch.ops.aten
 
 
 class NoSize(Exception):
-    """A size that no dimension of an input has."""
+    """A size that cannot be computed from dimensions of tensors in the graph."""
 
 
 class Builder:
-    """Inserts nodes before `anchor` that stand for it."""
+    """Inserts nodes before `anchor`, with its source line."""
 
     def __init__(self, graph: ProgramGraph, anchor: fx.Node) -> None:
         self.graph, self.anchor = graph, anchor
@@ -46,7 +46,7 @@ class Builder:
         return self.call(view.target, *view.args)
 
     def discard(self) -> None:
-        """Take back everything that was built."""
+        """Remove all nodes that were built."""
         for node in reversed(self.made):
             self.graph.graph.erase_node(node)
         self.made.clear()
@@ -55,7 +55,7 @@ class Builder:
         """A number, or a node that computes the size.
 
         Raises:
-            NoSize: a symbol that is no dimension of any input.
+            NoSize: a symbol that is no tensor's dimension.
         """
         if value.op == "const":
             return int(value.value)
@@ -79,7 +79,8 @@ class Builder:
         return node  # type: ignore[no-any-return]
 
     def _symbol(self, name: str) -> fx.Node:
-        """A dimension of the first tensor that has it: of an input, mostly, or of what data select."""
+        """The symbol as a dimension of the first tensor that has it: usually an input, or one whose size
+        depends on data."""
         node: fx.Node
         for node in self.graph.graph.nodes:
             if node is self.anchor:
@@ -93,7 +94,7 @@ class Builder:
         raise NoSize(f"size {name} is no dimension of a tensor that is there before")
 
     def view(self, node: fx.Node, steps: tuple[ViewOp, ...]) -> fx.Node:
-        """`node` seen through the steps."""
+        """`node` with the view steps applied."""
         for step in steps:
             sizes = [self.size(s) for s in step.sizes]
             dim = step.dims[0] if step.dims else 0
@@ -132,7 +133,7 @@ class Builder:
 
 
 def built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:
-    """A size from others that nodes (or dimensions of nodes) give."""
+    """A size expression computed from sizes that nodes (or dimensions of nodes) provide."""
     if value in known:
         found = known[value]
         return builder.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found

@@ -1,14 +1,13 @@
-"""Canonicalize: take out what computes nothing.
+"""Canonicalize: remove operations that compute nothing.
 
 Matches assertions about metadata, contiguity and aliasing markers, and, where no gradient flows (a mask
-that is built under `no_grad`), `detach`. Each is the identity on values there. What nothing uses goes
-as well. A `view`, which is only possible for some strides, becomes a `reshape`, which has the same
-elements for any: a later pass may then change how a value lies in memory. For the same reason a copy
-made only to be contiguous becomes `contiguous`, which copies nothing where there is nothing to do, and a
-copy of a value of the graph's own that is not returned (dropout in eval, where torch is older than 2.15)
-goes: nothing writes to either. What is copied into a tensor stands for the copy. An einsum of more than
-two operands is taken two at a time, the two of the smallest result first: an attention may be part of it.
-Refuses nothing.
+that is built under `no_grad`), `detach`. These are identities on values. Unused nodes are
+removed as well. A `view`, which is only valid for some strides, becomes a `reshape`, which is valid for any,
+so that later passes may change memory layouts. For the same reason a copy made only for contiguity becomes
+`contiguous`, which copies only if needed. A copy of an intermediate value that is not returned (dropout in
+eval, in torch older than 2.15) is removed, because nothing writes to either. A `copy` into a tensor is
+replaced by the value that is copied. An einsum of more than two operands becomes einsums of two, the pair
+with the smallest result first, because an attention may be part of it. Refuses nothing.
 """
 
 from __future__ import annotations
@@ -79,11 +78,11 @@ class Canonicalize:
 
 
 def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:
-    """Compute a size from those of inputs, so that the tensor it was taken from need not exist for it."""
+    """Compute a size from sizes of inputs, so that the tensor it was read from can be removed."""
     builder = Builder(graph, node)
     try:
         size = builder.size(size_expression(node.meta["val"]))
-    except (NoSize, Unliftable):  # it follows from data
+    except (NoSize, Unliftable):  # it depends on data
         builder.discard()
         return
     node.replace_all_uses_with(size)
@@ -91,14 +90,14 @@ def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:
 
 
 def _same_strides(clone: fx.Node) -> bool:
-    """Whether a copy lies in memory as what it copies; compared as text, which adds no condition on sizes."""
+    """Whether a copy has the strides of its original; compared as text, which adds no condition on sizes."""
     original: fx.Node = clone.args[0]  # type: ignore[assignment]
     mine, theirs = clone.meta["val"].stride(), original.meta["val"].stride()
     return [str(n) for n in mine] == [str(n) for n in theirs]
 
 
 def _differentiable(graph: ProgramGraph) -> set[fx.Node]:
-    """The nodes to which a gradient may come: what is computed from floating inputs by floating numbers."""
+    """Nodes that may get a gradient: computed from floating-point inputs through floating-point values."""
     found: set[fx.Node] = set()
     for node in graph.graph.nodes if graph.gradients else ():
         value = node.meta.get("val")
@@ -111,7 +110,7 @@ def _differentiable(graph: ProgramGraph) -> set[fx.Node]:
 
 
 def _copied(graph: ProgramGraph, node: fx.Node, returned: bool) -> None:
-    """Replace a copy into a tensor, which has no derivative, by what it then holds."""
+    """Replace a `copy` into a tensor, which has no derivative, by the value copied."""
     builder = Builder(graph, node)
     whole, value = node.args[:2]
     wanted, found = node.meta["val"], value.meta["val"]  # type: ignore[union-attr]
@@ -150,6 +149,6 @@ def _two_at_a_time(graph: ProgramGraph, node: fx.Node) -> None:
 
 
 def _kept(parts: list[tuple[str, fx.Node]], i: int, j: int, output: str) -> str:
-    """The letters of a product of two parts that the other parts or the result still need."""
+    """The subscripts of a product of two operands that the other operands or the result still need."""
     rest = output + "".join(term for place, (term, _) in enumerate(parts) if place not in (i, j))
     return "".join(dict.fromkeys(c for c in parts[i][0] + parts[j][0] if c in rest))

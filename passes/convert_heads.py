@@ -2,12 +2,12 @@
 
 Each group of neighbouring key/value heads becomes one, whose projection weights (and biases) are the mean of
 theirs (Ainslie et al. 2023, GQA, section 2.1). Which rows of which parameter make a head is found by
-meaning: the elements of the attention's keys and values are followed, through whatever is done to each head
-on the way (rotary positions, norms), to the product with a parameter that they come from. That product then
-has the pooled rows alone, and one head of each group is taken where attention looks. This changes what the
-model computes, so it is no part of compiling: `attngraph.convert_heads` runs it. Refuses a model of which
-an attention was not recognised, parameters that are used elsewhere as well, and heads that are treated
-unlike each other between the projection and the attention.
+meaning: the elements of the attention's keys and values are traced, through operations on each head (rotary
+positions, norms), to the product with a parameter that they come from. That product then has only the pooled
+rows, and attention reads one head of each group. This changes what the model computes, so it is not part
+of compiling: `attngraph.convert_heads` runs it. Refuses a model with an attention that was not recognised,
+parameters with other uses, and heads that are treated differently between the projection and the
+attention.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EQUAL = elementwise(1e-9)
 
 @dataclasses.dataclass(frozen=True)
 class ConvertHeads:
-    """`kv_heads`: how many key/value heads each attention is to have."""
+    """`kv_heads`: the number of key/value heads that each attention gets."""
 
     kv_heads: int
     name: str = "convert-heads"
@@ -73,8 +73,8 @@ class ConvertHeads:
 
 @dataclasses.dataclass
 class _Product:
-    """A contraction with a parameter. `feature` is the dimension of its result that the parameter's dimension
-    `dim` becomes; `groups` lists features that become one."""
+    """A contraction with a parameter. `feature` is the dimension of its result that corresponds to the
+    parameter's dimension `dim`; `groups` lists the features that are pooled into one."""
 
     node: fx.Node
     feature: int
@@ -147,7 +147,7 @@ class _Conversion:
         return int(index.value)
 
     def _source(self, operand: fx.Node, what: str) -> fx.Node:
-        """The one product with a parameter that an operand comes from."""
+        """The single product with a parameter that an operand is computed from."""
         found: dict[fx.Node, None] = {}
         stack, seen = [operand], set()
         while stack:
@@ -171,7 +171,7 @@ class _Conversion:
         return [n for n in node.all_input_nodes if n in self.given and self.given[n].kind == "parameter"]
 
     def _product(self, node: fx.Node) -> _Product:
-        """Which dimensions of a product's result and of its parameter are the same."""
+        """The corresponding dimensions of a product's result and its parameter."""
         shape = self.meaning.shape(node)
         at = tuple(E.var(f"o{n}", extent) for n, extent in enumerate(shape))
         try:
@@ -196,7 +196,7 @@ class _Conversion:
         return _Product(node, feature, weight, dim, bias)
 
     def pool(self) -> None:
-        """Give every product its pooled rows, and put its result into the old order again."""
+        """Give every product the pooled rows, and expand its result to the old heads and order."""
         for number, product in enumerate(self.products.values()):
             if not product.groups:
                 continue
@@ -251,7 +251,7 @@ class _Conversion:
         return node
 
     def share(self, node: fx.Node) -> None:
-        """Let an attention look at one head of each group."""
+        """Let an attention read one head of each group."""
         attention = Attention.of(node)
         heads = int(attention.k.meta["val"].shape[1])
         group = heads // self.kv_heads
@@ -264,7 +264,7 @@ class _Conversion:
         node.meta["attention"] = dataclasses.replace(node.meta["attention"], kv_heads=self.kv_heads)
 
     def check(self) -> None:
-        """Heads of a group are one and the same: whatever is done to them on the way is done alike."""
+        """Check that the heads of a group are equal, so that operations on the way treat them alike."""
         for operand, group in self.shared:
             sample = Sample({**self.graph.known_values(), **self._orders()}, self.graph.hints, 0)
             with torch.no_grad():

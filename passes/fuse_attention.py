@@ -76,7 +76,7 @@ class _Fusion:
             refused = self._examine(node)
             if refused is not None:
                 for place in self.recogniser.exponentials(node):
-                    # Why a sum is no attention tells more than why a gate of it is no part of one.
+                    # The reason for the sum itself is more helpful than that for a product with a gate.
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
         if self.graph.gradients:
@@ -90,7 +90,7 @@ class _Fusion:
         return self.outcome
 
     def _examine(self, node: fx.Node) -> Refusal | None:
-        """Recognise a node and fuse it. A fault of ours leaves the node alone, as any other reason does."""
+        """Recognise a node and fuse it. An error in our own code counts as a refusal."""
         try:
             found = self.recogniser.examine(node)
             self._require_equal_sizes()
@@ -100,8 +100,8 @@ class _Fusion:
             return Refusal(f"an error of the compiler, please report it: {type(problem).__name__}: {problem}")
 
     def _own_results(self) -> None:
-        """A result that lies in an attention's own output becomes a copy: the backward pass needs that
-        output as it was, and the caller may change a result in place."""
+        """Copy results that share memory with an attention's output: the backward pass needs that output
+        unchanged, and the caller may write to a result in place."""
         output = self.graph.graph.output_node()
         for node in output.all_input_nodes:
             if isinstance(nodes.view(memory_of(node)), nodes.Attention):
@@ -109,7 +109,7 @@ class _Fusion:
                 output.replace_input_with(node, builder.call(torch.ops.aten.clone.default, node))
 
     def _require_equal_sizes(self) -> None:
-        """What element rules took for granted about sizes becomes a condition of the graph."""
+        """Make the assumptions of element rules about sizes conditions of the graph."""
         while self.meaning.required:
             a, b = self.meaning.required.pop()
             condition = sympy.Eq(to_sympy(a), to_sympy(b))
@@ -117,7 +117,7 @@ class _Fusion:
                 self.graph.conditions += (condition,)
 
     def _fuse(self, old: fx.Node, claims: Sequence[Attention]) -> Refusal | None:
-        """Check the claims, whose sum the node is said to be, and carry them out, or say why not."""
+        """Check the claims, whose sum should equal the node, and apply them; or return why not."""
         elsewhere = self._used_elsewhere(old, claims)
         if elsewhere is not None:
             return Refusal(elsewhere)
@@ -143,7 +143,7 @@ class _Fusion:
         return None
 
     def _used_elsewhere(self, old: fx.Node, claims: Sequence[Attention]) -> str | None:
-        """Why the weights or the scores would still be computed after fusing, if they would."""
+        """The other use for which weights or scores would still be computed after fusing, or None."""
         view = dependence(self.graph.graph)
         view.remove_node(old)
         starts = [("weights", n) for n in self.recogniser.exponentials(old) if n is not old]
@@ -189,12 +189,12 @@ class _Fusion:
         )  # fmt: skip
 
     def _adopt(self, node: fx.Node) -> None:
-        """An attention that the model calls by itself is one like any other."""
+        """Report an attention op that the model itself calls like a fused one."""
         node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
         node.meta["attention"] = describe(node, self.graph.hints)
 
     def _number(self, extent: Expr) -> int:
-        """A size as it was in the traced call."""
+        """A size's value in the traced call."""
         return _number(extent, self.graph.hints)
 
     def _report_missed(self) -> None:
@@ -205,7 +205,7 @@ class _Fusion:
                     self.reasons.setdefault(place, Refusal(UNNORMALISED))
         for node in self.graph.graph.nodes:
             if str(node.target) in SOFTMAX_LIKE and node not in self.reasons:
-                # Its sum may stand behind a view that was not followed.
+                # The sum of values may follow a view that was not traced through.
                 unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
                 self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
         for node, why in self.reasons.items():
@@ -219,7 +219,7 @@ class _Fusion:
             self.outcome.notes.append(f"left alone at {source}: {reason}")
 
     def _is_of_scores(self, exponential: fx.Node) -> bool:
-        """Whether it is the exponential of products of values with values, not of values with weights."""
+        """Whether its argument contains products in which both sides depend on inputs of the model."""
         named = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
         nodes, seen = [exponential], set()
         while nodes:
@@ -245,7 +245,7 @@ def _is_of_one_key(node: fx.Node) -> bool:
 
 
 def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
-    """What the report says of an attention node that stands in a graph already."""
+    """The report's entry for an attention node that is already in the graph."""
     found = nodes.AttentionOp.of(node)
     q, k, v = (n.meta["val"].shape for n in (found.q, *found.keys))
     heads, kv_heads, head_dim, value_dim = (
@@ -279,7 +279,7 @@ def _number(extent: Expr, hints: Mapping[str, int]) -> int:
 def _build(builder: Builder, claims: Sequence[Attention]) -> tuple[fx.Node, list[fx.Node]]:
     """The nodes of the claims' sum, and the tensors of the model that they are computed from."""
     leaves: list[fx.Node] = []
-    seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout draw the same numbers
+    seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout use the same random numbers
     results = [_build_one(builder, claim, leaves, seeds) for claim in claims]
     whole = results[0]
     for result in results[1:]:

@@ -2,9 +2,9 @@
 
 Matches attentions of one kind (the same program, shapes and dtypes) that do not depend on each other
 and whose results one `cat` or `stack` joins: a loop over heads, a ModuleList of heads. Right because
-attention treats heads alike: the heads' operands are put side by side (as a view where they are slices
-of one tensor), a tensor that differs from head to head is read by the head's number, and the result is
-cut apart again. Each result is checked against the separate ones in float64. Refuses groups in which
+attention treats heads alike: the heads' operands are concatenated (by a view where they are slices of
+one tensor), a tensor that differs between heads is read at the index `h`, and the result is split
+again. Each result is checked against the separate ones in float64. Refuses groups in which
 programs differ.
 """
 
@@ -61,7 +61,7 @@ class MergeHeads:
             merge = _Merge(graph, heads)
             try:
                 note = merge.run()
-            except Exception as problem:  # a fault of ours leaves the heads apart
+            except Exception as problem:  # a bug in this pass leaves the heads separate
                 log.exception("could not merge heads at %s", source_of(heads[0]))
                 merge.builder.discard()
                 note = f"heads at {source_of(heads[0])} are left apart: an error of the compiler: {problem}"
@@ -83,7 +83,7 @@ def _concatenated_by(node: fx.Node) -> fx.Node | None:
 
 
 def _kind(node: fx.Node) -> Hashable:
-    """What attentions must have in common to be heads of one: everything but numbers in their programs."""
+    """A key that is equal for attentions that can be merged: all but the numbers in their programs."""
     head = Attention.of(node)
     tensors = (head.q, *head.keys, *head.reads)
     about = tuple((str(t.meta["val"].dtype), str(t.meta["val"].shape)) for t in tensors)
@@ -97,7 +97,7 @@ def _parts(statement: Statement) -> tuple[Expr, ...]:
 
 
 def _form(node: Expr) -> Hashable:
-    """An expression without its numbers."""
+    """An expression's structure, without its numbers."""
     value = node.kind if node.op == "const" else node.value
     return (node.op, value, *map(_form, node.args))
 
@@ -115,7 +115,7 @@ class _Merge:
         self.kv_each = self.meaning.shape(self.views[0].k)[1]
 
     def run(self) -> str:
-        """What was done; "" if nothing."""
+        """Merge the group; returns what was done, or ""."""
         view = dependence(self.graph.graph)
         if any(nx.has_path(view, a, b) for a, b in itertools.combinations(self.heads, 2)):
             return ""
@@ -149,8 +149,8 @@ class _Merge:
         return f"merged {count} attentions at {source_of(whole)} into one of {count * self.each.value} heads"
 
     def _shared(self, keys: Sequence[Any], values: Sequence[Any]) -> int:
-        """How many different pairs of keys and values there are, if runs of equally many heads share one
-        (as grouped queries do); as many as heads otherwise."""
+        """The number of distinct key/value pairs, if they are shared by runs of equally many heads (grouped
+        queries); otherwise the number of heads."""
         count = len(keys)
         if E.is_const(self.kv_each, 1):
             for length in range(count, 1, -1):
@@ -165,7 +165,7 @@ class _Merge:
         return count
 
     def _same(self, a: Any, b: Any) -> bool:
-        """Whether two nodes compute the same from the same, by what they are made of."""
+        """Whether two nodes are the same operations on the same operands."""
         if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
             return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
         sized = not isinstance(a.meta.get("val"), Tensor) and a.op == b.op == "call_function"
@@ -178,19 +178,19 @@ class _Merge:
         return spec == other and all(self._same(x, y) for x, y in zip(mine, theirs, strict=True))
 
     def _side_by_side(self, nodes: Sequence[Any]) -> fx.Node:
-        """`[B, H, S, D]` of each as one tensor over all their heads."""
+        """The tensors `[B, H, S, D]` concatenated along the heads."""
         if len(nodes) == 1:
             return nodes[0]  # type: ignore[no-any-return]
         seen = self._as_view(nodes, lambda m, b, h, s, d: ((b,), (m, h), (s,), (d,)))
         return seen or self.builder.call(aten.cat.default, list(nodes), 1)
 
     def _stacked(self, nodes: Sequence[Any]) -> fx.Node:
-        """Tensors of one shape as one with a dimension in front."""
+        """Tensors of one shape stacked along a new first dimension."""
         seen = self._as_view(nodes, lambda m, *rest: ((m,), *((r,) for r in rest)))
         return seen or self.builder.call(aten.stack.default, list(nodes))
 
     def _as_view(self, nodes: Sequence[Any], roles: Callable[..., layout.Roles]) -> fx.Node | None:
-        """The tensors together as a view of the tensor that all are slices of, if there is one."""
+        """The tensors together as one view, if all are slices of one tensor."""
         shape = self.meaning.shape(nodes[0])
         places = tuple(E.var(f"a{d}", extent) for d, extent in enumerate(shape))
         number = E.var("m", E.const(len(nodes)))
@@ -202,7 +202,7 @@ class _Merge:
         return self._view(found, kept)
 
     def _progression(self, reads: Sequence[Expr], number: Expr) -> Expr | None:
-        """One read that is the n-th of the reads where `number` is n."""
+        """One read, as an expression of `number`, that equals the n-th of the reads for `number` = n."""
         lifted = [
             self.meaning.lift(r, lambda n: self.meaning.category(n.value) is Category.MOVEMENT) for r in reads
         ]
@@ -227,7 +227,7 @@ class _Merge:
             return None
 
     def _program(self) -> tuple[ScoreProgram, list[Any]]:
-        """The program over all heads, and what it reads."""
+        """The program over all heads, and the tensors that it reads."""
         head: Expr = E.var("h")
         mine = operation("floordiv", head, self.each) if self.each.value > 1 else head
         within = operation("mod", head, self.each) if self.each.value > 1 else E.ZERO
@@ -270,7 +270,7 @@ class _Merge:
         return worst, ""
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """The tensor that one only rearranges."""
+        """The tensor that a node is a view of."""
         while self.meaning.category(node) is Category.MOVEMENT:
             moved = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
             if len(moved) != 1:
@@ -279,7 +279,7 @@ class _Merge:
         return node
 
     def _replace_concatenation(self, node: fx.Node | None, out: fx.Node) -> None:
-        """What concatenates the heads, as a view of the merged result."""
+        """Replace the node that concatenates the heads by a view of the merged result."""
         if node is None:
             return
         meaning = Meaning(self.graph.known_values(), self.graph.conditions)
@@ -315,8 +315,8 @@ class _Merge:
 
 
 def _by_head(forms: Sequence[Expr], number: Expr) -> Expr:
-    """Expressions that are alike but for their numbers as one, in which a number that differs depends on
-    which of them is meant: on `number`."""
+    """One expression for several that differ only in numbers: a differing number becomes a function of
+    `number`, the index of the expression."""
     first = forms[0]
     if all(f is first for f in forms):
         return first

@@ -1,11 +1,11 @@
 """ReassociateLinear: attention without a softmax at a cost linear in the tokens.
 
 Matches sums of values weighted by plain products of queries and keys, over all keys or over those up to
-the query (`meaning/attention/linear.py`), and sums of such weights alone, by which some models divide:
+the query (`meaning/attention/linear.py`), and sums of such weights, which some models use as normalisers:
 (Q K^T) V becomes Q (K^T V), and under a causal mask running sums by chunks (Katharopoulos et al. 2020,
 section 3.2). Right because a sum of products may be taken in any order; each claim is checked in float64.
-Refuses where keys or values are weights alone (then nothing grows with the tokens), where the scores are
-used elsewhere as well, and where it would cost more at the sizes at hand.
+Refuses where keys or values are parameters (then the cost is linear already), where the scores have other
+uses, and where it would cost more at the sizes of the traced call.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class _Reassociation:
                     claim = linear.examine(self.recogniser, node, self._ones(node, ones))
                     if claim is not None and self._pays(claim):
                         claims.append(claim)
-            except Exception as problem:  # a fault of ours leaves the node as it is
+            except Exception as problem:  # a bug in this pass leaves the node unchanged
                 log.exception("could not examine %s at %s", node, source_of(node))
                 outcome.notes.append(f"left as it is: {source_of(node)}: an error of the compiler: {problem}")
-        for claim in reversed(self._alone(claims)):  # what reads a normaliser goes before it
+        for claim in reversed(self._alone(claims)):  # users of a normaliser before the normaliser
             source = source_of(claim.node)
             reason = self._replace(claim)
             causal = "causal, " if claim.program.keeps else ""
@@ -79,7 +79,7 @@ class _Reassociation:
         return outcome
 
     def _ones(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node | None:
-        """For a sum over the last dimension: a vector of ones that long."""
+        """For a sum over the last dimension: a vector of ones of that length, as values."""
         if str(node.target) not in linear.SUMS:
             return None
         scores = node.args[0]
@@ -95,7 +95,7 @@ class _Reassociation:
         return made[scores]  # type: ignore[index]
 
     def _pays(self, claim: Attention) -> bool:
-        """Whether queries and keys outnumber what they are as wide as, for any length or for this one."""
+        """Whether the linear form applies and costs less; for symbolic lengths it is taken to."""
         if any(not isinstance(s, (Score, Keep, Weight)) for s in claim.program.statements):
             return False
         if claim.program.scale is None or any(isinstance(r, Seed) for r in claim.reads):
@@ -115,7 +115,8 @@ class _Reassociation:
         return 2 * (q + k) * d * e < q * k * (d + e)
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """Whether a tensor is made of the model's own tensors alone (a vector of ones is neither)."""
+        """Whether a tensor is computed from the model's own tensors alone (a vector of ones does not
+        count)."""
         if node.target is aten.ones.default:
             return False
         if node.op == "placeholder":
@@ -124,7 +125,7 @@ class _Reassociation:
         return all(map(self._is_weight, inputs))
 
     def _alone(self, claims: list[Attention]) -> list[Attention]:
-        """The claims whose scores nothing else needs."""
+        """The claims whose scores have no other use."""
         view = dependence(self.graph.graph)
         output = self.graph.graph.output_node()
         kept = claims
@@ -136,7 +137,7 @@ class _Reassociation:
             kept = alone
 
     def _replace(self, claim: Attention) -> str:
-        """Carry a claim out; why not, if it is not."""
+        """Apply a claim; returns the reason if that fails."""
         builder = Builder(self.graph, claim.node)
         try:
             q, k, v = (builder.operand(o) for o in (claim.q, claim.k, claim.v))
@@ -148,7 +149,7 @@ class _Reassociation:
         new = builder.view(new, claim.output)
         sources = (*claim.q.bases, *claim.k.bases, *claim.v.bases, *claim.reads)
         leaves = [s for s in sources if isinstance(s, fx.Node) and s.target is not aten.ones.default]
-        # A normaliser may have been rewritten already: compare as functions of what both are made of.
+        # A normaliser may have been rewritten already: compare as functions of common inputs.
         verdict = Checks(self.graph).same_value(claim.node, new, leaves)
         if verdict.problem:
             builder.discard()

@@ -1,8 +1,8 @@
-"""SelectKernels: write into every attention node who computes it.
+"""SelectKernels: write the name of a kernel into every attention node.
 
-Asks the kernels of the chosen backend in their order of preference and takes the first that serves the
-program on these dtypes and widths. The name stands in the graph, so a dump and the report show it. Nodes
-over a cache, and latent ones, are told the backend alone: what serves them depends on the call.
+Tries the kernels of the chosen backend in order of preference and takes the first that supports the
+program with these dtypes and widths. The name is in the graph, so dumps and the report show it. Cached and
+latent attention get only the backend's name: their kernel is chosen at each call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tidy: the same values by fewer operations.
 
-For graphs whose values are small, where every operation costs its call: a decoder's step. Views of views
-become one view, what changes nothing goes, what is computed twice is computed once, and activations and
-root-mean-square norms that a model writes out become the operation of that name. Right because views only
-rename elements, and what gets a name is recognised by its element's formula, not by how it is written.
+For graphs of small tensors, where the overhead of each call dominates: a decoder's step. Chains of views
+become one view, no-ops are removed, common subexpressions are computed once, and activations and
+root-mean-square norms that a model spells out become one PyTorch operation. Right because views only
+reorder elements, and activations and norms are recognised by the formula of an element, not by spelling.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _extents(node: Any) -> tuple[Expr, ...]:
 
 
 def _shorten_views(graph: ProgramGraph) -> None:
-    """A chain of operations that keep the order of elements is one reshape, or none."""
+    """Replace a chain of operations that keep the order of elements by one reshape, or none."""
     for node in list(graph.graph.nodes):
         if not _keeps_order(node) or not node.users:
             continue
@@ -86,7 +86,7 @@ def _keeps_order(node: fx.Node) -> bool:
 
 
 def _share(graph: ProgramGraph) -> None:
-    """Equal operations on equal operands are done once."""
+    """Compute equal operations on equal operands once."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or any(tag in getattr(node.target, "tags", ()) for tag in _IMPURE):
@@ -135,7 +135,7 @@ def _name_activations(graph: ProgramGraph) -> int:
 
 
 def _activation(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, Any, dict[str, Any]] | None:
-    """The tensor that a node is an activation of, and the operation."""
+    """The operand and the operation, if a node is a known activation function."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return None
@@ -159,7 +159,7 @@ def _activation(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, Any, dict[str
 
 
 def _with_floats(formula: Expr) -> Expr:
-    """The formula with every number written as a float, as 1 and 1.0 are the same here."""
+    """The formula with all numbers as floats, so that 1 and 1.0 compare equal."""
     numbers = {n: E.const(float(n.value)) for n in E.walk(formula) if n.op == "const" and n.kind == "int"}
     return M.substitute(formula, numbers)
 
@@ -169,8 +169,8 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _common_source(node: fx.Node) -> fx.Node | None:
-    """The tensor that a small tree of pointwise operations begins with: the last one, seen from its end,
-    through which all of it goes."""
+    """The input of a small tree of pointwise operations that ends at the node: the last value on which the
+    whole tree depends."""
     inside: dict[fx.Node, None] = {node: None}
     while len(inside) <= 16:
         before = {n for i in inside for n in i.all_input_nodes if n not in inside and not is_size(n)}
@@ -184,7 +184,7 @@ def _common_source(node: fx.Node) -> fx.Node | None:
 
 
 def _name_norms(graph: ProgramGraph) -> int:
-    """Root-mean-square norms (Zhang & Sennrich 2019), w x / sqrt(mean(x^2) + epsilon), by their name."""
+    """Replace w x / sqrt(mean(x^2) + epsilon) by `rms_norm` (Zhang & Sennrich 2019)."""
     meaning = Meaning({}, graph.conditions)
     found = 0
     for node in list(graph.graph.nodes):
@@ -202,7 +202,7 @@ def _name_norms(graph: ProgramGraph) -> int:
 
 
 def _norm(meaning: Meaning, node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """What a node normalises, by which weight, and the epsilon."""
+    """The operand, weight and epsilon, if a node is a root-mean-square norm."""
     operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     weights = [n for n in operands if n.op == "placeholder" and n.meta["val"].ndim == 1]
     inside = _normaliser(node)
@@ -245,7 +245,7 @@ def _plain(formula: Expr) -> Expr:
 
 
 def _normaliser(node: fx.Node) -> set[fx.Node] | None:
-    """The operations of a norm that ends at a node: pointwise ones and one mean, used for nothing else."""
+    """The operations of a norm that ends at a node: pointwise ones and one mean, without other uses."""
     inside: set[fx.Node] = {node}
     grown = True
     while grown and len(inside) <= 10:

@@ -1,5 +1,5 @@
-"""The CPU backend: attention compiled from C that is written for the program, ATen's flash kernel where
-there is no compiler and the program is one it can do, tiles of plain PyTorch elsewhere. All hold memory
+"""The CPU backend: attention compiled from C that is emitted for the program; without a compiler, ATen's
+flash kernel for the programs that it supports, and tiles of plain PyTorch for the others. All use memory
 linear in the number of tokens, forward and backward."""
 
 from attngraph.codegen.cpu.compiled import Compiled

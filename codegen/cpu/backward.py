@@ -1,7 +1,8 @@
-"""The backward pass of a call: gradients of q, k, v and of what scores read, by the library of its plan.
+"""The backward pass of a call: gradients of q, k, v and of the tensors that scores read, by a compiled
+library.
 
-Memory is linear in the tokens: rows of queries and of the output's gradient are laid out once in float32,
-and so is the gradient of q summed. Only gradients that somebody wants are computed.
+Memory is linear in the tokens: the queries and the output's gradient are copied once to packed float32
+buffers, and the gradient of q is summed in one. Only gradients that are asked for are computed.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def differentiate(
     run: Run, plan: BackwardPlan, operands: Operands, results: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
 ) -> list[Tensor | None] | None:  # fmt: skip
-    """Gradients of q, k, v and of every floating read (zeros where none is wanted), or None where the
-    library cannot serve the call's arguments."""
+    """Gradients of q, k, v and of every floating-point read (zeros where none is wanted), or None where the
+    library does not support the call's arguments."""
     both = results[0], grads[0].to(results[0].dtype)
     out, grad = (t if t.stride(-1) == 1 else t.contiguous() for t in both)
     lse, grad_lse = (t.to(torch.float32).contiguous() for t in (results[1], grads[1]))
@@ -93,7 +94,7 @@ def differentiate(
     call.gradients = ctypes.cast(ctypes.byref(g), ctypes.c_void_p)
     team.run(run.made.code.attngraph_differentiate, call, members)
     totals = Totals(plan.wanted, run.reads, run.sizes, (B, H, Sq, Sk))
-    seen = torch.zeros((B, H, Sq))  # rows that see no key are NaN in the sums already
+    seen = torch.zeros((B, H, Sq))  # the sums of rows that see no key are NaN already
     for number, one in enumerate(summed):
         total = sums[number]
         if one.kind == PAIRS:
@@ -116,8 +117,8 @@ def _gradient(like: Tensor, is_wanted: bool) -> Tensor:
 
 
 def _exactly(rows: Tensor, lse: Tensor) -> Tensor:
-    """The log-sum-exp of rows in float64. A weight is exp(score - base) * unit, and of scores far from zero
-    these two hold digits of the sum that `lse`, in float32, does not."""
+    """The log-sum-exp of rows in float64. A weight is exp(score - base) * unit; where scores are far from
+    zero, base and unit hold digits of the sum that the float32 `lse` has lost."""
     base, unit, _ = (part.flatten(2)[..., : lse.shape[2]].double() for part in rows.unbind(3))
     return torch.where(lse.isfinite(), base - unit.log(), lse.double())
 
@@ -126,7 +127,7 @@ def _sum_pairs(
     run: Run, g: Gradients, members: int, number: int, owned: tuple[bool, bool], here: Tensor, batch: int,
     row: int,
 ) -> None:  # fmt: skip
-    """Write sums `[batches or 1, H or 1, rows, Sk]` of a read from a batch and a row on."""
+    """Write a read's sums `[batches or 1, H or 1, rows, Sk]`, starting at `batch` and `row`."""
     g.pairs, g.owner_stride, g.row_stride = here.data_ptr(), here.stride(1), here.stride(2)
     g.first, g.count, g.batch, g.number = row, here.shape[2], batch, number
     g.owners = here.shape[0] * here.shape[1]

@@ -1,4 +1,4 @@
-"""What a library is told at a call: `Call` of c/base.h, and how it is filled from tensors."""
+"""The arguments of a compiled library: `Call` of c/base.h, and how it is filled from tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Run:
         self.held: list[Tensor] = []
 
     def hold(self, tensor: Tensor) -> int:
-        """Where a tensor lies, which is kept as long as this call."""
+        """The address of a tensor, which is kept alive as long as this call."""
         self.held.append(tensor)
         return tensor.data_ptr()
 
@@ -81,7 +81,8 @@ class Run:
         return self.hold(torch.zeros(count, dtype=torch.int64))
 
     def set_all(self, out: Tensor, lse: Tensor) -> bool:
-        """Everything that forward and backward are both told; False where the library cannot serve it."""
+        """Set the arguments that forward and backward share; False where the library does not support
+        them."""
         if not (self.set_numbers() and self.set_reads()):
             return False
         call = self.call
@@ -97,11 +98,12 @@ class Run:
         return True
 
     def padded(self, width: int) -> int:
-        """A width rounded up to whole vectors."""
+        """A width rounded up to a multiple of the vector length."""
         return -(-width // self.made.lanes) * self.made.lanes
 
     def set_numbers(self) -> bool:
-        """Values of the expressions of sizes; False if one does not fit the C that was written."""
+        """Set the values of the expressions of sizes; False if one is out of the range that the C
+        supports."""
         if max(*self.q.shape, *self.k.shape) >= SMALL:
             return False
         for place, (node, kind) in enumerate(self.made.source.numbers):
@@ -118,7 +120,7 @@ class Run:
         return True
 
     def set_reads(self) -> bool:
-        """Where the read tensors are; False for one whose places do not fit 32 bits."""
+        """Set addresses and strides of the read tensors; False where an offset does not fit 32 bits."""
         for number in self.program.reads:
             read, entry = self.reads[number], self.call.read[number]
             if read.ndim > 6 or read.numel() == 0:
@@ -132,8 +134,9 @@ class Run:
         return True
 
     def set_maps(self) -> None:
-        """Maps of blocks: `map[1]` without what is masked, `map[0]` also without what finite fills hide.
-        Where masks read tensors, what follows from sizes alone is given, and the library makes the rest."""
+        """Set the maps of blocks: `map[1]` leaves out masked blocks, `map[0]` also those hidden by finite
+        fills. Where masks read tensors, only what follows from sizes is set, and the library completes the
+        maps."""
         if not self.program.keeps:
             return
         self._set_map(1)
@@ -158,6 +161,6 @@ class Run:
 
 
 def _steps(found: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """Strides of a map; 0 where one line serves all."""
+    """Strides of a map; 0 where all batches or heads share one line."""
     strides = found.stride()
     return Three(*(0 if axis < 2 and found.shape[axis] == 1 else strides[axis] for axis in range(3)))

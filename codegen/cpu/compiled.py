@@ -1,10 +1,10 @@
 """Attention compiled from its score program: one pass over keys and values, as flash attention does.
 
-The first call that is large enough has the program written as C (`source.py`), compiled and loaded
-(`library.py`), the first backward pass too (`backward.py`); smaller ones run PyTorch's operations, so that
-nobody waits for a compiler in vain. Scores are held in float32. What the C is not written for when a call
-comes (sizes beyond 28 bits, reads of odd dtypes, an index out of range) is computed by the other CPU
-kernels, and logged once.
+On the first call that is large enough, the program is emitted as C (`source.py`), compiled and loaded
+(`library.py`); the backward pass likewise (`backward.py`). Smaller calls run PyTorch's operations, because
+compiling would cost more than it saves. Scores are float32. Calls that the C does not support (sizes beyond
+28 bits, reads of other dtypes, an index out of range) go to the other CPU kernels. Failed compilations are
+logged once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands
 
 WORTH = 1 << 20
-"""Scores of a call from which on compiling pays: PyTorch needs about 10 ms for them, C about 1 ms."""
+"""Calls with at least this many scores are compiled: PyTorch needs about 10 ms for them, C about 1 ms."""
 PACKED = 1 << 20
-"""Bytes of keys and values that are laid out for one of two rounds, about: one head's at least, and
-enough to keep all threads busy."""
+"""About how many bytes of keys and values are packed per round (there are two buffers): at least those of
+one head, and enough to keep all threads busy."""
 LEFT = "its gradients are computed by PyTorch's operations, in blocks"
 _log = logging.getLogger("attngraph.codegen.cpu")
 _remarks = Remarks()
@@ -98,7 +98,7 @@ class Compiled(Kernel):
         return _remarks.of(program)
 
     def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
-        """The C of a call that is large enough to be compiled."""
+        """The C source for a call that is large enough to be compiled."""
         try:
             plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
             return source.write(plan).text if plan.dtype in source.ELEMENTS else ""
@@ -110,7 +110,7 @@ class Compiled(Kernel):
 
 
 def attend(run: Run) -> tuple[Tensor, Tensor] | None:
-    """The output and the log-sum-exp of a call, or None where the library cannot serve its arguments."""
+    """The output and the log-sum-exp of a call, or None where the library does not support its arguments."""
     (b, h, sq, d), dv = run.q.shape, run.v.shape[3]
     out = run.v.new_empty_strided((b, h, sq, dv), (sq * h * dv, dv, h * dv, 1))
     lse = torch.empty((b, h, sq), dtype=torch.float32)

@@ -1,8 +1,8 @@
-"""`cpu.decode`: a few new tokens of each row over a cache in pages, by the C of the score program.
+"""`cpu.decode`: a few new tokens per row over a paged cache, by C emitted for the score program.
 
-Serves what `cpu.compiled` serves, as long as rows bring few tokens; long prompts are computed row by row
-by the kernels for whole sequences. Nothing is gathered: the C walks through the pages. A step calls this
-once for each layer, so what does not change from call to call is worked out once (`_Prepared`).
+Supports the programs that `cpu.compiled` supports, where rows have few new tokens; long prompts are computed
+row by row by the kernels for whole sequences. The C reads keys and values from the pages in place. A decoding
+step calls this once per layer, so what does not change from call to call is computed once (`_Prepared`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from attngraph.ir.ops.cached_attention import Rows, counts
 from attngraph.meaning.masks.causal import examine
 
 FEW = 16
-"""New tokens of the row with fewest up to which keys are walked through one by one."""
+"""This kernel serves a call if its row with the fewest new tokens has at most this many."""
 WIDEST = 1024
 LEAST_KEYS = 256
-"""Keys that a thread should see at least: with fewer, joining costs more than it saves."""
+"""The fewest keys that a thread should get: with fewer, joining the parts costs more than it saves."""
 _Two = ctypes.c_int64 * 2
 
 
@@ -72,7 +72,7 @@ def _serves(program: ScoreProgram, dtype: torch.dtype, width: int) -> bool:
 
 
 class _Prepared:
-    """What calls of one program with operands of one kind have in common."""
+    """What calls of one program with operands of the same dtypes and widths share."""
 
     def __init__(self, made: Library, program: ScoreProgram) -> None:
         self.made, self.program = made, program
@@ -152,7 +152,8 @@ _known: dict[tuple[object, ...], _Prepared | None] = {}
 def _prepare(
     text: str, program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], d: int, dv: int
 ) -> _Prepared | None:
-    """`_prepared`, found by the program's text: comparing programs costs more than the rest of a call."""
+    """`_prepared`, looked up by the program's text, because comparing programs would dominate a call's
+    cost."""
     key = (text, dtype, reads, d, dv)
     if key not in _known:
         _known[key] = _prepared(program, dtype, reads, max(d, dv))
@@ -160,7 +161,7 @@ def _prepare(
 
 
 class _Rows:
-    """What the C is told of rows. All layers of a step are given the same, so the last one is kept."""
+    """The arguments of the C that describe rows. All layers of a step share them, so the last is kept."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -172,7 +173,7 @@ class _Rows:
         self.longest = max(held, default=0)
 
     def blocks(self, step: int) -> int:
-        """Items of `step` queries that all rows have together."""
+        """The number of blocks of `step` queries in all rows together."""
         return len(self.counts) if max(self.counts) <= step else sum(-(-n // step) for n in self.counts)
 
 

@@ -1,8 +1,8 @@
 """Expressions of the score language as C.
 
 A tile is a loop over queries `q` around a loop over keys `k`, both counted from the tile's corner by
-`i` and `j`. What does not depend on the key is computed once for a row or for the whole tile; what
-depends on the key alone goes into an array of the tile first.
+`i` and `j`. Values that do not depend on the key are computed once per row or per tile; values that
+depend on the key alone are computed first, into an array.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ READS = {
     torch.int64: ("int64_t", "int64", "long"), torch.float32: ("float", "float", "float"),
     torch.bfloat16: ("uint16_t", "bfloat16", "float"), torch.float16: ("_Float16", "float16", "float"),
 }  # fmt: skip
-"""Tensors that a program may read: how C holds an element, how it is converted, and to which kind.
-Narrow integers are missing because PyTorch wraps them around where C computes in wider ones."""
+"""Dtypes that a program may read: the C type of an element, its conversion, and the resulting kind. 8- and
+16-bit integers are missing because PyTorch's arithmetic wraps around, and C computes in wider types."""
 _TYPES = {"bool": "int", "int": "int", "long": "int64_t", "float": "float"}
 _CHEAP = frozenset({"var", "const", "add", "sub", "neg", "and", "or", "not"}) | E.COMPARISONS
 _KEY = S.index("k")
@@ -36,7 +36,7 @@ _KEY = S.index("k")
 
 class Writer(Common):
     """Writes the formulas of one function over a tile. `lines[place]` are the lines to compute at each
-    place; `numbers` the expressions of sizes whose values a call must bring, with their kinds; `divisors`
+    place; `numbers` the expressions of sizes whose values a call must pass, with their kinds; `divisors`
     those of them that must be positive."""
 
     zero = "0.0f"
@@ -111,7 +111,7 @@ class Writer(Common):
         return name
 
     def atom(self, value: Scalar) -> str:
-        # A line of its own before the loop over rows would be an array.
+        # Given a name before the loop over rows, it would need an array.
         return self.code(value) if value.place is TILE else super().atom(value)
 
     def _fresh(self, prefix: str) -> str:
@@ -119,7 +119,7 @@ class Writer(Common):
         return f"{prefix}{self._count - 1}"
 
     def _array(self, value: Scalar, start: str) -> str:
-        """An array of the tile, at this key."""
+        """Declare an array over the tile's keys, and return its element for the current key."""
         name = self._fresh("t")
         self.lines[GROUP].append(f"{_TYPES[value.kind]} {name}[BLOCK_K]{start};")
         return f"{name}[j]"
@@ -132,8 +132,8 @@ class Writer(Common):
         return READS[self.dtypes[number]][2]
 
     def read(self, value: Scalar) -> str:
-        """An element of a read tensor. Plain indices were checked when the call began; one that is
-        computed is kept in range, and noted in `bad` if it was not."""
+        """An element of a read tensor. Plain indices were checked when the call began; a computed
+        index is clamped to the range, and `bad` is set if it was outside."""
         held, conversion, _ = READS[self.dtypes[value.source.value]]
         source = f"c->read[{value.source.value}]"
         with_key = [axis for axis, index in enumerate(value.args) if index.place & TILE]
@@ -158,7 +158,7 @@ class Writer(Common):
         return f"from_{conversion}({pointer}[{' + '.join(inner)}])"
 
     def _read_row(self, value: Scalar, axis: int, rest: Expr, place: Place, pointer: str) -> str:
-        """Neighbours along an axis, for neighbouring keys: copied to an array of the tile or the row."""
+        """Neighbouring elements for neighbouring keys: copied to an array for the tile or the row."""
         conversion, source = READS[self.dtypes[value.source.value]][1], f"c->read[{value.source.value}]"
         first, name = "k0", self._array(value, " = {0}")
         if rest is not E.ZERO:
@@ -189,7 +189,7 @@ class Writer(Common):
 
 
 def _number(node: Expr) -> str:
-    """A float32 literal of the number nearest to a constant."""
+    """A float32 literal of a constant, rounded to nearest."""
     value = math.nan if node is E.NAN else float(node.value)
     try:
         single = struct.unpack("f", struct.pack("f", value))[0]

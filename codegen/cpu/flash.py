@@ -1,8 +1,8 @@
 """ATen's flash attention for CPUs: one pass over K and V, nothing of size Sq x Skv in memory.
 
-Serves scores that are a multiple of the dot, unmasked or causal. A causal mask with a finite fill is
-served too: the kernel's log-sum-exp shows afterwards whether the fill really hid what it stands for,
-and where it did not the tiled kernel computes the answer instead.
+Supports scores that are a multiple of the dot, unmasked or causal. A causal mask with a finite fill is
+supported too: the kernel's log-sum-exp shows afterwards whether the masked keys would have had a weight of
+zero; if not, the tiled kernel computes the result instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Flash(Kernel):
-    """`cpu.flash`. Grouped heads are served one group member at a time, so that keys and values are
+    """`cpu.flash`. Grouped heads are computed one group member at a time, so that keys and values are
     never repeated in memory."""
 
     name = "cpu.flash"
@@ -42,7 +42,7 @@ class Flash(Kernel):
         if q.dtype not in _DTYPES:
             return f"no dtype {q.dtype}"
         if isinstance(q, FakeTensor) and q.shape[3] != v.shape[3]:
-            return "keys and values differ in width"  # a graph may meet such operands later: `_bound`
+            return "keys and values differ in width"  # in a traced graph; `_bound` handles such a call
         if program.sink is not None or program.changes_weights:
             return "weights are more than a softmax of the scores"
         if program.scale is None:
@@ -78,7 +78,7 @@ class Flash(Kernel):
         served = (
             not math.isinf(dot)
             and not bool(grads[1].any())
-            and float(lse.abs().amax()) <= TRUSTED  # from it the weights are computed again
+            and float(lse.abs().amax()) <= TRUSTED  # the backward pass computes weights from it
             and self._fill_hides(program, dot, k.shape[2], lse, sizes)
         )
         if not served:
@@ -102,7 +102,7 @@ class Flash(Kernel):
     def _fill_hides(
         self, program: ScoreProgram, dot: float, keys: int, lse: Tensor, sizes: Sequence[int]
     ) -> bool:
-        """A row's best score is at least its log-sum-exp less the logarithm of the number of keys."""
+        """Whether the fill hides its keys: a row's largest score is at least lse - log(number of keys)."""
         if not soft.has_finite_fill(program):
             return True
         lowest = float(lse.amin()) - math.log(keys)
@@ -110,14 +110,14 @@ class Flash(Kernel):
 
 
 def _bound(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """A bound of |q . k|; infinite where the kernel must not be asked: it stumbles over empty tensors and
-    over values of another width, and it loses a NaN or an infinity in q or k on the way."""
+    """A bound of |q . k|; infinite where ATen's kernel must not be used: it fails for empty tensors and for
+    values of another width than keys, and does not propagate a NaN or an infinity in q or k."""
     served = min(*q.shape, *k.shape) > 0 and k.shape[3] == v.shape[3]
     return soft.largest_dot(q, k) if served else math.inf
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The tensor with its width contiguous: the kernel takes that for granted and does not check."""
+    """The tensor with its last dimension contiguous, which the kernel requires but does not check."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

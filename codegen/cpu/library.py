@@ -1,4 +1,4 @@
-"""From a plan to a loaded library: written as C, compiled once, kept for the process."""
+"""From a plan to a loaded library: emitted as C, compiled once, cached for the process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _log = logging.getLogger("attngraph.codegen.cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A compiled plan: its functions, what it needs to be told, and the seconds spent compiling it (0
-    where it came from the cache)."""
+    """A compiled plan: its functions, the source (which lists the arguments it needs), and the seconds spent
+    compiling it (0 where it came from the cache)."""
 
     code: ctypes.CDLL
     source: Source
@@ -28,7 +28,7 @@ class Library:
 
 
 _libraries: dict[Plan, Library | str] = {}
-"""What was made of each plan: a library, or why there is none."""
+"""The library of each plan, or the reason why there is none."""
 _lock = threading.Lock()
 
 

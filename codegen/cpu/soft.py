@@ -1,9 +1,9 @@
 """When a finite fill hides a key completely.
 
-A model that masks with -1e9 or with the smallest float does not say "no weight"; it says "a weight
-that is zero in practice". Whether it is zero depends on the scores, so it is found out while running:
-if the best kept score of every row is so far above every hidden score that the exponential of the
-difference underflows to exactly zero, the hidden keys need not be looked at. If not, they are.
+Masking with -1e9 or with the smallest float does not make a weight zero by definition. Whether it is zero
+depends on the scores, so it is decided at run time: if the largest unmasked score of every row is so far
+above every masked score that the exponential of the difference underflows to exactly zero, the masked keys
+are skipped. Otherwise they are computed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def largest_dot(q: Tensor, k: Tensor) -> float:
 def largest_score(
     program: ScoreProgram, scale: float, q: Tensor, k: Tensor, reads: Sequence[Tensor]
 ) -> float:
-    """A bound of |scale * q . k|. Infinite where a mask that adds minus infinity must not be skipped: what
-    is NaN or infinite in a score stays so beside it."""
+    """A bound of |scale * q . k|. Infinite where a mask that adds minus infinity must not be skipped: adding
+    it leaves a NaN or infinite score NaN or infinite."""
     if any(keep.lowers for keep in program.keeps):
         numbers = (r for r in reads if r.is_floating_point())
         if not all(bool(r.isfinite().all()) for r in numbers):
@@ -50,7 +50,7 @@ def hides(
     """Whether keys behind a finite fill get a weight of exactly zero in every row.
 
     Args:
-        lowest_top: a bound from below, over all rows, of the row's best score among kept keys.
+        lowest_top: a lower bound, over all rows, of the row's largest unmasked score.
         dot: a bound of |dot|. dtype: the accumulation dtype.
     """
     if lowest_top != lowest_top:

@@ -1,4 +1,5 @@
-"""A score program as the source of a C library: what the headers in `c/` leave open, between them.
+"""A score program as the source of a C library: functions emitted for the program, between the headers in
+`c/`.
 
 Everything that changes the source is in a `Plan`; lengths, strides, tensors and sizes are arguments of
 the call. Equal plans give equal source.
@@ -43,7 +44,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """`numbers`: expressions of sizes whose values a call brings, with their kinds; `divisors`: those of
+    """`numbers`: expressions of sizes whose values a call passes, with their kinds; `divisors`: those of
     them that must be positive; `masks`: the indices on which masks depend."""
 
     text: str
@@ -53,10 +54,10 @@ class Source:
 
 
 class Draft:
-    """The source of a plan in the making: functions over a tile, and the numbers that they ask of a call.
+    """The source of a plan while it is built: functions over a tile, and the numbers that a call must pass.
 
     Raises:
-        UnsupportedError: the program has something that is not written as C.
+        UnsupportedError: the program has an operation that cannot be emitted as C.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -91,7 +92,7 @@ class Draft:
         return Writer(self.plan.reads, self.numbers, self.divisors)
 
     def source(self, *headers: str) -> Source:
-        """All of it: `base.h`, the functions, and the headers that need them."""
+        """The whole source: `base.h`, the functions, and the headers that call them."""
         if len(self.numbers) > MOST_NUMBERS:
             raise UnsupportedError(f"more than {MOST_NUMBERS} expressions of sizes")
         lines = ("attngraph, for the scores", *self.plan.program.text.splitlines())
@@ -107,7 +108,7 @@ def write(plan: Plan) -> Source:
     """The source of a plan's forward pass.
 
     Raises:
-        UnsupportedError: the program has something that is not written as C.
+        UnsupportedError: the program has an operation that cannot be emitted as C.
     """
     draft = Draft(plan)
     after = [s for s in plan.program.statements if isinstance(s, Weight)]
@@ -140,8 +141,8 @@ def _weigh(statements: Sequence[Weight], writer: Writer) -> str:
 
 
 def tile_states(name: str, program: ScoreProgram, writer: Writer, soft: bool = False) -> str:
-    """What `tiles.block_map` asks of a block, by looking at each element: whether any has weight, and whether
-    any mask hides anything."""
+    """C that computes what `tiles.block_map` computes for a block, element by element: whether any element
+    has weight, and whether any mask hides one."""
     kept = functools.reduce(functools.partial(operation, "and"), [keep.predicate for keep in program.keeps])
     formulas = _bound(seen(program.statements, any_fill if soft else None), True), _bound(kept, False)
     sees, opens = map(writer.truth, formulas)
@@ -152,7 +153,7 @@ def tile_states(name: str, program: ScoreProgram, writer: Writer, soft: bool = F
 
 
 def _bound(predicate: Expr, unknown: bool) -> Expr:
-    """The predicate with this in place of what asks for scores, which are not computed yet."""
+    """The predicate with `unknown` in place of conditions on scores, which are not computed yet."""
     if predicate.op == "not":
         return operation("not", _bound(predicate.args[0], not unknown))
     if predicate.op in ("and", "or"):
@@ -163,7 +164,7 @@ def _bound(predicate: Expr, unknown: bool) -> Expr:
 def function(
     head: str, writer: Writer, lines: list[str], before: list[str], after: list[str], reductions: str
 ) -> str:
-    """A loop over a tile around `lines`, with the writer's lines where they belong."""
+    """A loop over a tile around `lines`, with the writer's lines at their places."""
     pragma = f"#pragma omp simd reduction(| : bad) {reductions}".rstrip()
     inner = ["for (int j = 0; j < BLOCK_K; ++j) {", "const int k = k0 + j;"]
     tile = writer.lines[Place.TILE]

@@ -1,9 +1,9 @@
-"""The backward pass of a score program as the source of a C library: what `c/backward.h` leaves open.
+"""The backward pass of a score program as the source of a C library: functions that `c/backward.h` calls.
 
-The statements are computed again, then followed backwards (`codegen/scalar/derivative.py`): from the
-gradient of the score to that of the dot, and on the way to what the statements read
-(`codegen/scalar/read_gradients.py`). With w the softmax's weight, f what the program makes of it as a
-multiple, and delta = grad . out - grad_lse:
+The statements are computed again, then differentiated in reverse (`codegen/scalar/derivative.py`): from the
+gradient of the score to that of the dot, and to those of the tensors that the statements read
+(`codegen/scalar/read_gradients.py`). With w the softmax's weight, f the factor by which the program changes
+it, and delta = grad . out - grad_lse:
 
     ds = w * (f * (grad . v) - delta)
 """
@@ -43,8 +43,7 @@ def write(plan: BackwardPlan) -> Source:
     """The source of a plan's backward pass.
 
     Raises:
-        UnsupportedError: the program has something that is not written as C, or no derivative that is; says
-            what.
+        UnsupportedError: an operation, or its derivative, cannot be emitted as C.
     """
     draft = Draft(plan)
     reads = read_gradients(plan.program, plan.wanted)
@@ -74,8 +73,8 @@ def _choice_of_pairs(numbers: Sequence[int]) -> str:
 
 
 class _Part(Chain):
-    """One function over a tile: weights and gradients of dots in place and sums for reads, or with `pair`
-    what that one of the reads gets of each pair."""
+    """One function over a tile: weights and gradients of dots in place, and sums for reads; or, with `pair`,
+    the gradient that one read gets from each pair."""
 
     def __init__(
         self, writer: Writer, statements: Sequence[Score | Keep], multiple: Multiple,
@@ -108,7 +107,8 @@ class _Part(Chain):
         return function(head, self.writer, body, before, after, reductions)
 
     def body(self) -> None:
-        """Lines that make `p`, `ds` (of the dot) and `of_read<n>` of what is summed."""
+        """Write the lines that compute `p`, `ds` (of the dot) and `of_read<n>` for the reads that are
+        summed."""
         statements = list(enumerate(self.statements))
         for number, statement in statements:
             self.forward(number, statement)

@@ -1,8 +1,8 @@
 """Running a C function on as many threads as PyTorch uses.
 
-PyTorch's own team is asked where it is GNU OpenMP's, whose entry point is a plain function: no second
-OpenMP comes into the process, and threads that still spin after PyTorch's last loop take the work at once.
-Elsewhere Python's threads do; a call of a C function does not hold the interpreter's lock.
+Where PyTorch uses GNU OpenMP, its thread team runs the function: GOMP's entry point is a plain function, so
+no second OpenMP is loaded, and threads that still spin after PyTorch's last loop start at once. Elsewhere
+Python's threads run it; ctypes releases the interpreter's lock during the call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def run(function: Any, argument: ctypes.Structure, members: int) -> None:
-    """Call `function(&argument)` on `members` threads at once, and wait for all."""
+    """Call `function(&argument)` on `members` threads in parallel, and wait for all."""
     address = ctypes.byref(argument)
     start = _start()
     if members == 1:
@@ -28,7 +28,7 @@ def run(function: Any, argument: ctypes.Structure, members: int) -> None:
 
 @functools.cache
 def _start() -> Any:
-    """GNU OpenMP's `GOMP_parallel`, if PyTorch brought it into the process's global names."""
+    """GNU OpenMP's `GOMP_parallel`, if PyTorch loaded it into the process's global symbols."""
     if not sys.platform.startswith("linux"):
         return None
     found = getattr(ctypes.CDLL(None), "GOMP_parallel", None)

@@ -1,8 +1,8 @@
 """Attention by blocks of queries in plain PyTorch: any program, memory linear in the tokens.
 
-For each block of queries only the runs of keys that the mask does not empty are looked at, and the
-predicate is evaluated only where it is undecided (`meaning/masks/tiles.py`). The whole row of a block is at
-hand, so the softmax needs no running maximum. The backward pass recomputes a block's scores and lets
+For each block of queries only the runs of keys that are not fully masked are computed, and the predicate
+is evaluated only in partial tiles (`meaning/masks/tiles.py`). All scores of a row are computed
+together, so the softmax needs no running maximum. The backward pass recomputes a block's scores and lets
 autograd differentiate them, block by block.
 """
 
@@ -26,11 +26,11 @@ from attngraph.meaning.masks.tiles import Cut, Grid, Run
 BLOCK = 64
 """Queries of a block, and keys of a step in which masks are classified."""
 SCORES = 1 << 22
-"""Scores held at once, about: batches are taken apart to stay below (4 MiB x 4 bytes)."""
+"""About how many scores are held at once (4 Mi x 4 bytes): batches are split to stay below."""
 
 
 class Tiled(kernels.Kernel):
-    """`cpu.tiled`. Plain tensor operations, so it serves any device."""
+    """`cpu.tiled`. Plain tensor operations, so it runs on any device."""
 
     name = "cpu.tiled"
 
@@ -119,8 +119,8 @@ class _Work:
         raise AssertionError("unreachable")
 
     def _choices(self, tile: Tile) -> Iterator[tuple[tuple[Run, ...], Callable[[Tensor], bool]]]:
-        """Sets of keys to look at, the smallest first, and what must hold of the log-sum-exp for a set
-        to have been enough. A row that sees no key, or NaN, makes every key matter."""
+        """Sets of keys to compute, the smallest first, each with the condition on the log-sum-exp under which
+        it was sufficient. If a row sees no key, or a NaN, all keys are needed."""
         softly, hard = (None if found is None else found[tile.q[0] // BLOCK] for found in self.runs)
         if softly:
             yield softly, functools.partial(self._hidden, runs=softly)
@@ -129,7 +129,7 @@ class _Work:
         yield (Run(0, tile.k[1], frozenset()),), lambda lse: True
 
     def _hidden(self, lse: Tensor, runs: tuple[Run, ...]) -> bool:
-        """Whether what a finite fill hides has no weight in any row of the block."""
+        """Whether keys hidden by a finite fill have a weight of zero in every row of the block."""
         count = sum(run.stop - run.start for run in runs)
         lowest = float(lse.amin() - torch.tensor(float(count), dtype=lse.dtype).log())
         return soft.hides(self.program, lowest, self.dot, self.sizes, lse.dtype)
@@ -145,7 +145,7 @@ class _Work:
         return (self.k[rows] if k is None else k, self.v[rows] if v is None else v, env, run.skip)
 
     def add_gradients(self, tile: Tile, grads: tuple[Tensor, Tensor], totals: list[Tensor | None]) -> None:
-        """Recompute one block with gradients and add them to `totals` (q, k, v, reads)."""
+        """Recompute one block with autograd and add its gradients to `totals` (q, k, v, reads)."""
         with torch.no_grad():
             q = self.q[slice(*tile.b), :, slice(*tile.q)] * self.scale
             for runs, is_enough in self._choices(tile):

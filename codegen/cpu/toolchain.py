@@ -1,9 +1,10 @@
-"""From C source to a loaded library: the system's compiler, and a cache of what it made.
+"""From C source to a loaded library: the system's compiler, and a cache of compiled libraries.
 
-Libraries lie in a folder of the user's own (`$XDG_CACHE_HOME/attngraph`, else `~/.cache/attngraph`),
-which must belong to the user and be closed to others; where it is not, one for this process alone is
-used. An entry is named by everything that it depends on (source, compiler, flags, processor) and ends in
-a digest of itself, so that one that was cut short or changed is made anew. Entries appear by renaming.
+The cache is a folder of the user (`$XDG_CACHE_HOME/attngraph`, else `~/.cache/attngraph`), which must be
+owned by the user and closed to others; otherwise a temporary folder of this process is used. An entry's name
+is a hash of everything that it depends on (source, compiler, flags, processor), and the file ends in a digest
+of its contents, so that a truncated or changed file is compiled again. Files are written, then renamed into
+place.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 _log = logging.getLogger("attngraph.codegen.cpu")
 _DIGEST = hashlib.sha256().digest_size
 ENTRIES = 512
-"""Libraries kept in the folder (some 30 KiB each); those not used for longest go first."""
+"""Libraries kept in the folder (some 30 KiB each); the least recently used are removed first."""
 _lock = threading.Lock()
 FLAGS = (
     "-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
@@ -37,12 +38,12 @@ FLAGS = (
 
 
 class CompilerError(Exception):
-    """No library could be made; says what was tried and what came back."""
+    """No library could be compiled; the message has the command and its output."""
 
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The C compiler's command: `$CC`, else cc, gcc or clang of the path.
+    """The C compiler's command: `$CC`, else cc, gcc or clang from PATH.
 
     Raises:
         CompilerError: there is none.
@@ -59,7 +60,7 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _identity() -> str:
-    """What the machine code of a source depends on besides the source."""
+    """Everything besides the source that the machine code depends on."""
     try:
         version = subprocess.run(
             [*compiler(), "--version"], capture_output=True, text=True, timeout=60, check=True
@@ -76,7 +77,8 @@ def _identity() -> str:
 
 
 def folder() -> Path:
-    """The folder of compiled libraries: the user's cache if it is the user's alone, else a temporary one."""
+    """The folder of compiled libraries: the user's cache if only the user may access it, else a temporary
+    one."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     found = Path(base) / "attngraph"
     try:
@@ -112,10 +114,11 @@ def _why_not_safe(path: Path) -> str | None:
 
 
 def build(source: str) -> tuple[ctypes.CDLL, float]:
-    """The library of a source, from the cache or compiled now, and the seconds that compiling took.
+    """The library of a source, from the cache or compiled now, and the seconds that compiling took (0 if
+    cached).
 
     Raises:
-        CompilerError: there is no compiler, it failed, or what it made does not load.
+        CompilerError: there is no compiler, it failed, or the compiled library does not load.
     """
     with _lock:
         path, seconds = _entry(source), 0.0
@@ -126,7 +129,7 @@ def build(source: str) -> tuple[ctypes.CDLL, float]:
             _log.info("compiled %s in %.2f s", path.name, seconds)
             _make_room(path.parent)
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now; a folder that is read-only serves too
+            os.utime(path)  # marks it as used; this fails in a read-only folder, which is fine
         try:
             return ctypes.CDLL(str(path)), seconds
         except OSError as error:
@@ -134,7 +137,7 @@ def build(source: str) -> tuple[ctypes.CDLL, float]:
 
 
 def _make_room(where: Path) -> None:
-    """Remove what was not used for longest. A process that has it loaded is not disturbed."""
+    """Remove the least recently used libraries. Processes that have them loaded are not affected."""
     with contextlib.suppress(OSError):  # another process may be doing the same
         entries = sorted(where.glob("*.so"), key=lambda path: path.stat().st_mtime)
         for path in entries[:-ENTRIES]:
@@ -146,7 +149,7 @@ def _entry(source: str) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library of the user's own is there and is what was written."""
+    """Whether a library exists, belongs to the user and matches its digest."""
     try:
         with path.open("rb") as file:
             if hasattr(os, "getuid") and os.fstat(file.fileno()).st_uid != os.getuid():

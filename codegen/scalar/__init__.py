@@ -1,1 +1,2 @@
-"""What both backends share of writing a score program: derivatives, weights, gradients of reads."""
+"""The parts of emitting a score program that both backends share: derivatives, weights, gradients of
+reads."""

@@ -1,8 +1,8 @@
-"""A program's statements as lines, forwards and then back by the chain rule, in any language.
+"""A program's statements as lines of any language, forwards and then backwards by the chain rule.
 
-Forwards, statements leave what their derivatives need: `before<n>`, the score before statement n, and
-`kept<n>`. Backwards, `ds` is the gradient of a statement's result and becomes that of the score before it;
-what goes to the dot past that score is added up in `of_dot`, what goes to the reads in `of_read<i>`.
+Forwards, statements store the values that their derivatives need: `before<n>`, the score before statement n,
+and `kept<n>`. Backwards, `ds` is the gradient of a statement's result and becomes that of the score before
+it. Gradients that reach the dot directly are summed in `of_dot`, those of the reads in `of_read<i>`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from attngraph.ir.language.score import DOT, SCORE, Keep, Score
 
 
 class Chain:
-    """Writes the lines of one tile. `written`: the names of gradients that were given a value."""
+    """Writes the lines of one tile. `written`: the names of gradients that have been assigned."""
 
     def __init__(self, writer: Writer, reads: Sequence[ReadGradient]) -> None:
         self.writer, self.reads = writer, reads
         self.written: set[str] = set()
 
     def forward(self, number: int, statement: Score | Keep) -> None:
-        """A statement, leaving what its derivatives need."""
+        """Write a statement, storing the values that its derivatives need."""
         writer = self.writer
         reads = (derivative(formula_of(statement), r.node) for r in self.reads)
         if use_score(*slopes(statement, is_first=number == 0), *reads):
@@ -37,7 +37,8 @@ class Chain:
             writer.assign("s", statement)
 
     def backward(self, number: int, statement: Score | Keep, wanted: Sequence[int]) -> None:
-        """From `ds` of a statement's result to that of the score before it, and to the wanted of `reads`."""
+        """Turn `ds` of a statement's result into that of the score before it, and add to the wanted
+        reads'."""
         writer, kept = self.writer, f"kept{number}"
         by_score, by_dot = slopes(statement, is_first=number == 0)
         others = {f"of_read{i}": derivative(formula_of(statement), self.reads[i].node) for i in wanted}
@@ -54,7 +55,7 @@ class Chain:
             writer.line(f"ds = ds * {writer.real(by_score, FACTOR)}")
 
     def add(self, name: str, flow: str, slope: Expr) -> None:
-        """Add what flows through a formula of that slope to the gradient of that name."""
+        """Add `flow` times `slope` to the gradient called `name`."""
         if slope is ZERO:
             return
         code = flow if E.is_const(slope, 1) else f"{flow} * {self.writer.real(slope, FACTOR)}"
@@ -66,5 +67,5 @@ class Chain:
 
 
 def use_score(*formulas: Expr) -> bool:
-    """Whether any of them depends on the dot or the score."""
+    """Whether any of the formulas depends on the dot or the score."""
     return any(n in (DOT, SCORE) for formula in formulas for n in E.walk(formula))

@@ -1,8 +1,8 @@
-"""Derivatives of score expressions: how a score follows the dot, or the score before it.
+"""Derivatives of score expressions: by the dot, or by the score before it.
 
-What stands in a statement is an expression of `dot` and `s`; its derivative by one of them is another
-expression, which backward kernels write like any other: by the chain rule, with the slopes that the
-operations' rows hold (`ir/language/functions.py`).
+A statement's formula is an expression of `dot` and `s`; its derivative by one of them is another expression,
+which backward kernels emit like any other. It is built by the chain rule from the derivatives in the
+operations' rows (`ir/language/functions.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ZERO, _ONE = E.const(0.0), E.const(1.0)
 
 
 def formula_of(statement: Statement) -> Expr:
-    """What a statement puts in the score's place: of a mask, where it hides."""
+    """The formula that replaces the score: for a mask, its fill."""
     return statement.fill if isinstance(statement, Keep) else statement.value
 
 
 def slopes(statement: Statement, *, is_first: bool) -> tuple[Expr, Expr]:
-    """The derivatives of a statement's formula by the score before it and by the dot. Before the first
-    statement the score is the dot, and the first counts.
+    """The derivatives of a statement's formula by the score before it and by the dot. In the first
+    statement the score is the dot: the first result is the whole derivative, the second is zero.
 
     Raises:
         UnsupportedError: as `derivative`.
@@ -47,7 +47,7 @@ def derivative(node: Expr, by: Expr) -> Expr:
     """d node / d by.
 
     Raises:
-        UnsupportedError: an operation whose derivative is not written yet.
+        UnsupportedError: an operation without a derivative.
     """
     if node is by:
         return _ONE

@@ -1,8 +1,8 @@
 """The scalar form: a score expression as typed operations, which C and Triton only print.
 
-An expression is lowered once. Each value then has a kind (truth value, integer of 32 or 64 bits, float),
-operands of the kind that its operation takes, with casts written out, and the place where it is computed.
-Integers have 32 bits where intervals prove that these suffice. Constants are worked out.
+An expression is lowered once. Each value then has a kind (boolean, integer of 32 or 64 bits, float), operands
+of the kind that its operation takes, with explicit casts, and the place where it is computed. Integers have
+32 bits where interval analysis proves that these suffice. Constants are folded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from attngraph.meaning.algebra import intervals
 from attngraph.meaning.algebra.intervals import Bounds, Box, Interval
 
 KINDS = ("bool", "int", "long", "float", "double")
-"""Kinds of values; operands meet in the last of theirs. "int" has 32 bits, "long" 64."""
+"""Kinds of values; operands are converted to the last of their kinds. "int" has 32 bits, "long" 64."""
 SMALL = 1 << 28
 """Indices, sizes and expressions of sizes lie below this (checked at every call), so that sums and
-differences of them fit 32 bits; in kernels that are written for larger ones integers are "long"."""
+differences of them fit 32 bits; kernels for larger ones use "long" integers."""
 _LARGE = 1 << 40
 
 
@@ -40,7 +40,7 @@ class Place(enum.IntEnum):
 
 
 def joined(places: Iterable[Place]) -> Place:
-    """Where what is made from values of these places is computed."""
+    """The place of a value computed from values of these places."""
     return Place(functools.reduce(operator.or_, places, Place.GROUP))
 
 
@@ -50,12 +50,12 @@ class Scalar:
 
         const             the number `source.value`
         name              an index, `dot`, `s`, `p`, or a size that the kernel is given
-        number            an expression of sizes, whose value the call brings
+        number            an expression of sizes, whose value the call passes
         read              an element of a tensor; the operands are its indices
-        cast              the operand in this kind
-        quotient, remainder    whole division of what is not negative by what is positive
+        cast              the operand converted to this kind
+        quotient, remainder    integer division of a non-negative value by a positive one
 
-    `source`: the expression that it is the value of, or is made from.
+    `source`: the expression that it is the value of, or is derived from.
     """
 
     op: str
@@ -77,12 +77,12 @@ _ZERO = Scalar("const", (), "int", Place.GROUP, E.ZERO)
 
 
 class Lowering:
-    """Lowers the expressions of one function; equal expressions are one value.
+    """Lowers the expressions of one function; equal expressions share one value.
 
     Args:
         kind_of_read: the kind of a read tensor's elements, by its number.
         index: the kind of indices and sizes.
-        brings_numbers: whether a call brings the values of expressions of sizes.
+        brings_numbers: whether a call passes the values of expressions of sizes.
         powers_by_exp2: whether a power of a positive constant is written as a power of two.
     """
 
@@ -101,7 +101,7 @@ class Lowering:
         """The value of an expression.
 
         Raises:
-            UnsupportedError: an integer that no kind holds, or an operation that is not of the language.
+            UnsupportedError: an integer too large for every kind, or an unknown operation.
         """
         if node not in self._found:
             self._found[node] = self._lower(node)
@@ -122,7 +122,7 @@ class Lowering:
         return self._casts[key]
 
     def bounds(self, node: Expr) -> Interval:
-        """Bounds of an expression wherever a kernel evaluates it, once it was lowered."""
+        """Bounds of an expression, already lowered, wherever a kernel evaluates it."""
         span = 0.0, self._most
         found = intervals.bounds(node, Box(span, span, span, span), {}, self._bounds)
         return float(found.low), float(found.high)
@@ -215,7 +215,7 @@ class Lowering:
         return "quotient" if node.op == "floordiv" else "remainder"
 
     def _whole(self, value: Scalar) -> Scalar:
-        """An integer: a float loses its fraction, a truth value is 0 or 1."""
+        """The value as an integer: a float is truncated, a boolean is 0 or 1."""
         return self.cast(value, _meet(value) if value.is_whole else "long")
 
     def _fits(self, node: Expr) -> bool:
@@ -232,5 +232,5 @@ def _constant(node: Expr) -> Scalar:
 
 
 def _meet(*values: Scalar) -> str:
-    """The kind in which these meet as numbers."""
+    """The common kind to which these are converted as numbers."""
     return max("int", *(v.kind for v in values), key=KINDS.index)

@@ -1,16 +1,17 @@
-"""Gradients of the tensors that scores read: who sums them up, and where the sums belong.
+"""Gradients of the tensors that scores read: which kernel sums them, and to which elements the sums belong.
 
-What one score gives to an element of a read is ds times the derivative of its statement by that read. An
-element gets the sum over all (b, h, q, k) that read it, and the index expressions say which those are:
+One score contributes ds times the derivative of its statement by a read to an element of that read. An
+element's gradient is the sum over all (b, h, q, k) that read it, and the index expressions say which those
+are:
 
-    no `k` among them     the keys of a row are summed by the program that owns the row      [B, Hq, Sq]
-    no `q` among them     the queries of a key by the program that owns the key              [B, Hq, Skv]
-    both                  a program of its own for each tile sums over the b and h that are not among them;
-                          tiles of some rows at a time, never all of them                    [.., rows, Skv]
+    without `k`           the keys of a row are summed by the program that owns the row      [B, Hq, Sq]
+    without `q`           the queries of a key by the program that owns the key              [B, Hq, Skv]
+    with both             a separate program for each tile sums over b and h if no index has them;
+                          a limited number of rows at a time                                 [.., rows, Skv]
 
-What is left is summed here, in an order that does not change from call to call: indices that are plain
-variables are axes of the sums, computed ones are gathered into their places. Where q and k come in by their
-distance alone, rows are first summed along the diagonals.
+The remaining sums are computed here, in an order that does not change from call to call: an index that is a
+plain variable is an axis of the sums; computed indices are accumulated by `index_put_`. Where q and k occur
+only as k - q, sums are first taken along the diagonals.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ ROWS, COLUMNS, PAIRS = "rows", "columns", "pairs"
 FLOATING = frozenset({"half", "float", "double"})
 """Kinds of reads that have gradients."""
 PAIRS_AT_ONCE = 1 << 24
-"""Sums of single pairs that are held at once, about (64 MiB)."""
+"""About how many sums of single pairs are held at once (64 MiB)."""
 PAIRS_ON_CPU = 1 << 18
-"""The same where a kernel's start costs next to nothing."""
+"""The same on the CPU, where starting a kernel costs almost nothing."""
 _B, _H, _Q, _K = (S.index(name) for name in S.INDICES)
 
 
@@ -49,8 +50,8 @@ def wanted_gradients(
 ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
     """Which of q, k, v want gradients, and the numbers of the floating reads that do.
 
-    Where the tensors say which of them need gradients, the others get none; where none says so (a call of
-    the op in a graph that was traced) all do.
+    If any tensor has `requires_grad`, only those that have it get gradients; if none has (a call of the op in
+    a traced graph), all do.
     """
     said = any(t.requires_grad for t in (*operands, *reads))
     numbers = [n for n, r in enumerate(reads) if r.is_floating_point() and (r.requires_grad or not said)]
@@ -59,8 +60,8 @@ def wanted_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class ReadGradient:
-    """A read whose gradient the kernels sum: who does, and whether a row that sees no key makes it NaN, at
-    every key (as what multiplies a weight)."""
+    """A read whose gradient the kernels sum: which kernel does, and whether a row that sees no key makes the
+    gradient NaN at every key (as for a read that multiplies a weight)."""
 
     node: Expr
     kind: str
@@ -68,15 +69,15 @@ class ReadGradient:
 
     @property
     def owned(self) -> tuple[bool, bool]:
-        """Whether each batch, and each head, has sums of its own."""
+        """Whether batches, and heads, have separate sums."""
         return _B in self.node.free, _H in self.node.free
 
 
 def read_gradients(program: ScoreProgram, wanted: Sequence[int]) -> tuple[ReadGradient, ...]:
-    """What the kernels of a program sum for the reads whose numbers are wanted.
+    """The sums that a program's kernels compute for the reads with these numbers.
 
     Raises:
-        UnsupportedError: a derivative that is not written, or a read at a place that scores decide.
+        UnsupportedError: an operation without a derivative, or a read whose index depends on scores.
     """
     scored = [s.value if isinstance(s, Score) else s.fill for s in program.statements
               if isinstance(s, (Score, Keep))]  # fmt: skip
@@ -101,7 +102,7 @@ def read_gradients(program: ScoreProgram, wanted: Sequence[int]) -> tuple[ReadGr
 
 
 def _weighs_last(program: ScoreProgram) -> bool:
-    """Whether weights are multiplied while a row of NaN is NaN, or when it has become zeros: not before."""
+    """Whether a NaN row is replaced by zeros before all multiplications of weights, or never."""
     weights = [s.value for s in program.statements if isinstance(s, S.Weight)]
     guard = [place for place, w in enumerate(weights) if any(n.op == "isnan" for n in E.walk(w))]
     first = weights[0]
@@ -141,7 +142,7 @@ class Totals:
         self._add(found.node, sums.unsqueeze(2), Tile((0, self.B), (0, self.Hq), (0, 1), (0, self.Skv)))
 
     def add_pairs(self, found: ReadGradient, unseen: Tensor, block: int, compute: Compute) -> None:
-        """Sums of single pairs, some rows (a multiple of `block`) at a time, which `compute` computes."""
+        """Sums of single pairs: `compute` computes them, some rows (a multiple of `block`) at a time."""
         each_batch, each_head = found.owned
         along = follows_distance(found.node)
         H = self.Hq if each_head else 1
@@ -175,8 +176,8 @@ class Totals:
                 self._add(found.node, distances, Tile(own, (0, H), (0, 1), (1 - self.Sq, self.Skv)))
 
     def add_sink(self, program: ScoreProgram, lse: Tensor, delta: Tensor) -> None:
-        """The sink's: it is one more key, whose value is zero, so -exp(sink - lse) * delta, row by row. `lse`
-        may be float64, where single rows need it."""
+        """The sink's gradient. A sink is one more key whose value is zero, so it is -exp(sink - lse) * delta
+        for each row. `lse` may be float64, for rows that need the precision."""
         if program.sink is None or not any(self.reads[n].is_floating_point() for n in self.wanted):
             return
         tile = Tile((0, self.B), (0, self.Hq), (0, self.Sq), (0, 1))
@@ -194,7 +195,7 @@ class Totals:
                 total += grad
 
     def _add(self, node: Expr, sums: Tensor, tile: Tile) -> None:
-        """Add to the elements that `node` reads on the tile what stands there in `sums`."""
+        """Add `sums` to the gradients of the elements that `node` reads on the tile."""
         total = self.totals[node.value]
         assert total is not None
         axes = [a for a, name in enumerate(S.INDICES) if S.index(name) not in node.free and sums.shape[a] > 1]
@@ -202,7 +203,7 @@ class Totals:
         env = Environment(tile, self.reads, self.sizes, total.dtype, total.device)
         plain = [a for a in node.args if a.op == "var"]
         if len(set(plain)) == len(plain) and all(a.op in ("var", "const") for a in node.args):
-            own: Sequence[Any] = self.totals  # read as a view of the total
+            own: Sequence[Any] = self.totals  # typed so that it can be indexed to a view of the total
             evaluate.read(node, dataclasses.replace(env, reads=own), {}).add_(sums)
             return
         places = [_place(arg, env) for arg in node.args]
@@ -211,7 +212,7 @@ class Totals:
             inside = inside & (place >= 0) & (place < extent)
         picks = tuple(p.clamp(0, n - 1).expand(sums.shape) for n, p in zip(total.shape, places, strict=True))
         sums = torch.where(inside, sums, 0)
-        if total.device.type == "cpu":  # there index_put_ adds in an order that threads decide
+        if total.device.type == "cpu":  # where the order in which index_put_ adds depends on threads
             place = sum(p * step for p, step in zip(picks, total.stride(), strict=True))
             assert isinstance(place, Tensor)
             total.view(-1).index_add_(0, place.reshape(-1), sums.reshape(-1))
@@ -220,12 +221,12 @@ class Totals:
 
 
 Compute = Callable[[Tensor, int, int], None]
-"""Writes sums `[batches or 1, Hq or 1, rows, Skv]` from a batch and a row on."""
+"""Writes sums `[batches or 1, Hq or 1, rows, Skv]` starting at a batch and a row."""
 
 
 def _along_diagonals(sums: Tensor) -> Tensor:
     """Sums over the diagonals of `[.., rows, rows - 1 + Skv + rows - 1]`, where key k stands at k + rows - 1
-    and the rest is zero: `[.., 1, Skv + rows - 1]`, by k - q from 1 - rows on."""
+    and the rest is zero: `[.., 1, Skv + rows - 1]`, for k - q from 1 - rows upwards."""
     *outer, rows, width = sums.shape
     *strides, along, _ = sums.stride()
     skewed = sums.as_strided((*outer, rows, width - rows + 1), (*strides, along + 1, 1))
@@ -238,13 +239,13 @@ def _place(index: Expr, env: Environment) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def follows_distance(node: Expr) -> bool:
-    """Whether q and k come into an expression as k - q alone. Then it may be evaluated at q = 0, and at a key
-    that is the distance."""
+    """Whether an expression depends on q and k only through k - q. Then it may be evaluated at q = 0, with
+    k as the distance."""
     return all(_step(arg) == 0 for arg in node.args)
 
 
 def _step(node: Expr) -> int | None:
-    """By how much an expression grows where q and k both grow by one; None where that is no number."""
+    """By how much an expression grows when q and k both grow by one; None where that is not a constant."""
     if node in (_Q, _K):
         return 1
     if _Q not in node.free and _K not in node.free:

@@ -1,9 +1,9 @@
-"""Weights changed after the softmax (`p = ...`), where each change is a multiple.
+"""Weights changed after the softmax (`p = ...`), where each change is a multiplication.
 
-The softmax's denominator is known only after the last key, but a multiple of the weight does not wait
-for it: p * f = exp(s) * f / sum(exp(s)). So dropout, head gates and masks applied to weights join the
-online softmax as a factor. The other thing done to weights is `where(isnan(p), 0, p)`: a weight is NaN
-only if its whole row is, so that one is a question asked of each row at the end.
+The softmax's denominator is known only after the last key, but a multiple of the weight can be
+computed before: p * f = exp(s) * f / sum(exp(s)). So dropout, head gates and masks applied to weights enter
+the online softmax as a factor. The other supported change is `where(isnan(p), 0, p)`: a weight is NaN
+only if its whole row is, so it is decided once per row, at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE = E.const(1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Multiple:
-    """`factor` times the softmax's weight. `keeps_nan`: a row of NaN stays one (else it is zeros)."""
+    """`factor` times the softmax's weight. `keeps_nan`: a NaN row stays NaN (otherwise it becomes zeros)."""
 
     factor: Expr = _ONE
     keeps_nan: bool = True
@@ -35,9 +35,9 @@ _NOTHING = Multiple(E.const(0.0), keeps_nan=False)
 
 
 def weight_multiple(program: ScoreProgram) -> Multiple:
-    """What all `p = ...` statements make of a weight.
+    """The combined effect of all `p = ...` statements on a weight.
 
-    A row of NaN is taken to stay NaN where any branch of a `where` keeps it.
+    A NaN row is taken to stay NaN if any branch of a `where` keeps it.
 
     Raises:
         UnsupportedError: one of them is not a multiple of p.
@@ -53,8 +53,8 @@ def weight_multiple(program: ScoreProgram) -> Multiple:
 
 
 def is_multiple(node: Expr) -> bool:
-    """Whether a changed weight is a multiple of the weight, as long as that is a number: then it can be
-    changed before it is divided by the sum of its row."""
+    """Whether a changed weight is a multiple of the weight unless that is NaN: then the change can be applied
+    before the division by the row's sum."""
 
     def of_numbers(n: Expr, args: tuple[Expr, ...]) -> Expr:
         if n.op == "where" and n.args[0].op == "isnan" and WEIGHT in E.walk(n.args[0]):

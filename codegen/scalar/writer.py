@@ -1,9 +1,9 @@
 """The scalar form as source: what C and Triton have in common.
 
-A formula goes in, its source comes out; the lines that it needs are written on the way, each value that has a
-name in the place where it is computed. A language says how its constants, casts and reads are spelled; all
-operations are spelled by their rows (`ir/language/functions.py`). Names are made from numbers, literals by
-`repr`: nothing that a user named can get here.
+`write` returns a formula's source and emits the lines that it needs, each named value at the place where it
+is computed. A subclass for a language prints constants, casts and reads; all operations are printed from
+their rows (`ir/language/functions.py`). Names are made from numbers and literals by `repr`, so no text of a
+user's reaches the source.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ FACTOR = PRODUCT + 1
 
 
 class Writer(abc.ABC):
-    """Writes the formulas of one function. `names`: what a value is called that was given a name."""
+    """Writes the formulas of one function. `names`: the names of values that have one."""
 
     binds: Mapping[str, int] = {}
-    """How tightly the operators bind that are not spelled in brackets."""
+    """How tightly operators bind, for those that this language prints without brackets."""
     zero = "0.0"
     choice: str
-    """One of two values, as a factor."""
+    """How the language writes `where`: a format of the condition and the two values."""
 
     def __init__(self, lower: Lowering) -> None:
         self.lower = lower
         self.names: dict[Scalar, str] = {}
         self._uses: collections.Counter[Expr] = collections.Counter()
 
-    # --- what a language says ---
+    # --- defined by each language ---
 
     @abc.abstractmethod
     def line(self, code: str) -> None:
@@ -47,7 +47,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def declare(self, name: str, code: str, is_truth: bool = False) -> None:
-        """Write a line that gives a number, or a truth value, a new name."""
+        """Write a line that declares a name with the value of a number, or of a boolean."""
 
     @abc.abstractmethod
     def leaf(self, value: Scalar) -> tuple[str, int]: ...
@@ -71,7 +71,7 @@ class Writer(abc.ABC):
     # --- statements ---
 
     def assign(self, name: str, statement: Score | Keep | Weight) -> None:
-        """Write what a statement makes of the score or the weight."""
+        """Write a statement's new value of the score or the weight."""
         if isinstance(statement, Keep):
             code = self.choice.format(self.truth(statement.predicate), name, self.real(statement.fill))
         else:
@@ -79,7 +79,7 @@ class Writer(abc.ABC):
         self.set(name, code)
 
     def set(self, name: str, code: str) -> None:
-        """Give the score or the weight a value, and forget what was made of the one before."""
+        """Assign the score or the weight, and forget values computed from the old one."""
         self.line(f"{name} = {code}")
         self.changed(name)
 
@@ -103,12 +103,12 @@ class Writer(abc.ABC):
         return self.real(formula)
 
     def write(self, formula: Expr, value: Scalar, level: int = 0) -> str:
-        """A value made of a formula, with brackets where it binds less tightly than `level`."""
+        """The source of a formula's value, in brackets where its operator binds less tightly than `level`."""
         self._uses = collections.Counter(arg for n in E.walk(formula) for arg in n.args)
         return self.code(value, level)
 
     def uses(self, value: Scalar) -> int:
-        """How often the formula has the value, if it is one of its own."""
+        """How often the value occurs in the current formula."""
         return self._uses[value.source] if self.lower(value.source) is value else 0
 
     def code(self, value: Scalar, level: int = 0) -> str:
@@ -126,7 +126,7 @@ class Writer(abc.ABC):
         return self.names[value]
 
     def atom(self, value: Scalar) -> str:
-        """A name or a number for what is mentioned more than once."""
+        """A name or a number, for a value that the source mentions more than once."""
         if value in self.names or value.is_leaf or (value.op == "cast" and value.args[0].op == "const"):
             return self.code(value, ATOM)
         return self.named(value, self.code(value))
@@ -135,7 +135,7 @@ class Writer(abc.ABC):
         return self.code(value, level)
 
     def spell(self, value: Scalar) -> tuple[str, int]:
-        """A value's source, and how tightly it binds."""
+        """A value's source, and how tightly its operator binds."""
         if value.is_leaf:
             return self.leaf(value)
         if value.op == "cast":

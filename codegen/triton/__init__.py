@@ -1,22 +1,22 @@
 """The Triton backend: one readable kernel for each score program.
 
-    plan.py        what a kernel must know        expression.py  formulas as Triton
-    weights.py     what may follow the softmax    helpers.py     functions that Triton lacks
+    plan.py        all that fixes a kernel        expression.py  formulas as Triton
+    ../scalar/     what C and Triton share        helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
     schedule.py    which of two schedules a kernel gets, and why not the other
     emit_specialised.py  a plan as warp-specialised source
     launch.py      `triton.forward`, the kernel of the registry
-    call.py        what launched kernels are told       device.py      what they run on
+    call.py        arguments of launched kernels        device.py      the GPU and its limits
     visits.py      which tiles of keys are visited
     emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
-    launch_backward.py  from gradients to gradients
+    launch_backward.py  from a call's gradients to launched kernels
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
-    compiler.py    compiling one kernel            isolated.py      in a process that may crash
-    attempts.py    what happens when one does not compile
-    tuned.py       block sizes that were measured       tuning.py      measuring them
+    compiler.py    compiling one kernel            isolated.py      in a separate process
+    attempts.py    fallbacks when one does not compile
+    tuned.py       tables of measured block sizes       tuning.py      measuring them
 
-Aimed at CUDA devices (AMD's among them). On a CPU it serves only when asked for by name, under
-TRITON_INTERPRET=1, which is how it is tested without a GPU.
+For CUDA and AMD GPUs. On a CPU it runs only if requested by name, under TRITON_INTERPRET=1; the tests without
+a GPU do so.
 """
 
 from attngraph.codegen.triton.decode import Decode

@@ -1,8 +1,8 @@
-"""Compile a plan ahead of time, for a GPU that need not be there, and read what the binary uses.
+"""Compile a plan ahead of time, for a GPU that need not be present, and read the binary's resource usage.
 
-For tests and for people who tune: registers, spills and shared memory decide whether a choice of
-blocks is any good, and all three stand in the binary. The compilation is the one that a call with
-contiguous rows and strides divisible by 16 would cause.
+For tests and for tuning: registers, spills and shared memory decide whether a choice of block sizes is
+useful, and the binary states all three. The compilation is that of a call with contiguous rows and
+strides divisible by 16.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LISTS = {"tiles", "counts", "column_tiles", "column_counts"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU: Triton's backend, its architecture, and the bytes of shared memory of a program."""
+    """A GPU: Triton's backend, its architecture, and the shared memory that a program may use, in bytes."""
 
     backend: str
     architecture: int | str
@@ -54,11 +54,11 @@ TARGETS = {
 
 
 def compile_ahead(plan: Plan, target: Target) -> Usage:
-    """Compile the forward kernel of a plan (of a `DecodePlan` the one that splits keys) for the target.
+    """Compile the forward kernel of a plan (for a `DecodePlan`, the kernel that splits keys) for the target.
 
     Raises:
-        RuntimeError: Triton runs as an interpreter in this process, or its tools say nothing readable.
-        CompilationError: a warp-specialised kernel, which another process compiles, did not compile.
+        RuntimeError: Triton runs as an interpreter in this process, or the output of its tools cannot be
+        parsed. CompilationError: a warp-specialised kernel, which another process compiles, did not compile.
     """
     if isinstance(plan, DecodePlan):
         return _compile(decode.load(plan)[0], emit_decode.arguments(plan), plan, target)
@@ -66,7 +66,8 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
 
 
 def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, ...]:
-    """Compile the backward kernels of a plan: of queries, of keys, of reads. Raises as `compile_ahead`."""
+    """Compile the backward kernels of a plan: those for queries, keys and reads. Raises as
+    `compile_ahead`."""
     module, names = launch_backward.load_backward(plan), emit_backward.arguments(plan)
     kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
     return tuple(_compile(kernel, names, plan, target) for kernel in kernels)

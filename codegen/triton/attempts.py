@@ -1,9 +1,9 @@
-"""When a kernel does not compile or launch: a warp-specialised one gives way to the classic schedule, then
-smaller tiles are tried, then the call is left to other kernels.
+"""When a kernel does not compile or launch: a warp-specialised kernel falls back to the classic schedule,
+then to smaller tiles, then to other kernels.
 
-What failed is remembered for the process, said once through the log and in reports (`remarks`), with the
-reason: out of shared memory or registers, or an error of the compiler. Errors of the device itself (an
-illegal address) reach the next kernel too, and so the user.
+Failures are remembered for the process and reported once, in the log and in reports (`remarks`), with the
+reason: out of shared memory or registers, or a compiler error. Device errors (an illegal address) also occur
+in the next kernel, so the user sees them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 def smaller(blocks: Blocks) -> list[Blocks]:
-    """What to try after these, in this order: without a pipeline, then tiles of half the size, and so on."""
+    """Blocks to try after these, in order: without pipelining, then tiles of half the size, and so on."""
     found = [dataclasses.replace(blocks, stages=1)]
     while found[-1].q > 16 or found[-1].k > 16:
         last = found[-1]
@@ -39,10 +39,10 @@ def run(
     plan: P, device: torch.device, call: Callable[[P], R], otherwise: Callable[[], R],
     classic: Blocks | None = None,
 ) -> R:  # fmt: skip
-    """The call with the first blocks with which it runs, the plan's own first; else the other call.
+    """Make the call with the first blocks that run, beginning with the plan's own; else call `otherwise`.
 
     Args:
-        classic: what to try after blocks that are warp-specialised.
+        classic: blocks to try after warp-specialised ones.
     """
     problem = ""
     others = smaller(plan.blocks) if classic is None else [classic, *smaller(classic)]
@@ -53,7 +53,7 @@ def run(
         try:
             return call(chosen)
         except (IndexError, torch.OutOfMemoryError):
-            raise  # the caller's tensors, not the kernel
+            raise  # the fault is in the caller's tensors
         except Exception as error:  # compilers and drivers fail in many ways
             _failed.add((chosen, device))
             problem = f"{type(error).__name__}: {error}".strip()
@@ -70,11 +70,11 @@ def _say(plan: Plan, what: str) -> None:
 
 
 def note(program: ScoreProgram, what: str) -> None:
-    """Keep what is worth saying of a program in reports, though nothing failed; each thing once."""
+    """Store a remark on a program for reports although nothing failed; each remark once."""
     if _said.add(program, what):
         _log.info("%s; for\n%s", what, program)
 
 
 def remarks(program: ScoreProgram) -> tuple[str, ...]:
-    """What failed for a program in this process, in words."""
+    """The failures and remarks of a program in this process."""
     return _said.of(program)

@@ -1,4 +1,4 @@
-"""What every launched kernel is told: the tensors that its program reads, and how it is compiled."""
+"""Arguments that all kernels have: the tensors that the program reads, and compilation options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attngraph.codegen.triton.plan import Plan
 
 
 def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
-    """What a kernel is told of the tensors that its program reads."""
+    """A kernel's arguments for the tensors that its program reads."""
     found: list[Any] = []
     for read in plan.reads:
         tensor = reads[read.number]
@@ -24,11 +24,10 @@ def read_arguments(plan: Plan, reads: Sequence[Tensor]) -> list[Any]:
 
 
 def launch_options(plan: Plan) -> dict[str, Any]:
-    """Options of a compilation. Multiplications and additions may fuse, as they do in PyTorch's own
-    kernels."""
+    """Compilation options. Multiplications and additions may be fused (FMA), as in PyTorch's own kernels."""
     return {"num_warps": plan.blocks.warps, "num_stages": plan.blocks.stages, "enable_fp_fusion": True}
 
 
 def is_wide(tensor: Tensor) -> bool:
-    """Whether its elements lie so far apart that offsets need 64 bits."""
+    """Whether the tensor spans so much memory that offsets need 64 bits."""
     return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= 1 << 31

@@ -1,7 +1,8 @@
-"""Compile one emitted kernel for one GPU, which need not be there, and read what its binary uses.
+"""Compile one emitted kernel for one GPU, which need not be present, and read its resource usage.
 
-Also a program of its own that knows nothing of attngraph, for compilations that may take their process with
-them (`isolated.py`): a request as JSON on standard input, the answer as JSON on standard output.
+Also runs as a standalone script without attngraph, for compilations that may crash their process
+(`isolated.py`): it reads a request as JSON from standard input and writes the answer as JSON to standard
+output.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to compile: the kernel of that name in the module at `path`, for arguments of these types
-    ("constexpr": the number 1), those at the places `aligned` multiples of 16; for which GPU and how."""
+    """What to compile: the kernel `name` in the module at `path`, for arguments of these types ("constexpr":
+    the number 1), of which those numbered in `aligned` are multiples of 16; for which GPU, with which
+    options."""
 
     path: str
     name: str
@@ -35,9 +37,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What one program of a compiled kernel uses: bytes of shared memory, registers of a thread, bytes
-    (NVIDIA) or registers (AMD) of a thread spilled to memory; and whether its warps were given different
-    parts of the work, of which some fetch by descriptors."""
+    """Resources of one program of a compiled kernel: bytes of shared memory, registers per thread, bytes
+    (NVIDIA) or registers (AMD) per thread spilled to memory; and whether it is warp-specialised, with some
+    warps fetching by descriptors."""
 
     shared: int
     registers: int
@@ -49,10 +51,10 @@ def compile_kernel(kernel: Any, request: Request) -> Usage:
     """Compile in this process.
 
     Args:
-        kernel: the function of Triton's that the request names.
+        kernel: the Triton function that the request names.
 
     Raises:
-        RuntimeError: the tools of Triton say nothing readable; whatever the compiler raises.
+        RuntimeError: the output of Triton's tools cannot be parsed. Errors of the compiler are passed on.
     """
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget
@@ -102,5 +104,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file, whose modules are not for others to find
+    sys.path.pop(0)  # this file's folder: its module names would shadow others
     main()

@@ -1,6 +1,6 @@
 """`triton.decode`: from a call of attention over a cache to two launched kernels.
 
-Serves calls in which some row brings few tokens; long prompts are computed row by row by `triton.forward`.
+Serves calls in which some row has few new tokens; long prompts are computed row by row by `triton.forward`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import Counts, Rows, counts
 
 FEW = 16
-"""New tokens of a row up to which its keys are split among programs."""
+"""A row's keys are split among programs if it has at most this many new tokens."""
 TALLEST = 64
-"""Queries of a tile at most: heads that share a key head, times their new tokens."""
+"""The most queries of a tile: heads that share a key head, times their new tokens."""
 PROGRAMS = 4
-"""Programs for each multiprocessor that a launch should have, if there are keys enough, and no table knows
-better."""
+"""Programs per multiprocessor that a launch aims at, if there are enough keys and no table has a value."""
 
 
 class Decode:
     """`triton.decode`.
 
     Args:
-        blocks, splits, programs: tile sizes, parts of the keys, and (where parts are not given) programs for
-            each multiprocessor; None: what was measured, else chosen for the call and the GPU.
+        blocks, splits, programs: tile sizes, parts of the keys, and (if `splits` is None) programs per
+            multiprocessor; None: as measured, else chosen for the call and the GPU.
     """
 
     name = "triton.decode"
@@ -70,8 +69,8 @@ class Decode:
     def source(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
     ) -> str:
-        """The module of both kernels. Writing it needs no GPU; on a CPU there is none but for the
-        interpreter."""
+        """The module of both kernels. Emitting it needs no GPU; for tensors on a CPU it exists
+        only under Triton's interpreter."""
         if no_device(q) is not None or not self._serves(program, q, pages, reads):
             return ""
         return emit_decode(self._plan_for(program, q, pages, reads, q.shape[1] // pages[0].shape[1])).source
@@ -83,7 +82,7 @@ class Decode:
         if q.dtype not in DTYPES or not k.dtype == v.dtype == q.dtype:
             return False
         if q.dtype is torch.bfloat16 and q.device.type != "cuda":
-            return False  # the interpreter computes products of it wrongly
+            return False  # whose products the interpreter computes wrongly
         shared = _is_part(v, k)
         if v.shape[3] > WIDEST or (k.shape[3] - v.shape[3] if shared else k.shape[3]) > WIDEST:
             return False
@@ -95,7 +94,7 @@ class Decode:
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
         lanes: int,
     ) -> DecodePlan:  # fmt: skip
-        """The plan of calls of usual size, of which nobody asks how long they are."""
+        """The plan of a call of ordinary size; the lengths are not known."""
         k, v = pages
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
         blocks = self._blocks or tuned.find(name_of(q.device), line, padded(lanes)) or decode_blocks(
@@ -111,7 +110,7 @@ class Decode:
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
     ) -> tuple[DecodePlan, int]:  # fmt: skip
-        """The plan of a call, and in how many parts each row's keys are split."""
+        """The plan of a call, and the number of parts into which each row's keys are split."""
         k, v = pages
         most, longest = max(about.new), max(about.held)
         lanes = q.shape[1] // k.shape[1] * most
@@ -130,7 +129,7 @@ class Decode:
 
 
 def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.dtype) -> str:
-    """The line of a table: "decode of 16 queries, bfloat16, 128 wide, values 128, causal"."""
+    """The key of a table's entry: "decode of 16 queries, bfloat16, 128 wide, values 128, causal"."""
     return tuned.key(f"decode of {padded(lanes)} queries", program, D, Dv, dtype)
 
 
@@ -138,7 +137,7 @@ def launch_decode(
     plan: DecodePlan, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
     reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int,
 ) -> Tensor:  # fmt: skip
-    """The output, by the plan's two kernels, each row's keys split in so many parts."""
+    """The output, by the plan's two kernels, with each row's keys split into `splits` parts."""
     (k, v), (k_new, v_new) = pages, new
     _, heads, tokens, _ = q.shape
     shares = -(-plan.group * max(counts(rows).new) // plan.blocks.q)
@@ -162,8 +161,9 @@ def launch_decode(
 
 
 def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int) -> Blocks:
-    """Tall enough for all heads of a group, as far as registers go, and wide enough to stream keys into
-    `shared` bytes. Widths beyond 256 are latents. On sm_90 nothing is spilled (`ahead_of_time.py` tells)."""
+    """Tiles high enough for all heads of a group, as far as registers allow, and wide enough to stream keys
+    through `shared` bytes. Widths beyond 256 are latents. On sm_90 nothing spills (see
+    `ahead_of_time.py`)."""
     single, wide = dtype is torch.float32, width > 256
     q = min(16 if wide and single else 32 if wide else TALLEST, padded(lanes))
     if wide:
@@ -174,7 +174,7 @@ def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int) -> Bl
 
 
 def _is_part(v: Tensor, k: Tensor) -> bool:
-    """Whether values are the first places of the keys, in the same memory."""
+    """Whether values are the first Dv elements of the keys, in the same memory."""
     if v.shape[3] > k.shape[3] or v.stride() != k.stride():
         return False
     if isinstance(v, FakeTensor):

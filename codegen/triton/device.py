@@ -1,4 +1,4 @@
-"""The machine that kernels run on: whether there is a GPU and a Triton for it, and what the GPU has."""
+"""The device that kernels run on: whether there is a GPU and a Triton for it, and the GPU's properties."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @functools.cache
 def is_interpreted() -> bool:
-    """Whether Triton was imported with TRITON_INTERPRET=1, which makes every kernel plain Python."""
+    """Whether Triton was imported with TRITON_INTERPRET=1, which runs every kernel as plain Python."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return False
     language = importlib.import_module("triton.language")
@@ -35,7 +35,7 @@ def no_triton() -> str | None:
 
 
 def no_device(q: Tensor) -> str | None:
-    """Why no kernel can run where the tensor is, or None."""
+    """Why no kernel can run on the tensor's device, or None."""
     kind = q.device.type
     if kind != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on a GPU, the tensors are on {kind} (TRITON_INTERPRET=1 runs it anywhere, slowly)"
@@ -62,7 +62,7 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def name_of(device: torch.device) -> str:
-    """What PyTorch calls the GPU; nothing where there is none."""
+    """PyTorch's name of the GPU; empty if there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(device).name)
@@ -77,7 +77,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of NVIDIA's GPUs; None where there is none of them."""
+    """The compute capability of an NVIDIA GPU; None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -85,8 +85,8 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def with_scratch(device: torch.device, launch: Callable[[], object]) -> None:
-    """Launch a kernel that needs memory of its own (for descriptors), which PyTorch gives. What the caller
-    has told Triton about such memory stays as it is."""
+    """Launch a kernel that needs scratch memory (for descriptors), allocated by PyTorch. The allocator that
+    the caller has set in Triton is kept."""
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
@@ -99,5 +99,5 @@ def with_scratch(device: torch.device, launch: Callable[[], object]) -> None:
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Where kernels that are given the tensor are launched."""
+    """A context in which kernels are launched on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()

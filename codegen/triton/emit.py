@@ -2,11 +2,10 @@
 
 The kernel is the online softmax (Milakov and Gimelshein 2018, section 3) over blocks of keys, as in
 FlashAttention-2 (Dao 2023, algorithm 1): one program per block of queries of one head. It has two loops
-over the same body. The first takes whole tiles; the second those at an edge (the end of the keys, the
-diagonal of a causal mask), and only there are bounds and the causal predicate evaluated. A causal
-program's loops end at its diagonal. Where other masks leave tiles out, the kernel is given lists of the
-tiles that it visits (`visits.py`), first of those in which no mask hides anything. Nothing is in the source
-that the program does not need.
+with the same body: over whole tiles, then over those at an edge (the end of the keys, the diagonal of a
+causal mask). Only the second evaluates bounds and the causal predicate. A causal program's loops end at its
+diagonal. Where other masks leave out tiles, the kernel gets lists of the tiles to visit (`visits.py`): first
+those in which no mask hides anything. The source contains only what the program needs.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ def groups(plan: Plan) -> Groups:
 
 
 def strides_of(*tensors: str) -> Groups:
-    """Of tensors `[B, H, S, D]`."""
+    """The names of the strides of tensors `[B, H, S, D]`."""
     return [tuple(f"{tensor}_{axis}" for axis in "bhsd") for tensor in tensors]
 
 
 class Emitter:
-    """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles come and
-    the loops, `emit_decode.py` where queries and keys come from."""
+    """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles are
+    loaded and looped over, `emit_decode.py` where queries and keys lie."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -61,7 +60,7 @@ class Emitter:
         self.D, self.Dv = padded(plan.D), padded(plan.Dv)
 
     def kernel(self) -> Kernel:
-        # The loops come first: they find out what must stand before them.
+        # The loops are emitted first, because they determine the lines before them.
         loops, start, finish = self.loops(), self.start(), self.finish()
         lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds(), *loops, *finish]
         functions = [self.absorb(), module.function(self.name, groups(self.plan), self.contract, lines)]
@@ -70,7 +69,7 @@ class Emitter:
     contract = "Output and log-sum-exp of a block of queries of one head."
 
     def loops(self) -> list[str]:
-        """Over whole tiles, then over those at an edge."""
+        """The loops over whole tiles and over those at an edge."""
         whole, edge = self.body(edge=False), self.body(edge=True)
         if self.plan.listed:
             return [
@@ -101,7 +100,7 @@ class Emitter:
         return "Hq" if self.plan.group == 1 else f"Hq // {self.plan.group}"
 
     def remark(self) -> list[str]:
-        """Of the schedule: why it is not another one."""
+        """Comments on the schedule: why it is not the other one."""
         reason = schedule.obstacle(self.plan)
         return [] if reason is None else [f"Not warp-specialised: {reason}."]
 
@@ -110,7 +109,7 @@ class Emitter:
         linear = self.plan.is_linear
         weighs = not self.multiple.is_plain
         scaled = " * RATE" if linear else ""
-        # One rounding, so that what base lost in being rounded is lost by all weights of the row alike.
+        # Rounded once, so that the rounding error of base affects all weights of the row alike.
         w = "tl.fma(s, RATE, -base)" if linear else "(s - base) * LOG2E"
         shrink = "m - base" if linear else "(m - base) * LOG2E"
         lines = [
@@ -129,7 +128,7 @@ class Emitter:
         return "\n".join(lines)
 
     def begin(self) -> list[str]:
-        """Which block of queries of which head this program computes, and the queries."""
+        """Lines that determine this program's block of queries and head, and load the queries."""
         plan = self.plan
         first = "first = place % blocks * BLOCK_Q"
         if plan.diagonal:
@@ -149,7 +148,7 @@ class Emitter:
         ]
 
     def operands(self) -> list[str]:
-        """Where tiles of queries, keys and values come from, and the queries."""
+        """Lines with the addresses of tiles of queries, keys and values, and the queries."""
         return [
             "down = tl.cast(tl.arange(0, BLOCK_K), tl.int64)[:, None]",
             *self.widths(),
@@ -160,7 +159,7 @@ class Emitter:
         ]
 
     def widths(self) -> list[str]:
-        """The columns of tiles."""
+        """The column indices of tiles."""
         lines = [f"d = tl.cast(tl.arange(0, {self.D}), tl.int64)[None, :]"]
         if self.plan.Dv != self.plan.D:
             lines.append(f"dv = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]")
@@ -168,7 +167,7 @@ class Emitter:
 
     @property
     def group(self) -> str:
-        """The head of the keys."""
+        """The key head, as an expression."""
         return f"h // {self.plan.group}" if self.plan.group > 1 else "h"
 
     @property
@@ -194,12 +193,12 @@ class Emitter:
         return " & ".join(f"({p})" for p in parts) if len(parts) > 1 else "".join(parts)
 
     def start(self) -> list[str]:
-        """Rows before any key: nothing, or the sink."""
+        """The softmax state before any key: empty, or the sink."""
         zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
         acc = f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"
         if self.plan.program.sink is None:
             return [f"m = {zeros} + {NEGATIVE_INFINITY}", f"l = {zeros}", acc]
-        # What the sink loses in being rounded is in its weight, as it is in the weights of scores.
+        # The rounding error of the sink enters its weight, as that of scores enters theirs.
         m, weight = (
             ("sink * RATE", "tl.exp2(tl.fma(sink, RATE, -m))") if self.plan.is_linear else ("sink", "1.0")
         )
@@ -209,7 +208,7 @@ class Emitter:
         ]  # fmt: skip
 
     def sink(self) -> str:
-        """The sink of rows, in units of scores; written after the loops, so it may add lines before them."""
+        """The rows' sink, in units of scores; emitted after the loops, so it may add lines before them."""
         assert self.plan.program.sink is not None
         unit, scale = self.writer.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
         scaled = f" / {scale!r}" if self.plan.is_linear and scale != 1 else ""
@@ -220,7 +219,7 @@ class Emitter:
         return [*before, f"whole = {whole}", f"stop = {stop}"]
 
     def bounds(self) -> tuple[list[str], str, str]:
-        """Where whole tiles end and where keys do, and the lines that this needs."""
+        """Where whole tiles end and where the keys end, and the lines that compute these."""
         if self.plan.listed:
             row = "tl.cast(b, tl.int64) * row_b + tl.cast(h, tl.int64) * row_h + first // BLOCK_Q"
             return [f"row = {row}"], "tl.load(counts + 2 * row)", "tl.load(counts + 2 * row + 1)"
@@ -240,7 +239,7 @@ class Emitter:
         )  # fmt: skip
 
     def body(self, edge: bool) -> list[str]:
-        """One tile: its scores, and the step of the online softmax."""
+        """One tile: its scores, and its step of the online softmax."""
         plan, writer = self.plan, self.writer
         writer.begin_body()
         skipped = plan.keeps_of_whole_tiles if not edge else ()
@@ -279,7 +278,7 @@ class Emitter:
 
     @property
     def exact(self) -> str:
-        """Products of single precision are not rounded to fewer bits."""
+        """The option by which float32 products are not rounded to TF32."""
         return ', input_precision="ieee"' if DTYPES[self.plan.dtype] == "float32" else ""
 
     def finish(self) -> list[str]:

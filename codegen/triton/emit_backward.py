@@ -1,12 +1,11 @@
-"""A plan as the Triton source of its backward pass: kernels that are each a loop, without atomics.
+"""A plan as the Triton source of its backward pass: kernels of one loop each, without atomics.
 
 As in FlashAttention-2 (Dao 2023, algorithm 2) weights are computed again from the scores and the rows'
-log-sum-exp (`emit_gradients.py`), but in two kernels: one program for each block of queries sums what its
-keys give to dq (and first, where a log-sum-exp is far from zero, the row's weights), one for each block of
-keys what the queries of all its heads give to dk and dv. Both sum for
-the program's reads what belongs to their rows and columns (`read_gradients.py`); what belongs to single pairs
-of a query and a key has a kernel of its own for each read. Sums are taken in one order, so the same call
-gives the same gradients.
+log-sum-exp (`emit_gradients.py`), but in two kernels. In the first, each program owns a block of queries
+and sums dq over the keys (where a log-sum-exp is far from zero, it sums the row's weights before). In the
+second, each program owns a block of keys and sums dk and dv over the queries of all its heads. Both sum
+gradients of reads by rows or by columns (`read_gradients.py`); a read indexed by both the query and the key
+has a kernel of its own. The order of sums is fixed, so the same call gives the same gradients.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "grad
 """The names of the kernels; the last with the number of the read in `read_gradients`."""
 _TENSORS = ("query", "key", "value", "grad")
 _PAIRS = ("B", "batch", "first_row", "sums_owner", "sums_row")
-"""Arguments for kernels of single pairs: where the sums begin that they store, and how they lie."""
+"""Arguments for kernels of single pairs: where the sums that they store begin, and their strides."""
 _LISTS = (*LISTS, "column_tiles", "column_counts", "column_b", "column_h")
 """Arguments where masks leave tiles out: lists of a block of queries' blocks of keys, and the reverse."""
 
 
 def emit_backward(plan: BackwardPlan) -> Kernel:
-    """The kernels of a plan, which have the same arguments; `name` is the first one's.
+    """The kernels of a plan, which have the same arguments; `name` is that of the first.
 
     Raises:
-        UnsupportedError: the program has something whose derivative is not written yet; says what.
+        UnsupportedError: the program has an operation whose derivative cannot be emitted; says which.
     """
     return _BackwardEmitter(plan).kernel()
 
 
 def arguments(plan: BackwardPlan) -> tuple[str, ...]:
-    """The arguments of each kernel in order: tensors, rows' numbers (`tops` and `totals`, which the first
-    kernel makes for the others), what a row that sees no key gives to all values (`unseen` `[B, Hkv]`: NaN,
-    as its weights are, or zero), results (dense), lengths, strides, where sums for reads go, what kernels of
-    pairs need, then reads and sizes as in `emit.arguments`."""
+    """The arguments of each kernel in order: tensors, numbers per row (`tops` and `totals`, which the first
+    kernel computes for the others), the gradient that a row without keys gives to all values (`unseen`
+    `[B, Hkv]`: NaN, like its weights, or zero), results (dense), lengths, strides, outputs of sums for reads,
+    arguments of kernels of pairs, then reads and sizes as in `emit.arguments`."""
     return module.flat(_groups(plan))
 
 
@@ -84,7 +83,7 @@ class _BackwardEmitter(TileEmitter):
         )
 
     def numbers(self, kind: str) -> list[int]:
-        """Which of the reads' gradients are summed by rows, by columns or by pairs."""
+        """Numbers of the reads' gradients of a kind: summed by rows, by columns or by pairs."""
         return [number for number, read in enumerate(self.reads) if read.kind == kind]
 
     def header(self) -> str:
@@ -119,7 +118,7 @@ class _BackwardEmitter(TileEmitter):
 
     def of_queries(self) -> list[str]:
         summed = self.numbers(ROWS)
-        tile, _ = self.tile(summed, within="k < Skv")  # rows that are none are not stored
+        tile, _ = self.tile(summed, within="k < Skv")  # rows beyond the end are not stored
         first, look, last = ([], [], []) if self.is_trusted else self.far_rows()
         before = list(self.writer.before)
         stop, lines = self.limit("k") if self.plan.listed else self.stop()
@@ -132,7 +131,7 @@ class _BackwardEmitter(TileEmitter):
             *(f"sum{i} += tl.sum(of_read{i}, 1, keep_dims=True)" for i in summed),
         ]  # fmt: skip
         if not self.is_trusted:
-            # The queries are loaded in here, so that they are not held in registers for both loops.
+            # The queries are loaded inside, so that they do not occupy registers in both loops.
             body_of_look = [*keys, *self.tile_of_queries(), *self.tile_of_keys("key"), *look]
             look = self.over("k", "0", f"tl.where(is_far, {stop}, 0)", body_of_look, ", num_stages=1")
             last += [f"tl.store({name}s + row, row_{name}, mask=q < Sq)" for name in ("top", "total")]
@@ -195,7 +194,7 @@ class _BackwardEmitter(TileEmitter):
         ]  # fmt: skip
 
     def limit(self, axis: str) -> tuple[str, list[str]]:
-        """How many blocks are listed for a block of queries, or of keys."""
+        """The number of blocks listed for a block of queries, or of keys."""
         own, (_, counts, b, h) = ("BLOCK_Q", _LISTS[:4]) if axis == "k" else ("BLOCK_K", _LISTS[4:])
         return "stop", [
             f"line = tl.cast(b, tl.int64) * {b} + tl.cast(h, tl.int64) * {h} + first // {own}",
@@ -212,8 +211,8 @@ class _BackwardEmitter(TileEmitter):
         return [f"for i in tl.range(0, {stop}{options}):", *indented([start, *body])]
 
     def of_pairs(self, number: int) -> list[str]:
-        """A read's own kernel: each program sums one tile over the batches and heads that the read does not
-        tell apart. The grid is of those that it does, of blocks of keys and of blocks of queries."""
+        """A read's own kernel: each program sums one tile over the batches and heads by which the read is not
+        indexed. The grid has those by which it is, blocks of keys and blocks of queries."""
         tile, before = self.tile([number])
         shift, lines = self.shift()
         each_batch, each_head = self.reads[number].owned
@@ -250,14 +249,14 @@ class _BackwardEmitter(TileEmitter):
         ]  # fmt: skip
 
     def stop(self) -> tuple[str, list[str]]:
-        """Where the keys end that any query of the block sees."""
+        """The end of the keys that any query of the block sees."""
         if self.plan.diagonal is None:
             return "Skv", []
         shift, lines = self.shift()
         return "stop", [*lines, f"stop = tl.minimum(first + BLOCK_Q{_summand(shift)}, Skv)"]
 
     def begin_of_queries(self) -> tuple[str, list[str]]:
-        """Where the queries begin of which any sees a key of the block."""
+        """The first query that sees a key of the block."""
         if self.plan.diagonal is None:
             return "0", []
         shift, lines = self.shift()
@@ -265,7 +264,7 @@ class _BackwardEmitter(TileEmitter):
         return "begin", [*lines, f"begin = {begin} // BLOCK_Q * BLOCK_Q"]
 
     def shift(self) -> tuple[str, list[str]]:
-        """How many keys after its own place a query sees ("": none), and the lines that this needs."""
+        """How many keys after its own position a query sees ("": none), and the lines that compute it."""
         if self.plan.diagonal is None or self.plan.diagonal[1] is E.ZERO:
             return "", []
         self.writer.forget()

@@ -1,10 +1,10 @@
-"""A plan as the Triton source of attention over a cache: few new queries of each row, split over its keys.
+"""A plan as the Triton source of attention over a cache: a few new queries per row, with its keys split.
 
-Two kernels in one module. The first gives each program some queries of one row (those of all heads that
-share a key head lie in one tile, so keys are loaded once for them) and one part of the row's keys: pages
-through the row's table, and for the last part the new tokens. It leaves the weighted sum, the maximum and
-the normaliser of its part. The second joins the parts ("split-KV", Dao et al. 2023, Flash-Decoding). Where
-values are the first places of the keys, as latents are, each tile is loaded once and serves as both.
+Two kernels in one module. In the first, each program takes some queries of one row (those of all heads
+that share a key head form one tile, so keys are loaded once for them) and one part of the row's keys: pages
+looked up in the row's table, and in the last part the new tokens. It stores the weighted sum, the maximum and
+the normaliser of its part. The second combines the parts ("split-KV", Dao et al. 2023, Flash-Decoding). Where
+values are the first elements of the keys, as for latents, each tile is loaded once and used as both.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ JOIN = "join_parts"
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan(Plan):
-    """`shared`: values are the first Dv places of the keys. `window`: keys that a query sees at most (0:
-    all)."""
+    """`shared`: values are the first Dv elements of the keys. `window`: the most keys that a query sees
+    (0: all)."""
 
     shared: bool = False
     window: int = 0
 
     @property
     def rest(self) -> int:
-        """Places of a key beyond those that are also its value."""
+        """The number of a key's elements that are not part of its value."""
         return self.D - self.Dv if self.shared else 0
 
 
@@ -38,14 +38,14 @@ def emit_decode(plan: DecodePlan) -> Kernel:
     """The two kernels of a plan.
 
     Raises:
-        UnsupportedError: the score program has something that is not written yet; says what.
+        UnsupportedError: the score program has an operation that cannot be emitted; says which.
     """
     return _DecodeEmitter(plan).kernel()
 
 
 def arguments(plan: DecodePlan) -> tuple[str, ...]:
-    """The first kernel's arguments in order: tensors, what they leave, where rows lie, lengths, strides
-    (pages have one of pages, heads, tokens; new keys of heads, tokens), then as in `emit.arguments`."""
+    """The first kernel's arguments in order: tensors, partial results, where rows lie, lengths, strides
+    (pages: of page, head, token; new keys: of head, token), then as in `emit.arguments`."""
     return module.flat(_groups(plan))
 
 
@@ -71,7 +71,7 @@ class _DecodeEmitter(Emitter):
 
     @property
     def width(self) -> int:
-        """Places of a key that the first tile of it holds."""
+        """The number of a key's elements that its first tile holds."""
         return self.plan.Dv if self.plan.shared else self.plan.D
 
     def kernel(self) -> Kernel:
@@ -98,7 +98,7 @@ class _DecodeEmitter(Emitter):
         return module.header(title, plan, about, module.rate(plan) or [module.LOG2E])
 
     def begin(self) -> list[str]:
-        """Which queries of which row, and which of its keys, this program takes."""
+        """Lines that determine this program's row, queries and part of the keys."""
         plan = self.plan
         long = "tl.cast({}, tl.int64)".format if plan.wide else str
         lines = [
@@ -150,7 +150,7 @@ class _DecodeEmitter(Emitter):
         return f"({rows}) & ({columns} < {width})" if padded_width else rows
 
     def body_of(self, source: str) -> list[str]:
-        """One tile of keys: its scores, and the step of the online softmax."""
+        """One tile of keys: its scores, and its step of the online softmax."""
         plan, writer = self.plan, self.writer
         writer.begin_body()
         statements = list(plan.statements)
@@ -207,7 +207,7 @@ class _DecodeEmitter(Emitter):
         return [lines[0], f"sink = tl.where(part == 0, sink, {NEGATIVE_INFINITY})", *lines[1:]]
 
     def leave(self) -> list[str]:
-        """What this part found."""
+        """Store this part's results."""
         row = "(tl.cast(place, tl.int64) * shares + share) * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]"
         columns = "d" if self.plan.Dv == self.width else "dv"
         mask = f", mask={self.masked('inside', columns)}"
@@ -219,7 +219,7 @@ class _DecodeEmitter(Emitter):
         ]
 
     def join(self) -> str:
-        """The second kernel: the parts of some queries become their result."""
+        """The second kernel: combines the parts of some queries into their result."""
         plan = self.plan
         shrink, grow = ("m - base", "own - base") if plan.is_linear else (
             "(m - base) * LOG2E", "(own - base) * LOG2E")  # fmt: skip

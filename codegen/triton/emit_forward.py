@@ -1,4 +1,4 @@
-"""The forward kernel of a plan, in the schedule that its blocks ask for."""
+"""The forward kernel of a plan, in the schedule that its blocks specify."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def emit(plan: Plan) -> Kernel:
     """The kernel of a plan.
 
     Raises:
-        UnsupportedError: the score program has something that is not written yet; says what.
+        UnsupportedError: the score program has an operation that cannot be emitted; says which.
     """
     return (SpecialisedEmitter if plan.blocks.specialised else Emitter)(plan).kernel()

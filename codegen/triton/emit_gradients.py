@@ -1,14 +1,15 @@
-"""What the backward kernels compute of a tile of queries and keys: weights, and the gradients of scores.
+"""What the backward kernels compute for a tile of queries and keys: weights, and the gradients of scores.
 
 Weights are computed again from the scores, as exp(s - top) / total. For most rows top is zero and total is
 the exponential of their log-sum-exp. Where that is far from zero (all keys masked by a finite fill, large
-scores) it holds too few digits of the sum in float32, so the kernel of queries looks at such rows first: top
-is their largest score, and total is summed anew. With p the weights and delta = rowsum(dout * out) - dlse:
+scores) float32 cannot hold enough digits of it, so the kernel of queries first recomputes such rows: top
+is their largest score, and total the sum of exponentials. With p the weights and
+delta = rowsum(dout * out) - dlse:
 
-    ds = p * (f * (dout . v) - delta)         f: what the program makes of a weight, as a multiple
+    ds = p * (f * (dout . v) - delta)         f: the factor by which the program changes a weight
 
-and from ds back through the program's statements to the dot, and on the way to what they read: a statement
-s' = e(s, dot, r) gives ds * de/dr to the read.
+and from ds back through the program's statements to the dot, and to the tensors that they read: a statement
+s' = e(s, dot, r) contributes ds * de/dr to the gradient of r.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TileEmitter(Emitter):
         return self.address("query", "h", "q", "d", "q < Sq")
 
     def rows_of_queries(self) -> list[str]:
-        """Tiles of the queries q of head h, and of what belongs to them."""
+        """Load tiles of the queries q of head h, and the other values of these rows."""
         return [
             *self.tile_of_queries(),
             *self.address("grad", "h", "q", self.dv, "q < Sq"),
@@ -46,7 +47,7 @@ class TileEmitter(Emitter):
         ]
 
     def numbers_of_rows(self) -> list[str]:
-        """What weights are computed with, as the first kernel left it."""
+        """Load the numbers for computing weights that the first kernel stored."""
         names = ("lse",) if self.is_trusted else ("top", "total")
         return [
             "row = (tl.cast(b, tl.int64) * Hq + h) * Sq + q",
@@ -55,7 +56,7 @@ class TileEmitter(Emitter):
         ]  # fmt: skip
 
     def tiles_of_keys(self) -> list[str]:
-        """Tiles of the keys of head kv whose places are `at` `[BLOCK_K, 1]`."""
+        """Load tiles of the keys of head kv at positions `at` `[BLOCK_K, 1]`."""
         return [*self.tile_of_keys("key"), *self.tile_of_keys("value")]
 
     def tile_of_keys(self, name: str) -> list[str]:
@@ -69,9 +70,10 @@ class TileEmitter(Emitter):
         ]
 
     def far_rows(self) -> tuple[list[str], list[str], list[str]]:
-        """Of rows whose log-sum-exp is not trusted: lines that tell whether a block has any (`is_far`), those
-        that join a tile to `row_top` and `row_sum`, and those that make `row_top` and `row_total` (logarithms
-        to base 2) of these and of the other rows. Written after `tile`, whose lines of queries they share."""
+        """For rows whose log-sum-exp is too large to trust: lines that tell whether a block has any
+        (`is_far`), lines that add a tile to `row_top` and `row_sum`, and lines that compute `row_top` and
+        `row_total` (base-2 logarithms) for all rows. Emitted after `tile`, whose lines for queries they
+        share."""
         writer = self.writer
         writer.begin_body()
         for statement in self.plan.statements:
@@ -105,8 +107,8 @@ class TileEmitter(Emitter):
         return first, tile, last
 
     def tile(self, wanted: Sequence[int] = (), within: str = WITHIN) -> tuple[list[str], list[str]]:
-        """Lines that make `p` (weights), `ds` (the gradient of the dot) and `of_read<i>` for the wanted of
-        `reads`, all zero but `within` the tile, and the lines that they need of the queries alone."""
+        """Lines that compute `p` (weights), `ds` (the gradient of the dot) and `of_read<i>` for the wanted
+        reads, all zero outside of `within`, and the lines that they need for the queries alone."""
         plan, writer, factor = self.plan, self.writer, self.multiple.factor
         writer.forget()
         chain = Chain(writer, self.reads)
@@ -134,7 +136,7 @@ class TileEmitter(Emitter):
             lines.append("ds = ds + of_dot")
         if plan.is_linear:
             lines.append(f"ds = ds * {plan.program.scale!r}")
-        # At places that are none, a row's delta or a formula may be NaN or infinite, times zero.
+        # Outside of the tile, a row's delta or a formula may be NaN or infinite, and zero times that is NaN.
         names = ["ds", *(n for n in sorted(chain.written) if n != "of_dot")]
         lines += [f"{name} = tl.where({within}, {name}, 0.0)" for name in names]
         if weigh:

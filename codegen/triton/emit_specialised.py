@@ -1,10 +1,10 @@
-"""A plan as a warp-specialised Triton kernel: the same body as `emit.py`, fetched and looped over otherwise.
+"""A plan as a warp-specialised Triton kernel: the same body as `emit.py`, with other loads and another loop.
 
-Tiles come by tensor descriptors, which the TMA unit of sm_90 and later serves and which fill what lies beyond
-a tensor with zeros. The compiler gives fetching and computing to different warps; it does so for one loop
-without branches, so there is no loop of whole tiles: bounds and masks are evaluated in every tile. The
-arguments are those of the classic kernel, and so is the end: the output is stored by pointers, once for each
-block of queries, which a descriptor would need more shared memory for.
+Tiles are loaded by tensor descriptors, which the TMA unit of sm_90 and later executes and which read zeros
+beyond a tensor's bounds. The compiler assigns loading and computing to different warps; it can do so for one
+loop without branches, so there is no loop of whole tiles: bounds and masks are evaluated in every tile.
+Arguments and epilogue are those of the classic kernel: the output is stored by pointers, once for each block
+of queries, because a descriptor would need more shared memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SpecialisedEmitter(Emitter):
     """Writes one forward kernel, warp-specialised.
 
     Raises:
-        UnsupportedError: the plan cannot be (`schedule.py`).
+        UnsupportedError: the plan cannot be warp-specialised (`schedule.py`).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -42,7 +42,7 @@ class SpecialisedEmitter(Emitter):
         ]
 
     def descriptor(self, name: str, head: str, rows: str, width: int, block: str) -> list[str]:
-        """What fetches a tensor's tiles."""
+        """The descriptor that loads a tensor's tiles."""
         what = f"{name}_head, [{rows}, {width}], [{name}_s, 1], [{block}]"
         return [self.base(name, head), f"{name}_rows = tl.make_tensor_descriptor({what})"]
 

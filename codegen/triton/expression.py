@@ -1,8 +1,8 @@
 """Expressions of the score language as Triton.
 
 Index variables keep their names: `b` and `h` are scalars, `q` is a column `[BLOCK_Q, 1]`, `k` a row
-`[1, BLOCK_K]`, and everything else broadcasts as it does in `ir/language/evaluate.py`. Reads get a line of
-their own, before the loop over keys where they do not depend on the key.
+`[1, BLOCK_K]`, and everything else broadcasts as it does in `ir/language/evaluate.py`. Each read has a line
+of its own, before the loop over keys if it does not depend on the key.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from attngraph.ir.language.functions import Operation
 
 _TYPES = {"int": "tl.int32", "long": "tl.int64", "float": "tl.float32", "double": "tl.float64"}
 _READS = {"bool": "bool", "int": "long", "half": "float", "float": "float", "double": "double"}
-"""Kinds of the elements of reads, as they are computed with."""
+"""The kind in which elements of a read are computed with."""
 _MEETING = E.COMPARISONS | {
     "add", "sub", "mul", "min", "max", "where", "quotient", "remainder", "floordiv", "mod",
 }  # fmt: skip
-"""Operations that convert the narrower operand themselves; the last two do so for integers."""
+"""Operations in which Triton converts the narrower operand; the last two only for integers."""
 
 
 class Writer(Common):
     """Writes the formulas of one kernel. `before` collects lines that come before the loop over
-    keys, `inside` those of the loop body begun last, `calls` the helpers used."""
+    keys, `inside` those of the current loop body, `calls` the helpers used."""
 
     binds: Mapping[str, int] = {
         "or": 2, "and": 4, "add": SUM, "sub": SUM, "mul": PRODUCT, "div": PRODUCT, "quotient": PRODUCT,
@@ -59,7 +59,7 @@ class Writer(Common):
         self.names = {v: code for v, code in self.names.items() if not v.place & Place.TILE}
 
     def forget(self) -> None:
-        """Begin another kernel: nothing is written yet."""
+        """Start another kernel, without lines or names."""
         self.inside, self.before, self.names = [], [], {}
 
     def line(self, code: str) -> None:
@@ -93,7 +93,7 @@ class Writer(Common):
         return f"tl.cast({self.code(arg)}, {_TYPES[value.kind]})", ATOM
 
     def operand(self, parent: Scalar, value: Scalar, level: int) -> str:
-        """Casts that the formula does not have are left out where the operation converts by itself."""
+        """An operand's source, without a cast that Triton's operation makes by itself."""
         own = [self.lower(a.source) is a for a in parent.args[parent.op == "where" :]]
         meets = parent.op in _MEETING and (parent.is_whole or parent.op not in ("floordiv", "mod"))
         if value.op == "cast" and self.lower(value.source) is not value and value.args[0].kind != "bool":
@@ -118,7 +118,7 @@ class Writer(Common):
         return value.op == "read" or (not value.is_leaf and self.uses(value) > 1)
 
     def name(self, value: Scalar, code: str) -> str:
-        """A line before the loop over keys, or inside it. A value keeps its name in another body."""
+        """Write a line before the loop over keys, or inside it. A value keeps its name in another body."""
         if value not in self._labels:
             self._label(value, f"r{value.source.value}_at" if value.op == "read" else "t")
         label = self._labels[value]
@@ -130,7 +130,7 @@ class Writer(Common):
         self._labels.setdefault(value, f"{prefix}{taken}")
 
     def read(self, value: Scalar) -> str:
-        """A masked load: an index out of range reads nothing, and its value is not used."""
+        """A masked load: nothing is loaded for an index out of range, and the value is not used."""
         read = self.reads[value.source.value]
         name = f"r{read.number}"
         address, inside = [name], []

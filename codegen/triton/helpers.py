@@ -1,7 +1,7 @@
-"""Small functions that the emitted source may call, as Triton source of its own.
+"""Small functions, as Triton source, that emitted kernels may call.
 
 Triton has no floor division, hyperbolic tangent or rounding to even, and these must agree with
-`ir/language/evaluate.py` in the interpreter and when compiled. A kernel's file holds those that it calls.
+`ir/language/evaluate.py` both interpreted and compiled. A kernel's file contains those that it calls.
 """
 
 HELPERS: dict[str, str] = {}
@@ -97,10 +97,10 @@ def uniform(seed, b, h, q, k):
 ''')
 
 NEEDS = {"uniform": ("stir",)}
-"""What a helper calls itself."""
+"""The helpers that a helper calls."""
 
 
 def helpers(names: set[str]) -> list[str]:
-    """The source of these and of what they need, in an order in which each is defined before use."""
+    """The source of these helpers and those they call, each defined before it is used."""
     wanted = names | {other for name in names for other in NEEDS.get(name, ())}
     return [source for name, source in HELPERS.items() if name in wanted]

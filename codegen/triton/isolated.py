@@ -1,9 +1,9 @@
-"""Compilations that may take their process with them are done in one of their own, before the first launch.
+"""Compilations that may crash their process run in a separate one, before the first launch.
 
-A compiler that divides a loop among warps is young: it may fail, abort, or leave the loop as it was and say
-nothing. So a warp-specialised kernel is first compiled by another Python (`compiler.py`), for the types and
-alignments of the call. What came of it is kept beside the emitted kernels, so each kernel is tried once on a
-machine; Triton's own cache keeps the binary, so that the compilation is not paid twice either.
+Triton's warp specialisation is new: the compiler may fail, abort, or silently leave the loop undivided. So a
+warp-specialised kernel is first compiled in another Python process (`compiler.py`), for the types and
+alignments of the call. The outcome is stored beside the emitted kernels, so each kernel is tried once per
+machine; Triton's own cache keeps the binary, so the compilation is not repeated either.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _POINTERS = {
 
 
 class CompilationError(RuntimeError):
-    """A kernel did not compile, or not into what was asked for."""
+    """A kernel did not compile, or is not warp-specialised as requested."""
 
 
 def require_specialised(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """See that a kernel compiles for such arguments into a warp-specialised one that the GPU can hold.
+    """Check that a kernel compiles for these arguments into a warp-specialised one that fits the GPU.
 
     Args:
-        kernel: a function of Triton's; arguments: those of the launch to come, tensors on its GPU among them.
+        kernel: a Triton function. arguments: those of the coming launch, with tensors on its GPU.
 
     Raises:
         CompilationError: it does not; says why.
@@ -91,7 +91,7 @@ def _fact(argument: Any, is_fixed: bool) -> tuple[str, bool]:
 
 
 def compile_isolated(request: Request) -> Usage:
-    """Compile in another process, or say what an earlier one found.
+    """Compile in another process, or return the stored outcome of an earlier one.
 
     Raises:
         CompilationError: it failed, crashed or took too long; says which.
@@ -122,12 +122,12 @@ def _compile(request: Request) -> dict[str, Any]:
         return found
     last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
-    may_pass = -done.returncode == signal.SIGKILL  # by a machine that is short of memory
+    may_pass = -done.returncode == signal.SIGKILL  # perhaps for lack of memory: may succeed later
     return {"problem": f"its compilation {how}: {last}", "may_pass": may_pass}
 
 
 def _key(request: Request) -> str:
-    """Equal for requests that compile the same: the file's name tells its source."""
+    """A key that is equal for equal compilations: the file's name identifies its source."""
     told = [Path(request.path).name, importlib.metadata.version("triton"), dataclasses.astuple(request)[1:]]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 

@@ -1,8 +1,8 @@
 """`triton.forward`: from a call of the attention op to a launched kernel.
 
-Makes the plan of a call, has its source emitted, imported and compiled (once per plan), and launches
-it: one program per block of queries of one head. Triton is imported when a kernel is first wanted, so
-nothing here needs it to be installed.
+Makes the plan of a call; emits, imports and compiles its source (once per plan); and launches it with one
+program per block of queries of one head. Triton is imported when a kernel is first needed, so importing
+this module does not require it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from attngraph.ir.ops.kernels import Kernel, Operands
 
 
 class Forward(Kernel):
-    """`triton.forward`. A program whose forward pass is one Triton kernel and whose backward pass is two, and
-    one more for each floating tensor that scores read at places of both a query and a key. Where heads are
-    very wide and where a derivative is not written, the backward pass is the blocks of plain PyTorch
-    operations of `cpu.tiled`.
+    """`triton.forward`. The forward pass is one Triton kernel. The backward pass is two, and one more for
+    each floating-point tensor that scores read at both a query and a key. For very wide heads, and where a
+    derivative cannot be emitted, `cpu.tiled` computes the backward pass in blocks of plain PyTorch
+    operations.
 
-    Calls with nothing to compute, and programs that read tensors of a dtype that kernels do not
-    compute with (8- and 16-bit integers), are served by `cpu.tiled` too.
+    Calls with nothing to compute, and programs that read tensors of dtypes that kernels do not support
+    (8- and 16-bit integers), are computed by `cpu.tiled` too.
 
     Args:
         blocks: tile sizes; None: chosen for the widths, the dtype and the GPU.
@@ -77,7 +77,7 @@ class Forward(Kernel):
         return self._unserved(program, operands)
 
     def _unserved(self, program: ScoreProgram, operands: Operands) -> str | None:
-        """Why no kernel can be written, wherever it would run, or None."""
+        """Why no kernel can be emitted, on any device, or None."""
         q, _, v = operands
         if q.dtype not in DTYPES:
             return f"no dtype {q.dtype}; there are {', '.join(DTYPES.values())}"
@@ -106,7 +106,7 @@ class Forward(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
-        """Kernels (`launch_backward.py`); block by block in plain PyTorch what they do not serve."""
+        """By kernels (`launch_backward.py`); calls that these do not support by blocks of plain PyTorch."""
         found = self._plan_backward(program, operands, reads, sizes)
 
         def otherwise() -> list[Tensor | None]:
@@ -123,13 +123,13 @@ class Forward(Kernel):
 
     @staticmethod
     def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:
-        """Whether a call is left to `cpu.tiled`: nothing to compute, or reads of a dtype of no kernel."""
+        """Whether a call is left to `cpu.tiled`: nothing to compute, or reads of an unsupported dtype."""
         q, k, v = operands
         nothing = min(*q.shape, *k.shape, v.shape[3]) == 0
         return nothing or any(reads[number].dtype not in READS for number in program.reads)
 
     def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
-        """The forward kernel's module. Writing it needs neither a GPU nor Triton."""
+        """The source of the forward kernel's module. Emitting it needs neither a GPU nor Triton."""
         if self._unserved(program, operands) is not None or self._is_left(program, operands, reads):
             return ""
         return emit(plan_forward(program, operands, reads, (), self._blocks)).source
@@ -161,7 +161,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp, by the plan's kernel."""
     q, k, v = operands
-    # The heads of a token side by side, as the op returns them.
+    # A token's heads are contiguous, as in the op's result.
     B, Hq, Sq, _ = q.shape
     out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -188,8 +188,8 @@ def plan_forward(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     blocks: Blocks | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the forward kernel that serves one call. Where the blocks that are asked for or were
-    measured are warp-specialised and this call cannot be, it is classic, and its remarks say why."""
+    """The plan of the forward kernel that serves one call. Where the requested or measured
+    blocks are warp-specialised and this call cannot be, it is classic, and its remarks say why."""
     q, _, v = operands
     line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype)
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
@@ -207,13 +207,13 @@ def plan_forward(
 
 
 def classic_blocks(program: ScoreProgram, operands: Operands) -> Blocks:
-    """Block sizes that nobody measured."""
+    """Block sizes for the classic schedule by rule, without measurements."""
     q, _, v = operands
     return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared_memory(q.device))
 
 
 def _listed(plan: Plan, operands: Operands) -> Plan:
-    """The plan, with lists of tiles if they are worth it."""
+    """The plan, with lists of tiles if these save more than they cost."""
     diagonal = None if plan.diagonal is None else plan.diagonal[0]
     return dataclasses.replace(plan, listed=visits.are_listed(plan.program, diagonal, operands))
 
@@ -234,7 +234,7 @@ def plan_call(
 
 @functools.lru_cache(maxsize=512)
 def load(plan: Plan) -> Any:
-    """The plan's kernel, a function of Triton's, imported from its file."""
+    """The plan's kernel, a Triton function, imported from its file."""
     kernel = emit(plan)
     version = importlib.import_module("triton").__version__
     return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
@@ -242,8 +242,8 @@ def load(plan: Plan) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def unsupported(program: ScoreProgram) -> str | None:
-    """What the emitter cannot write in a program, or None. Tensors are not at hand yet, so both what
-    integers and what real numbers would make of it must be writable."""
+    """What the emitter cannot write in a program, or None. Dtypes of reads are not known yet, so the program
+    must be writable both for integers and for real numbers."""
     try:
         for kind in ("float", "int"):
             reads = tuple(Read(number, rank, kind) for number, rank in program.reads.items())
@@ -254,7 +254,7 @@ def unsupported(program: ScoreProgram) -> str | None:
 
 
 def _check_reads(program: ScoreProgram, q: Tensor, k: Tensor, reads: Sequence[Tensor]) -> None:
-    """Raise ValueError where a read by a plain index does not find a tensor long enough."""
+    """Raise ValueError where a tensor that is read by a plain index is too short."""
     extents = dict(zip("bhqk", (*q.shape[:3], k.shape[2]), strict=True))
     for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
         for axis, (arg, extent) in enumerate(zip(node.args, reads[node.value].shape, strict=True)):

@@ -29,7 +29,7 @@ from attngraph.ir.ops.kernels import Operands
 
 
 def plan_gradients(plan: Plan, operands: Operands, reads: Sequence[Tensor]) -> BackwardPlan | None:
-    """The plan of a call's backward kernels, or None if there are none for it."""
+    """The plan of a call's backward kernels, or None if they do not support it."""
     _, wanted = wanted_gradients(operands, reads)
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)}
     found = BackwardPlan(**fields, wanted=tuple(n for n in wanted if n in plan.program.reads))
@@ -40,7 +40,7 @@ def differentiate(
     plan: BackwardPlan, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v and of every floating read (zeros where none is wanted)."""
+    """Gradients of q, k, v and of every floating-point read (zeros where none is wanted)."""
     (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
     B, Hq, Sq, Skv = *q.shape[:3], k.shape[2]
     delta = (grad.float() * out.float()).sum(-1) - grad_lse
@@ -89,7 +89,7 @@ def differentiate(
 
 
 def _exactly(plan: BackwardPlan, tops: Tensor, totals: Tensor) -> Tensor:
-    """The log-sum-exp of rows in float64: as `tops` and `totals` have it, float32 would not."""
+    """The log-sum-exp of rows in float64, from `tops` and `totals`: float32 has too few digits."""
     scale = plan.program.scale or 1.0 if plan.is_linear else 1.0
     return tops.double() * scale + totals.double() * math.log(2)
 
@@ -103,7 +103,7 @@ def load_backward(plan: BackwardPlan) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def has_backward(plan: BackwardPlan) -> bool:
-    """Whether the backward kernels of a plan can be written."""
+    """Whether the backward kernels of a plan can be emitted."""
     try:
         emit_backward(plan)
     except UnsupportedError:

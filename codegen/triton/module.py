@@ -1,6 +1,6 @@
-"""The module around emitted kernels: its name, its header, its functions, and the arguments of these.
+"""The module around emitted kernels: its name, header, functions, and their arguments.
 
-What all emitters write alike stands here; what a kernel does stands in `emit.py` and the files beside it.
+Parts that all emitters share; what a kernel does is written by `emit.py` and the files beside it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Weight
 from attngraph.meaning.masks.causal import examine
 
 Groups = Sequence[tuple[str, ...]]
-"""The arguments of a kernel in order, those together that stand in one line."""
+"""The arguments of a kernel in order, grouped by line."""
 _COUNTS = re.compile(r"n\d+|batch|first_row")
-"""Arguments for whose values a kernel is not compiled anew: they differ from call to call."""
+"""Arguments on whose values Triton must not specialise: they differ from call to call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def name_of(plan: Plan) -> str:
 
 
 def window_of(program: ScoreProgram) -> int:
-    """How many keys a query sees at most, itself included; 0: all before it, or it sees later ones too."""
+    """The most keys that a query sees, itself included; 0: no limit, or it sees later keys too."""
     return examine(program, True, frozenset()).window or 0
 
 
@@ -67,7 +67,7 @@ def _nodes(formulas: Iterable[Expr]) -> list[Expr]:
 
 def names_of_reads(plan: Plan) -> list[tuple[str, ...]]:
     """The last arguments of any kernel: for each read its tensor, strides and the extents that its indices
-    are compared with, then the sizes."""
+    are checked against, then the sizes."""
     found: list[tuple[str, ...]] = []
     for read in plan.reads:
         name = f"r{read.number}"
@@ -81,10 +81,11 @@ def flat(groups: Groups) -> tuple[str, ...]:
 
 
 def header(title: str, plan: Plan, about: Sequence[str], constants: Sequence[str]) -> str:
-    """Comments that say what the module computes and of what, then imports and constants.
+    """Comments on what the module computes and its tensors, then imports and constants.
 
     Args:
-        title: ends in for what the program's lines are said. about: further lines, on tensors and schedule.
+        title: the first comment, which introduces the program's lines. about: further lines, on tensors and
+        schedule.
     """
     program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
     return "\n".join([
@@ -95,7 +96,7 @@ def header(title: str, plan: Plan, about: Sequence[str], constants: Sequence[str
 
 
 def rate(plan: Plan) -> list[str]:
-    """The constant of linear scores."""
+    """The constant by which linear scores are multiplied."""
     return [f"RATE = tl.constexpr({plan.rate!r})  # scale times log2(e)"] if plan.is_linear else []
 
 
@@ -112,7 +113,7 @@ def function(name: str, groups: Groups, contract: str, lines: Sequence[str]) -> 
 
 
 def assemble(name: str, groups: Groups, head: str, called: set[str], functions: Sequence[str]) -> Kernel:
-    """The kernel of that name: a module of header, the helpers that are called, and functions."""
+    """The kernel called `name`: a module of `head`, the helpers that are called, and functions."""
     text = "\n\n\n".join([head, *(h.rstrip() for h in helpers(called)), *functions])
     return Kernel(text + "\n", name, flat(groups))
 

@@ -1,7 +1,7 @@
-"""What one kernel must know before it is written: the plan, and the facts that follow from it.
+"""The plan of a kernel, which determines its source, and the facts that follow from it.
 
-A plan fixes everything that changes the source: the score program, dtypes, widths, block sizes. What
-it leaves open (lengths, strides, tensors) are arguments of the kernel. Equal plans give equal source.
+A plan fixes everything that changes the source: the score program, dtypes, widths, block sizes.
+Everything else (lengths, strides, tensors) is an argument of the kernel. Equal plans give equal source.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ READS = {
     torch.bool: "bool", torch.int32: "int", torch.int64: "int", torch.float16: "half",
     torch.bfloat16: "half", torch.float32: "float", torch.float64: "double",
 }  # fmt: skip
-"""How a read tensor of a dtype is computed with. Narrow integers are missing because PyTorch wraps
-them around where a kernel, which computes in wider ones, would not."""
+"""The kind in which elements of each dtype are computed with. 8- and 16-bit integers are missing because
+PyTorch's arithmetic wraps around, and kernels compute in wider types."""
 
 WIDEST = 512
-"""Widths of heads beyond this do not fit in the registers of one program."""
+"""Wider heads do not fit in the registers of one program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A tile's rows (queries) and columns (keys), and how the GPU works on it: with how many warps, with how
-    many tiles of keys on their way, and whether some warps fetch while others compute (`schedule.py`)."""
+    """A tile's rows (queries) and columns (keys), and how the GPU computes it: the number of warps, the
+    pipeline stages (tiles of keys in flight), and whether it is warp-specialised (`schedule.py`)."""
 
     q: int
     k: int
@@ -51,7 +51,7 @@ class Blocks:
 @dataclasses.dataclass(frozen=True)
 class Read:
     """A tensor that the program reads as `r<number>`: its rank, its kind (a value of `READS`), and
-    whether its elements lie so far apart that offsets need 64 bits."""
+    whether it spans so much memory that offsets need 64 bits."""
 
     number: int
     rank: int
@@ -69,7 +69,7 @@ class Plan:
         listed: whether the kernel is given lists of the tiles that it visits (`visits.py`).
 
     Raises:
-        UnsupportedError: the program is not what its own text says, so its text cannot be trusted.
+        UnsupportedError: the program's text does not parse to the program, so it cannot be emitted safely.
     """
 
     program: ScoreProgram
@@ -89,8 +89,8 @@ class Plan:
 
     @functools.cached_property
     def statements(self) -> tuple[Score | Keep, ...]:
-        """What is computed of each score, masks in their smallest parts; without the scale where
-        `rate` holds it."""
+        """The statements for each score, with masks split into their parts; without the scale where
+        `rate` contains it."""
         program = self.program.without_scale if self.is_linear else self.program
         return tuple(s for s in conjuncts(program) if isinstance(s, (Score, Keep)))
 
@@ -100,11 +100,11 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        """What a linear score is multiplied by to be an exponent of 2."""
+        """The factor that turns a linear score into an exponent of 2."""
         return (self.program.scale or 1.0) * math.log2(math.e)
 
     def guarded_axes(self, number: int) -> tuple[int, ...]:
-        """The axes of a read tensor along which the kernel compares indices with the extent."""
+        """The axes of a read tensor along which the kernel checks indices against the extent."""
         nodes = [n for e in self.program.expressions for n in E.walk(e) if n.op == "read"]
         own = [n for n in nodes if n.value == number]
         axes = {i for n in own for i, arg in enumerate(n.args) if not is_checked_at_launch(arg)}
@@ -130,13 +130,13 @@ class BackwardPlan(Plan):
 
 
 def is_checked_at_launch(index: Expr) -> bool:
-    """Whether an index of a read is in range for every element of a tile, once it is for the call."""
+    """Whether an index need not be checked per element, because a check of the call's sizes covers all."""
     return index.op == "const" or index in (S.index("b"), S.index("h"))
 
 
 def conjuncts(program: ScoreProgram) -> tuple[Statement, ...]:
-    """The statements with `keep a and b` taken apart into `keep a`, `keep b` where nothing else
-    than minus infinity stands for what is not kept."""
+    """The statements with `keep a and b` split into `keep a`, `keep b` where the fill is
+    minus infinity."""
     found: list[Statement] = []
     for statement in program.statements:
         if isinstance(statement, Keep) and statement.is_hard:
@@ -155,8 +155,8 @@ def _split(predicate: Expr) -> list[Expr]:
 @functools.lru_cache(maxsize=1024)
 def is_linear(program: ScoreProgram) -> bool:
     """Whether scores are a positive multiple of the dot wherever they are kept. Then the multiple and
-    log2(e) are one factor, and a score and its maximum meet in one multiply-add. Elsewhere scores
-    may be as large as floats get (a fill of -3.4e38), and the factor would make infinities of them."""
+    log2(e) are one factor, and subtracting the maximum takes one multiply-add. In other programs
+    scores may be as large as floats get (a fill of -3.4e38), and the factor would make them infinite."""
     if program.scale is None or not 0 < program.scale < math.inf:
         return False
     predicates = [n for s in program.keeps for n in E.walk(s.predicate)]
@@ -165,7 +165,7 @@ def is_linear(program: ScoreProgram) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def stays_trusted(program: ScoreProgram) -> bool:
-    """Whether no row's log-sum-exp leaves what is trusted, whatever the operands (softcapped scores)."""
+    """Whether every row's log-sum-exp is at most TRUSTED in size for any operands (softcapped scores)."""
     exponents = [program] if program.sink is None else [program, ScoreProgram((Score(program.sink),))]
     bounds = [score_bounds(p, dot=3e38).score for p in exponents]
     # No sum has 2**64 terms.
@@ -173,13 +173,14 @@ def stays_trusted(program: ScoreProgram) -> bool:
 
 
 def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None:
-    """The statement `keep k <= q + offset` and its offset, where it bounds the keys of a row."""
+    """The statement `keep k <= q + offset` and its offset, if there is one that no later statement undoes."""
     offsets = [(keep, _offset(keep.predicate)) for keep in reversed(lasting_masks(statements))]
     return next(((keep, offset) for keep, offset in offsets if offset is not None), None)
 
 
 def lasting_masks(statements: tuple[Statement, ...]) -> tuple[Keep, ...]:
-    """Those of `conjuncts` that hide keys for good. Changed weights are multiples here, which keep zero."""
+    """Those of `conjuncts` whose masked keys no later statement reveals. Changes of weights are
+    multiplications here, so zero stays zero."""
     lasting = _split(seen(s for s in statements if not isinstance(s, Weight)))
     hard = (s for s in statements if isinstance(s, Keep) and s.is_hard)
     return tuple(keep for keep in hard if keep.predicate in lasting)
@@ -204,8 +205,8 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-# Of sizes that others found fast on sm_90 those that spill nothing here: (128, 128) with 4 warps at a width
-# of 64 spills 112 bytes and more, (128, 64) at 256 some on sm_100. Which are fastest was not measured.
+# Published fast sizes for sm_90 that do not spill here: (128, 128) with 4 warps at width 64 spills 112 bytes
+# or more, and (128, 64) at width 256 spills on sm_100. Which are fastest was not measured.
 _HALF = {
     64: Blocks(128, 64, 8, 3),
     128: Blocks(128, 64, 8, 3),
@@ -223,14 +224,14 @@ _SINGLE = {
 def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int) -> Blocks:
     """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
 
-    The first choice for a width is one that keeps everything in registers (`ahead_of_time.py` tells). Where
-    the pipeline of keys and values does not fit, it gets shorter, then the tile smaller.
+    The first choice for a width does not spill registers (checked with `ahead_of_time.py`). Where the
+    pipeline of keys and values does not fit, first its stages are reduced, then the tile.
     """
     width = max(64, padded(D), padded(Dv))
     wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
     if shared < 100_000 and width == 64:
-        warps = 4  # AMD's GPUs: fewer warps have more registers
+        warps = 4  # AMD GPUs: with fewer warps each has more registers
     if tiles_read(program) and width == 128:
         k = max(16, k // 2)
     if Sq < q:
@@ -249,20 +250,20 @@ def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: i
 
 
 WIDEST_BACKWARD = 256
-"""Wider heads do not leave room for the two sums of a block of keys."""
+"""For wider heads the two accumulators of a block of keys do not fit."""
 _HALF_BACKWARD = {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
 _SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
 _HALF_SCORED = {**_HALF_BACKWARD, 128: Blocks(32, 64, 8, 2)}
 _HALF_WITH_READS = {64: Blocks(32, 32, 8, 2), 128: Blocks(32, 32, 8, 2), 256: Blocks(16, 64, 8, 1)}
 _HALF_IN_LITTLE = {64: Blocks(32, 64, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
-"""Where a program has little shared memory: AMD's GPUs, on which fewer warps have more registers."""
+"""Where a program has little shared memory: AMD GPUs, where fewer warps have more registers each."""
 
 
 def backward_blocks(
     width: int, dtype: torch.dtype, shared: int, has_reads: bool = False, linear: bool = True
 ) -> Blocks:
-    """Block sizes of the backward kernels, such that up to a width of 128 nothing is spilled on NVIDIA's GPUs
-    (`ahead_of_time.py` tells). `has_reads`: gradients of reads are summed too. `linear`: see `is_linear`."""
+    """Block sizes of the backward kernels, that do not spill up to a width of 128 on NVIDIA GPUs (checked
+    with `ahead_of_time.py`). `has_reads`: gradients of reads are summed too. `linear`: see `is_linear`."""
     if dtype is torch.float32:
         table = _SINGLE_BACKWARD
     elif shared < 100_000:
@@ -273,6 +274,6 @@ def backward_blocks(
 
 
 def tiles_read(program: ScoreProgram) -> int:
-    """How many numbers the program reads for every single score."""
+    """How many tensor elements the program reads for each score."""
     both = {S.index("q"), S.index("k")}
     return len({n for e in program.expressions for n in E.walk(e) if n.op == "read" and both <= n.free})

@@ -2,9 +2,9 @@
 
 Classic: all warps of a program load tiles and compute with them, in two loops (`emit.py`). Warp-specialised
 (sm_90, sm_100): some warps fetch tiles by tensor descriptors (TMA) while others compute, in one loop without
-branches (`emit_specialised.py`). A compiler that divides a loop among warps is particular about what stands
-in it, so only programs of a certain form get it. Neither has been measured: a kernel is classic unless a
-table (`tuned.py`) or the caller says otherwise.
+branches (`emit_specialised.py`). The compiler can divide only certain loops among warps, so only programs of
+a certain form are warp-specialised. Neither has been measured: a kernel is classic unless a table
+(`tuned.py`) or the caller says otherwise.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from attngraph.ir.language import score as S
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities for which warp-specialised kernels are made."""
 UNTUNED: tuple[tuple[int, int], ...] = ()
-"""Those on which a call that no table knows is warp-specialised too, where it can be: none before this has
-been measured."""
+"""Those on which a call that is in no table is warp-specialised too, where possible: none until it has been
+measured."""
 _WIDEST = 256
-"""Elements of a row of a tile that one descriptor fetches."""
+"""The most elements of a tile's row that one descriptor loads."""
 _ALIGNED = 16
-"""Bytes: addresses and strides of descriptors are multiples."""
+"""Addresses and strides of descriptors must be multiples of this, in bytes."""
 _Q = S.index("q")
 _K = S.index("k")
 
@@ -51,14 +51,14 @@ def obstacle(plan: Plan) -> str | None:
 
 
 def obstacle_of_blocks(blocks: Blocks) -> str | None:
-    """Why warp specialisation does not work with such tiles, or None."""
+    """Why warp specialisation does not work with tiles of these sizes, or None."""
     if blocks.warps != 4 or blocks.q not in (64, 128):
         return f"it takes 4 warps and 64 or 128 queries, not {blocks.warps} and {blocks.q}"
     return None
 
 
 def obstacle_of_call(operands: Sequence[Tensor]) -> str | None:
-    """Why descriptors cannot fetch from such tensors, or why their device has none; None if they can."""
+    """Why descriptors cannot load from these tensors, or why their device has none; or None."""
     if torch.version.hip is not None:
         return "AMD's GPUs have no such descriptors"
     capability = device.capability(operands[0].device)
@@ -74,9 +74,9 @@ def obstacle_of_call(operands: Sequence[Tensor]) -> str | None:
 
 
 def specialised_blocks(plan: Plan, capability: tuple[int, int] | None) -> Blocks:
-    """Block sizes to begin with on a GPU of that capability (None: unknown, taken for 9.0). They keep
-    everything in registers up to a width of 128 (`ahead_of_time.py` tells); on sm_100 128 queries of that
-    width, or softcapped scores of a narrower one, do not."""
+    """Block sizes to begin with on a GPU of that capability (None: unknown, taken as 9.0). Up to a width of
+    128 they do not spill registers (checked with `ahead_of_time.py`); on sm_100, 128 queries of that width,
+    or of a smaller one with softcapped scores, would."""
     if capability is not None and capability[0] == 10:
         return Blocks(64, 64, 4, 2, specialised=True)
     width = max(padded(plan.D), padded(plan.Dv))
@@ -84,7 +84,7 @@ def specialised_blocks(plan: Plan, capability: tuple[int, int] | None) -> Blocks
 
 
 def without_measurement(plan: Plan, operands: Sequence[Tensor]) -> Plan:
-    """The plan, for a call that no table knows."""
+    """The plan of a call that is in no table."""
     capability = device.capability(operands[0].device)
     if capability not in UNTUNED or obstacle(plan) is not None:
         return plan
@@ -97,7 +97,7 @@ def _has_score(node: E.Expr) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of its first element, as far as that is known of a tensor that holds nothing."""
+    """The address of its first element; for a fake tensor, what is known of it."""
     if isinstance(tensor, FakeTensor):
         return int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()

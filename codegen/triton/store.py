@@ -1,9 +1,9 @@
-"""Where emitted kernels live: files of the user's own, one for each source, imported from there.
+"""Where emitted kernels are stored: one file per source in the user's cache, imported from there.
 
-Triton reads a kernel's source from its file, and so can a person, a debugger and a traceback. The
-directory is private (mode 0700, owner checked); where that cannot be had, a temporary one serves for
-this process. A file is named for its kernel, its source and Triton's version, written atomically, and
-written again if it does not hold exactly the source that is asked for.
+Triton reads a kernel's source from its file, and so can people, debuggers and tracebacks. The directory is
+private (mode 0700, owner checked); if that is not possible, a temporary one is used for this process. A
+file's name contains the kernel's name and identifies the source and Triton's version. It is written
+atomically, and written again if its contents differ from the source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from types import ModuleType
 
 
 def import_source(source: str, name: str, version: str) -> ModuleType:
-    """The module with this source, imported from a file. `name` is its kernel's name, of our making."""
+    """The module with this source, imported from a file. `name` is its kernel's name, made by
+    `module.name_of`."""
     key = hashlib.sha256(f"{version}\n{source}".encode()).hexdigest()[:16]
     path = directory() / f"{name}_{key}.py"
     write(path, source)
@@ -45,7 +46,7 @@ def directory() -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this is a real directory of the user's that nobody else may read or write."""
+    """Whether this is a directory (no link) owned by the user that nobody else may read or write."""
     status = path.lstat()
     mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     return stat.S_ISDIR(status.st_mode) and mine and not status.st_mode & 0o077
@@ -60,7 +61,7 @@ def _made_private(path: Path) -> bool:
 
 
 def write(path: Path, text: str) -> None:
-    """Make the file hold the text. Readers see all of it or none: it is renamed into place."""
+    """Write the text to the file atomically: it is renamed into place."""
     wanted = text.encode()
     with contextlib.suppress(FileNotFoundError):
         if not path.is_symlink() and path.read_bytes() == wanted:

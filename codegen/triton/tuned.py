@@ -1,7 +1,7 @@
 """Block sizes that were measured: a small table for each device.
 
-A table is a JSON file of block sizes (and schedules) by pass, dtype, widths and kind of program, and for
-attention over a cache of how many programs a multiprocessor should have:
+A table is a JSON file of block sizes (and schedules) by pass, dtype, widths and kind of program, and, for
+attention over a cache, the number of programs per multiprocessor:
 
     {"device": "NVIDIA H200", "triton": "3.9.0",
      "blocks": {"forward, bfloat16, 64 wide, values 64, causal": [128, 64, 4, 2, "warp-specialised"],
@@ -9,9 +9,9 @@ attention over a cache of how many programs a multiprocessor should have:
      "programs": {"decode of 16 queries, bfloat16, 128 wide, values 128, causal": 4}}
 
 A line's numbers are those of `Blocks`: queries, keys, warps, stages. Tables of devices that we measured are
-shipped in `tuned/`. Those that a user measures (`tuning.py`, or `attngraph bench --tune`) lie beside the
-emitted kernels as `tuned_<device>.json`, and go first. What no table has follows the rules of `plan.py`.
-A file that is no table is not used, and the log says so; it also says if another Triton measured one that is.
+shipped in `tuned/`. Those that a user measures (`tuning.py`, or `attngraph bench --tune`) are stored beside
+the emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry the rules of `plan.py`
+apply. Malformed tables are logged and ignored; tables measured with another version of Triton are logged.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
 SPECIALISED = "warp-specialised"
-"""Stands behind the sizes of such blocks in a table."""
+"""Follows the sizes of warp-specialised blocks in a table."""
 _SHIPPED = Path(__file__).parent / "tuned"
 
 
 def key(step: str, program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype) -> str:
-    """The line of a table: "forward, bfloat16, 128 wide, values 128, causal"."""
+    """The key of a table's entry: "forward, bfloat16, 128 wide, values 128, causal"."""
     found = diagonal(conjuncts(program))
     words = ["" if is_linear(program) else "scored", "causal" if found else ""]
     words += ["masked" if visits.masks(program, found and found[0]) else ""]
@@ -57,7 +57,7 @@ def key(step: str, program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype) -
 
 
 def find(name: str, line: str, Sq: int) -> Blocks | None:
-    """What was measured on the device of that name, or None."""
+    """The blocks measured on the device of that name, or None."""
     blocks = table(name).get(line) if name else None
     if blocks is not None and Sq < blocks.q:
         return dataclasses.replace(blocks, q=padded(Sq), warps=min(blocks.warps, 4))
@@ -65,18 +65,18 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
 
 
 def table(name: str) -> dict[str, Blocks]:
-    """The blocks of a device: what is shipped, and over it what the user measured."""
+    """The blocks of a device: those shipped, overridden by those that the user measured."""
     return {line: blocks for found in tables(name) for line, blocks in found.blocks.items()}
 
 
 def programs(name: str) -> dict[str, int]:
-    """How many programs for each multiprocessor of the device were found best, over a cache."""
+    """The best measured number of programs per multiprocessor, for attention over a cache."""
     return {line: count for found in tables(name) for line, count in found.programs.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What a file holds, and the version of Triton that it was measured with."""
+    """The contents of a file, and the version of Triton that it was measured with."""
 
     blocks: Mapping[str, Blocks]
     programs: Mapping[str, int]
@@ -85,7 +85,7 @@ class Table:
 
 @functools.lru_cache(maxsize=16)
 def tables(name: str) -> tuple[Table, ...]:
-    """Those of a device, the user's last."""
+    """The tables of a device, the user's last."""
     found = {path: _read(path) for path in _paths(name)}
     for path, one in found.items():
         if one.blocks and one.triton != _version():
@@ -142,11 +142,11 @@ def _count(number: Any) -> int:
 
 
 def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None = None) -> None:
-    """Add lines to the user's table, or begin it anew if another Triton measured the old one. Readers see the
-    old table or the new one.
+    """Add entries to the user's table, or start a new one if the old was measured with another Triton. It is
+    written atomically.
 
     Args:
-        counts: of some lines, how many programs each multiprocessor should have.
+        counts: the number of programs per multiprocessor, for some of the entries.
     """
     path = _own(name)
     old = _read(path)

@@ -1,4 +1,4 @@
-"""Measuring block sizes, schedules and splits: `tune`, which nothing calls but who asks for it."""
+"""Measuring block sizes, schedules and splits: `tune`, which runs only if the user calls it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from attngraph.ir.ops.kernels import Operands
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _NUMBERS = 1 << 16
-"""Registers of a multiprocessor: tiles beyond it are not tried."""
+"""Registers of a multiprocessor: larger tiles are not tried."""
 _PROGRAMS = (1, 2, 4, 8)
-"""Programs for each multiprocessor that are tried over a cache."""
+"""The numbers of programs per multiprocessor that are measured, over a cache."""
 Timer = Callable[[Callable[[], object]], float]
 """Seconds (or any unit) that a call takes."""
 C = TypeVar("C")
@@ -35,17 +35,17 @@ def tune(
     gradients: bool = False, cache: tuple[tuple[Tensor, Tensor], Sequence[Tensor]] | None = None,
     timer: Timer | None = None, name: str | None = None,
 ) -> dict[str, Blocks]:  # fmt: skip
-    """Measure choices of block sizes for such calls, and store the fastest for this user and device.
+    """Measure block sizes for calls like this one, and store the fastest for this user and device.
 
     Args:
         operands: q, k, v, as for the op, on the device. gradients: also those of the backward pass.
-        cache: pages of keys and of values, and rows (`ir/ops/cached_attention.py`): what is
-            measured is attention over a cache, to which `operands` are the new tokens.
-        timer: by default Triton's own. name: the device's, by default as PyTorch says it.
+        cache: pages of keys and of values, and rows (`ir/ops/cached_attention.py`): attention
+            over a cache is measured, with `operands` as the new tokens.
+        timer: by default Triton's own. name: of the device; by default PyTorch's name.
 
     Returns:
-        The lines of the table that were stored. A choice that does not run is left out; where none runs, so
-        is the line.
+        The table entries that were stored. Choices that do not run are left out; if none runs, there is no
+        entry.
     """
     parsed = parse(program) if isinstance(program, str) else program
     name = device.name_of(operands[0].device) if name is None else name
@@ -82,7 +82,7 @@ def _tune_decode(
     program: ScoreProgram, operands: Operands, pages: tuple[Tensor, Tensor], rows: Rows,
     reads: Sequence[Tensor], sizes: Sequence[int], clock: Timer, name: str,
 ) -> dict[str, Blocks]:  # fmt: skip
-    """Tiles, and into how many parts keys are split: for so many programs on each multiprocessor."""
+    """Measure tiles, and the number of parts of the keys (as programs per multiprocessor)."""
     q, *new = operands
     about = counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
@@ -113,7 +113,7 @@ def _fastest(options: Sequence[C], call: Callable[[C], object], clock: Timer, wh
 
 
 def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
-    """The output, by the warp-specialised schedule: with blocks of a table if it has such, else of the rule.
+    """The output by the warp-specialised schedule, with a table's blocks if it has such, else by rule.
 
     Raises:
         ValueError: the call cannot be warp-specialised; says why. CompilationError: it does not compile.
@@ -129,7 +129,7 @@ def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
 
 
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
-    """Block sizes that may be any good for a width."""
+    """Block sizes worth measuring for a width."""
     row = padded(width) * dtype.itemsize
     for q in (32, 64, 128):
         for k in (32, 64, 128):
@@ -141,7 +141,7 @@ def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
 
 
 def specialised_choices(plan: Plan, operands: Operands) -> Iterator[Blocks]:
-    """Warp-specialised ones, if the call can be."""
+    """Warp-specialised block sizes, if the call can be warp-specialised."""
     if schedule.obstacle(plan) is not None or schedule.obstacle_of_call(operands) is not None:
         return
     row, room = padded(max(plan.D, plan.Dv)) * plan.dtype.itemsize, device.shared_memory(operands[0].device)
@@ -153,8 +153,8 @@ def specialised_choices(plan: Plan, operands: Operands) -> Iterator[Blocks]:
 
 
 def decode_choices(first: Blocks, width: int) -> Iterator[Blocks]:
-    """Block sizes that may be any good over a cache, beside those of the rule: as tall, since the queries of
-    a group are as many as they are."""
+    """Block sizes worth measuring over a cache, besides those of the rule: of the same height, since the
+    number of queries of a group is given."""
     for k in (16, 32, 64, 128):
         for warps in (4, 8):
             for stages in (1, 2, 3):

@@ -1,12 +1,12 @@
 """Which tiles of keys kernels visit, where masks other than a causal one leave some out.
 
-Every tile of scores is empty, open (all masks keep everything) or neither (`meaning/masks/tiles.py`), by
-what masks say of the places and by the least and largest element that each tile reads of small tensors
+Every tile of scores is empty, open (all masks keep everything) or neither (`meaning/masks/tiles.py`). This is
+derived from the positions, and from the least and largest element that each tile reads of small tensors
 (lengths, documents, padding). A block of queries gets a list: its open tiles, then those in which masks are
-evaluated. The backward kernels visit the same, and for each block of keys there is a list of the blocks of
-queries. Found on the device, without waiting for it. Lists that follow from shapes are kept; those that
-follow from tensors are kept for as long as these stay as they are, since the layers of a model ask for the
-same ones.
+evaluated. The backward kernels visit the same tiles, with another list of the blocks of queries for each
+block of keys. Lists are computed on the device, without synchronisation. Lists that depend on shapes alone
+are cached; those that depend on tensors are cached until these change, since all layers of a model use the
+same lists.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
 
 WORTH = 1 << 26
-"""Scores of a call from which on masks that read tensors are looked at beforehand: that takes some dozens of
-small operations."""
+"""For calls with at least this many scores, tiles are listed also for masks that read tensors, which takes
+some dozens of small operations."""
 _KEPT = 12
-"""Lists from tensors that are kept."""
+"""How many lists that depend on tensors are cached."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """`tiles` `[rows, blocks of k]`: numbers of blocks of keys, int32; `counts` `[rows, 2]`: how many of them
-    are open, how many are visited. Block i of queries of batch b and head h has row b * `b` + h * `h` + i."""
+    """`tiles` `[rows, blocks of k]`: numbers of blocks of keys, int32; `counts` `[rows, 2]`: how many are
+    open, and how many are visited in all. Block i of queries of batch b and head h has row b * `b` + h * `h`
+    + i."""
 
     tiles: Tensor
     counts: Tensor
@@ -50,7 +51,8 @@ class Visits:
 
 @functools.lru_cache(maxsize=1024)
 def masks(program: ScoreProgram, diagonal: Statement | None) -> tuple[Keep, ...]:
-    """The masks besides the diagonal that can empty tiles and of which something is known beforehand."""
+    """The masks, besides the diagonal, that can make tiles empty and that can be bounded before the
+    launch."""
     found = (keep for keep in lasting_masks(conjuncts(program)) if keep != diagonal)
     return tuple(keep for keep in found if _is_known(keep.predicate))
 
@@ -61,12 +63,13 @@ def _is_known(predicate: Expr) -> bool:
 
 
 def _is_large(node: Expr) -> bool:
-    """Whether the node reads an element for every single score: as much as the kernel itself reads."""
+    """Whether the node reads an element for each score, which is as much as the kernel itself reads."""
     return node.op == "read" and S.index("q") in node.free and S.index("k") in node.free
 
 
 def are_listed(program: ScoreProgram, diagonal: Statement | None, operands: Operands) -> bool:
-    """Whether a call's tiles are listed: it has such masks, and is large enough if they read tensors."""
+    """Whether a call's tiles are listed: whether it has masks that leave out tiles and, if they read tensors,
+    is large enough."""
     (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
     found = masks(program, diagonal)
     reads = any(n.op == "read" for keep in found for n in E.walk(keep.predicate))
@@ -77,7 +80,7 @@ def find(
     program: ScoreProgram, blocks: Blocks, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
     turned: bool = False,
 ) -> Visits:  # fmt: skip
-    """The lists of a call. `turned`: of each block of keys which blocks of queries it visits."""
+    """The lists of a call. `turned`: for each block of keys, the blocks of queries that it visits."""
     (B, Hq, Sq, _), Skv = operands[0].shape, operands[1].shape[2]
     cuts = Cut(0, B, 1), Cut(0, Hq, 1), Cut(0, Sq, blocks.q), Cut(0, Skv, blocks.k)
     own = tuple(sizes[: program.sizes])
@@ -108,7 +111,7 @@ def _from_tensors(
     nodes = [n for keep in program.keeps for n in E.walk(keep.predicate) if n.op == "read"]
     large = {n.value for n in nodes if _is_large(n)}
     used = [reads[number] for number in sorted({n.value for n in nodes} - large)]
-    # Inference tensors do not say when they are written to, and a graph that is recorded runs again later.
+    # Inference tensors have no version counter, and a captured CUDA graph runs again with other values.
     is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     is_kept = not is_recorded and not any(t.is_inference() for t in used)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -116,7 +119,7 @@ def _from_tensors(
     for known, tensors, found in tuple(_kept) if is_kept else ():
         if known == key and all(ref() is t for ref, t in zip(tensors, used, strict=True)):
             return found
-    unknown = torch.empty((0,), dtype=torch.int8)  # nothing is concluded from narrow integers
+    unknown = torch.empty((0,), dtype=torch.int8)  # tiles draw no conclusion from int8
     small = tuple(unknown if n in large else r.detach() for n, r in enumerate(reads))
     with _PlacesOn(device):
         found = _listed(tiles.block_map(program, Grid(*cuts, sizes, small)), cuts, turned)
@@ -127,8 +130,8 @@ def _from_tensors(
 
 
 class _PlacesOn(TorchFunctionMode):
-    """Makes indices on the device of the tensors that they are compared with. Single numbers stay on the
-    host: operations take them as they are, where copying them would wait for the device."""
+    """Creates indices on the device of the tensors that they are compared with. Single numbers stay on the
+    host: operations accept them there, and copying them would synchronise with the device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ def _listed(found: Tensor, cuts: Cuts, turned: bool) -> Visits:
     found, k = (found.mT, cuts[2]) if turned else (found, cuts[3])
     is_open = found == tiles.OPEN
     if (k.stop - k.start) % k.step:
-        is_open[..., -1] = False  # its last keys are none
+        is_open[..., -1] = False  # it extends beyond the last key
     seen = found != tiles.SKIP
     rank = torch.where(is_open, 0, torch.where(seen, 1, 2)).to(torch.uint8)
     order = torch.argsort(rank, dim=-1, stable=True).to(torch.int32).flatten(0, 2)

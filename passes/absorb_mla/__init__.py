@@ -1,4 +1,4 @@
-"""AbsorbMLA: attention over latents, without writing keys and values out where that is cheaper."""
+"""AbsorbMLA: attention over latents that does not compute keys and values where that is cheaper."""
 
 from attngraph.passes.absorb_mla.absorb import WAYS, AbsorbMLA
 

@@ -1,12 +1,13 @@
-"""AbsorbMLA: attention whose keys and values are made from one narrow latent looks at the latent instead.
+"""AbsorbMLA: attention whose keys and values are projected from one narrow latent attends to the latent
+instead.
 
-Matches a fused attention whose keys and values are, head by head, linear images of a value that all heads
-share and that is narrower than they are (`meaning/attention/latent.py`): multi-head latent attention, by
-whatever names and ops. Right because a matrix can stand on either side of a dot product, q . (W c) = (W^T q)
+Matches a fused attention whose keys and values are, for each head, a linear projection of a tensor that all
+heads share and that is narrower than they are (`meaning/attention/latent.py`): multi-head latent attention,
+however it is written. Right because a matrix can stand on either side of a dot product, q . (W c) = (W^T q)
 . c, and before or after a weighted sum; every claim is checked in float64 in both forms. The projections
 become operands of `attngraph::latent_attention`, which multiplies in the order that is cheaper at each call
-(`ir/ops/cost.py`), so that a decoder keeps the latent and never writes keys out. "fold" always absorbs, and
-multiplies the projections with the weights beside them ahead (`fold_weights.py`). A bias of the keys is the
+(`ir/ops/cost.py`), so that a decoder caches the latent and not the keys. "fold" always absorbs, and
+multiplies the projections with the adjacent weights in advance (`fold_weights.py`). A bias of the keys is the
 same for all keys of a query and cancels in the softmax; one of the values is added to the result. Refuses,
 with the reason, where something stands between the projection and the attention, where a bias does not
 cancel, where nothing would be saved, and where gradients may flow.
@@ -60,7 +61,7 @@ WAYS = (*ABSORB, "fold")
 @dataclasses.dataclass(frozen=True)
 class AbsorbMLA:
     """`absorb` is "auto" (by cost), "always", "never" or "fold"; `keeps`: the graph will become a decoder's,
-    which keeps what attention looks at."""
+    which caches what attention looks at."""
 
     absorb: str = "auto"
     keeps: bool = False
@@ -80,7 +81,7 @@ class AbsorbMLA:
         for node in graph.attentions():
             try:
                 note = absorption.try_on(node)
-            except Exception as problem:  # a fault of ours leaves the attention as it is
+            except Exception as problem:  # a bug in this pass leaves the attention unchanged
                 log.exception("could not absorb %s at %s", node, source_of(node))
                 note = f"left expanded at {source_of(node)}: an error of the compiler: {problem}"
             if note:
@@ -93,7 +94,7 @@ class AbsorbMLA:
 
 
 class _Refused(Exception):
-    """Why an attention is left as it is. `tell`: the user would expect it to be absorbed."""
+    """Why an attention is left unchanged. `tell`: report it, because a user would expect absorption."""
 
     def __init__(self, reason: str, tell: bool = True) -> None:
         super().__init__(reason)
@@ -102,8 +103,8 @@ class _Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
-    """What an absorbed attention is given. Of `shared` `[B, 1, S, C]` the first `keys` values are the key,
-    and values[1] from values[0] on are what the value is made from."""
+    """The operands of an absorbed attention. The first `keys` elements of `shared` `[B, 1, S, C]` are the
+    key; the values[1] elements from values[0] on are what the value is projected from."""
 
     q: fx.Node
     shared: fx.Node
@@ -123,8 +124,8 @@ class _Operands:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """`new` is to take the place of `old`. `products` of weights are to be computed beforehand; `sources`:
-    what both are computed from, besides latents and projections."""
+    """`new` replaces `old`. `products` of weights are computed in the stage of weights; `sources`: what both
+    are computed from, besides latents and projections."""
 
     old: fx.Node
     new: fx.Node
@@ -144,7 +145,7 @@ class _Absorption:
         self.products: list[fx.Node] = []
 
     def try_on(self, node: fx.Node) -> str:
-        """What was done to one attention, or why nothing was; "" where nobody would expect anything."""
+        """Absorb one attention; returns what was done, or why not ("" where no user would expect it)."""
         source = source_of(node)
         try:
             entry = self._absorb(node, self._examine(node))
@@ -160,7 +161,7 @@ class _Absorption:
         """The latent of an attention whose program allows another order of multiplication.
 
         Raises:
-            _Refused: it has none, or its biases do not cancel, or nothing would be saved.
+            _Refused: there is no latent, its biases do not cancel, or nothing would be saved.
         """
         view = AttentionOp.of(node)
         if not isinstance(view, Attention) or view.kernel or any(user.args[1] != 0 for user in node.users):
@@ -190,7 +191,7 @@ class _Absorption:
         """Replace the attention.
 
         Raises:
-            _Refused: it would be slower, or compute something else. Nothing is changed then.
+            _Refused: it would be slower, or the result differs. The graph is then unchanged.
         """
         builder = Builder(self.graph, node)
         try:
@@ -218,7 +219,7 @@ class _Absorption:
     def _operands(self, builder: Builder, node: fx.Node, found: Latent) -> _Operands:
         """The latents side by side, the projections, and the query with its parts in the keys' order."""
         q = Attention.of(node).q
-        keys = sorted(found.keys, key=lambda s: s.up is None)  # what is projected comes first
+        keys = sorted(found.keys, key=lambda s: s.up is None)  # projected parts come first
         offsets: dict[object, int] = {}
         parts: list[fx.Node] = []
         at = 0
@@ -242,7 +243,7 @@ class _Absorption:
         return _Operands(q, shared, key_up, value_up, rank + direct, values)
 
     def _shared(self, builder: Builder, node: fx.Node, given: _Operands) -> _Change:
-        """Nothing is projected up: values become a part of the keys."""
+        """Without projections: values become a part of the keys."""
         view = Attention.of(node)
         (old,) = node.users
         k, v = given.views(builder)
@@ -252,7 +253,7 @@ class _Absorption:
         return _Change(old, builder.call(operator.getitem, whole, 0), entry, (), (view.q,))
 
     def _latent(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
-        """The order of multiplication is chosen at each call."""
+        """With `latent_attention`, which chooses the order of multiplication at each call."""
         view = Attention.of(node)
         (old,) = node.users
         sizes = given.sizes()
@@ -266,7 +267,7 @@ class _Absorption:
         return _Change(old, self._with_bias(builder, new, found.values), entry, (), (view.q,))
 
     def _folded(self, builder: Builder, node: fx.Node, given: _Operands, found: Latent) -> _Change:
-        """Absorbed in plain operations, with the products of weights made ahead as far as there are some."""
+        """Absorbed in plain operations, with products of weights computed in advance where possible."""
         view = Attention.of(node)
         (old,) = node.users
         sizes = given.sizes()
@@ -275,7 +276,7 @@ class _Absorption:
             try:
                 done.append(self._of_weights(fold_query(builder, self.latents, given.q, given.key_up)))
                 query, sources = done[-1].value, []
-                # The model's own projection of the query goes on, for the part that is not folded.
+                # The model's own projection of the query remains, for the part that is not folded.
                 wasted = 2 * sizes.heads * sizes.nope * done[-1].width if sizes.shared else 0
             except NotFolded as problem:
                 apart.append(str(problem))
@@ -310,10 +311,10 @@ class _Absorption:
         return _Change(old, result, entry, products, (*sources, *(n for f in done for n in f.sources)))
 
     def _of_weights(self, folded: Folded) -> Folded:
-        """The same, if its products depend on weights alone.
+        """`folded`, if its products depend on weights alone.
 
         Raises:
-            NotFolded: they follow an input.
+            NotFolded: they depend on an input.
         """
         known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
         for node in region(folded.products, []):
@@ -337,7 +338,7 @@ class _Absorption:
         return builder.call(aten.add.Tensor, new, bias)
 
     def _decide(self, sizes: LatentSizes, given: _Operands) -> LatentEntry:
-        """What it costs in either order.
+        """The costs of both orders of multiplication, for the report.
 
         Raises:
             _Refused: absorbing would be slower.
@@ -374,7 +375,7 @@ class _Absorption:
         return self.meaning.renamed(size_expression(extent))
 
     def _check(self, change: _Change, found: Latent, node: fx.Node) -> Verdict:
-        """Compare with what there was, as functions of what both are made of."""
+        """Compare the new nodes with the old, as functions of the tensors that both are computed from."""
         view = Attention.of(node)
         views = [v for s in (*found.keys, found.values) for v in (s.source, s.up, s.bias) if v is not None]
         leaves = [*change.sources, *(v.base for v in views), *view.reads]
@@ -394,13 +395,13 @@ def _each_head(builder: Builder, x: fx.Node, weight: fx.Node) -> fx.Node:
 
 
 def _width(attention: Attention) -> int:
-    """Values of one token in keys and values as they are."""
+    """The number of elements per token in the original keys and values."""
     return sum(int(n.meta["val"].shape[1]) * int(n.meta["val"].shape[3]) for n in attention.keys)
 
 
 def _ignores_shift(program: ScoreProgram) -> bool:
     """Whether adding a number to all dots of a row changes nothing: scores are a multiple of the dot plus
-    something else, and whatever is hidden stays so."""
+    terms without it, and masks fill with minus infinity or a very low number."""
     if program.sink is not None:
         return False
     value = DOT

@@ -1,7 +1,7 @@
-"""Multiplying weights beforehand: two projections in a row become one stored matrix. Used by `absorb_mla`.
+"""Multiplying weights in advance: two consecutive projections become one stored matrix. Used by `absorb_mla`.
 
-A query that is projected (x W_q) and then looks at latents through W_uk, and a weighted sum of latents that
-goes through W_uv and then through the output projection, each pass two matrices. Their products
+A query is projected by W_q and then, to attend to latents, by W_uk; a weighted sum of latents is projected by
+W_uv and then by the output projection: two matrices each. Their products
 W_q W_uk^T and W_uv W_o depend on weights alone, so they move to the stage that runs when a weight changes.
 The products are larger than their factors where the inner width is small; the report says by how much.
 """
@@ -28,14 +28,14 @@ aten = torch.ops.aten
 
 
 class NotFolded(Exception):
-    """Why two matrices stay apart."""
+    """Why two matrices are not multiplied."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """`value` stands for what two matrices gave; `products` are made of weights alone. Parameters of the two
-    before, of their product after; `sources` is what the value is computed from, `width` the width of the
-    outer side."""
+    """`value` replaces the result of two matrices; `products` are computed from weights alone. `before` and
+    `after` count the parameters of the two and of their product; `sources` is what the value is computed
+    from, `width` the width of the outer side."""
 
     value: fx.Node
     products: tuple[fx.Node, ...]
@@ -46,11 +46,11 @@ class Folded:
 
 
 def fold_query(builder: Builder, latents: Latents, q: fx.Node, key_up: fx.Node) -> Folded:
-    """`[B, H, S, L]`: the first P places of q `[B, H, S, P + R]` times key_up `[G, P, L]`, from what q is
-    projected from.
+    """`[B, H, S, L]`: the first P elements of q `[B, H, S, P + R]` times key_up `[G, P, L]`, computed from
+    the input of q's projection.
 
     Raises:
-        NotFolded: they are no projection.
+        NotFolded: they are not the result of a projection.
     """
     groups, nope, rank = (int(n) for n in key_up.meta["val"].shape)
     heads = int(q.meta["val"].shape[1])
@@ -97,10 +97,10 @@ class Projection:
 
 
 def projection_of(meaning: Meaning, result: fx.Node) -> Projection:
-    """The projection that an attention's result goes to, through views alone.
+    """The projection of an attention's result, with only views in between.
 
     Raises:
-        NotFolded: it goes elsewhere, too, or not as `[B, S, H * V]`.
+        NotFolded: the result has other uses, or does not enter as `[B, S, H * V]`.
     """
     node = result
     while True:
@@ -159,7 +159,8 @@ def _weight(
 
 
 def fold_result(builder: Builder, mixed: fx.Node, value_up: fx.Node, to: Projection) -> Folded:
-    """`[B, S, N]`: mixed latents `[B, H, S, Lv]` through value_up `[G, V, Lv]` and the projection at once."""
+    """`[B, S, N]`: mixed latents `[B, H, S, Lv]` times the product of value_up `[G, V, Lv]` and the
+    projection."""
     groups, value, rank = (int(n) for n in value_up.meta["val"].shape)
     heads = int(mixed.meta["val"].shape[1])
     weight = builder.view(*to.weight)  # [N, H, V]

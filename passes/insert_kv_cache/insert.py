@@ -1,14 +1,14 @@
-"""InsertKVCache: a graph of whole sequences becomes one that computes new tokens from what was kept.
+"""InsertKVCache: a graph of whole sequences becomes one that computes new tokens over a cache.
 
-Matches a fused graph whose logits are, token by token, computed from the token, its place, fixed values
-and attention that hides all later tokens (`meaning/tokens/tokens.py`). Right because token-wise operations
-give a token the same whatever stands beside it: the graph is given the new tokens of all sequences as one
-packed sequence, `[1, N]`, and only three things are rewritten. What follows from a token's place is computed
-from a vector of positions (`shift_positions`); attention looks at pages of what was kept and at the new
-tokens (`attngraph::cached_attention`, the score program unchanged); what does not depend on the tokens at
-all (an encoder, keys computed from it) moves into a stage that runs once for a prompt. What is kept is a
-minimum cut (`meaning/tokens/kv_cut.py`); the new share of it is a result, written to the pages after the
-step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
+Matches a fused graph whose logits are computed, for each token, from the token, its position, fixed values
+and attention that masks all later tokens (`meaning/tokens/tokens.py`). Right because token-wise operations
+give a token the same result whatever its neighbours: the graph gets the new tokens of all sequences as one
+packed sequence, `[1, N]`, and only three things are rewritten. Values that depend on positions are computed
+from a vector of positions (`shift_positions`); attention reads cached pages and the new tokens
+(`attngraph::cached_attention`, with the score program unchanged); values that do not depend on the tokens (an
+encoder, keys computed from it) move into a stage that runs once per prompt. The cached values are a
+minimum cut (`meaning/tokens/kv_cut.py`); those of the new tokens are results, written to the pages after
+the step. Refuses, naming the operation, its line and a pair of tokens, where a token can see a later one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
 ROWS = ("starts", "first", "row")
-"""Inputs that say which tokens are whose, besides the positions, the tables and how much is held."""
+"""Inputs that assign tokens to rows, besides the positions, the page tables and the numbers of cached
+tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class InsertKVCache:
 
 
 def _only_result(graph: ProgramGraph, result: int) -> None:
-    """Keep the logits alone of what the model returns. A model that writes to its inputs has no decoder."""
+    """Of the model's results keep only the logits. A model that writes to its inputs has no decoder."""
     written = [o for o in graph.outputs if o.kind != "value"]
     if written:
         raise NoDecoderError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
@@ -97,7 +98,7 @@ def _analyse(graph: ProgramGraph, ids: fx.Node) -> Tokens:
 
 
 def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
-    """Raise unless the logits are a value of each token.
+    """Raise unless the logits are token-wise.
 
     Raises:
         NoDecoderError: with the first operation that mixes tokens, its line, and a pair of tokens.
@@ -175,7 +176,7 @@ class _Insertion:
     def _looks_at_tokens(self, node: fx.Node) -> bool:
         return self.tokens[node].kind is Kind.ATTENTION
 
-    # --- what is kept ---
+    # --- cached values ---
 
     def _choose_stores(self, attentions: Sequence[fx.Node]) -> None:
         operands = [o for node in attentions for o in self._kept_operands(node)]
@@ -195,7 +196,7 @@ class _Insertion:
             counted = [isinstance(n, int) and not digits for n, digits in
                        zip(value.meta["val"].shape, fact.axes, strict=True)]  # fmt: skip
             shape = [int(n) if own else 0 for n, own in zip(value.meta["val"].shape, counted, strict=True)]
-            if row is None:  # a model without a batch: pages come first
+            if row is None:  # no batch dimension: the dimension of pages is added in front
                 shape, row, token = [0, *shape], 0, token + 1
             label = module_of(users[0]) or source_of(value) if users else source_of(value)
             name = f"kept{number}"
@@ -204,13 +205,13 @@ class _Insertion:
             )
 
     def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
-        """What later tokens need of a token: keys, values, and what the scores read at positions."""
+        """Operands to cache: keys, values, and the tensors that scores read at key positions."""
         view = AttentionOp.of(node)
         reads_tokens = [r for r in view.reads if any(self.space.token in d for d in self.tokens[r].axes)]
         return [*([] if self.tokens[view.keys[0]].kind is Kind.FIXED else view.keys), *reads_tokens]
 
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
-        """The kept values that an operand is a view of."""
+        """The cached values that an operand is a view of."""
         stop, found, stack = set(kept), [], [operand]
         while stack:
             node = stack.pop()
@@ -274,22 +275,22 @@ class _Insertion:
         self.graph.graph.erase_node(node)
 
     def _note_rows(self, program: ScoreProgram, reads: Sequence[fx.Node]) -> None:
-        """Scores that read a fixed value at `b` say which of its dimensions is the batch, also where the
-        trace does not say that it is as long."""
+        """Record the batch dimension of fixed values that scores read at index `b`, also where the trace does
+        not show that it has the size of the batch."""
         for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
             for dim, index in enumerate(node.args):
                 if index.op == "var" and index.value == "b":
                     self.fixed.row_dims[reads[node.value]] = dim
 
     def _widen(self, stores: Sequence[Store]) -> None:
-        """Operands of one attention are kept for equally long."""
+        """Cache all operands of one attention without a window, so that they are equally long."""
         for value, store in self.stores.items():
             if store in stores:
                 self.stores[value] = dataclasses.replace(store, window=None)
 
     def _replay(self, builder: Builder, operand: fx.Node) -> fx.Node:
-        """An operand as a view of pages: the steps from the kept value to it, on pages instead of rows and
-        on the tokens of a page instead of all."""
+        """An operand as a view of pages: repeats the steps from the cached value, with pages instead of rows
+        and the tokens of a page instead of all tokens."""
         done: dict[fx.Node, fx.Node] = {}
 
         def replay(node: fx.Node) -> fx.Node:
@@ -325,7 +326,7 @@ class _Insertion:
         return found
 
     def _read(self, builder: Builder, node: fx.Node) -> fx.Node:
-        """A tensor that the scores read: over all positions of each row where it follows the tokens."""
+        """A tensor that the scores read: over all positions of each row if it depends on the tokens."""
         fact = self.tokens[node]
         token = self.space.place(fact.axes, self.space.token)
         if token is not None:

@@ -1,7 +1,7 @@
-"""Only the results that are wanted: after the last attention a decoder need not compute the others.
+"""Only the results that are wanted: after the last attention a decoder need not compute the other tokens.
 
-Of a prompt mostly the last token's logits are asked for, and the head is a large part of the work. The
-tokens are picked at the first value, after the last attention, through which all that follows goes. Used
+For a prompt usually only the last token's logits are needed, and the output head is a large part of the work.
+The tokens are selected at the first value after the last attention on which the result depends alone. Used
 by `insert_kv_cache`.
 """
 
@@ -25,11 +25,11 @@ aten = torch.ops.aten
 def pick_results(
     graph: ProgramGraph, tokens: Tokens, ids: fx.Node, kept: Sequence[fx.Node], picked: fx.Node
 ) -> None:
-    """Compute the first result for the tokens at the places `picked` alone, as early as can be; does
-    nothing where there is no such value.
+    """Compute the first result only for the tokens at the indices `picked`, selecting as early as possible;
+    does nothing where there is no place to select.
 
     Args:
-        kept: values that are needed of every token.
+        kept: values that are needed for every token.
     """
     space = tokens.space
     (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
@@ -63,8 +63,8 @@ def pick_results(
 def _bottlenecks(
     tokens: Tokens, result: fx.Node, kept: Sequence[fx.Node]
 ) -> list[tuple[fx.Node, set[fx.Node]]]:
-    """The values that all which leads to the result goes through, after the last attention, the earliest
-    first, each with the nodes after it."""
+    """The values after the last attention through which every path to the result leads, the earliest first,
+    each with the nodes after it."""
 
     def follows_tokens(node: fx.Node) -> bool:
         fact = tokens.facts.get(node)

@@ -1,8 +1,8 @@
-"""Values that follow from a token's place, computed for the places of the tokens at hand.
+"""Values that depend on token positions, computed from the positions of the given tokens.
 
-`arange(T)`, `table[:T]`, a running count: the analysis knows an element of each as a formula of the place
-t. Here the formula becomes operations on the vector of positions, so that a graph can be given any tokens
-of any sequences. Used by `insert_kv_cache`.
+`arange(T)`, `table[:T]`, a running count: the analysis gives an element of each as a formula of the position
+t. This module emits the formula as operations on a vector of positions, so that a graph can be given any
+tokens of any sequences. Used by `insert_kv_cache`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class NoFormula(Exception):
-    """A formula with an operation that is not written out here."""
+    """A formula with an operation that cannot be emitted here."""
 
 
 def emit(

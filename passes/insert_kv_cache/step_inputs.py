@@ -1,4 +1,4 @@
-"""Inputs of a step beside the model's own: rows, pages, and what is fixed for a prompt."""
+"""A step's inputs besides the model's own: rows, pages, and values that are fixed for a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attngraph.meaning.tokens.tokens import Tokens
 
 
 class StepInputs:
-    """Placeholders that a graph gets after its own, each made when it is first asked for."""
+    """Placeholders added after the graph's own, each created at its first use."""
 
     def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
         self.graph, self.ids, self.tokens = graph, ids, tokens
@@ -28,7 +28,7 @@ class StepInputs:
         return self._made[name]
 
     def take(self, kind: str, name: str, shape: Sequence[Any], dtype: torch.dtype = torch.int64) -> fx.Node:
-        """A new placeholder, or the one of that name; None in the shape is a size of its own."""
+        """A new placeholder, or the existing one of that name; None in the shape is a new symbolic size."""
         if name in self._made:
             return self._made[name]
         with self.graph.graph.inserting_after(self._last):
@@ -45,7 +45,7 @@ class StepInputs:
         return node
 
     def rows(self, name: str) -> fx.Node:
-        """A vector about rows, or about tokens: as long as there are tokens then."""
+        """An integer vector with an entry per row, or per token."""
         if name not in ("positions", "row"):
             return self.take("rows", name, [None])
         made = self.take("rows", name, [])
@@ -59,24 +59,24 @@ class StepInputs:
         return made
 
     def table(self, window: int | None) -> fx.Node:
-        """The pages of each row, of values that are kept for a window or for good."""
+        """The page table of the rows, for values that are cached for a window, or (None) without limit."""
         return self.take("rows", f"table.{window or 'all'}", [None, None])
 
     def pages(self, store: Store) -> fx.Node:
-        """All pages of a kept value."""
+        """All pages of a cached value."""
         return self.take("pages", store.name, [n or None for n in store.shape], store.dtype)
 
     def fixed(self, name: str, value: Any) -> fx.Node:
-        """What the prompt's stage computed, like `value`."""
+        """A result of the prompt's stage, with the shape and dtype of `value`."""
         made = self.take(Rate.PROMPT.value, name, [], value.dtype)
         made.meta["val"] = value
         return made
 
     def drop_unused(self) -> None:
-        """Keep the inputs that are used, and the parameters.
+        """Remove inputs that are not used, except parameters.
 
         Raises:
-            NoDecoderError: one of the model's own is needed that does not depend on the tokens.
+            NoDecoderError: an input of the model other than the tokens is still needed.
         """
         for node, given in zip(self.graph.placeholders(), self.graph.inputs, strict=True):
             if node.users and given.kind == "argument" and not self.tokens.depends_on_tokens(node):

@@ -1,8 +1,8 @@
-"""What does not depend on the tokens at all (an encoder, keys made from it) moves into the prompt's stage.
+"""Values that do not depend on the tokens (an encoder, keys computed from it) move into the prompt's stage.
 
-It runs once for a prompt; the graph of a step gets its results as inputs. Cut is where such a value
-is used beside one that follows the tokens, as far as it depends on other arguments of the model: what
-weights alone give stays where it is.
+The stage runs once per prompt; the graph of a step gets its results as inputs. The graph is cut where such a
+value is used together with one that depends on the tokens, if it depends on other arguments of the model:
+values computed from weights alone are not moved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FixedValues:
 
     Attributes:
         found: the values that become results of the stage.
-        row_dims: dimensions that are the batch, known from how scores read a value.
+        row_dims: the batch dimension of values, where the way scores read them shows it.
     """
 
     def __init__(self, graph: ProgramGraph, ids: fx.Node, tokens: Tokens, inputs: StepInputs) -> None:
@@ -41,7 +41,7 @@ class FixedValues:
         self.found: dict[fx.Node, Fixed] = {}
 
     def value(self, node: fx.Node) -> fx.Node:
-        """A value of the prompt's stage."""
+        """The input for a value that the prompt's stage computes."""
         if node not in self.found:
             fact = self.tokens[node]
             place = self.space.place(fact.axes, self.space.row) if self.space.row is not None else None
@@ -57,11 +57,11 @@ class FixedValues:
         return self.inputs.fixed(self.found[node].name, node.meta["val"])
 
     def one_row(self, builder: Builder, node: fx.Node) -> fx.Node:
-        """Without tokens, so of whatever row."""
+        """The first row, for a value that is the same for all rows."""
         return builder.call(aten.narrow.default, node, 0, 0, 1)
 
     def rows_of(self, builder: Builder, pages: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Each row's keys are a page of their own, full from the start."""
+        """The page table and lengths of fixed keys: each row has one page of its own, full from the start."""
         first = self.inputs.rows("first")
         rows = builder.call(aten.sym_size.int, first, 0)
         table = builder.call(aten.arange.default, rows, device=first.meta["val"].device)
@@ -72,8 +72,8 @@ class FixedValues:
         return builder.call(aten.unsqueeze.default, table, 1), held
 
     def take(self) -> None:
-        """Cut the graph where values that do not depend on the tokens are used with ones that do, as far
-        as they depend on other arguments; what weights alone give stays."""
+        """Cut the graph where values that do not depend on the tokens are used with ones that do, if they
+        depend on other arguments; values computed from weights alone are not moved."""
         kinds = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=False))
         arguments = {
             n for n, given in kinds.items()
@@ -99,7 +99,7 @@ class FixedValues:
         return is_size(node) if fact is None else fact.kind is Kind.FIXED
 
     def _taken(self, node: fx.Node, operand: fx.Node) -> fx.Node:
-        """What stands for a fixed operand in the graph of a step."""
+        """The node that replaces a fixed operand in the graph of a step."""
         if is_size(operand):
             size = self.meaning.renamed(size_expression(operand.meta["val"]))
             found: fx.Node = built(Builder(self.graph, node), size, self._known_sizes())
@@ -109,7 +109,7 @@ class FixedValues:
         place = self.found[operand].row_dim
         if place is None or isinstance(nodes.view(node), nodes.Cached):
             return made
-        # A value of each sequence beside values of tokens: each token takes its own sequence's.
+        # A value per sequence used with values per token: each token selects its own sequence's.
         own, wanted = self.tokens.facts.get(node), self.space.token
         if own is None or self.found[operand].own != 1 or len(own.axes) < len(fact.axes):
             raise NoDecoderError(f"{op_name(node)} at {source_of(node)}: uses a value of each sequence.")
@@ -123,7 +123,7 @@ class FixedValues:
         return builder.call(aten.transpose.int, made, place, target)
 
     def _known_sizes(self) -> dict[Expr, Any]:
-        """Sizes that the tokens and fixed values have, and where."""
+        """Known size expressions, each with a node and the dimension that has it."""
         axes = self.tokens[self.ids].axes
         found: dict[Expr, Any] = {self.space.tokens: (self.ids, self.space.place(axes, self.space.token))}
         if self.space.row is not None:

@@ -3,13 +3,14 @@
 
        differentiate(c, b, h, q0, rows, k0, keys, S, G, row, of_rows, of_columns)
        differentiate_unmasked(...)                        the same where every mask keeps everything
-       differentiate_pairs(c, number, ...)                what one read gets of each pair, in S
+       differentiate_pairs(c, number, ...)                one read's gradient from each pair, in S
 
-   Rows whose log-sum-exp is beyond TRUSTED are passed over again: in float32 it holds too few digits of the sum.
+   Rows whose log-sum-exp exceeds TRUSTED get another pass over the keys, because float32 has too few
+   digits of it.
 
    S holds dots and becomes weights, G holds grad . v and becomes the gradients of the dots. A block of keys
-   owns its dk and dv; what it gives to dq is added in the order of the blocks, so that the sums do not
-   depend on who comes first. */
+   owns its dk and dv; its contributions to dq are added in the order of the blocks, so that the sums do not
+   depend on the timing of threads. */
 
 enum { OF_Q = 1, OF_K = 2, OF_V = 4 };
 enum { TURNED = (BLOCK_K + STEP_Q - 1) / STEP_Q * STEP_Q };
@@ -60,9 +61,9 @@ static const uint8_t *line_of(const Call *c, const Place *at, int64_t item) {
     return c->gradients->choice[item] < 2 ? line[c->gradients->choice[item]] : 0;
 }
 
-/* What all blocks of keys ask of a block of queries: rows laid out, delta = grad . out - grad_lse, the map
-   that serves, and base and unit such that a weight is exp(score - base) * unit. A row that is NaN makes
-   every key matter. */
+/* Prepare what all blocks of keys need of a block of queries: packed rows, delta = grad . out - grad_lse, the
+   map to use, and base and unit such that a weight is exp(score - base) * unit. If a row is NaN, all keys are
+   visited. */
 static void prepare(Call *c, Work *w, int64_t item) {
     const struct Gradients *g = c->gradients;
     Place at = place_of(c, item);
@@ -113,7 +114,7 @@ static void load_keys(const Call *c, Work *w, int64_t b, int64_t head, int64_t k
     widen_rows(k, c->k_stride[2], keys, c->D, 1, w->k, BLOCK_K, width(c));
 }
 
-/* Dots in S, and in G the products of the output's gradient with the values. */
+/* Compute the dots in S, and in G the products of the output's gradient with the values. */
 static void multiply_tile(const Call *c, const Place *at, Work *w, int64_t item) {
     const struct Gradients *g = c->gradients;
     multiply(w->S, BLOCK_K, g->q_packed + item * BLOCK_Q * width(c), width(c), w->k_turned, BLOCK_K, c->D,
@@ -122,7 +123,7 @@ static void multiply_tile(const Call *c, const Place *at, Work *w, int64_t item)
              at->padded, BLOCK_K, 0);
 }
 
-/* Add what a block of keys gives to rows, after the blocks before it that are visited. */
+/* Add a block of keys' contribution to dq, once the visited blocks before it have added theirs. */
 static void add_rows(Call *c, const Place *at, Work *w, int64_t item, const uint8_t *line, int64_t block) {
     const struct Gradients *g = c->gradients;
     int64_t before = block - 1, first = (at->b * c->H + at->h) * c->Sq + at->q0;
@@ -189,8 +190,8 @@ static void differentiate_keys(Call *c, Work *w, int64_t b, int64_t head, int64_
     if (g->wanted & OF_V) store_keys(g->grad_v, first, keys, c->Dv, w->dv, c->wide);
 }
 
-/* One member of the team. Neighbouring items are the same block of keys of different heads, so that they
-   rarely wait for each other; an item waits only for those taken before it. */
+/* Run by each thread. Consecutive items are the same block of keys of different heads, so that they rarely
+   wait for each other; an item waits only for items taken before it. */
 void attngraph_differentiate(Call *c) {
     int64_t *counters = c->gradients->counters, heads = c->B * c->Hkv;
     int64_t rows = c->B * c->H * blocks(c->Sq, BLOCK_Q), items = heads * blocks(c->Sk, BLOCK_K);
@@ -203,8 +204,8 @@ void attngraph_differentiate(Call *c) {
 }
 
 #if HAS_PAIRS
-/* What one read gets of a block of keys, from rows `first` on: summed over the batches and heads that it
-   does not tell apart. */
+/* One read's gradient from a block of keys, for rows from `first` on, summed over the batches and heads by
+   which it is not indexed. */
 static void sum_pairs(Call *c, Work *w, int64_t owner, int64_t k0) {
     const struct Gradients *g = c->gradients;
     int64_t own_heads = g->each_head ? c->H : 1, steps = blocks(c->Sq, BLOCK_Q);
@@ -231,7 +232,7 @@ static void sum_pairs(Call *c, Work *w, int64_t owner, int64_t k0) {
         }
 }
 
-/* One member of the team, after attngraph_differentiate of the same call. */
+/* Run by each thread, after attngraph_differentiate of the same call. */
 void attngraph_sum_pairs(Call *c) {
     int64_t steps = blocks(c->Sk, BLOCK_K);
     Work w = work_of(c);

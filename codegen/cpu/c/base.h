@@ -1,6 +1,6 @@
-/* What every compiled attention starts with: the arguments of a call, and the functions of the score
-   language, written so that a compiler makes vectors of the loops that call them. ELEMENT, the type of
-   q, k, v and out, is FLOAT32, BFLOAT16 or FLOAT16. Plain C11 with GNU extensions; no header of PyTorch. */
+/* The beginning of every compiled attention: the arguments of a call, and the functions of the score
+   language, written so that compilers vectorise the loops that call them. ELEMENT, the type of q, k, v and
+   out, is FLOAT32, BFLOAT16 or FLOAT16. Plain C11 with GNU extensions, without PyTorch's headers. */
 
 #include <math.h>
 #include <sched.h>
@@ -9,12 +9,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Blocks: queries of an item of work, keys of a step. The Python side holds the same numbers. */
+/* Block sizes: queries of a work item, keys of a step. call.py has the same numbers. */
 enum { BLOCK_Q = 48, BLOCK_K = 64, MOST_READS = 16, MOST_NUMBERS = 16 };
 
 typedef struct { const void *data; int64_t stride[6], size[6]; } Read;
 
-/* How far the team is in a round: what was taken and what is finished. */
+/* The threads' progress in a round: what was taken and what is finished. */
 struct Round { int64_t next_pack, packed, next_item, finished; };
 
 typedef struct {
@@ -23,14 +23,14 @@ typedef struct {
     float *lse;                         /* [B, H, Sq], contiguous */
     int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];
     int64_t B, H, Hkv, Sq, Sk, D, Dv, wide; /* wide: Dv rounded up to whole vectors */
-    const uint8_t *map[2];              /* blocks: 0 nothing to see, 1 evaluate masks, 2 masks keep all */
-    int64_t map_stride[2][3];           /* b, h, block of queries; map[0] also leaves out finite fills */
-    const uint8_t *known[2];            /* where maps are made while running: what follows from sizes alone */
-    int64_t known_stride[2][3], lines[2][2]; /* lines: b and h that have lines of their own, or 1 */
+    const uint8_t *map[2];              /* per block: 0 skip, 1 evaluate masks, 2 masks keep all */
+    int64_t map_stride[2][3];           /* b, h, block of queries; map[0] also skips finite fills */
+    const uint8_t *known[2];            /* for maps completed at run time: what follows from sizes alone */
+    int64_t known_stride[2][3], lines[2][2]; /* lines: numbers of b and h with separate lines, or 1 */
     int64_t next_line, made;            /* shared counters */
     double hidden;                      /* no score behind a finite fill exceeds it */
     float scale;
-    int32_t together;                   /* (b, key head) pairs of a round */
+    int32_t together;                   /* (b, key head) pairs per round */
     float *k_packed, *v_packed;         /* [2][pair of the round][block][D][BLOCK_K] and [token][wide] */
     float *scratch;                     /* [thread][scratch_size] */
     int64_t scratch_size;
@@ -43,17 +43,17 @@ typedef struct {
        [rows][columns]; tokens starts[r] .. starts[r + 1] - 1 of q and of k_new, v_new are row r's, the first
        of them at position first[r], after held[r] keys. */
     const int64_t *table, *starts, *first, *held;
-    int64_t columns, page, window;      /* window: keys that a query sees at most; 0: all */
+    int64_t columns, page, window;      /* window: the most keys that a query sees; 0: all */
     const void *k_new, *v_new;
     int64_t k_new_stride[2], v_new_stride[2];
     int64_t step, member;               /* queries of an item; a shared counter */
-    int64_t parts;                      /* of the keys, each seen by an item of its own */
+    int64_t parts;                      /* parts of the keys, with a separate item each */
     float *partial;                     /* [item][part][BLOCK_Q * (wide + 2)] */
     int64_t *arrived;                   /* [item], zeros */
     const struct Gradients *gradients;  /* backward.h */
 } Call;
 
-/* What a backward pass is told besides. Items are blocks of queries of a head, (b, h, block) in this order. */
+/* Further arguments of a backward pass. Items are blocks of queries of a head, (b, h, block) in this order. */
 struct Gradients {
     const void *grad;                   /* of out */
     const float *grad_lse;              /* [B, H, Sq] */
@@ -63,12 +63,12 @@ struct Gradients {
     void *grad_k, *grad_v;              /* [B, Hkv, Sk, D or Dv] */
     float *q_packed, *grad_packed;      /* [item][BLOCK_Q][wide_k], times scale, and [item][BLOCK_Q][wide] */
     float *rows;                        /* [item][3][BLOCK_Q]: base, unit, delta */
-    uint8_t *choice;                    /* [item]: the map that serves, 2 for none */
+    uint8_t *choice;                    /* [item]: the map to use, 2 for none */
     int64_t *added;                     /* [item], zeros: 1 + the last block of keys that was added */
     int64_t *counters;                  /* [4], zeros */
     float *sums[MOST_READS];            /* [B, H, Sq or Sk]: of reads by rows or by columns */
-    /* One read by pairs: sums of rows first .. first + count - 1, for each batch (from `batch` on) and head
-       of its own, or over all. */
+    /* One read by pairs: sums of rows first .. first + count - 1, separate for each batch (from `batch` on) and
+       each head, or over all. */
     float *pairs;
     int64_t owner_stride, row_stride, first, count, batch, owners, number, each_batch, each_head;
 };
@@ -166,7 +166,7 @@ INLINE float tanh_(float x) {           /* an odd minimax polynomial near zero, 
     float near = x + x * z * p;
     float t = exp_of_negative(-2.0f * a);
     float far = copysignf((1.0f - t) / (1.0f + t), x);
-    return a < 0.625f ? near : far;     /* NaN goes the far way and stays NaN */
+    return a < 0.625f ? near : far;     /* NaN takes `far` and stays NaN */
 }
 
 INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
@@ -217,14 +217,15 @@ INLINE float uniform(uint32_t seed, uint32_t b, uint32_t h, uint32_t q, uint32_t
 
 /* ---- reads ---- */
 
-/* The first of `count` neighbouring places, moved so that all are in range; `bad` tells if they were not. */
+/* The first of `count` consecutive indices, moved so that all are in range; sets `bad` if they were not. */
 INLINE int64_t in_range_row(int64_t first, int count, int64_t size, int *bad) {
     if (first >= 0 && first + count <= size) return first;
     *bad = 1;
     return 0;
 }
 
-/* Neighbours along an axis; from an axis that is too short (in_range_row has noted it) nothing is read. */
+/* Consecutive elements along an axis. From an axis that is too short (in_range_row sets `bad`) nothing is
+   read. */
 #define COPY(TO, CONVERT, FROM, STRIDE, COUNT)                                                        \
     do {                                                                                              \
         const int64_t step = (STRIDE);                                                                \

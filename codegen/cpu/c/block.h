@@ -14,8 +14,8 @@ enum { LANES = 4, STEP_N = 2 };
 enum { STEP_Q = 6 };
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. Places
-   of A are `lda` apart from row to row and `step` along the depth, so that it may lie turned. */
+/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. The
+   strides of A are `lda` between rows and `step` along the depth, so that it may be transposed. */
 INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
                            const float *restrict B, int64_t ldb, int64_t depth, int rows, const float *by,
                            const int vectors) {
@@ -62,7 +62,7 @@ static void multiply(float *restrict C, int64_t ldc, const float *restrict A, in
     multiply_panels(C, ldc, A, lda, 1, B, ldb, depth, rows, columns, by);
 }
 
-/* The same with A turned: [depth][rows]. */
+/* The same with A transposed: [depth][rows]. */
 static void multiply_turned(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda,
                             const float *restrict B, int64_t ldb, int64_t depth, int rows, int64_t columns,
                             const float *by) {
@@ -78,15 +78,15 @@ typedef struct {
     float *Q, *O; /* [BLOCK_Q][D], [BLOCK_Q][wide] */
 } Block;
 
-/* A block of queries, and where the keys and values of its head lie packed. */
+/* A block of queries, and where the packed keys and values of its head lie. */
 typedef struct { int64_t b, h, q0; int rows, padded; const float *k, *v; } Place;
 
-/* S becomes exp(S - top) for the new tops; what was summed before has to be multiplied by `decay`. */
+/* S becomes exp(S - top) for the new tops; earlier sums must be multiplied by `decay`. */
 static void exponentials(const Place *at, Block *t) {
 #pragma omp simd
     for (int i = 0; i < BLOCK_Q; ++i) {
         float top = t->next[i];
-        float base = top == -INFINITY ? 0.0f : top; /* nothing seen yet: exp(-inf - 0) = 0 */
+        float base = top == -INFINITY ? 0.0f : top; /* no key so far: exp(-inf - 0) = 0 */
         t->decay[i] = exp_of_negative(t->top[i] - base);
         t->top[i] = top;
         t->next[i] = base;

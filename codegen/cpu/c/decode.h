@@ -1,10 +1,10 @@
-/* A few new tokens of each row against all that the row has seen: pages of keys and values, then the new
-   ones. The heads of a group are one block, so that keys and values are read once. Where there are fewer such
-   blocks than threads, each thread sees a part of the keys, and who comes last joins what they found. What
-   lies in pages beyond a row's tokens is never read. */
+/* A few new tokens of each row against all its keys and values: those in pages, then the new ones. The
+   heads of a group are one block, so that keys and values are read once. Where there are fewer such blocks
+   than threads, each thread takes a part of the keys, and the last to finish combines the parts. Memory of
+   pages beyond a row's tokens is never read. */
 
 #ifndef HAS_WEIGHTS
-/* The sum of a vector's elements, as a tree. */
+/* The sum of a vector's elements, by pairwise addition. */
 INLINE float sum_of(Vector x) {
     union { Vector v; float f[LANES]; } u = {.v = x};
 #pragma GCC unroll 4
@@ -63,10 +63,10 @@ static void weigh_few(const Call *c, Block *t, int rows, const Element *v, int64
     }
 }
 
-enum { MANY = 12 };                     /* queries from which on laying a block of keys out pays */
+enum { MANY = 12 };                     /* with at least so many queries, packing keys pays */
 
 /* The same two products for many queries, by register blocks: keys with the width outermost, values as rows
-   of whole vectors, both in `pack`. */
+   padded to whole vectors, both in `pack`. */
 static void dots_many(const Call *c, Block *t, int padded, const Element *k, int64_t stride, int keys, float *pack) {
     for (int j = 0; j < keys; ++j)
         for (int64_t d = 0; d < c->D; ++d) pack[d * BLOCK_K + j] = widen(k[j * stride + d]);
@@ -87,7 +87,7 @@ static void weigh_many(const Call *c, Block *t, int padded, const Element *v, in
 /* Queries of one row: those of `group` heads from `head` on, which share key head `kv`. */
 typedef struct { int64_t row, kv, head, group, position; int queries; } Few;
 
-/* One run of keys at neighbouring places, the first of them at position k0. */
+/* One run of keys that are consecutive in memory, the first of them at position k0. */
 static void attend_run(Call *c, const Few *at, Block *t, const Element *k, int64_t k_step, const Element *v,
                        int64_t v_step, int64_t k0, int64_t count) {
     int rows = (int)(at->group * at->queries), padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
@@ -114,7 +114,7 @@ static int64_t part_of(int64_t count, int64_t part, int64_t parts) {
     return part == parts ? count : count * part / parts / BLOCK_K * BLOCK_K;
 }
 
-/* The queries against part `part` of all keys that the row has seen. */
+/* The queries against part `part` of all the row's keys. */
 static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int64_t part) {
     int rows = (int)(at->group * at->queries);
     for (int g = 0; g < at->group; ++g)
@@ -154,8 +154,8 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
     }
 }
 
-/* Leave what one part found, [rows][wide] and the top and the total of each row; true for who comes last and
-   has joined all parts. */
+/* Store one part's results, [rows][wide] and the top and the total of each row; true for the last thread of
+   an item, which has combined all parts. */
 static int join_parts(Call *c, const Few *at, Block *t, int64_t group, int64_t part) {
     int64_t rows = at->group * at->queries, size = BLOCK_Q * (c->wide + 2);
     float *all = c->partial + group * c->parts * size, *own = all + part * size;
@@ -200,7 +200,7 @@ static void write_few(Call *c, const Few *at, Block *t, int64_t first_query) {
     }
 }
 
-/* One member of the team. Items are (row, `step` queries, key head, heads that share it, part of the keys). */
+/* Run by each thread. Items are (row, `step` queries, key head, heads that share it, part of the keys). */
 void attngraph_decode(Call *c) {
     int64_t group = c->H / c->Hkv, together = smaller(group, BLOCK_Q), shares = blocks(group, together);
     Block t;

@@ -1,7 +1,7 @@
 /* Attention: each block of queries of a head makes its pass over packed keys and values (pass.h). */
 
-/* Lay one block of keys out with the width outermost, and its values as rows of whole vectors, both in
-   float32 and padded with zeros. */
+/* Pack one block of keys with the width outermost, and its values as rows of whole vectors, both in float32
+   and padded with zeros. */
 static void pack(const Call *c, int64_t head, int64_t k0, float *to_k, float *to_v) {
     int64_t b = head / c->Hkv, h = head % c->Hkv;
     int keys = (int)smaller(BLOCK_K, c->Sk - k0);
@@ -12,7 +12,7 @@ static void pack(const Call *c, int64_t head, int64_t k0, float *to_k, float *to
 static const float *keys_of(const Call *c, const Place *at, int64_t k0) { return at->k + k0 * c->D; }
 
 #ifdef HAS_WEIGHTS
-/* The output by weights that are divided before the program changes them, as the statements say. */
+/* The output by weights that are normalised before the program's `p = ...` statements change them. */
 static void weigh_exactly(Call *c, const Place *at, Block *t, const uint8_t *map) {
     memset(t->O, 0, sizeof(float) * BLOCK_Q * c->wide);
     for (int i = 0; i < BLOCK_Q; ++i) t->decay[i] = 1;
@@ -50,7 +50,7 @@ static void attend_block(Call *c, const Place *at, Block *t) {
 #ifdef HAS_WEIGHTS
     int finite = 1;
     for (int i = 0; i < at->rows; ++i) finite &= fabsf(t->total[i]) < INFINITY && fabsf(t->top[i]) < INFINITY;
-    if (EXACT_WEIGHTS || !finite) { /* a row that is NaN makes every key matter */
+    if (EXACT_WEIGHTS || !finite) { /* if a row is NaN, all keys are needed */
         if (!finite) pass(c, at, t, used = 0, 0);
         weigh_exactly(c, at, t, used);
         divided = 1;
@@ -73,7 +73,7 @@ static void attend_block(Call *c, const Place *at, Block *t) {
 
 static void attend_item(Call *c, Block *t, int64_t head, int64_t item, const float *k, const float *v) {
     int64_t group = c->H / c->Hkv, steps = blocks(c->Sq, BLOCK_Q);
-    /* The last blocks, under a causal mask the longest, first. */
+    /* The last blocks first: under a causal mask they take longest. */
     Place at = {head / c->Hkv, head % c->Hkv * group + item / steps, (steps - 1 - item % steps) * BLOCK_Q, 0, 0, k, v};
     at.rows = (int)smaller(BLOCK_Q, c->Sq - at.q0);
     at.padded = (at.rows + STEP_Q - 1) / STEP_Q * STEP_Q;
@@ -82,9 +82,9 @@ static void attend_item(Call *c, Block *t, int64_t head, int64_t item, const flo
     attend_block(c, &at, t);
 }
 
-/* One member of the team. Heads are done in rounds of a few, whose keys and values are packed first, in
-   one of two buffers, by whoever comes. A member waits only for blocks that another is just packing, and
-   for a buffer that another still reads. */
+/* Run by each thread. Heads are computed in rounds of a few. A round's keys and values are packed first, by
+   all threads, into one of two buffers. A thread waits only for blocks that another is packing, and for a
+   buffer that another still reads. */
 void attngraph_attend(Call *c) {
     int64_t heads = c->B * c->Hkv, group = c->H / c->Hkv;
     int64_t steps = blocks(c->Sk, BLOCK_K), length = steps * BLOCK_K, items = group * blocks(c->Sq, BLOCK_Q);

@@ -1,4 +1,4 @@
-/* What forward and backward have in common: one pass of a block of queries over the blocks of keys (flash
+/* Shared by forward and backward: one pass of a block of queries over the blocks of keys (flash
    attention, Dao et al. 2022; online softmax of Milakov and Gimelshein 2018) around the program's own
    functions, written above:
 
@@ -6,12 +6,12 @@
        scores_unmasked(...)                               the same where every mask keeps everything
        weigh(c, b, h, q0, rows, k0, keys, S)              the statements `p = ...`, if HAS_WEIGHTS
        sink(c, b, h, q)                                   if HAS_SINK
-       tile_states(c, b, h, q0, rows, k0, keys, S, found) if HAS_TILE_STATES: 1 in `found` if anything is seen,
-       tile_states_soft(...)                              2 if anything is masked; soft: finite fills hide too
+       tile_states(c, b, h, q0, rows, k0, keys, S, found) if HAS_TILE_STATES: sets bits in `found`: 1 if any is kept,
+       tile_states_soft(...)                              2 if any is masked; soft: also by finite fills
 
    S is [BLOCK_Q][BLOCK_K]. */
 
-/* A block of keys with the width outermost, [D][BLOCK_K]: loop.h and backward.h say where it is. */
+/* A block of keys with the width outermost, [D][BLOCK_K]: defined by loop.h and backward.h. */
 static const float *keys_of(const Call *c, const Place *at, int64_t k0);
 
 /* Rows of elements as rows of whole vectors in float32, padded with zeros, and times a number. */
@@ -53,8 +53,8 @@ static void score(Call *c, const Place *at, Block *t, int64_t k0, int class) {
         scores(c, at->b, at->h, at->q0, at->rows, k0, keys, t->S, t->next);
 }
 
-/* One pass over the blocks of keys that the map does not leave out. With `values` the output is gathered
-   on the way, by weights that are not divided yet. */
+/* One pass over the blocks of keys that the map does not leave out. With `values` the output is
+   accumulated too, with weights that are not normalised yet. */
 static void pass(Call *c, const Place *at, Block *t, const uint8_t *map, int values) {
     for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
     memset(t->sums, 0, sizeof t->sums);
@@ -94,14 +94,14 @@ INLINE void rest(void) {
 #endif
 }
 
-/* Waits are for what another is just doing, mostly short: who yields at once on a busy machine does not come
-   back for milliseconds. */
+/* Waits are mostly short, so a thread spins first: on a busy machine a thread that yields may not run again
+   for milliseconds. */
 static void wait_for(int64_t *counter, int64_t wanted) {
     for (int turns = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) < wanted; ++turns)
         turns < 4096 ? rest() : (void)sched_yield();
 }
 
-/* The maps' lines of a block of queries; null where there is no map. */
+/* The lines of both maps for a block of queries; null where there is no map. */
 static void lines_of(const Call *c, int64_t b, int64_t h, int64_t q0, const uint8_t *line[2]) {
     for (int n = 0; n < 2; ++n)
         line[n] = c->map[n] ? c->map[n] + b * c->map_stride[n][0] + h * c->map_stride[n][1] +
@@ -110,8 +110,8 @@ static void lines_of(const Call *c, int64_t b, int64_t h, int64_t q0, const uint
 }
 
 #if HAS_TILE_STATES
-/* Make the maps of masks that read tensors, line by line, before anything is taken: what is known of a block
-   stands, what is not is looked at element by element. */
+/* Complete the maps for masks that read tensors, line by line, before other work: known states of blocks are
+   copied, others are found element by element. */
 static void make_maps(Call *c, float *S) {
     int64_t steps = blocks(c->Sq, BLOCK_Q), count[2];
     for (int n = 0; n < 2; ++n) count[n] = c->known[n] ? c->lines[n][0] * c->lines[n][1] * steps : 0;
