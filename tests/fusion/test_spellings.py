@@ -76,12 +76,10 @@ def slow_if(condition: bool, name: str) -> Any:
 @contextmanager
 def sizes(**changed: int) -> Iterator[None]:
     """The sizes that inputs are made with."""
-    before = {name: getattr(spellings, name) for name in changed}
-    vars(spellings).update(changed)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changed.items():
+            patch.setattr(spellings.size, name, value)
         yield
-    finally:
-        vars(spellings).update(before)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
