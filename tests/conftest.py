@@ -37,7 +37,8 @@ settings.load_profile("attngraph")
 
 @pytest.fixture(autouse=True)
 def one_thread_and_the_same_random_numbers() -> Iterator[None]:
-    """Tiny tensors on many threads spend their time waiting for each other."""
+    """Tiny tensors on many threads spend their time waiting for each other. A test that sets another number
+    of threads need not set it back."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

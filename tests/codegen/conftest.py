@@ -21,6 +21,17 @@ FLAGS = toolchain.FLAGS
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore = [] if IS_INTERPRETED else ["interpreted"]  # by `test_interpreted.py`
+if IS_INTERPRETED:
+    from .interpreter import mend
+
+    mend()
+
+
+@pytest.fixture(autouse=IS_INTERPRETED, scope="session")
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is interpreted is stored apart from what is compiled."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    store.directory.cache_clear()
 
 
 @pytest.fixture

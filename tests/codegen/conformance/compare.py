@@ -55,22 +55,28 @@ def largest(tensor: Tensor) -> float:
     return float(tensor.nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
 
 
+def assert_near(
+    mine: Tensor, usual: Tensor, wanted: Tensor, amplitude: float, name: str, same_nan: bool = True
+) -> None:
+    """At most twice the error of `usual`, where both are to be `wanted`, plus rounding."""
+    assert (mine.dtype, mine.shape) == (usual.dtype, usual.shape), name
+    assert not same_nan or torch.equal(mine.isnan(), usual.isnan()), f"{name}: NaN elsewhere"
+    assert torch.equal(mine.isfinite(), usual.isfinite()), f"{name}: infinite elsewhere"
+    usable = mine.isfinite() & wanted.isfinite()  # what is infinite in a narrow type is not in float64
+    error, own = (largest((t.double() - wanted)[usable]) for t in (mine, usual))
+    scale = largest(wanted[usable]) + (name == "lse")
+    eps, inner = torch.finfo(mine.dtype).eps, torch.finfo(kernels.accumulation_dtype(mine.dtype)).eps
+    allowed = 2 * own + (4 * eps + 32 * inner * amplitude) * scale
+    assert error <= allowed, f"{name}: error {error}, allowed {allowed}"
+
+
 def assert_results(kernel: Kernel, call: Call, has_lse_of_nothing: bool = True) -> Results:
     """Output and log-sum-exp (that of rows which see no key, if it has one): at most twice the reference's
     own error."""
     found, own, exact = forward(kernel, call), forward(REFERENCE, call), forward(REFERENCE, in_double(call))
     amplitude = largest_score(call)
-    for name, mine, usual, wanted in zip(("out", "lse"), found, own, exact, strict=True):
-        assert (mine.dtype, mine.shape) == (usual.dtype, usual.shape), name
-        if name == "out" or has_lse_of_nothing:
-            assert torch.equal(mine.isnan(), usual.isnan()), f"{name}: NaN elsewhere"
-        assert torch.equal(mine.isfinite(), usual.isfinite()), f"{name}: infinite elsewhere"
-        usable = mine.isfinite() & wanted.isfinite()  # what is infinite in a narrow type is not in float64
-        error, allowed = (largest((t.double() - wanted)[usable]) for t in (mine, usual))
-        scale = largest(wanted[usable]) + (name == "lse")
-        eps, inner = torch.finfo(mine.dtype).eps, torch.finfo(kernels.accumulation_dtype(mine.dtype)).eps
-        allowed = 2 * allowed + (4 * eps + 32 * inner * amplitude) * scale
-        assert error <= allowed, f"{name}: error {error}, allowed {allowed}"
+    assert_near(found[0], own[0], exact[0], amplitude, "out")
+    assert_near(found[1], own[1], exact[1], amplitude, "lse", has_lse_of_nothing)
     return found
 
 

@@ -13,16 +13,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 import attngraph.codegen
 from attngraph.codegen.cpu import backward, compiled, source_backward
 from attngraph.codegen.triton import attempts, visits
+from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.kernels import KERNELS, Kernel
 from attngraph.ir.parser import parse
 
+from .paging import Paged
 from .programs import Call, Shape
 
 assert attngraph.codegen is not None
@@ -157,3 +160,55 @@ ON_A_GPU = (
     ),
 )  # fmt: skip
 SUBJECTS = {s.name: s for s in (INTERPRETED if IS_INTERPRETED else (*HERE, *ON_A_GPU))}
+
+
+# --- over a cache ---
+
+Attend = Callable[[Call, Paged], Tensor | None]
+
+
+def by_op(by: str) -> Attend:
+    def attend(call: Call, paged: Paged) -> Tensor:
+        args = (paged.packed(call.operands[0]), *paged.new, *paged.pages, call.reads, call.sizes, call.text)
+        found: Tensor = torch.ops.attngraph.cached_attention(*args, *paged.rows, by)
+        return found
+
+    return attend
+
+
+def by_triton(call: Call, paged: Paged) -> Tensor | None:
+    q, kernel = paged.packed(call.operands[0]), Decode(Blocks(16, 16), 2)
+    return kernel.attend(parse(call.text), q, paged.new, paged.pages, call.reads, call.sizes, paged.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A kernel for new tokens over a cache; `refuses` are programs for which it gives nothing."""
+
+    name: str
+    attend: Attend
+    shape: Shape
+    fixtures: tuple[str, ...] = ()
+    slow: bool = False
+    refuses: frozenset[str] = frozenset()
+    not_yet: frozenset[str] = NOT_YET
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NO_MULTIPLE = frozenset({
+    "rows without keys, mean instead", "weights moved", "weights squared", "weights above a threshold",
+})  # fmt: skip
+"""Weights that are no multiple of the softmax's."""
+DECODERS = (
+    (Decoder("triton.decode", by_triton, Shape(2, 4, 2, 22, 16, 10), slow=True, refuses=NO_MULTIPLE),)
+    if IS_INTERPRETED
+    else (
+        Decoder("reference", by_op("reference"), SMALL, not_yet=frozenset()),
+        Decoder(
+            "cpu.decode", by_op("cpu.decode"), LARGE, ("compiled_quickly",),
+            not_yet=NOT_YET | {"no width"},  # it gives other answers than the reference
+        ),
+    )
+)  # fmt: skip
