@@ -1,5 +1,5 @@
-"""What the tests of attngraph's own packages share: one thread, hypothesis settings, random score
-programs, and the meaning of expressions in plain Python, written apart from attngraph's evaluators.
+"""What the tests of attngraph's own packages share: one thread, hypothesis settings, golden files, random
+score programs, and the meaning of expressions in plain Python, written apart from attngraph's evaluators.
 
 Everything is handed out as fixtures, so that no test imports from another file of the tests.
 """
@@ -9,6 +9,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,12 +37,49 @@ settings.load_profile("attngraph")
 
 @pytest.fixture(autouse=True)
 def one_thread_and_the_same_random_numbers() -> Iterator[None]:
-    """Tiny tensors on many threads spend their time waiting for each other."""
+    """Tiny tensors on many threads spend their time waiting for each other. A test that sets another number
+    of threads need not set it back."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+# --- golden files -------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden files of these tests anew instead of comparing with them",
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`golden("causal.txt", text)` asserts that a text is the one in `golden/causal.txt` beside the test.
+
+    `pytest --update-golden` writes every golden file anew: emitted sources, tables of what kernels use,
+    dumped graphs, and the generated parts of the docs. With `-m "slow or not slow"` it also runs the slow
+    tests, to which some lines of the tables belong. Then read what changed in `git diff`.
+
+    An absolute path is that file itself. `ignoring` takes from both texts what may differ; a file that
+    differs in nothing else is not written.
+    """
+
+    def check(path: str | Path, text: str, ignoring: Callable[[str], str] = str) -> None:
+        file = request.path.parent / "golden" / path
+        known = file.read_text(encoding="utf-8") if file.exists() else None
+        same = known is not None and ignoring(text) == ignoring(known)
+        if request.config.getoption("update_golden") and not same:
+            file.write_text(text, encoding="utf-8")
+            return
+        assert known is not None, f"there is no {file}; pytest --update-golden writes it"
+        assert ignoring(text) == ignoring(known), f"{file} differs; pytest --update-golden writes it anew"
+
+    return check
 
 
 COMPARISONS = ("eq", "ne", "le", "lt", "ge", "gt")

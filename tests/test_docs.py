@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -154,16 +154,15 @@ def version(text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("page", GENERATED, ids=name_of)
-def test_dumps_and_pictures_are_those_of_a_run_of_today(page: Path, make_dumps: types.ModuleType) -> None:
+def test_dumps_and_pictures_are_those_of_a_run_of_today(
+    page: Path, make_dumps: types.ModuleType, golden: Callable[..., None]
+) -> None:
     """An older torch captures some operations differently; for a newer one dumps have to be written anew."""
     written_with = make_dumps.VERSION.search((DOCS / "passes" / "index.md").read_text(encoding="utf-8"))
     assert written_with
     if version(torch.__version__) < version(written_with[0]):
         pytest.skip(f"the dumps were written with torch {written_with[0]}")
-    text = page.read_text(encoding="utf-8")
-    today = make_dumps.written(text)
-    same = make_dumps.without_what_varies(today) == make_dumps.without_what_varies(text)
-    assert same, "run python docs/make_dumps.py"
+    golden(page, make_dumps.written(page.read_text(encoding="utf-8")), make_dumps.without_what_varies)
 
 
 TELLS = ("Refusal", "_Refused", "NoDecoderError")

@@ -3,7 +3,7 @@ on stock transformers models.
 
     python -m attngraph.benchmark.recognition [--models] [--json FILE]
 
-Run in a clone of the repository: the spellings are `tests/fusion/spellings.py`, the models those of
+Run in a clone of the repository: the spellings are `tests/fusion/spellings/`, the models those of
 `tests/fusion/test_transformers.py`. Inductor gets what it is best at: float32, no gradients, fixed sizes
 (and once more dynamic ones); counted are the attentions that its own counter says were fused. Only its
 graph passes are run, no code is generated. Every answer of ours is compared with eager's.
@@ -36,11 +36,14 @@ TOLERANCE = 2e-4
 
 
 def _load(path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """A module from its file, or a package from its folder."""
+    path = path / "__init__.py" if path.is_dir() else path
+    name = path.parent.name if path.stem == "__init__" else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.exists():
         raise SystemExit(f"{path} is not there: run this in a clone of the repository.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -82,7 +85,7 @@ def attngraph_fuses(
 def _spellings(
     root: Path,
 ) -> dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, dict[str, Any]]], int]]:
-    found = _load(root / "tests" / "fusion" / "spellings.py")
+    found = _load(root / "tests" / "fusion" / "spellings")
     heads: dict[str, int] = {name: found.COUNT.get(name, 1) for name in found.MUST_FUSE}
 
     def inputs(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Any, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""What the tests of code generation share: caches of their own, golden files, a quick C compiler, and the
+"""What the tests of code generation share: caches of their own, golden tables, a quick C compiler, and the
 layouts in which operands may lie."""
 
 import dataclasses
@@ -18,40 +18,37 @@ from attngraph.codegen.triton.compiler import Usage
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.functions import FUNCTIONS, Operation
 
-GOLDEN = Path(__file__).parent / "golden"
 FLAGS = toolchain.FLAGS
-UPDATES = os.environ.get("ATTNGRAPH_UPDATE_GOLDEN") == "1"
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore = [] if IS_INTERPRETED else ["interpreted"]  # by `test_interpreted.py`
+if IS_INTERPRETED:
+    from .interpreter import mend
+
+    mend()
+
+
+@pytest.fixture(autouse=IS_INTERPRETED, scope="session")
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is interpreted is stored apart from what is compiled."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    store.directory.cache_clear()
 
 
 @pytest.fixture
-def check_golden() -> Callable[[str, str], None]:
-    """Compares a text with a golden file. Run with ATTNGRAPH_UPDATE_GOLDEN=1 to write the file anew; then
-    read what changed."""
-
-    def check(name: str, text: str) -> None:
-        if UPDATES:
-            (GOLDEN / name).write_text(text)
-        assert text == (GOLDEN / name).read_text()
-
-    return check
-
-
-@pytest.fixture
-def check_usage() -> Callable[[str, str, Blocks, Usage], None]:
-    """Compares what a compiled kernel uses with a line of a golden table. Run with ATTNGRAPH_UPDATE_GOLDEN=1
-    (and -m 'slow or not slow') to write the table anew. Its figures hold for the Triton that it names."""
+def check_usage(
+    golden: Callable[..., None], request: pytest.FixtureRequest
+) -> Callable[[str, str, Blocks, Usage], None]:
+    """Compares what a compiled kernel uses with a line of a golden table, whose figures hold for the Triton
+    that it names."""
 
     def check(table: str, line: str, blocks: Blocks, usage: Usage) -> None:
-        path, version = GOLDEN / table, importlib.metadata.version("triton")
-        known = json.loads(path.read_text())
-        found = {"blocks": str(blocks), **dataclasses.asdict(usage)}
-        if UPDATES:
-            known = {"triton": version, "kernels": dict(sorted({**known["kernels"], line: found}.items()))}
-            path.write_text(json.dumps(known, indent=1) + "\n")
-        assert known["kernels"][line] == found or known["triton"] != version
+        version = importlib.metadata.version("triton")
+        known = json.loads((request.path.parent / "golden" / table).read_text())
+        if known["triton"] == version or request.config.getoption("update_golden"):
+            found = {"blocks": str(blocks), **dataclasses.asdict(usage)}
+            kernels = dict(sorted({**known["kernels"], line: found}.items()))
+            golden(table, json.dumps({"triton": version, "kernels": kernels}, indent=1) + "\n")
 
     return check
 

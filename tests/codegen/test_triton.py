@@ -47,9 +47,8 @@ from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
 
 HERE = Path(__file__).parent
-Check = Callable[[str, str], None]
+Check = Callable[..., None]
 CheckUsage = Callable[[str, str, Blocks, ahead_of_time.Usage], None]
-GOLDEN = HERE / "golden"
 needs_compiler = pytest.mark.usefixtures("triton_compiler", "cache")
 
 
@@ -68,8 +67,8 @@ def backward_plan(text: str, D: int = 64, reads: tuple[Read, ...] = (), **change
 # --- the source -------------------------------------------------------------------------------------
 
 
-def test_the_causal_kernel_reads_as_its_golden_file_says(check_golden: Check) -> None:
-    check_golden("causal.py.txt", emit(plan("s = 0.125 * dot; keep k <= q")).source)
+def test_the_causal_kernel_reads_as_its_golden_file_says(golden: Check) -> None:
+    golden("causal.py.txt", emit(plan("s = 0.125 * dot; keep k <= q")).source)
 
 
 RICH = (
@@ -534,9 +533,9 @@ def test_kernels_of_single_precision_keep_their_numbers_in_registers(
         assert usage.spilled == 0 and usage.shared <= gpu.shared, usage
 
 
-def test_the_source_of_a_kernel_that_is_given_lists(check_golden: Check) -> None:
+def test_the_source_of_a_kernel_that_is_given_lists(golden: Check) -> None:
     text, reads = "s = 0.125 * dot; keep r0[b, q] == r0[b, k]; keep k <= q", (Read(0, 2, "int"),)
-    check_golden("documents.py.txt", emit(plan(text, reads=reads, listed=True)).source)
+    golden("documents.py.txt", emit(plan(text, reads=reads, listed=True)).source)
 
 
 @needs_compiler
@@ -565,9 +564,9 @@ def test_kernels_that_are_given_lists_compile(D: int, target: str, cache: Path) 
         ("biased", "s = 0.125 * dot + r0[h, q, k] + r1[b, k]; keep k <= q", (BIAS, PER_KEY)),
     ],
 )
-def test_the_source_of_gradients(name: str, text: str, reads: tuple[Read, ...], check_golden: Check) -> None:
+def test_the_source_of_gradients(name: str, text: str, reads: tuple[Read, ...], golden: Check) -> None:
     source = emit_backward(backward_plan(text, reads=reads, blocks=Blocks(64, 64))).source
-    check_golden(f"{name}_backward.py.txt", source)
+    golden(f"{name}_backward.py.txt", source)
 
 
 @pytest.mark.parametrize(
@@ -585,10 +584,10 @@ def test_rows_are_looked_at_first_where_their_scores_may_be_far_from_zero(text: 
     assert ("is_far" in source) != bounded and ("tops" in source) != bounded
 
 
-def test_the_source_of_decoding_latents(check_golden: Check) -> None:
+def test_the_source_of_decoding_latents(golden: Check) -> None:
     program = parse("s = 0.1352337788608801 * dot; keep k <= q")
     made = DecodePlan(program, torch.bfloat16, 576, 512, 16, (), Blocks(16, 64, 8, 2), shared=True)
-    check_golden("decode_latents.py.txt", emit_decode(made).source)
+    golden("decode_latents.py.txt", emit_decode(made).source)
 
 
 @needs_compiler

@@ -138,9 +138,9 @@ def test_a_table_keeps_the_schedule() -> None:
 # --- source and binary -------------------------------------------------------------------------------
 
 
-def test_the_source_of_a_specialised_kernel(check_golden: Callable[[str, str], None]) -> None:
+def test_the_source_of_a_specialised_kernel(golden: Callable[..., None]) -> None:
     text = "s = 30.0 * tanh(dot / 240.0); keep q - k < 1024 and k <= q"
-    check_golden("specialised.py.txt", emit(plan(text, group=4, listed=True)).source)
+    golden("specialised.py.txt", emit(plan(text, group=4, listed=True)).source)
 
 
 CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0)}

@@ -1,6 +1,6 @@
 """Attention by meaning: every spelling fuses and answers as eager does, every near miss keeps its meaning.
 
-The spellings stand in `spellings.py`. Each is called with gradients, in float64, first at one size and
+The spellings stand in `spellings/`. Each is called with gradients, in float64, first at one size and
 then at another; results, NaN patterns and gradients are compared with eager's.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,15 +23,16 @@ from torch import Tensor, nn
 import attngraph
 
 
-def _load(name: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def _load(package: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(package.name, package / "__init__.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[package.name] = module  # where its modules look for each other
     spec.loader.exec_module(module)
     return module
 
 
-spellings = _load("spellings")
+spellings = _load(Path(__file__).with_name("spellings"))
 Compare = Callable[..., Any]
 
 OWN_SIZES = {
@@ -73,12 +75,10 @@ def slow_if(condition: bool, name: str) -> Any:
 @contextmanager
 def sizes(**changed: int) -> Iterator[None]:
     """The sizes that inputs are made with."""
-    before = {name: getattr(spellings, name) for name in changed}
-    vars(spellings).update(changed)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changed.items():
+            patch.setattr(spellings.size, name, value)
         yield
-    finally:
-        vars(spellings).update(before)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -129,7 +129,7 @@ def test_a_near_miss_is_left_alone_and_the_report_says_why(name: str, compare: C
     assert not report.attention
     if name not in WITHOUT_SOFTMAX:
         assert report.missed
-        assert all(m.reason and "spellings.py:" in m.source for m in report.missed)
+        assert all(m.reason and "fusion/spellings/" in m.source for m in report.missed)
 
 
 @pytest.mark.parametrize("name", [slow_if(n not in FIRST_MUTANTS, n) for n in spellings.MUTANTS])

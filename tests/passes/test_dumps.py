@@ -1,13 +1,9 @@
 """Dumps: the graph before and after fusing reads as written down in `golden/`, two compilations give the
-same text, and no path of this machine is in it.
-
-To write the golden files anew: ATTNGRAPH_UPDATE_GOLDEN=1 pytest tests/passes/test_dumps.py
-"""
+same text, and no path of this machine is in it."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +16,6 @@ import attngraph
 from attngraph.passes import DEFAULT_PIPELINE
 from attngraph.testing import without_what_varies
 
-GOLDEN = Path(__file__).parent / "golden"
 Make = Callable[[], nn.Module]
 
 
@@ -38,16 +33,11 @@ OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
 @pytest.mark.skipif(OLDER, reason="before torch 2.15 dropout in eval is captured as a copy")
 @pytest.mark.parametrize("stage", ["canonicalize", "fuse-attention", "select-kernels"])
 def test_the_graph_of_causal_attention_reads_as_written_down(
-    stage: str, make_model: Make, tmp_path: Path
+    stage: str, make_model: Make, tmp_path: Path, golden: Callable[..., None]
 ) -> None:
     texts = dumped(make_model, tmp_path)
     (name,) = [n for n in texts if stage in n]
-    found = without_what_varies(texts[name])
-    golden = GOLDEN / f"causal-{stage}.txt"
-    if os.environ.get("ATTNGRAPH_UPDATE_GOLDEN"):
-        golden.write_text(found)
-    assert golden.exists(), "no golden file; write it with ATTNGRAPH_UPDATE_GOLDEN=1"
-    assert found == golden.read_text()
+    golden(f"causal-{stage}.txt", without_what_varies(texts[name]))
 
 
 def test_two_compilations_are_the_same_text(make_model: Make, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from conformance.paging import Paged
 from torch import Tensor
 
 from attngraph.codegen.triton.decode import Decode
@@ -10,7 +11,6 @@ from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.cached_attention import Rows
 
 SMALL = Forward(Blocks(32, 16))
 REFERENCE = kernels.KERNELS["reference"]
@@ -50,57 +50,6 @@ def bias(*shape: int) -> Tensor:
     return torch.linspace(-2, 2, torch.Size(shape).numel()).sin().view(shape)
 
 
-SEED = torch.tensor(1 << 40 | 9)
-FUTURE = torch.ones(40, 40).triu(1) > 0
-FIRST_BATCH_EMPTY = torch.arange(80).view(2, 40) >= 43
-
-PROGRAMS = [
-    ("", (), ()),
-    ("s = dot / 4", (), ()),
-    ("s = -0.5 * dot", (), ()),
-    ("s = 0 * dot", (), ()),
-    ("s = 0.25 * dot; keep k <= q", (), ()),
-    ("keep k <= q and k > q - 7", (), ()),
-    ("keep k < q", (), ()),
-    ("keep k % 3 == 0 or k == q", (), ()),
-    ("keep (k - q) % 3 != 1; keep (k - q) // 5 > -4", (), ()),
-    ("keep not (k > q and q > 4)", (), ()),
-    ("keep k <= q + 5", (), ()),
-    ("keep k <= q - 5", (), ()),
-    ("keep k <= q + n0", (), (3,)),
-    ("keep k <= q - n0 and k < n1", (), (1, 30)),
-    ("s = 0.25 * dot; keep k <= q else -1000000000.0", (), ()),
-    ("keep k <= q else -3.4028234663852886e+38", (), ()),
-    ("keep k <= q else -2.5", (), ()),
-    ("keep k <= q else s - 3", (), ()),
-    ("keep r0[b, k]; keep k <= q else -10000", (FIRST_BATCH_EMPTY,), ()),
-    ("keep r0[b, k] else -3.4028234663852886e+38", (FIRST_BATCH_EMPTY,), ()),
-    ("keep k <= q; s = s + r0[h, q, k]", (bias(2, 40, 40),), ()),
-    ("s = s + r0[h, k - q + 127]", (bias(2, 255),), ()),
-    ("s = s + r0[h] * (k - q); keep k <= q", (bias(2),), ()),
-    ("s = s + r0[b, h, q, k]", (bias(2, 2, 40, 40).half(),), ()),
-    ("s = s + r0[b, h, q, k]", (bias(2, 2, 40, 40).masked_fill(FUTURE, -torch.inf),), ()),
-    ("s = s + where(r0[b, k], 0.0, -10000.0)", (FIRST_BATCH_EMPTY,), ()),
-    ("keep r0[b, k]", (torch.arange(80).view(2, 40) % 3 > 0,), ()),
-    ("keep r0[b, q] == r0[b, k] and k <= q", (torch.arange(80).view(2, 40) // 9,), ()),
-    ("keep r0[b, k] > 0", (bias(2, 40).double(),), ()),
-    ("keep k < r0[b]", (torch.tensor([17, 40], dtype=torch.int32),), ()),
-    ("s = 50 * tanh(s / 50)", (), ()),
-    ("s = 0.1 * dot; s = 2 * tanh(s / 2); keep k <= q", (), ()),
-    ("s = 0.5 * s + tanh(dot)", (), ()),
-    ("s = r0[k, q]", (bias(40, 40),), ()),
-    ("s = 3", (), ()),
-    ("sink r0[h]", (bias(2),), ()),
-    ("s = dot / 3; sink 1 - r0[h]", (bias(2),), ()),
-    ("s = 0.5 * dot; keep k < q; sink r0[h]", (bias(2),), ()),
-    ("s = tanh(s); sink r0[b, q] + 1", (bias(2, 40),), ()),
-    ("keep k < q; sink where(h == 0, -inf, 0.5)", (), ()),
-    ("keep k <= q; p = where(random(r0[], b, h, q, k) < 0.3, 0.0, p / 0.7)", (SEED,), ()),
-    ("p = p * r0[h]; p = where(k <= q, p, 0)", (bias(2),), ()),
-    ("keep r0[b, k]; p = where(isnan(p), 0, p)", (FIRST_BATCH_EMPTY & (torch.arange(2) > 0)[:, None],), ()),
-    ("keep k < q; p = where(not isnan(p), 2 * p - p / 4, 0.0)", (), ()),
-]  # fmt: skip
-
 DOCUMENTS = torch.arange(160).view(2, 80) // 23
 LENGTHS = torch.tensor([17, 66])
 LISTED = [
@@ -123,39 +72,19 @@ def over_pages(
 ) -> None:  # fmt: skip
     """Assert that new tokens over pages get what they get in whole sequences, in float64."""
     g = torch.Generator().manual_seed(len(lengths) + sum(widths))
-    (hq, hkv), (d, dv), page = heads, widths, 3
+    (hq, hkv), (d, dv) = heads, widths
     total, rows = max(h + n for h, n in lengths), len(lengths)
     q = torch.randn(rows, hq, total, d, generator=g).to(dtype)
     k = torch.randn(rows, hkv, total, d, generator=g).to(dtype)
     v = k[..., :dv] if latent else torch.randn(rows, hkv, total, dv, generator=g).to(dtype)
     reads = [torch.randn(hq, generator=g).to(dtype), torch.randint(0, 2, (rows, total), generator=g)]
-    columns = -(-(ring or total) // page)
-    table = torch.randperm(rows * columns, generator=g).view(rows, columns)
-    pages = [torch.full((rows * columns, hkv, page, w), torch.nan, dtype=dtype) for w in widths]
-    if latent:
-        pages[1] = pages[0][..., :dv]
-    for row, (held, _) in enumerate(lengths):
-        for p in range(max(0, held - columns * page), held):
-            slot = p % (columns * page)
-            place = table[row, slot // page], slice(None), slot % page
-            pages[0][place] = k[row, :, p]
-            pages[1][place] = v[row, :, p]
-
-    def packed(whole: Tensor) -> Tensor:
-        return torch.cat([whole[r, :, h : h + n] for r, (h, n) in enumerate(lengths)], 1).unsqueeze(0)
-
-    starts = torch.tensor([0, *[n for _, n in lengths]]).cumsum(0)
-    held = torch.tensor([h for h, _ in lengths])
-    new_k = packed(k)
-    new = (new_k, new_k[..., :dv] if latent else packed(v))
+    paged = Paged(k, v, lengths, ring=ring, latent=latent)
     program = parse(text)
     kernel = Decode(Blocks(16, 16), splits)
-    found = kernel.attend(
-        program, packed(q), new, (pages[0], pages[1]), reads, (), Rows(table, starts, held, held)
-    )  # fmt: skip
+    found = kernel.attend(program, paged.packed(q), paged.new, paged.pages, reads, (), paged.rows)
     assert found is not None
     exact = [r.double() if r.is_floating_point() else r for r in reads]
-    wanted = packed(REFERENCE.forward(program, (q.double(), k.double(), v.double()), exact, ())[0])
+    wanted = paged.packed(REFERENCE.forward(program, (q.double(), k.double(), v.double()), exact, ())[0])
     tolerance = {torch.float32: 3e-5, torch.float16: 5e-3}[dtype]
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 

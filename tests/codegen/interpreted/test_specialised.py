@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from frames import DOCUMENTS, LISTED, PROGRAMS, agree, bias, operands
+from conformance.compare import assert_results
+from conformance.programs import CASES, CORE, IN_OTHER_DTYPES, Call, Shape
+from frames import DOCUMENTS, LISTED, agree, bias, operands
 from torch import Tensor
 
 from attngraph.codegen.triton import attempts, isolated, launch, schedule
@@ -20,8 +22,6 @@ from attngraph.ir.ops.kernels import Operands
 
 BLOCKS = Blocks(64, 16, 4, 2, specialised=True)
 KERNEL = Forward(BLOCKS)
-SERVED = 24
-"""Of `PROGRAMS` at least so many can be warp-specialised."""
 
 
 def halves(**shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,26 +34,27 @@ def is_specialised(
     return launch.plan_forward(parse(text), tensors, reads, sizes, BLOCKS).blocks.specialised
 
 
-def specialised(text: str, reads: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """Whether a program of the other tests is one for this schedule."""
-    return is_specialised(text, halves(), reads, sizes)
+def call_of(name: str) -> Call:
+    return CASES[name].of(Shape(2, 2, 1, 70, 16, 16, 70, 37), torch.float16)
 
 
-OURS = [program for program in PROGRAMS if specialised(*program)]
-OTHERS = [program for program in PROGRAMS if program not in OURS]
+NAMES = sorted(n for n in {*CORE, *IN_OTHER_DTYPES} if not {"D", "Dv"} & CASES[n].shape.keys())
+CALLS = {name: call_of(name) for name in NAMES}
+OURS = [n for n, c in CALLS.items() if is_specialised(c.text, c.operands, c.reads, c.sizes)]
 
 
-@pytest.mark.parametrize(("text", "reads", "sizes"), OURS, ids=[p[0] or "plain" for p in OURS])
-def test_programs_agree_with_the_reference(text: str, reads: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    agree(text, halves(B=1, Hkv=1, Sq=70, Skv=37), reads, sizes, KERNEL)
+@pytest.mark.parametrize("name", OURS)
+def test_programs_agree_with_the_reference(name: str) -> None:
+    assert_results(KERNEL, call_of(name), has_lse_of_nothing=False)
 
 
 def test_most_programs_can_be_specialised_and_the_others_say_why() -> None:
-    assert len(OURS) >= SERVED
-    for text, reads, sizes in OTHERS:
-        plan = launch.plan_forward(parse(text), halves(), reads, sizes, BLOCKS)
-        (remark,) = attempts.remarks(parse(text))
-        assert "r0[" in text and "is read" in remark
+    assert len(OURS) >= 20
+    for name in sorted(set(NAMES) - set(OURS)):
+        call = CALLS[name]
+        plan = launch.plan_forward(parse(call.text), call.operands, call.reads, call.sizes, BLOCKS)
+        (remark,) = attempts.remarks(parse(call.text))
+        assert "r0[" in call.text and "is read" in remark
         assert schedule.obstacle(plan) in remark
         assert f"# Not warp-specialised: {schedule.obstacle(plan)}." in launch.emit(plan).source
 

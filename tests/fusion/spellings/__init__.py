@@ -1,0 +1,36 @@
+"""Spellings of attention, each a function of tensors with the operands to call it with, by topic.
+
+`MUST_FUSE` are attention whichever way they are put, and fuse to `COUNT` attentions (one, unless it says
+otherwise). `NOT_YET` are attention too, but are left alone so far. `MUST_NOT` are near misses: things that
+look like attention, one change away from it, and have another meaning. `MUTANTS` are a spelling with one
+thing changed, which may fuse only with the meaning that it then has. All are run against eager in float64.
+
+A new spelling is a function in the file of its topic, under one of the decorators of `registry.py`.
+"""
+
+from . import (
+    biases,
+    causal_masks,
+    heads,
+    key_parts,
+    mutated_masks,
+    mutated_operands,
+    near_misses,
+    padding,
+    products,
+    scores,
+    sinks,
+    softmax,
+    sums,
+    windows,
+)
+from .registry import COUNT, MUST_FUSE, MUST_NOT, MUTANTS, NOT_YET, TOLERANCE, size, with_padding
+
+TOPICS = (
+    scores, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts, sums,
+    near_misses, mutated_masks, mutated_operands,
+)  # fmt: skip
+
+__all__ = [
+    "COUNT", "MUST_FUSE", "MUST_NOT", "MUTANTS", "NOT_YET", "TOLERANCE", "TOPICS", "size", "with_padding",
+]  # fmt: skip

@@ -1,0 +1,138 @@
+"""What looks like attention, one change away from it, and must be left alone (near misses of sinks, sums,
+heads and parts of keys stand beside these). Two of the same kind may fuse: they are in other tables."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .registry import INF, H, causal, mutant, near_miss, normal, normals, qkv
+
+
+@near_miss(qkv)
+def softmax_over_queries(q, k, v):
+    return (q @ k.mT).softmax(-2) @ v
+
+
+@near_miss(qkv)
+def softmax_over_heads(q, k, v):
+    return (q @ k.mT).softmax(1) @ v
+
+
+@near_miss(lambda: (*qkv(), normal(H, H)))
+def talking_heads(q, k, v, mix):
+    return torch.einsum("bhqk,hg->bgqk", (q @ k.mT).softmax(-1), mix) @ v
+
+
+@mutant(lambda: (*qkv(), normal(H, H)))
+def talking_heads_before_softmax(q, k, v, mix):
+    return torch.einsum("bhqk,hg->bgqk", q @ k.mT, mix).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def sigmoid_attention(q, k, v):
+    return (q @ k.mT).sigmoid() @ v
+
+
+@near_miss(qkv)
+def double_softmax(q, k, v):
+    return (q @ k.mT).softmax(-1).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def renormalised_after_masking(q, k, v):
+    p = (q @ k.mT).softmax(-1) * causal(q.shape[2])
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@near_miss(qkv)
+def weights_returned(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p
+
+
+@near_miss(lambda: normals("BHTT BHTT BHTT"))
+def keys_permuted_not_transposed(q, k, v):
+    return ((q * k).softmax(-1)) @ v
+
+
+@near_miss(qkv)
+def top_k(q, k, v):
+    s = q @ k.mT
+    kept = s >= s.topk(3, dim=-1).values[..., -1:]
+    return s.masked_fill(~kept, -INF).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def normalised_by_another_sum(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e / (2 * q @ k.mT).exp().sum(-1, keepdim=True)) @ v
+
+
+@near_miss(qkv)
+def linear_attention(q, k, v):
+    return (q @ k.mT) @ v
+
+
+@near_miss(qkv)
+def linear_attention_normalised(q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT)
+
+
+@near_miss(qkv)
+def mean_of_the_values(q, k, v):
+    return torch.zeros(*q.shape[:3], k.shape[2], dtype=q.dtype).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def softmax_over_features(q, k, v):
+    return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+
+@near_miss(qkv)
+def scores_returned(q, k, v):
+    s = q @ k.mT
+    return s.softmax(-1) @ v, s
+
+
+@near_miss(qkv)
+def scores_changed_after_use(q, k, v):
+    s = q @ k.mT
+    out = s.softmax(-1) @ v
+    s.add_(1)
+    return out, s
+
+
+@near_miss(qkv)
+def gumbel_like_straight_through(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    hard = F.one_hot(p.argmax(-1), p.shape[-1]).to(p.dtype)
+    return (hard - p.detach() + p) @ v
+
+
+@near_miss(qkv)
+def additive_scores(q, k, v):
+    return torch.tanh(q.unsqueeze(3) + k.unsqueeze(2)).sum(-1).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def distance_scores(q, k, v):
+    return (-torch.cdist(q, k)).softmax(-1) @ v
+
+
+@near_miss(qkv)
+def softmax_over_distances_in_a_band(q, k, v):
+    i = torch.arange(q.shape[2])
+    behind = i[:, None] - i
+    in_band = (behind >= 0) & (behind < 3)
+    s = torch.gather(F.pad(q @ k.mT, (2, 0)), -1, (i[:, None] + torch.arange(3)).expand(*q.shape[:2], -1, -1))
+    p = F.pad(s.softmax(-1), (0, 1))
+    return p.gather(-1, torch.where(in_band, 2 - behind, 3).expand(*q.shape[:2], -1, -1)) @ v
+
+
+@near_miss(qkv)
+def small_number_beside_exponentials_that_were_shifted(q, k, v):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / (e.sum(-1, keepdim=True) + 1e-9)) @ v

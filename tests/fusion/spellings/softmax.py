@@ -1,0 +1,126 @@
+"""The softmax written by hand, and what is done with its weights afterwards."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .registry import INF, H, causal, cross, normal, not_yet, qkv, spelling, with_padding
+
+
+@spelling(cross)
+def exp_over_sum(q, k, v):
+    e = torch.exp(q @ k.mT)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@spelling(cross)
+def stable_exp_over_sum(q, k, v):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / e.sum(dim=-1, keepdim=True)) @ v
+
+
+@spelling(cross)
+def stable_with_max(q, k, v):
+    s = q @ k.mT
+    e = torch.exp(s - torch.max(s, dim=-1, keepdim=True)[0])
+    return torch.matmul(e / torch.sum(e, -1, keepdim=True), v)
+
+
+@spelling(cross)
+def max_of_all_scores_subtracted(q, k, v):
+    s = q @ k.mT
+    e = (s - s.max()).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@spelling(cross)
+def divided_after_values(q, k, v):
+    e = torch.exp(q @ k.mT)
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@spelling(cross)
+def minus_logsumexp(q, k, v):
+    s = q @ k.mT
+    return torch.exp(s - torch.logsumexp(s, -1, keepdim=True)) @ v
+
+
+@spelling(cross)
+def exp_of_log_softmax(q, k, v):
+    return F.log_softmax(q @ k.mT, -1).exp() @ v
+
+
+@spelling(cross)
+def softmax_of_log_softmax(q, k, v):
+    return F.softmax(F.log_softmax(q @ k.mT, -1), -1) @ v
+
+
+@spelling(cross)
+def softmax_in_float32_and_back(q, k, v):
+    return torch.softmax(q @ k.mT, -1, dtype=torch.float64).to(v.dtype) @ v
+
+
+@spelling(cross)
+def softmin_of_the_negative(q, k, v):
+    return F.softmin(-(q @ k.mT), dim=-1) @ v
+
+
+@spelling(cross)
+def powers_of_two(q, k, v):
+    e = torch.exp2(q @ k.mT / math.log(2))
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@spelling(cross)
+def powers_of_e(q, k, v):
+    w = torch.pow(math.e, q @ k.mT / 4)
+    return w / w.sum(3, keepdim=True) @ v
+
+
+@spelling(cross)
+def squared_softmax_renormalised(q, k, v):
+    w = (q @ k.mT).softmax(-1) ** 2
+    return w / w.sum(-1, keepdim=True) @ v
+
+
+@spelling(qkv)
+def squared_weights(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    p = p * p
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@spelling(qkv)
+def masked_after_softmax(q, k, v):
+    return ((q @ k.mT).softmax(-1) * causal(q.shape[2])) @ v
+
+
+@spelling(lambda: (*qkv(), normal(H)))
+def head_mask(q, k, v, mask):
+    return ((q @ k.mT).softmax(-1) * mask[:, None, None]) @ v
+
+
+@spelling(with_padding)
+def nan_to_num(q, k, v, keep):
+    s = (q @ k.mT).masked_fill(~keep[:, None, None, :], -INF)
+    return s.softmax(-1).nan_to_num(0.0) @ v
+
+
+@spelling(qkv)
+def value_gated_after(q, k, v):
+    return ((q @ k.mT).softmax(-1) @ v) * torch.sigmoid(q)
+
+
+@not_yet(qkv)
+def blocks_of_keys_one_after_another(q, k, v):
+    most, total, out = torch.full(q.shape[:3], -INF, dtype=q.dtype)[..., None], 0.0, 0.0
+    for keys, values in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True):
+        scores = q @ keys.mT
+        now = torch.maximum(most, scores.amax(-1, keepdim=True))
+        weights, kept = (scores - now).exp(), (most - now).exp()
+        total, out, most = kept * total + weights.sum(-1, keepdim=True), kept * out + weights @ values, now
+    return out / total
