@@ -78,7 +78,7 @@ def compare(found: Tensor, wanted: Tensor, rule: Rule = EXACT, eager: Tensor | N
 
     Args:
         eager: where `wanted` is an exact answer in a wider dtype, the eager answer in the dtype of `found`.
-            It then decides where NaN and infinities are expected, and replaces those of the exact answer.
+            It decides where NaN and infinities are expected, and serves where the exact answer is not finite.
     """
     model = wanted if eager is None else eager
     if found.dtype != model.dtype:
