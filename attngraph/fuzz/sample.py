@@ -14,9 +14,9 @@ _SIMPLE_SHARE = {
     "fill2": 0.5, "softmax": 0.4, "weights": 0.65, "values": 0.5, "output": 0.5, "change": 0.65,
     "numbers": 0.8, "grad": 0.6, "second": 0.1, "sizes": 0.2,
 }  # fmt: skip
-"""How often the simplest choice is taken; the others, and all of fields not listed, are equally likely. A graph
-with numbers for sizes takes a third of the time, so most have numbers; all else varies as much in them. Errors
-that need symbols (in a second call with other sizes) are looked for in the rest."""
+"""How often the simplest choice is taken; the others, and all of fields not listed, are equally likely.
+A graph with numbers for sizes takes a third of the time, so most have numbers; all else varies as much.
+Errors that need symbols (in a second call with other sizes) are looked for in the rest."""
 _SHARE_OF_ONE = 0.04
 """How often a size is one, where it may be."""
 _EQUAL = (("value_width", "width", 0.5), ("keys", "queries", 0.25))
