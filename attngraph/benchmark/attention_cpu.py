@@ -39,12 +39,12 @@ HEADS, WIDTH, WINDOW, GLOBAL, CAP, DOCUMENTS = 8, 64, 256, 64, 50.0, 5
 TOKENS = (512, 1024, 2048, 4096, 8192)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMIT = 8 << 30
-"""Bytes above which a way of computing is left out."""
+"""Bytes above which a candidate is left out."""
 Call = Callable[[], Tensor]
 
 
 class Plain(nn.Module):
-    """Attention as textbooks write it; subclasses say which pairs are kept and what scores become."""
+    """Attention as textbooks write it; subclasses define which pairs are kept and how scores change."""
 
     kept: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -103,8 +103,8 @@ class Documents(Plain):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """`sdpa`: whether scaled_dot_product_attention can express it. `copies`: matrices of scores that the
-    plain module holds at a time."""
+    """`sdpa`: whether scaled_dot_product_attention can express it. `copies`: how many matrices of scores the
+    plain module holds at once."""
 
     module: type[Plain]
     key_heads: int = HEADS
@@ -146,7 +146,7 @@ def make_inputs(program: Program, tokens: int, dtype: torch.dtype) -> Inputs:
 
 
 def by_sdpa(program: Program, model: Plain, given: Inputs) -> Call:
-    """By hand: the flags that the kernel knows, else the mask or the bias as a matrix made beforehand."""
+    """Written by hand: with the kernel's flags where they suffice, else with a precomputed mask or bias."""
     tokens, kind = given.q.shape[2], program.module
     call: Any = F.scaled_dot_product_attention
     grouped = program.key_heads < HEADS
@@ -184,7 +184,7 @@ def by_flex(program: Program, model: Plain, given: Inputs) -> Call:
 
 
 def candidates(program: Program, given: Inputs, log: Callable[[str], None]) -> dict[str, Call]:
-    """The ways of computing a program, without those that would need too much memory."""
+    """The candidates for a program, without those that would need too much memory."""
     tokens, size = given.q.shape[2], given.q.element_size()
     model = program.module()
     scores = HEADS * tokens * tokens * size
@@ -274,7 +274,7 @@ def exponents(rows: Sequence[dict[str, Any]], way: str) -> dict[str, float]:
 
 
 def bars(result: dict[str, Any]) -> Bars:
-    """Times of all ways, of what `--json` writes."""
+    """Times of all candidates, from what `--json` writes."""
     cells = {
         f"{row['program']}, {row['dtype']}, {row['tokens']}": {
             way: row[way]["seconds"] * 1e3 for way in WAYS if way in row

@@ -38,7 +38,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    """A Llama of 100M parameters: 12 layers of width 768, 12 heads on 4, tied embeddings."""
+    """A Llama of 100M parameters: 12 layers of width 768, 12 heads over 4 key heads, tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -59,7 +59,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama}
 
 
 def floor(model: nn.Module, rows: int) -> Callable[[], None]:
-    """The model's linear layers, bare, on one token of each row."""
+    """The model's linear layers alone, on one token of each row."""
     weights: list[tuple[Tensor, Tensor | None]] = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -76,7 +76,7 @@ def floor(model: nn.Module, rows: int) -> Callable[[], None]:
 
 
 def one_token(model: Any, decoder: attngraph.Decoder, ids: Tensor, count: int) -> dict[str, float]:
-    """Median milliseconds of one token of every row, candidates in turn."""
+    """Median milliseconds for one token of every row, with candidates timed in turn."""
     from transformers import StaticCache
 
     rows = ids.shape[0]
@@ -101,7 +101,7 @@ def one_token(model: Any, decoder: attngraph.Decoder, ids: Tensor, count: int) -
 
 
 def by_length(decoder: attngraph.Decoder, rows: int, lengths: Sequence[int]) -> dict[int, float]:
-    """Median milliseconds of one token when so many are kept already."""
+    """Median milliseconds for one token, for each number of tokens already cached."""
     found: dict[int, float] = {}
     for length in lengths:
         _, state = decoder.prefill(torch.randint(0, 30000, (rows, length)))
@@ -144,14 +144,16 @@ def whole_runs(model: Any, decoder: attngraph.Decoder, ids: Tensor) -> dict[str,
 
 
 def engine(decoder: attngraph.Decoder, requests: int = 32, places: int = 8) -> dict[str, float]:
-    """New tokens per second of mixed requests, in flight and in fixed batches in the order they came."""
+    """New tokens per second of mixed requests: batched in flight, and in fixed batches in arrival order."""
     draw = random.Random(0)
     work = [
         ([draw.randrange(30000) for _ in range(draw.randint(16, 256))], draw.randint(16, 128))
         for _ in range(requests)
     ]
     total = sum(count for _, count in work)
-    decoder.generate([torch.tensor(prompt) for prompt, _ in work[:2]], 2)  # derived before the clock starts
+    decoder.generate(
+        [torch.tensor(prompt) for prompt, _ in work[:2]], 2
+    )  # the decoder is derived before timing starts
     start = time.perf_counter()
     running = attngraph.Engine(decoder, max_batch=places)
     handles = [running.submit(prompt, count) for prompt, count in work]
@@ -167,7 +169,7 @@ def engine(decoder: attngraph.Decoder, requests: int = 32, places: int = 8) -> d
 
 
 def bars(result: dict[str, Any]) -> Bars:
-    """Times of one token, of what `--json` writes."""
+    """Times of one token, from what `--json` writes."""
     cells = {
         f"{name}, {batch}": {what: float(spent) for what, spent in figures["one token"].items()}
         for name, found in result.items()

@@ -1,15 +1,16 @@
-"""Attention on a GPU, in one process and one run: ours beside what else there is, and the card's limits.
+"""Attention on a GPU, in one process and one run: ours, other implementations, and the card's limits.
 
     attngraph bench --device cuda --suite attention decode mla --json results.json
     attngraph bench --device cuda --only causal "width 128" --minutes 9 --json results.json --resume
 
 First the limits are measured: a large matrix product and a large copy. Then, cell by cell, candidates take
-turns for some rounds with the cache emptied before each; medians are kept. `attention`: our kernels forward
-and backward (forward in both schedules), the unfused graph where it fits, scaled_dot_product_attention with
-each of its backends pinned, FlexAttention as it comes and tuned, torch.compile of the unfused graph. `decode`
-and `mla`: one new token of each row over a cache, in bytes (and operations) a second. Whole sequences'
-answers are compared before anything is timed; a candidate that cannot be run says why. A run may be a part of
-all that there is, and go on from a file of earlier ones.
+turns for some rounds with the cache emptied before each; medians are reported. `attention`: our kernels
+forward and backward (forward in both schedules), the unfused graph if it fits in memory,
+scaled_dot_product_attention with each of its backends pinned, FlexAttention with default and with tuned
+options, torch.compile of the unfused graph. `decode` and `mla`: one new token of each row over a cache, in
+bytes (and operations) per second. The results on whole sequences are compared before anything is timed; for a
+candidate that cannot be run the reason is reported. A run may measure only some cells, and continue from a
+file of earlier ones.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ BACKENDS = {
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 SPECIALISED = "attngraph, warp-specialised"
-"""Our kernel in that schedule, whatever tables say of it. Its backward pass is that of the other."""
+"""Our kernel forced to that schedule, whatever the tables prefer. Its backward pass is the usual one."""
 Call = Callable[[], Tensor]
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the device was seen to do: operations of a matrix product and bytes of a copy, in a second."""
+    """Measured limits of the device, per second: operations of a matrix product, and bytes of a copy."""
 
     flops: float
     bytes: float
@@ -60,8 +61,8 @@ class Limits:
 
 @dataclasses.dataclass
 class Row:
-    """One candidate in one cell: seconds, operations and bytes a second and their share of the limit, or why
-    there are none."""
+    """One candidate in one cell: seconds, operations and bytes per second and their share of the limit, or
+    why it was not measured."""
 
     cell: str
     name: str
@@ -74,9 +75,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What of a suite is measured: cells whose names hold all of `only` and are not among `done`, without
-    candidates of these names, until `deadline` (of `time.monotonic`). `tune`: measure our block sizes for
-    each cell first, and store them."""
+    """The part of a suite to measure: cells whose names contain all of `only` and are not in `done`, without
+    the candidates in `without`, until `deadline` (by `time.monotonic`). `tune`: first measure our block sizes
+    for each cell, and store them."""
 
     only: Sequence[str] = ()
     without: Sequence[str] = ()
@@ -116,7 +117,7 @@ class Clock:
         return float(before.elapsed_time(after)) / 1e3
 
     def medians(self, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
-        """Seconds of each, taken in turns."""
+        """Median seconds of each call; calls take turns."""
         for call in calls.values():
             self.once(call)
         spent: dict[str, list[float]] = {name: [] for name in calls}
@@ -139,8 +140,8 @@ def limits(clock: Clock, dtype: torch.dtype, size: int = 8192) -> Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program in the terms of each candidate. `share`: the part of all pairs that it keeps; `sdpa`: whether
-    scaled_dot_product_attention can express it without a mask tensor."""
+    """A program in the form that each candidate takes. `share`: the fraction of all pairs that it keeps;
+    `sdpa`: whether scaled_dot_product_attention can express it without a mask tensor."""
 
     text: str
     sdpa: bool
@@ -211,8 +212,8 @@ def attention(
 
 
 def _forget() -> None:
-    """Let go of what the last cell compiled and held. PyTorch compiles a function for few sizes before it
-    runs it as it is written, and from the second on for sizes that it does not know."""
+    """Free what the last cell compiled and allocated. Otherwise PyTorch would compile for dynamic sizes from
+    the second size on, and after a few sizes run the function eagerly."""
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -249,7 +250,7 @@ def _pinned(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: boo
 
 
 def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The program as a textbook writes it, whole score matrix and all."""
+    """The program as a textbook writes it, with the whole score matrix."""
     i = torch.arange(q.shape[2], device=q.device)[:, None]
     j = torch.arange(k.shape[2], device=q.device)[None, :]
     h = torch.arange(q.shape[1], device=q.device)[:, None, None]
@@ -262,7 +263,7 @@ def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
 
 
 def _backward(call: Call, inputs: Sequence[Tensor], grad: Tensor) -> Call:
-    """The backward pass alone: the forward one is run once."""
+    """The backward pass alone: the forward pass is run once, beforehand."""
     kept: list[Tensor] = []
 
     def run() -> Tensor:
@@ -280,7 +281,7 @@ def decode(
     clock: Clock, cells: Sequence[tuple[int, int]], dtype: torch.dtype, limit: Limits, say: Say,
     part: Part, heads: tuple[int, int] = (32, 4), width: int = 128,
 ) -> Iterator[Row]:  # fmt: skip
-    """One new token of each row: cells of (rows, kept tokens), grouped heads."""
+    """One new token of each row: cells of (rows, cached tokens), grouped heads."""
     for rows, held in cells:
         cell = f"decode, {rows} rows, {held} kept, {heads[0]} heads on {heads[1]}, width {width}"
         if part.is_over or not part.has(cell):
@@ -319,7 +320,7 @@ def mla(
     clock: Clock, cells: Sequence[tuple[int, int, int]], dtype: torch.dtype, limit: Limits, say: Say,
     part: Part, latent: int = 512, rope: int = 64,
 ) -> Iterator[Row]:  # fmt: skip
-    """One new token of each row over latents: cells of (rows, heads, kept tokens)."""
+    """One new token of each row over latents: cells of (rows, heads, cached tokens)."""
     for rows, heads, held in cells:
         cell = f"mla, {rows} rows, {held} kept, {heads} heads, latent {latent} + {rope}"
         if part.is_over or not part.has(cell):
@@ -347,7 +348,7 @@ def _measured(
     clock: Clock, cell: str, calls: dict[str, Call], operations: float, size: float, limit: Limits,
     part: Part, compared: bool = True,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each candidate: those that run and agree with the first are timed."""
+    """A row for each candidate: those that run, and agree with the first, are timed."""
     running: dict[str, Call] = {}
     wanted: Tensor | None = None
     for name, call in ((n, c) for n, c in calls.items() if n not in part.without):
@@ -380,10 +381,12 @@ def run(
     suites: Sequence[str], device: str = "cuda", dtype: torch.dtype = torch.bfloat16, small: bool = False,
     say: Say | None = None, part: Part | None = None, keep: Keep | None = None,
 ) -> tuple[dict[str, Any], list[Row]]:  # fmt: skip
-    """Measure suites; about the machine, and all rows. `small`: a few tiny cells, to see that it works.
+    """Measure suites and return a description of the machine, and all rows.
 
     Args:
-        part: what of the suites. keep: called with what is known after every cell.
+        small: measure a few tiny cells, to see that it works.
+        part: the part of the suites to measure.
+        keep: called after every cell with the results so far.
     """
     part = part or Part()
     say = say or (lambda what: print(f"... {what}", file=sys.stderr, flush=True))
@@ -417,7 +420,7 @@ def run(
 
 
 def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
-    """For people."""
+    """The results as text."""
     limit = about["limits"]
     lines = [
         f"{about['device']}, torch {about['torch']}, {about['dtype']}: "
@@ -437,7 +440,7 @@ def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def bars(about: dict[str, Any], rows: Sequence[Row]) -> Bars:
-    """Shares of the limit that was measured."""
+    """Shares of the measured limits."""
     cells: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.share is not None:

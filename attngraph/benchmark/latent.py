@@ -50,7 +50,7 @@ def model(layers: int) -> Any:
 
 
 def filled(decoder: attngraph.Decoder, length: int) -> attngraph.KVCache:
-    """A state of one row that keeps `length` tokens of random values."""
+    """A state of one row that holds `length` tokens of random values."""
     _, state = decoder.prefill(torch.zeros(1, 2, dtype=torch.int64))
     state.reset()
     state.reserve([length])
@@ -81,8 +81,8 @@ def count(call: Callable[[], object]) -> int:
 
 
 def formulas(entry: Any, config: Any, linear: int, length: int) -> dict[str, int]:
-    """Operations of one token after `length` kept ones, by the formulas: `linear` are those of all layers
-    of weights as the model has them, in which each token is projected up once."""
+    """Operations of one token after `length` cached ones, by the formulas: `linear` are those of all linear
+    layers as the model has them, in which each token is projected up once."""
     layers, keys = config.num_hidden_layers, length + 1
     return {
         "absorbed": linear + layers * keys * entry.pair_absorbed,
@@ -127,7 +127,7 @@ def _token(decoder: attngraph.Decoder, token: Tensor, state: attngraph.KVCache) 
 
 
 def operations(theirs: Any, length: int) -> dict[str, dict[str, int]]:
-    """Counted and by the formulas."""
+    """Operations as counted, and by the formulas."""
     token = torch.zeros(1, 1, dtype=torch.int64)
     found: dict[str, int] = {}
     entry: Any = None
@@ -144,7 +144,7 @@ def operations(theirs: Any, length: int) -> dict[str, dict[str, int]]:
 
 
 def bars(result: dict[str, Any]) -> Bars:
-    """Times of one token, of what `--json` writes."""
+    """Times of one token, from what `--json` writes."""
     cells = {
         f"{length} kept": {name: float(spent) for name, spent in found["milliseconds"].items()}
         for length, found in result.items()

@@ -1,8 +1,8 @@
 """Time and peak memory of a call.
 
-Machines are shared and drift, so candidates are timed in turn, round after round, and what is compared
-is the median of each. Memory is the rise of the process's peak resident size during one call (on a GPU,
-of the allocator's peak); it is 0 where the system does not tell.
+Machines are shared and their speed drifts, so candidates are timed in turn, round after round, and the
+medians are compared. Memory is the rise of the process's peak resident size during one call (on a GPU, of the
+allocator's peak); it is 0 where the system does not report it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 @dataclass(frozen=True)
 class Measurement:
-    """`seconds` is the median over rounds, `least` the smallest; `peak_bytes` the rise of peak memory."""
+    """`seconds` is the median over rounds, `least` the minimum; `peak_bytes` the rise of peak memory."""
 
     seconds: float
     least: float
@@ -32,8 +32,8 @@ def measure(
     candidates: Mapping[str, Callable[[], object]], *, rounds: int = 5, seconds: float = 20.0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Measurement]:  # fmt: skip
-    """Measure each candidate: one call to warm up and to see its memory, then `rounds` rounds in which
-    every candidate runs once, fewer once `seconds` have passed (at least three)."""
+    """Measure each candidate: one call to warm up and to measure memory, then `rounds` rounds in which
+    every candidate runs once; fewer (at least three) if `seconds` have passed."""
     peaks: dict[str, int] = {}
     for name, call in candidates.items():
         if progress is not None:
@@ -73,9 +73,9 @@ def peak_memory(call: Callable[[], object]) -> int:
         call()
         return int(torch.cuda.max_memory_allocated() - before)
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed would hide what this one needs
+        ctypes.CDLL(None).malloc_trim(0)  # memory freed by earlier calls would hide this one's need
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except OSError:
         return 0
     before = _resident("VmRSS")

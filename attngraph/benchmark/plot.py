@@ -1,4 +1,4 @@
-"""Figures of a benchmark as bars, a group for each cell; needs matplotlib (the extra `plot`)."""
+"""Benchmark results as a bar chart, a group of bars for each cell; needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Bars(NamedTuple):
-    """What is drawn: `cells` has the figure of each candidate, by cell; `log`: the axis is logarithmic."""
+    """What is drawn: `cells` has the number of each candidate, by cell; `log`: the axis is logarithmic."""
 
     title: str
     unit: str
@@ -21,7 +21,7 @@ def draw(bars: Bars, path: Path) -> None:
     """Write the picture; the format follows the file's name.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed. ValueError: it knows no such format.
+        ModuleNotFoundError: matplotlib is not installed. ValueError: it does not support the format.
     """
     importlib.import_module("matplotlib").use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")

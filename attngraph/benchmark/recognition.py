@@ -32,7 +32,7 @@ import attngraph
 from attngraph.meaning.check.comparison import compare, elementwise
 
 TOLERANCE = 2e-4
-"""Largest accepted difference from eager in float32, relative to 1 + |value|; the tests hold float64."""
+"""Largest accepted difference from eager in float32, relative to 1 + |value|; the tests check float64."""
 
 
 def _load(path: Path) -> types.ModuleType:
@@ -72,7 +72,7 @@ def inductor_fuses(
 def attngraph_fuses(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int, bool]:
-    """How many attentions attngraph fuses (merged ones count each), and whether it answers as eager."""
+    """How many attentions attngraph fuses (merged ones count each), and whether its results match eager's."""
     compiled = attngraph.compile(function)
     mine, theirs = (
         [t for t in pytree.tree_leaves(f(*args, **kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -106,7 +106,7 @@ def _models(
 
 
 def measure(root: Path, models: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Counts for every entry of a set, and their totals."""
+    """Counts for every spelling (or every model), and their totals."""
     entries = _models(root) if models else _spellings(root)
     rows: dict[str, dict[str, Any]] = {}
     for place, (name, (function, make, wanted)) in enumerate(entries.items()):

@@ -1,9 +1,9 @@
 """The command line: `attngraph COMMAND ...`, one file per command.
 
 A command's file adds its arguments with `add(commands)` and is run by `run(options)`, which returns the exit
-code. Results go to standard output, progress to standard error. Exit codes: 0 all good, 1 the answer is no
+code. Results go to standard output, progress to standard error. Exit codes: 0 success; 1 a negative result
 (the compiled model does not agree with the eager one, something was not fused under --strict, fuzzing found
-a failure, a bisection found a pass), 2 the command or what it is given cannot be used.
+a failure, a bisection found a pass); 2 the command or its arguments cannot be used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMANDS = (compile, inspect, opt, bisect, show, bench, fuzz)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return the exit code."""
     options = _parser().parse_args(argv)
     try:
         code: int = options.run(options)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AttnGraphError as problem:
         print(f"attngraph: {problem}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

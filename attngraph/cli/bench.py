@@ -1,4 +1,4 @@
-"""`attngraph bench`: attention beside what else there is, and beside what the machine can do."""
+"""`attngraph bench`: attention compared with other implementations and with the machine's limits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure suites. What a GPU is asked and what a CPU is asked differ, so their benchmarks do."""
+    """Measure suites. GPUs and CPUs have different benchmarks, since they are used for different tasks."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise TargetError("--device cuda: PyTorch finds no GPU here; --device cpu measures this machine.")
     models = "models" in options.suite
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _known(options: argparse.Namespace) -> list[gpu.Row]:
-    """What an earlier run found."""
+    """The rows of an earlier run."""
     if not options.resume or not options.json or not options.json.exists():
         return []
     try:
@@ -99,7 +99,7 @@ _ON_THE_CPU: dict[str, Any] = {"attention": attention_cpu, "decode": decoding, "
 
 
 def _measure_cpu(name: str, options: argparse.Namespace, is_one_of_several: bool) -> None:
-    """Run one of the CPU's benchmarks; with several, each has files of its own."""
+    """Run one of the CPU benchmarks; if there are several, each writes files of its own."""
 
     def own(file: Path) -> Path:
         return file.with_name(f"{file.stem}-{name}{file.suffix}") if is_one_of_several else file

@@ -1,4 +1,4 @@
-"""`attngraph compile` and `attngraph demo`: the report on a model, a check against eager, its times."""
+"""`attngraph compile` and `attngraph demo`: the report on a model, a check against eager, and timings."""
 
 from __future__ import annotations
 

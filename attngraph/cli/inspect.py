@@ -1,8 +1,8 @@
 """`attngraph inspect DUMP_DIR`: a dump as one page, in a file that needs no server and no network.
 
 The dump is what `attngraph compile TARGET --dump DIR` or `attngraph.compile(model, dump=DIR)` wrote; one
-graph of it (`DIR/graph-0`) can be named too. Exit codes: 0, and 2 where the dump cannot be read or the page
-not written.
+graph of it (`DIR/graph-0`) can be named too. Exit codes: 0, and 2 if the dump cannot be read or the page
+cannot be written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; the exit code.
+    """Run the command and return the exit code.
 
     Raises:
         DumpError: the dump cannot be read, or the page not written.
@@ -67,5 +67,5 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _parts(report: CompileReport) -> list[Any]:
-    """The reports of graphs, where there are several."""
+    """The reports of single graphs, if there are several."""
     return [json.loads(part.to_json()) for part in report.parts]

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe_attentions(graph: ProgramGraph) -> None:
-    """Passes after fusing go by what is said of each attention, which no text holds."""
+    """Restore the description of each attention, which later passes use and the text does not contain."""
     for node in graph.attentions():
         if isinstance(nodes.view(node), nodes.Attention):
             node.meta["attention"] = describe(node, graph.hints)

@@ -1,4 +1,4 @@
-"""What is going on, told on standard error while a person waits."""
+"""Progress messages on standard error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 
 class Progress:
-    """One line on standard error that says what is going on; a line per stage where it is no terminal, at
-    most one in `every` seconds."""
+    """One line on standard error with the current stage; if that is no terminal, a line per stage, at most
+    one in `every` seconds."""
 
     def __init__(self, every: float = 0.0) -> None:
         self.start = self.last = time.perf_counter()

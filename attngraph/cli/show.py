@@ -1,8 +1,8 @@
-"""`attngraph show PROGRAM`: a score program normalised, its mask in words and as a picture, what it costs.
+"""`attngraph show PROGRAM`: a score program normalised, its mask in words and as a picture, and its cost.
 
 PROGRAM is a score program as text, a file that holds one ("-" is standard input), or the name of a well-known
-one (`report/programs.py`). Tensors that a program reads are unknown here, but for well-known programs,
-which come with example tensors.
+one (`report/programs.py`). Tensors that a program reads are unknown here, except for well-known programs,
+which have example tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from attngraph.report.picture import TileMap, marks, mask_map, tile_map, to_svg,
 from attngraph.report.programs import WELL_KNOWN
 
 SMALL = 24
-"""Queries and keys of the picture that shows every pair."""
+"""Queries, and keys, of the picture that shows every pair."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is shown: a program, and the sizes and tensors it is looked at with; in the small picture too."""
+    """What is shown: a program, with sizes and tensors for the whole picture and for the small one."""
 
     program: ScoreProgram
     about: str
@@ -122,7 +122,7 @@ def _names(count: int) -> str:
 
 
 def _read_program(text: str) -> str:
-    """The text of a program: of standard input, of a file, or as it stands."""
+    """The text of a program: from standard input, from a file, or as given."""
     if text == "-":
         return sys.stdin.read()
     path = Path(text)
@@ -180,7 +180,7 @@ def _shares(whole: TileMap) -> str:
 
 
 def _operations(whole: TileMap, width: int) -> dict[str, int]:
-    """Floating-point operations of both products: of all pairs, and the least and most that are computed."""
+    """Floating-point operations of both products: for all pairs, and the least and most that are computed."""
     pairs, each = whole.pairs, 4 * width
     least = (pairs["full"] + pairs["partial"]) * each
     return {
@@ -191,7 +191,7 @@ def _operations(whole: TileMap, width: int) -> dict[str, int]:
 
 
 def _cost(whole: TileMap, width: int) -> list[str]:
-    """What the tiles mean in operations, in words."""
+    """Lines of text with the operations that the tiles take."""
     operations = _operations(whole, width)
     total, least, most = (operations[name] for name in ("all", "least", "most"))
     heads = sum(len(panel.pairs) for panel in whole.panels)

@@ -31,7 +31,7 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     """The model and example inputs that `package.module:callable` returns.
 
     Raises:
-        TargetError: it does not import, is missing, or returns something else.
+        TargetError: it cannot be imported, does not exist, or returns something else.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:

@@ -1,4 +1,4 @@
-"""The lines of a function while they are written, and what is known of the tensors in them."""
+"""The lines of a function as they are written, and the dimensions of the tensors in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from attngraph.fuzz.letters import aligned
 
 
 class Body:
-    """Lines, constants of the module, inputs; and the letters of q, k, v, the scores and the weights.
+    """Lines, constants of the module, inputs; and the dimension letters of q, k, v, scores and weights.
 
     Names mean the same throughout: `q`, `k`, `v`, `scores`, `p` (the weights), `out`; `b h g t s d` sizes.
     """
@@ -32,12 +32,12 @@ class Body:
             self.constants.append(line)
 
     def input(self, name: str, expression: str) -> str:
-        """A parameter, made by an expression with sizes in braces; its name."""
+        """Add a parameter, made by an expression with sizes in braces, and return its name."""
         self.inputs[name] = expression
         return name
 
     def normal(self, name: str, shape: str) -> str:
-        """A parameter of normally distributed numbers, such as `normal("bias", "{T}, {S}")`."""
+        """Add a parameter of normally distributed numbers, such as `normal("bias", "{T}, {S}")`."""
         return self.input(name, f"torch.randn({shape}, generator=g, dtype=torch.float64)")
 
     def set_scores(self, text: str) -> None:
@@ -54,7 +54,7 @@ class Body:
         return self._sizes[letter]
 
     def need(self, letters: str) -> None:
-        """Give the scores of flattened heads their batch and head dimensions back, where asked for."""
+        """Split the batch and head dimensions of flattened scores if `letters` needs them."""
         if set("bh") & set(letters) and "n" in self.scores:
             view = f".unflatten(0, (-1, {self.case.heads}))"
             self.set_scores(f"scores{view}")
@@ -62,7 +62,7 @@ class Body:
 
     def per_head(self, name: str, shape: str, rest: str = "") -> str:
         """A parameter with a number, or a tensor of `rest` dimensions, for each head, aligned with the
-        scores; for all heads together where the scores have none."""
+        scores; one for all heads where the scores have no head dimension."""
         self.need("h")
         have = ("h" if "h" in self.scores or "g" in self.scores else "") + rest
         sizes = (["{H}"] if have.startswith("h") else []) + ([shape] if shape else [])

@@ -2,10 +2,9 @@
 
 Results (number, shape, dtype, NaN and infinities in the same places, values), then the arguments after the
 call, then gradients of a fixed random combination of the results, at each of a case's sizes in turn,
-through one compiled function. Every case goes the whole way through `attngraph.compile`; in most of them the
-inputs' sizes are marked as fixed, which makes them numbers in the graph and capturing several times faster,
-in the others they are symbols. Where eager itself raises there is nothing to compare with, but for one thing:
-the compiled function must raise as well.
+through one compiled function. Every case goes through all of `attngraph.compile`; in most cases the inputs'
+sizes are marked as fixed, so they are numbers in the graph and capture is several times faster, in the others
+they are symbols. If eager itself raises, the only check is that the compiled function raises as well.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from attngraph.fuzz.source import forget, render
 from attngraph.meaning.check.comparison import Rule, compare
 
 TOLERANCE = 1e-9
-"""Allowed difference of a value, relative to the largest finite one of its tensor, or to one."""
+"""Allowed difference of a value, relative to the largest finite one of its tensor, at least 1."""
 GRADIENT_FACTOR = 10.0
 FAULT = "an error of the compiler"
-"""How the compiler begins a reason where it left something alone because it failed itself."""
+"""The beginning of the compiler's reason for not fusing something because of an error of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The result of a case.
 
     `kind` is empty where compiled and eager agree, "eager raises" where there was nothing to compare, else
-    what differs; `detail` says where and how much. `fused`, `missed` and `graphs` are the report's:
-    attentions fused, reasons for what was not, graphs traced.
+    what differs; `detail` says where and how much. From the report: `fused` is the number of attentions
+    fused, `missed` the reasons for softmaxes not fused, `graphs` the number of graphs traced.
     """
 
     kind: str = ""
@@ -52,10 +51,10 @@ class Outcome:
 
 
 def tolerance(case: Case) -> float:
-    """How much a value may be off: more where the function itself rounds its scores.
+    """How large an error may be: larger where the function itself rounds its scores.
 
-    Scores cast to float32 carry its rounding, which the fused node does not do. A row in which every score
-    has a large number added to it is left with the digits that remain; so is the logarithm of its sum.
+    Scores cast to float32 are rounded to it, which the fused node does not do. A row in which a large number
+    is added to every score keeps fewer digits of them; so does the logarithm of its sum.
     """
     found = 2e-5 if case.softmax == "to_float32" else TOLERANCE
     for apply, fill in ((case.apply, case.fill), (case.apply2, case.fill2)):
@@ -92,7 +91,7 @@ def check(case: Case, name: str = "fuzz_case.py", seed: int = 0) -> Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What a call gave: results, the arguments after it, gradients; or what it raised."""
+    """The outcome of a call: results, the arguments after it, gradients; or the exception."""
 
     results: tuple[Tensor, ...] = ()
     arguments: tuple[Tensor, ...] = ()
@@ -158,7 +157,7 @@ def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Ten
 
 
 def difference(wanted: Tensor, found: Tensor, limit: float) -> tuple[str, str]:
-    """What differs and how much; two empty texts where nothing does."""
+    """What differs and by how much; two empty strings where nothing does."""
     if wanted.requires_grad != found.requires_grad:
         return "another requires_grad", f"{found.requires_grad} instead of {wanted.requires_grad}"
     result = compare(found, wanted, Rule(limit, floor=1.0))

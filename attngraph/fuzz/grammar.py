@@ -77,8 +77,8 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "sizes": ("symbols", "numbers"),
 }  # fmt: skip
 """The choices of each field of a case, the simplest first: how the function is written, then the sizes of
-the first call and (`...2`) of the second; a size of one comes last: traces treat it apart. At the end,
-whether sizes are symbols of the graph, as is usual, or numbers, as `torch._dynamo.mark_static` makes them."""
+the first call and (`...2`) of the second; a size of one comes last, because tracing treats it specially. At
+the end, whether sizes are symbols of the graph, as usual, or numbers (`torch._dynamo.mark_static`)."""
 
 NEAR_MISSES: Mapping[str, frozenset[Any]] = {
     "scale": frozenset({"after_mask"}),
@@ -91,7 +91,7 @@ NEAR_MISSES: Mapping[str, frozenset[Any]] = {
     "keys": frozenset({1}),
     "keys2": frozenset({1}),
 }
-"""Choices that make something else of the graph than plain attention; of one key the weight is one."""
+"""Choices that make the graph something other than plain attention. (With a single key every weight is 1.)"""
 
 ADDITIVE = frozenset({"add", "add_commuted", "add_where", "one_minus", "times"})
 _KEEP_A_KEY = frozenset(
@@ -147,7 +147,7 @@ class Case:
 
     @property
     def is_attention(self) -> bool:
-        """Whether this is attention by construction: no near miss was chosen."""
+        """Whether this is attention by construction: no choice is in `NEAR_MISSES`."""
         return not any(getattr(self, name) in misses for name, misses in NEAR_MISSES.items())
 
     @property

@@ -19,8 +19,8 @@ def transposed(name: str, style: str, rank: int) -> str:
 
 
 def aligned(name: str, have: str, want: str, style: str = "mT") -> str:
-    """`name`, of dimensions `have`, with its dimensions in the order of `want` and of size one where it
-    has none, so that it broadcasts to `want`. All of `have` must be in `want`."""
+    """`name`, of dimensions `have`, with its dimensions in the order of `want`, and dimensions of size 1
+    for the others, so that it broadcasts to `want`. All of `have` must be in `want`."""
     assert set(have) <= set(want), (name, have, want)
     order = [have.index(letter) for letter in want if letter in have]
     if order != sorted(order):

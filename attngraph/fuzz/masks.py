@@ -1,6 +1,6 @@
-"""Which pairs of query and key are kept, and how scores are told: the text of each spelling.
+"""Which pairs of query and key are kept, and how that is applied to scores: the text of each spelling.
 
-A predicate is an expression with the letters of its dimensions; True is kept.
+A predicate is an expression with the letters of its dimensions; True means kept.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from attngraph.fuzz.body import Body
 from attngraph.fuzz.letters import aligned
 
 LONGEST = 16
-"""Tokens on each side of a mask that is a constant."""
+"""Queries, and keys, of a mask that is a constant."""
 
 
 def predicate(body: Body, kind: str, ending: str = "") -> tuple[str, str]:
-    """The name of a boolean tensor, computed in `body`, and its letters."""
+    """The name of a boolean tensor that is computed in `body`, and its dimension letters."""
     keep = f"keep{ending}"
     if kind in _POSITIONS:
         if "i[" in _POSITIONS[kind] or "j[" in _POSITIONS[kind] or "behind" in _POSITIONS[kind]:
@@ -96,7 +96,7 @@ _POSITIONS = {
 
 
 def positions(body: Body, behind: bool = False) -> None:
-    """The positions `i` of queries and `j` of keys, and how far keys lie behind."""
+    """The positions `i` of queries and `j` of keys; with `behind`, also their distance."""
     body.once(f"i = torch.arange({body.size('q')})")
     body.once(f"j = torch.arange({body.size('k')})")
     if behind:

@@ -1,7 +1,8 @@
-"""A failing case made as simple as possible, and the test file that shows it.
+"""Reducing a failing case to the simplest one, and writing the test file that shows it.
 
 Greedy: runs of neighbouring fields are all set to their simplest choices, then for each field alone the
-simpler choices are tried in order. What still fails in the same way stays. Repeated until nothing changes.
+simpler choices are tried in order. A change is kept if the case still fails in the same way. Repeated until
+nothing changes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from attngraph.fuzz.source import render
 def minimise(
     case: Case, kind: str, run: Callable[[Case], Outcome], may_go_on: Callable[[], bool] = lambda: True
 ) -> Case:
-    """The simplest case found from `case` on, of which `run` gives an outcome of the same kind.
+    """The simplest case found, starting at `case`, for which `run` gives an outcome of kind `kind`.
 
-    `may_go_on` is asked before each run; once it says no, the simplest one so far is returned.
+    `may_go_on` is called before each run; once it returns False, the simplest case so far is returned.
     """
     best, tried = case, {case}
 
@@ -49,7 +50,7 @@ def _runs_of_fields() -> Iterator[tuple[str, ...]]:
 
 
 def _simpler(case: Case, names: tuple[str, ...]) -> Iterator[Case]:
-    """Several fields all at their simplest, or one field at each choice that is simpler than its own."""
+    """The case with several fields at their simplest, or with one field at each simpler choice."""
     if len(names) > 1:
         yield repaired(dataclasses.replace(case, **{name: CHOICES[name][0] for name in names}))
         return
@@ -59,7 +60,7 @@ def _simpler(case: Case, names: tuple[str, ...]) -> Iterator[Case]:
 
 
 def reproducer(case: Case, outcome: Outcome, seed: int, origin: str) -> str:
-    """A Python file that fails where the case does: by pytest, or run as it stands.
+    """A Python file that fails if the case does: run by pytest, or as a script.
 
     `seed` is that of the inputs, `origin` says how the case was found.
     """

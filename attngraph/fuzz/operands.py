@@ -18,7 +18,7 @@ _NUMBERS = {"large": " * 10", "zeros": " * 0"}
 
 
 def read_inputs(body: Body) -> None:
-    """The parameters that hold queries, keys and values, taken apart into `q`, `k` and `v`."""
+    """The parameters that hold queries, keys and values, separated into `q`, `k` and `v`."""
     c = body.case
 
     def normal(name: str, shape: str) -> None:
@@ -48,8 +48,8 @@ def read_inputs(body: Body) -> None:
 
 
 def _read_separate(body: Body, normal: Callable[[str, str], None]) -> None:
-    """Three parameters with a dimension for each thing; heads brought to the front where a product of
-    matrices needs them there."""
+    """Three parameters, with heads as a dimension of their own, moved to the front where a matrix product
+    needs that."""
     c = body.case
     body.q, body.k, body.v = _LETTERS[c.layout]
     shared = c.groups == "shared"
@@ -79,7 +79,7 @@ def _unpack(body: Body) -> None:
 
 
 def group_heads(body: Body) -> None:
-    """Keys and values for each head where several heads share them, or queries by groups of heads."""
+    """Repeat keys and values that several heads share, or arrange queries by groups of heads."""
     c, R = body.case, body.case.repeats
     if c.groups in {"none", "shared"}:
         body.k, body.v = body.k.replace("g", "h"), body.v.replace("g", "h")
@@ -106,7 +106,7 @@ def group_heads(body: Body) -> None:
 
 
 def change_operands(body: Body) -> None:
-    """The near misses that are about q, k or v."""
+    """The changes to q, k or v that make the case a near miss."""
     c = body.case
     if c.change == "argument_changed":
         body.add("q.mul_(0.5)")

@@ -1,4 +1,4 @@
-"""Choices that contradict each other, replaced: what makes any combination of choices a case that runs.
+"""Replacing choices that contradict each other, so that any combination becomes a case that runs.
 
 A replacement is simpler than what it replaces wherever that is possible.
 """
@@ -41,26 +41,26 @@ def repaired(case: Case) -> Case:
 
 
 def _repairs(c: Case) -> Iterator[tuple[str, Any]]:
-    """Fields to set, for each contradiction; of two for one field the last counts."""
+    """Fields to set, for each contradiction; of two settings of one field the last counts."""
     yield from _shape_repairs(c)
     yield from _mask_repairs(c)
     yield from _change_repairs(c)
     if c.softmax in _UNSHIFTED | {"to_float32"} and c.numbers == "large":
         yield "numbers", "normal"  # a softmax without its maximum overflows
     if c.softmax == "logsumexp" and c.fill in {"-3.4e38", "lowest"} and c.mask not in _POSITION_MASKS:
-        yield "fill", "-inf"  # beside it eager's log-sum-exp loses the count of an empty row's keys
+        yield "fill", "-inf"  # added to it, the log of an empty row's number of keys is rounded away
     if c.softmax in {"after_values", "sink_after_values"}:
         yield "weights", "none"
     if c.numbers == "nan_query":
-        yield "grad", False  # where a NaN goes in a backward pass is not promised
+        yield "grad", False  # how NaN spreads in a backward pass is not specified
         if c.weights == "nan_to_num" or "times" in (c.apply, c.apply2):
-            yield "numbers", "normal"  # masks that multiply, and rows that see a key, are taken to be numbers
+            yield "numbers", "normal"  # these masks and rows are taken to have no NaN
     if c.apply2 == "times" and c.mask2 != "none" and c.mask != "none" and c.fill == "-inf":
-        yield "grad", False  # minus infinity times zero is NaN as well
+        yield "grad", False  # minus infinity times zero is NaN
     if c.weights == "masked" and c.mask not in _POSITION_MASKS:
-        yield "grad", False  # the NaN of a row that sees no key does not reach keys that weights hide
+        yield "grad", False  # NaN of a fully masked row does not reach keys of masked weights
     if c.sizes == "numbers":
-        yield "second", False  # other sizes would get another graph
+        yield "second", False  # other sizes would be traced as another graph
     if not c.second:
         yield from ((f"{name}2", CHOICES[f"{name}2"][0]) for name in _SIZES if name != "repeats")
 
@@ -109,7 +109,7 @@ def _mask_repairs(c: Case) -> Iterator[tuple[str, Any]]:
         if apply in {"one_minus", "times"} and fill == "-inf":
             yield name, "-1e9"  # zero times infinity
         if apply in ADDITIVE and fill == "lowest":
-            yield name, "-1e9"  # two of them overflow
+            yield name, "-1e9"  # the sum of two overflows
         if c.softmax == "to_float32" and (
             fill in {"-3.4e38", "lowest"} or (apply in ADDITIVE and fill != "-inf")
         ):
@@ -122,7 +122,7 @@ def _change_repairs(c: Case) -> Iterator[tuple[str, Any]]:
     if c.change in {"sigmoid", "softmax_over_heads", "scores_changed_between"}:
         yield "softmax", "softmax"
     if c.change == "scores_changed_after" and c.softmax in {"stable", "stable_max", "logsumexp"}:
-        yield "softmax", "softmax"  # a backward pass would miss the scores as they were
+        yield "softmax", "softmax"  # the backward pass needs the original scores
     if c.change in _OF_THE_HEADS and (c.layout in {"single", "flat"} or c.groups in {"queries", "shared"}):
         yield "change", "none"
     if c.change == "keys_reshaped":
@@ -138,7 +138,7 @@ def _change_repairs(c: Case) -> Iterator[tuple[str, Any]]:
     if c.change == "every_second_key" and not (
         {c.mask, c.mask2} <= _POSITION_MASKS and c.bias in _POSITION_BIASES
     ):
-        yield "change", "none"  # what is given for each key would be too long
+        yield "change", "none"  # tensors with an entry per key would be too long
     if c.change == "argument_changed":
         yield "grad", False
     if c.change in _OF_GRADIENTS:

@@ -1,7 +1,7 @@
-"""Many cases in several processes, until time or number is up; then what failed, made small.
+"""Run many cases in several processes, up to a time or a number; then reduce the failures.
 
-A thread drives each process: it takes the next number, hands the case out and keeps the outcome. Which
-process runs a case has no influence on it.
+A thread drives each process: it takes the next number, sends the case and stores the outcome. The result of a
+case does not depend on the process that runs it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from attngraph.fuzz.source import render
 from attngraph.fuzz.worker import Worker
 
 PER_KIND = 3
-"""Failures of one kind that are made small; the others are reported as they were found."""
+"""Most failures of one kind that are reduced; the others are reported as they were found."""
 MINIMISING = 180.0
-"""Seconds spent on making one failure small."""
+"""Most seconds spent on reducing one failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How long to run (`minutes` or `graphs`, whichever is over first) and where to write tests."""
+    """How long to run (`minutes` or `graphs`, whichever is reached first) and where to write tests."""
 
     seed: int = 0
     minutes: float | None = None
@@ -43,8 +43,8 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A case that failed: what differed, the smallest case found that fails so, its test, and where that
-    was written, if anywhere."""
+    """A case that failed: what differed, the simplest case found that fails the same way, its test, and
+    the file of the test, if it was written."""
 
     number: int
     kind: str
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclasses.dataclass
 class Unfused:
-    """A reason of the compiler's for not fusing what is attention: how often, and numbers of such graphs."""
+    """A reason of the compiler for not fusing an attention: how often, and numbers of such graphs."""
 
     reason: str
     count: int = 0
@@ -124,14 +124,14 @@ class _Found:
 def run(options: Options, tell: Callable[[str], None] | None = None) -> Summary:
     """Fuzz until the time or the number of graphs is reached.
 
-    `tell` is given a line on how far it is, about once a second. An interrupt ends the run early, with
-    what was found so far.
+    `tell` gets a line of progress about once a second. An interrupt ends the run early and returns what was
+    found so far.
     """
     return _Run(options, tell or (lambda line: None)).run()
 
 
 def general(reason: str) -> str:
-    """A reason without the sizes and values of one graph."""
+    """A reason without the sizes and values of its graph."""
     return re.sub(r"-?\b\d+(\.\d+)?(e[-+]\d+)?\b", "N", re.sub(r"\(s\d+=[^)]*\)", "(...)", reason))
 
 
@@ -174,7 +174,7 @@ class _Run:
         return self.summary
 
     def _in_threads(self, tasks: list[Callable[[Worker], None]], progress: Callable[[], str]) -> None:
-        """Each task in a thread with a process of its own; processes end with the tasks."""
+        """Run each task in a thread with a process of its own, which ends with the task."""
         workers = [Worker() for _ in tasks]
         try:
             with concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
@@ -188,7 +188,7 @@ class _Run:
                 except BaseException:
                     self.stop.set()
                     for worker in workers:
-                        worker.kill()  # what wakes the threads that wait for them
+                        worker.kill()  # this wakes the threads that wait for them
                     raise
         finally:
             for worker in workers:
@@ -238,7 +238,7 @@ class _Run:
         )
 
     def _minimise_all(self) -> dict[int, Case]:
-        """The smallest case of the first few failures of each kind."""
+        """The simplest case for the first few failures of each kind."""
         chosen: list[_Found] = []
         for found in self.found:
             if sum(c.outcome.kind == found.outcome.kind for c in chosen) < PER_KIND:
@@ -265,7 +265,7 @@ class _Run:
         return small
 
     def _minimise(self, found: _Found, worker: Worker) -> Case | None:
-        """The smallest case; None where not even the case itself fails again."""
+        """The simplest case; None if not even the case itself fails again."""
         end = time.perf_counter() + MINIMISING
 
         def again(case: Case) -> Outcome:

@@ -1,4 +1,4 @@
-"""Random cases: graph number n of a seed is a function of these two numbers and of nothing else."""
+"""Random cases: graph number n of a seed depends on these two numbers alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SIMPLE_SHARE = {
     "fill2": 0.5, "softmax": 0.4, "weights": 0.65, "values": 0.5, "output": 0.5, "change": 0.65,
     "numbers": 0.8, "grad": 0.6, "second": 0.1, "sizes": 0.2,
 }  # fmt: skip
-"""How often the simplest choice is taken; the others, and all where nothing is said, are equally likely.
-A graph with numbers for sizes takes a third of the time, so most have them; all else is as varied in them.
-What only symbols can get wrong (a second call with other sizes) is looked for in the others."""
+"""How often the simplest choice is taken; the others, and all of fields not listed, are equally likely.
+A graph with numbers for sizes takes a third of the time, so most have numbers; all else varies as much.
+Errors that need symbols (in a second call with other sizes) are looked for in the rest."""
 _SHARE_OF_ONE = 0.04
 """How often a size is one, where it may be."""
 _EQUAL = (("value_width", "width", 0.5), ("keys", "queries", 0.25))
-"""Sizes of the first call that are equal so often: what a trace must not take for granted."""
+"""Sizes of the first call, and how often they are equal: a trace must not assume that they always are."""
 
 
 def case_of(seed: int, number: int) -> Case:

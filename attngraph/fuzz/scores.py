@@ -8,7 +8,7 @@ from attngraph.fuzz.masks import apply_mask, positions, predicate
 
 
 def scale_operands(body: Body) -> None:
-    """The scale in q, in k, or half in each."""
+    """The scale applied to q, to k, or its square root to each."""
     scale = body.case.scale
     if scale == "q":
         body.add(f"q = q * {body.size('d')} ** -0.5")
@@ -19,7 +19,7 @@ def scale_operands(body: Body) -> None:
 
 
 def _lead(body: Body) -> str:
-    """The dimensions of a product that are not contracted, and not tokens."""
+    """The dimensions of a product that are neither contracted nor tokens."""
     return "".join(letter for letter in "nbghr" if letter in body.q)
 
 
@@ -29,7 +29,7 @@ def multiply(body: Body) -> None:
     body.scores = {"transposed": lead + "kq", "einsum_heads_last": "bqhk"}.get(c.dot, lead + "qk")
 
     def operands(q: str, k: str) -> tuple[str, str]:
-        """Both with their leading dimensions first, and then those."""
+        """Both operands with the leading dimensions first, then these letters."""
         return aligned("q", body.q, lead + q, style), aligned("k", body.k, lead + k, style)
 
     if c.dot in {"bmm", "baddbmm", "baddbmm_empty"}:
@@ -53,7 +53,7 @@ def multiply(body: Body) -> None:
 
 
 def _batched(body: Body, q: str, k: str) -> str:
-    """A product of matrices with one leading dimension, into which batch and heads are flattened."""
+    """A batched matrix product with batch and heads flattened into one leading dimension."""
     c, lead = body.case, _lead(body)
     split = ""
     if len(lead) == 2:
@@ -90,7 +90,7 @@ def scale_scores(body: Body) -> None:
 
 
 def add_bias(body: Body) -> None:
-    """What is added to the scores, and their softcap; heads mixed before the softmax."""
+    """Terms added to the scores, their softcap, and heads mixed before the softmax."""
     c = body.case
     if c.change == "talking_before":
         talk(body, "scores")
@@ -107,7 +107,7 @@ def add_bias(body: Body) -> None:
 
 
 def _bias(body: Body, kind: str) -> str:
-    """A term of the scores, aligned with them."""
+    """A term to add to the scores, aligned with them."""
     if kind == "dense":
         body.normal("bias", "{T}, {S}")
         return aligned("bias", "qk", body.scores)
@@ -161,7 +161,7 @@ def talk(body: Body, name: str) -> None:
 
 
 def hide(body: Body) -> None:
-    """All but the best scores hidden, then the masks."""
+    """Hide all but the largest scores, then apply the masks."""
     c = body.case
     if c.change == "top_k":
         along = dimension(body.scores, "k")

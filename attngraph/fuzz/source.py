@@ -1,6 +1,6 @@
 """From a case to the text of a Python function and of the expressions that make its inputs.
 
-The text is what a failing test shows, so it is the only form that a graph has: it is compiled as it stands.
+The text is the only form of a graph: it is compiled as it is, so a failing test shows exactly what was run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Source:
     inputs: Mapping[str, str]
 
     def function(self, name: str) -> Callable[..., Any]:
-        """`f`, compiled under a file name that tracebacks find the lines of."""
+        """`f`, compiled under a file name for which tracebacks find the source lines."""
         linecache.cache[name] = (len(self.text), None, self.text.splitlines(keepends=True), name)
         module = types.ModuleType(name.removesuffix(".py"))
         vars(module).update(torch=torch, F=F, math=math)
@@ -61,5 +61,5 @@ def render(case: Case) -> Source:
 
 
 def forget(name: str) -> None:
-    """Drop the lines that were kept for tracebacks under this file name."""
+    """Drop the source lines that are kept for tracebacks under this file name."""
     linecache.cache.pop(name, None)

@@ -160,7 +160,7 @@ def _weigh(body: Body) -> None:
 
 
 def _lay_out(body: Body) -> None:
-    """The output as the case wants it: as it is, tokens before heads, or heads joined."""
+    """The output in the layout of the case: unchanged, tokens before heads, or heads joined."""
     output = body.case.output
     if output == "same":
         return

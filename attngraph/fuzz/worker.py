@@ -1,4 +1,4 @@
-"""One process that runs cases for the one that started it, and is replaced when it dies or hangs."""
+"""A process that runs cases for the process that started it, and is replaced if it dies or hangs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from attngraph.fuzz.grammar import Case
 LONGEST = 60.0
 """Seconds of processor time that a case may take before it counts as hanging."""
 LONGEST_WAIT = 5 * LONGEST
-"""The same by the clock, for a process that waits, or starves on a busy machine."""
+"""The limit in seconds of elapsed time, for a process that waits or gets little processor time."""
 _MANY = 20
-"""Cases after which a process collects its garbage: doing so all the time takes a sixth of it."""
+"""Cases between garbage collections: collecting all the time would take a sixth of the run time."""
 
 
 class Worker:
-    """A process of its own. Not for several threads at once."""
+    """Handle of one process. Not safe for several threads at once, except `kill`."""
 
     def __init__(self) -> None:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
 
     def run(self, case: Case, seed: int) -> Outcome:
-        """The outcome of a case; "crashes" and "hangs" are kinds of failure like others."""
+        """The outcome of a case; "crashes" and "hangs" are kinds of failure too."""
         connection = self._connection or self._start()
         try:
             connection.send((case, seed))
@@ -50,13 +50,13 @@ class Worker:
             return self._replace("crashes", f"the process ended with exit code {code}")
 
     def kill(self) -> None:
-        """End the process at once; a call of `run` that waits for it returns. From any thread."""
+        """End the process at once, so that a waiting call of `run` returns. Callable from any thread."""
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """Let the process end, or end it if it does not."""
+        """Ask the process to end, and kill it if it does not."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -82,7 +82,7 @@ class Worker:
 def _serve(connection: Connection) -> None:
     """Answer cases with outcomes until the other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # what compiling says on the way, and libraries at their end, would tear the progress line
+    # output of the compiler, and of libraries at exit, would break the progress line
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.disable(logging.CRITICAL)
@@ -107,6 +107,6 @@ def _serve(connection: Connection) -> None:
 
 
 def _limit(seconds: float) -> None:
-    """Let the system end this process after so much processor time; zero takes the limit away."""
+    """Let the system end this process after this much processor time; zero removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,9 +1,9 @@
 """The values of tensors that depend on no input of a call: masks that a loop wrote row by row, tables put
-together from blocks, anything made of fixed sizes and known tensors.
+together from blocks, anything computed from fixed sizes and known tensors.
 
-Such a tensor is computed once, as the model would, and `constants.py` then says what its values mean.
-`element.py` asks where an op has no element rule, or where so many ops wrote one table that their rules
-together would be a formula as long as the table. Nothing here looks at what the values are for.
+Such a tensor is computed once, as the model would, and `constants.py` then looks for a formula of its values.
+`element.py` uses this where an op has no element rule, or where so many ops wrote one table that their rules
+would give a formula as long as the table. What the values are used for plays no part here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attngraph.meaning.rule import RULES, Category
 
 
 class ConstantFolding:
-    """The values in one graph that every call computes anew, but equal.
+    """The values of one graph that are the same in every call.
 
     Args:
         given: the tensors that are known when compiling, by placeholder.
@@ -32,8 +32,8 @@ class ConstantFolding:
         self._values: dict[fx.Node, Tensor | None] = {}
 
     def writers(self, node: fx.Node) -> frozenset[fx.Node] | None:
-        """The ops, and the known tensors, that a value is made of; None where it depends on an input, a
-        varying size or a random number. Beyond `budgets.TABLE_OPS` some are left out."""
+        """The ops and known tensors that a value is computed from; None where it depends on an input, a
+        varying size or a random number. Where there are more than `budgets.TABLE_OPS`, some are left out."""
         if node in self._writers:
             return self._writers[node]
         pending = [node]
@@ -48,7 +48,7 @@ class ConstantFolding:
         return self._writers[node]
 
     def values(self, node: fx.Node) -> Tensor | None:
-        """The tensor that the model computes there in every call, or None where that is not known."""
+        """The value of the node, equal in every call, or None where it is not known."""
         if node not in self._values:
             self._values[node] = None if self.writers(node) is None else self._computed(node)
         return self._values[node]
@@ -68,7 +68,7 @@ class ConstantFolding:
         return frozenset(found)
 
     def _is_fixed(self, node: fx.Node) -> bool:
-        """Whether the node itself brings in nothing that differs from call to call."""
+        """Whether the node by itself, apart from its operands, gives the same value in every call."""
         if node.op == "placeholder":
             return node in self.given
         if node.op != "call_function" or any(_varies(a) for a in (*node.args, *node.kwargs.values())):
@@ -100,7 +100,7 @@ class ConstantFolding:
         return frozenset(found)
 
     def _computed(self, node: fx.Node) -> Tensor | None:
-        """None where memory that nothing was written to shows in the result."""
+        """The value, or None where it depends on uninitialised memory (`torch.empty`)."""
         order, last = _in_order(node)
         result = self._run(order, last, 0)
         if any("empty" in str(n.target) for n in order):
@@ -109,7 +109,7 @@ class ConstantFolding:
         return result
 
     def _run(self, order: list[fx.Node], last: Mapping[fx.Node, int], unwritten: int) -> Tensor:
-        """The last value of `order`; unwritten memory is filled with the number `unwritten`."""
+        """The last value of `order`; uninitialised memory is filled with the number `unwritten`."""
         made: dict[fx.Node, Any] = {}
         with torch.no_grad():
             for place, current in enumerate(order):
@@ -124,24 +124,24 @@ class ConstantFolding:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values this one's depend on."""
+    """The operands whose values the node's value depends on."""
     return [n for n in node.all_input_nodes if n is not _pattern(node) and _is_data(n.meta.get("val"))]
 
 
 def _is_data(value: Any) -> bool:
-    """Whether it is a tensor, or are several, and no size."""
+    """Whether a value is a tensor or several tensors, not a size."""
     return isinstance(value, (Tensor, tuple, list))
 
 
 def _pattern(node: fx.Node) -> Any:
-    """The operand of which an op takes dtype and device alone (`zeros_like`), if it has one."""
+    """The operand from which an op takes only dtype and device (`zeros_like`), if it has one."""
     rule = RULES.get(str(node.target))
     from_index = node.op == "call_function" and rule is not None and rule.category is Category.INDEX
     return node.args[0] if from_index and node.args and node.args[0] not in node.args[1:] else None
 
 
 def _varies(argument: Any) -> bool:
-    """Whether a size that is no number is among the arguments of an op."""
+    """Whether an argument of an op is, or contains, a symbolic size."""
     if isinstance(argument, (list, tuple)):
         return any(_varies(a) for a in argument)
     if isinstance(argument, fx.Node):
@@ -152,7 +152,7 @@ def _varies(argument: Any) -> bool:
 
 
 def _in_order(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """What a value is computed from, in the order of the graph, and where each is used last."""
+    """The nodes that a value is computed from, in the graph's order, and the place of each one's last use."""
     seen, pending = {node}, [node]
     while pending:
         for operand in _operands(pending.pop()):
@@ -165,7 +165,7 @@ def _in_order(node: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, int]]:
 
 
 def _run(node: fx.Node, made: Mapping[fx.Node, Any], unwritten: int) -> Any:
-    """The value of one op. What stands for a tensor that only gives its dtype has the result's shape."""
+    """The value of one op. An operand that only gives a dtype is replaced by one of the result's shape."""
 
     def value(operand: fx.Node) -> Any:
         if operand in made:

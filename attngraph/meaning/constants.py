@@ -1,8 +1,8 @@
-"""What the values of a known tensor say, as a formula of the index.
+"""The values of a known tensor as a formula of the index.
 
 A buffer that holds a lower triangle, a band, equal blocks, a range or a single number is read as that
-formula. The formula must give every value of the tensor exactly: one odd entry and it is refused. What stands
-at a place that is a number, in an index of any pattern, is a number.
+formula. The formula must give every value of the tensor exactly: one entry that differs, and there is none.
+An element of integers or booleans at constant indices is a constant, whatever the pattern.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _blocks(values: Tensor, row: Expr, column: Expr) -> Expr | None:
 
 
 def _limits(inside: Tensor) -> tuple[int, int] | None:
-    """The least and greatest column - row of the marked entries, if those fill the whole band. A band
-    is known from where it meets the first row and the first column."""
+    """The least and greatest column - row of the marked entries, if these fill the whole band. A band
+    is determined by where it meets the first row and the first column."""
     top = inside[0].nonzero().flatten()
     left = inside[:, 0].nonzero().flatten()
     if not len(top) and not len(left):

@@ -47,7 +47,7 @@ _EXACT = {
     for name in ("add", "sub", "mul", "div", "log", "exp", "sqrt", "abs", "neg", "pow")
     for overload in ("Tensor", "Scalar", "default", "Tensor_Scalar")
 }
-"""ATen operations that a score program has too, by the program's name, so that it can repeat them exactly."""
+"""ATen operations that score programs have too, with their name there: programs can repeat them exactly."""
 
 
 class Meaning:
@@ -56,9 +56,8 @@ class Meaning:
     Args:
         values: tensors that are known when compiling (buffers, constants), by placeholder. A
             placeholder whose values form a recognised pattern is lifted to that pattern, and is
-            then listed in `assumed`: the caller must see to it that those values stay.
-        conditions: sympy relations between sizes that hold; of sizes that they say are equal, one name
-            is used for all.
+            then listed in `assumed`: the caller must ensure that those values do not change.
+        conditions: sympy relations between sizes that hold; sizes that are equal by them get one name.
         complex_too: follow complex values as well, as long as they are only moved.
 
     `obstacles` collects the names of sizes for which a shape could not be followed.
@@ -114,13 +113,13 @@ class Meaning:
         return self._shapes[node]
 
     def named(self, size: Expr) -> Expr:
-        """The one name of a size that conditions say has several."""
+        """The name that stands for all sizes that are equal to this one by the conditions."""
         while size in self._same:
             size = self._same[size]
         return size
 
     def renamed(self, extent: Expr) -> Expr:
-        """An expression of sizes with the one name of each."""
+        """An expression of sizes with each size replaced by `named` of it."""
         whole = self.named(extent)
         if not self._same or whole.op in ("size", "const"):
             return whole
@@ -136,7 +135,7 @@ class Meaning:
         return tuple(self.renamed(size_expression(s)) for s in node.meta["val"][part].shape)
 
     def category(self, node: fx.Node) -> Category | None:
-        """What kind of op made this node; None where it has no element rule."""
+        """The category of the op that computes this node; None where it has no element rule."""
         if node.op == "placeholder":
             return Category.INDEX if node in self.values else None
         found = category_of(node)
@@ -145,7 +144,7 @@ class Meaning:
         return found
 
     def contracts(self, node: fx.Node) -> bool:
-        """Whether a contraction stands among what the node's elements are made of, elementwise."""
+        """Whether the node is a contraction, or is computed from one by elementwise ops alone."""
         if node not in self._contracts:
             category = self.category(node)
             elementwise = category in (Category.MOVEMENT, Category.POINTWISE)
@@ -165,7 +164,7 @@ class Meaning:
         return E.var(f"i{next(self._fresh)}", extent)
 
     def read(self, node: Any, at: Indices) -> Expr:
-        """The element of `node` at `at`, not looked into. A dimension of extent 1 is read at 0."""
+        """The element of `node` at `at`, with no rule applied. A dimension of extent 1 is read at 0."""
         shape = self.shape(node)
         at = tuple(
             E.ZERO if E.is_const(extent, 1) else place for extent, place in zip(shape, at, strict=True)
@@ -197,7 +196,7 @@ class Meaning:
         return found
 
     def element(self, node: fx.Node, at: Indices) -> Expr:
-        """One element of `node`, one rule deep.
+        """One element of `node` by its op's rule, in terms of elements of the operands.
 
         Raises:
             Unliftable: the op has no rule for this use.
@@ -234,7 +233,7 @@ class Meaning:
         return self._by_its_rule(node, at)
 
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
-        """What the values of a known tensor say; it is then taken for granted that they stay."""
+        """The element by a formula of known values, whose sources are then added to `assumed`."""
         values = self._constants.values(node)
         found = None if values is None else constants.describe(values, at)
         if found is not None:
@@ -254,11 +253,11 @@ class Meaning:
     def lift(
         self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True, most: int | None = None
     ) -> Expr:
-        """Look through every read that `through` allows; leave the others. Without `into_sums` those
-        below a sum are left as well.
+        """Replace every read that `through` allows by its element rule, again and again; keep the others.
+        Without `into_sums`, reads below a sum are kept as well.
 
         Raises:
-            TooLong: there would be more than `most` words, or so many reads are looked through.
+            TooLong: the result has more than `most` words, or more than `most` reads were replaced.
         """
         done: dict[Expr, Expr] = {}
         looked_through = 0
@@ -297,8 +296,8 @@ class Meaning:
         return read if torch.finfo(source).max <= limit else self._limited(read, limit)
 
     def exponent(self, read: Expr) -> Expr:
-        """What the model itself exponentiates, without subtracting a maximum: a mask's large number has a
-        power of exactly zero, also where nothing else is left in a row."""
+        """The argument of an exponential from which the model subtracts no maximum: where it is a mask's
+        large negative number the exponential is exactly zero, even in a row where all keys are masked."""
         limited = self._limited(read, UNDERFLOWS)
         reductions = [n for n in E.walk(limited) if n.op == "read" and self._is_reduced(n.value)]
         return read if reductions or any(n.op in E.BINDERS for n in E.walk(limited)) else limited
@@ -312,12 +311,12 @@ class Meaning:
         return read if limited is lifted else limited
 
     def elementwise(self, node: Expr, most: int | None = None) -> Expr:
-        """An expression in terms of contractions, reductions and data, of at most so many words (`lift`)."""
+        """An expression in terms of contractions, reductions and data; `most` limits it as in `lift`."""
         return self.lift(node, lambda r: self.category(r.value) in ELEMENTWISE, most=most)
 
     def exactly(self, node: Any, at: Indices) -> Expr:
-        """The element of a floating tensor as the model computes it, operation by operation, nothing
-        rearranged: what is rounded to an integer afterwards may depend on the last digit."""
+        """The element of a floating tensor as the model computes it, operation by operation, without
+        rearranging: if it is rounded to an integer afterwards, the result may depend on the last digit."""
         if not self.is_tensor(node):
             return self.scalar(node)
         at = at[len(at) - len(self.shape(node)) :]
@@ -333,14 +332,14 @@ class Meaning:
         found = M.raw(name, *(self.exactly(a, at) for a in node.args))
         lifted = self.elementwise(found)
         if not lifted.free and not has_data(lifted):
-            raise Unliftable("a number that the model computes in its own dtype")  # ours would be a double
+            raise Unliftable("a number that the model computes in its own dtype")  # here it would be a double
         return found
 
     def compared(self, value: Any, at: Indices) -> Expr:
         """An operand of a comparison.
 
         Raises:
-            Unliftable: a formula of the index that the model rounds: the last digit decides.
+            Unliftable: a formula of the index that the model rounds, so that its last digit decides.
         """
         if not self.is_tensor(value):
             return self.scalar(value)
@@ -352,8 +351,8 @@ class Meaning:
         return read
 
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
-        """The element as a formula of its index alone, or None where it depends on data, or on so much that
-        nobody could read it."""
+        """The element as a formula of its index alone, or None where it depends on data, or where the
+        formula is longer than `budgets.FORMULA_WORDS`."""
         with contextlib.suppress(TooLong):
             lifted = self.lift(
                 self.read(node, at), lambda r: self.category(r.value) is not None, most=budgets.FORMULA_WORDS
@@ -363,14 +362,14 @@ class Meaning:
 
 
 def is_exact(node: Expr, dtype: torch.dtype) -> bool:
-    """Whether arithmetic in `dtype` gives exactly this: selections, and sums and products of integers."""
+    """Whether `dtype` computes this without rounding: selections, and sums and products of integers."""
     if node.kind == "bool":
         return True
     if node.kind == "int":
         largest = 2 / torch.finfo(dtype).eps
         limits = [x for x in ranges.bounds(ranges.polynomial(node)) if x is not None and set(x) <= {()}]
         bounded = len(limits) == 2 and all(abs(x.get((), 0)) <= largest for x in limits)
-        return largest >= 1 << 24 or bounded  # tokens are not counted beyond that
+        return largest >= 1 << 24 or bounded  # positions of tokens stay below 2**24
     if node.op == "const":
         return node is E.NAN or float(torch.tensor(node.value, dtype=dtype)) == node.value
     if node.op == "read":

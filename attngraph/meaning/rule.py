@@ -1,9 +1,9 @@
 """The registry of element rules: for each ATen op, what ONE element of its result equals.
 
 A rule gets the meaning context, the node and the index expressions of the wanted element, and
-returns an expression over elements of the node's operands (`context.read`). It says what is true
-and never asks what for. Rules are registered by the op's name, so that an op which a torch version
-lacks is simply never seen. To teach attngraph an op, add one function to `meaning/rules/`.
+returns an expression over elements of the node's operands (`context.read`). It does not depend on
+what the result is used for. Rules are registered by the op's name, so the rule of an op that a torch
+version lacks is simply never used. To teach attngraph an op, add one function to `meaning/rules/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attngraph.ir.language.expr import Expr
 
 Indices = tuple[Expr, ...]
 RuleFunction = Callable[[Any, fx.Node, Indices], Expr]
-"""Of the graph's `Meaning`, the node, and the place of the wanted element."""
+"""Its arguments: the graph's `Meaning`, the node, and the indices of the wanted element."""
 PartFunction = Callable[[Any, fx.Node, int, Indices], Expr]
 
 
@@ -33,7 +33,7 @@ class Category(enum.Enum):
 
 
 ELEMENTWISE = frozenset({Category.MOVEMENT, Category.POINTWISE, Category.INDEX})
-"""Categories of ops of which one element follows from one element of each operand, at most."""
+"""Categories of ops whose elements each depend on at most one element of each operand."""
 
 
 class Rule(NamedTuple):
@@ -46,12 +46,12 @@ class Unliftable(Exception):
 
 
 class TooLong(Unliftable):
-    """What an element equals is a longer formula than anything that could be written as a program."""
+    """The formula of an element is too long to be written as a program."""
 
 
 RULES: dict[str, Rule] = {}
 PARTS: dict[str, tuple[Category, PartFunction]] = {}
-"""Ops with several results: the rule gets the number of the result."""
+"""Rules of ops with several results: they also get the number of the result."""
 
 
 def rule(category: Category, *names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -77,7 +77,7 @@ def part_rule(category: Category, *names: str) -> Callable[[PartFunction], PartF
 
 
 def category_of(node: fx.Node) -> Category | None:
-    """What kind of op made a node; None where it has no element rule."""
+    """The category of the op that computes a node; None where it has no element rule."""
     made_by = node.args[0] if is_part(node) else node
     assert isinstance(made_by, fx.Node)
     name = str(made_by.target)
@@ -105,6 +105,6 @@ def axis(dim: int, rank: int) -> int:
 
 
 def _sums_nothing(node: fx.Node) -> bool:
-    """Whether an einsum only multiplies: every letter of its operands is one of its result."""
+    """Whether an einsum only multiplies: every letter of its operands occurs in its result."""
     inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
     return bool(arrow) and set(inputs) - {",", "."} <= set(output)

@@ -6,9 +6,9 @@
     DIR/graph-0/report.json               the report, without texts
     DIR/breaks-0.json                     why a model was captured in pieces, if it was
     DIR/graph-0/values.json               contents of buffers, which passes may look at
-    DIR/graph-0/kernel-00.cpu.compiled.c  what was emitted for attention, each distinct text once
+    DIR/graph-0/kernel-00.cpu.compiled.c  source emitted for attention, each distinct text once
 
-Every graph has a folder of its own. Nothing that is there already is written over.
+Every graph has a folder of its own. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Dump:
     """Writes one graph's folder, pass by pass.
 
     Raises:
-        DumpError: the folder cannot be made, or written to.
+        DumpError: the folder cannot be created, or not written to.
     """
 
     def __init__(self, root: Path) -> None:
@@ -57,7 +57,7 @@ class Dump:
             ) from problem
 
     def stage(self, name: str, title: str, notes: Sequence[str], head: str, text: str) -> Path:
-        """Write the graph after a pass; the file. `head` and `text` are those of `ir/graph/printer.py`."""
+        """Write the graph after a pass; return the file. `head` and `text` are by `ir/graph/printer.py`."""
         words = [f"# {self.count:02d} {name}   {title}", *(f"# {n}" for n in notes)]
         path = self.folder / f"{self.count:02d}-{name}.txt"
         path.write_text("\n".join([*words, head, text]) + "\n", encoding="utf-8")
@@ -82,7 +82,7 @@ class Dump:
         write_values(graph, self.folder / VALUES)
 
     def discard(self) -> None:
-        """Remove the folder: what it holds is of an attempt that was not kept."""
+        """Remove the folder, which belongs to an attempt that was discarded."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _json(self, name: str, data: object) -> None:
@@ -98,7 +98,7 @@ def read_dump(root: Path) -> tuple[CompileReport, ...]:
     """The reports of all graphs of a dump, with their texts: of `DIR`, or of one `DIR/graph-N`.
 
     Raises:
-        DumpError: there is no dump, or a file of it is missing, cut off, or of another version.
+        DumpError: there is no dump, or a file of it is missing, truncated, or of another version.
     """
     folders = sorted(root.glob("graph-*"), key=lambda p: (len(p.name), p.name)) or [root]
     if not root.is_dir() or not any((f / f"00-{CAPTURE}.txt").exists() for f in folders):
@@ -111,7 +111,7 @@ def read_dump(root: Path) -> tuple[CompileReport, ...]:
 
 
 def write_breaks(root: Path, breaks: Sequence[Break]) -> None:
-    """Write where capture of a whole model stopped, so that its graphs are pieces."""
+    """Write where capture of the whole model stopped, if it was captured in pieces."""
     number = 0
     while (root / f"breaks-{number}.json").exists():
         number += 1
@@ -157,7 +157,7 @@ def _read_graph(folder: Path) -> CompileReport:
 
 
 def _graph_text(path: Path) -> str:
-    """A graph's text, without the words and the head before it."""
+    """A graph's text, without the notes and the head before it."""
     lines = path.read_text(encoding="utf-8").splitlines()
     begins = next((n for n, line in enumerate(lines) if line.endswith("(")), len(lines))
     return "\n".join(lines[begins:])
@@ -174,7 +174,7 @@ def _kernel_text(folder: Path, name: str) -> str:
 
 
 def write_values(graph: ProgramGraph, path: Path) -> None:
-    """Write what is known of the contents of a graph's inputs; nothing where nothing is."""
+    """Write the known contents of a graph's inputs; no file if none are known."""
     known = {
         input_name(given): encode(graph.values[node.name])
         for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
@@ -185,7 +185,7 @@ def write_values(graph: ProgramGraph, path: Path) -> None:
 
 
 def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str, graph: ProgramGraph) -> Path:
-    """Write the graph before a pass that failed, into the dump or else a new folder; the file.
+    """Write the graph before a pass that failed, into the dump or else a new folder; return the file.
 
     Raises:
         OSError: it cannot be written.
@@ -199,10 +199,10 @@ def write_failed(dump: Dump | None, name: str, about: str, head: str, text: str,
 
 
 def read_graph_file(path: Path) -> ProgramGraph:
-    """The graph of a dump's file, with the contents of buffers that are kept beside it.
+    """The graph of a dump's file, with the contents of buffers that are stored beside it.
 
     Raises:
-        DumpError: a file cannot be read. TextError: the text is cut off, or wrong; names the line.
+        DumpError: a file cannot be read. TextError: the text is truncated or wrong; names the line.
     """
     try:
         graph = read_graph(path.read_text(encoding="utf-8"), path.name)
@@ -221,5 +221,5 @@ def read_graph_file(path: Path) -> ProgramGraph:
 
 
 def notes_of(record: PassRecord) -> list[str]:
-    """What a pass's file says at its head."""
+    """The notes at the beginning of a pass's file."""
     return [f"options: {record.options}"] * bool(record.options) + list(record.notes)

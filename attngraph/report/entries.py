@@ -1,7 +1,7 @@
-"""What there is to say of one thing that a compilation met: an attention, a pass, a cache.
+"""Records of what a compilation found and did: an attention, a pass, a cache.
 
 Plain records, filled in by passes and by the composition root, read by `report.py`, `dump.py` and the page.
-They hold words and numbers, never a tensor or a node.
+They hold text and numbers, never a tensor or a node.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class LatentEntry:
     """How an attention whose keys and values are made from a latent is computed.
 
     A token's latent has `width` values, its keys and values `expanded`. `absorb` is "auto", "always" or
-    "fold", empty where the attention is left as the model has it, for `reason`. With "auto" a call absorbs
-    as long as each row brings fewer than `crossover` new tokens (None: always), seen over many kept ones;
-    counting operations alone, fewer than `crossover_by_flops`. `pair_absorbed` and `pair_expanded` are
-    floating-point operations of one query and one key, `up` those of projecting one key and one value.
-    Folded: `parameters` before and after, `operations` of one token with them before and after, and why
-    matrices stay `apart`, if they do.
+    "fold", or empty where the attention is left as the model has it, for `reason`. With "auto" a call absorbs
+    if each row has fewer than `crossover` new tokens (None: always), for many cached tokens; by operations
+    alone it would be fewer than `crossover_by_flops`. `pair_absorbed` and `pair_expanded` are floating-point
+    operations of one query and one key, `up` those of projecting one key and one value. If folded:
+    `parameters` before and after, `operations` of one token with them before and after, and in `apart` why
+    some matrices stay separate, if they do.
     """
 
     width: int = 0
@@ -40,7 +40,7 @@ class LatentEntry:
     apart: str = ""
 
     def lines(self) -> list[str]:
-        """For people: what is kept, how it is computed, what it costs."""
+        """Lines of text: what is kept, how it is computed, what it costs."""
         if self.reason:
             return [f"left expanded: {self.reason}"]
         kept = f"{self.width:,} values per token for {self.expanded:,}"
@@ -72,9 +72,9 @@ class LatentEntry:
 
 @dataclasses.dataclass(frozen=True)
 class KernelEntry:
-    """Who computes an attention, and the text that was emitted for it ("" for a kernel of a library, or one
-    that is chosen at each call). `remarks` say what came up in running it: that it did not compile, and what
-    was done instead."""
+    """Which backend computes an attention, and the source that was emitted for it ("" for a kernel of a
+    library, or one that is chosen at each call). `remarks` report problems: that it did not compile, say, and
+    what was done instead."""
 
     name: str = ""
     source: str = dataclasses.field(default="", repr=False)
@@ -108,10 +108,10 @@ class AttentionEntry:
 
     `name` is the module that computes it, `program` its score program, `mask` the mask in words,
     `source` the user's line. `heads`, `kv_heads`, `head_dim`, `value_dim` are those of the traced call,
-    `call` its other sizes. `kernel` is who computes it, `numerics` how the result relates to the
+    `call` its other sizes. `kernel` is what computes it, `numerics` how the result relates to the
     eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
-    attentions of the model (one per head, say) it stands for. `latent` is there where keys and values are
-    made from a narrower value, or nearly so.
+    attentions of the model (one per head, say) it stands for. `latent` is set where keys and values are
+    computed from a narrower value, or nearly so.
     """
 
     name: str
@@ -131,7 +131,7 @@ class AttentionEntry:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What makes two attentions equal for a reader: everything but where they stand."""
+        """A key by which attentions are equal for a reader: everything but where they are in the model."""
         skipped = ("name", "error")
         return tuple(v for k, v in vars(self).items() if k not in skipped)
 
@@ -169,7 +169,7 @@ class AttentionEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Missed:
-    """A softmax-like place that was left alone: why, and where."""
+    """A softmax that was not fused: why, and where."""
 
     reason: str
     source: str
@@ -188,7 +188,7 @@ class Break:
 class CacheEntry:
     """What a derived decoder keeps.
 
-    `bytes_per_token` is of all layers together; `expanded` what keys and values of every query head would
+    `bytes_per_token` is for all layers together; `expanded` what keys and values of every query head would
     take; `stores` lists (what, bytes per token, window or None). `fixed` values are computed once for a
     prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
     largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
@@ -225,8 +225,8 @@ class CacheEntry:
 
 @dataclasses.dataclass(frozen=True)
 class PassRecord:
-    """One run of one pass. `before` and `after` count computing ops; `options` are the pass's own, in words;
-    `text` is the whole graph after it, where it changed something."""
+    """One run of one pass. `before` and `after` count computing ops; `options` are the pass's own, as text;
+    `text` is the whole graph after it, if it changed something."""
 
     name: str
     changed: bool
@@ -240,10 +240,10 @@ class PassRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """All that there is to say of a compilation.
+    """All records of a compilation.
 
     `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the entries
-    of each, and the graphs' texts stand there.
+    of each, including the graphs' texts.
     """
 
     attention: tuple[AttentionEntry, ...] = ()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file; readers see all of it or what stood there before.
+    """Write a text file atomically: readers see all of it, or the previous contents.
 
     Raises:
-        OSError: it cannot be written; what stood there still does.
+        OSError: it cannot be written; the previous contents are still there.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
     try:

@@ -1,9 +1,9 @@
 """Masks drawn: a `TileMap` (`report/tile_map.py`) as text for a terminal, or as SVG for a page.
 
 In both each kind of tile has a shape or a shade of its own, so that no colour is needed to tell them apart,
-and a legend in words. The SVG needs nothing from outside: no script, no font, no style of a page. It has a
-title and a description for those who do not see it, and follows light and dark. A page that it stands in may
-set `--attngraph-ink` and `--attngraph-accent`.
+and there is a legend. The SVG is self-contained: no script, no font, no style of a page. It has a title and a
+description for screen readers, and follows light and dark mode. A page that contains it may set
+`--attngraph-ink` and `--attngraph-accent`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _BLOCKS: dict[State, str] = {"full": "█", "partial": "▒", "filled": "░", "
 _PLAIN: dict[State, str] = {"full": "#", "partial": "+", "filled": "-", "empty": ".", "unknown": "?"}
 _COLORS: dict[State, str] = {"full": "34", "partial": "36", "filled": "35", "empty": "2", "unknown": "33"}
 _PANELS = 8
-"""Heads that are drawn; the others are counted."""
+"""Most heads that are drawn; the others are only counted."""
 _SIDE = 64
-"""Tiles along a side of a drawing; more are joined."""
+"""Most tiles along a side of a drawing; where there are more, tiles are joined."""
 
 
 def marks(plain: bool = True) -> dict[State, str]:
@@ -41,9 +41,9 @@ def to_text(
     """The map for a terminal, with a legend.
 
     Args:
-        color: None: as standard output is a terminal and NO_COLOR is not set.
-        plain: ASCII alone; None: where standard output's encoding has no block characters.
-        columns: no line is longer (at least 40); None: the terminal's width.
+        color: None: if standard output is a terminal and NO_COLOR is not set.
+        plain: ASCII alone; None: if standard output's encoding has no block characters.
+        columns: the longest line (at least 40); None: the terminal's width.
     """
     color = _wants_color() if color is None else color
     plain = not _can_draw_blocks() if plain is None else plain
@@ -83,7 +83,7 @@ def _can_draw_blocks() -> bool:
 
 
 def _fitting(drawn: TileMap, side: int) -> TileMap:
-    """The same with as many tiles joined as it takes for no side to have more than `side`."""
+    """The same map with tiles joined so that no side has more than `side` of them."""
     most = max(len(drawn.rows), len(drawn.rows[0]))
     return drawn if most <= side else drawn.joined(-(-most // side))
 
@@ -97,7 +97,7 @@ def _heading(panel: Panel) -> str:
 
 
 def _notes(shown: TileMap, mark: str) -> list[str]:
-    """What a reader has to know besides the legend."""
+    """What a reader needs besides the legend."""
     notes = [f"down: queries 0 to {shown.queries - 1}; across: keys 0 to {shown.keys - 1}"]
     if shown.tile > 1:
         notes.append(f"a {mark} is {shown.tile} queries by {shown.tile} keys")
@@ -109,9 +109,9 @@ def _notes(shown: TileMap, mark: str) -> list[str]:
 _CELL, _GAP, _MARGIN, _LINE = 240, 28, 12, 17
 """The side of a panel and the distances between things, in units of the SVG."""
 _NARROW = 336
-"""The least width: what a phone shows without making letters smaller."""
+"""The least width: what a phone shows without scaling text down."""
 _ROW = 3
-"""Panels beside each other."""
+"""Panels in one row."""
 
 
 def to_svg(drawn: TileMap, title: str = "") -> str:
@@ -177,7 +177,7 @@ def _document(shown: TileMap, title: str, width: float, height: float, body: lis
 
 
 def _height(shown: TileMap) -> float:
-    """A panel is as wide as `_CELL`, or as high, whichever is longer; never too thin to see."""
+    """The height of a panel of width `_CELL`, to scale; at most twice that, and never too thin to see."""
     return max(min(_CELL * shown.queries / shown.keys, 2 * _CELL), _CELL / 12)
 
 
@@ -199,7 +199,7 @@ def _panel(rows: Rows, left: float, top: float, shown: TileMap) -> Iterator[str]
 
 
 def _mark(state: State, places: list[tuple[float, float]], width: float, height: float) -> Iterator[str]:
-    """One path for all tiles of a kind: a square, a pale one, a dash, a dot, a cross."""
+    """One path for all tiles of a kind: a square, a pale square, a dash, a dot or a cross."""
     w, h = width * 0.92, height * 0.92
     square = f"h{w:.4g}v{h:.4g}h{-w:.4g}z"
     shapes = {
@@ -229,7 +229,7 @@ def _label(x: float, y: float, text: str, weight: str = "normal") -> str:
 
 
 def _clean(text: str) -> str:
-    """Without what XML does not allow."""
+    """The text without characters that XML does not allow."""
     return re.sub(
         r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "\N{REPLACEMENT CHARACTER}", text
     )

@@ -1,6 +1,6 @@
-"""Well-known score programs by name, with sizes and tensors to look at them with.
+"""Well-known score programs by name, with example sizes and tensors.
 
-For `attngraph show`, docs and tests. The compiler knows none of these names: it recognises attention by what
+For `attngraph show`, docs and tests. The compiler uses none of these names: it recognises attention by what
 it computes, and these are only examples of the language (docs/score-programs.md).
 """
 
@@ -17,9 +17,9 @@ Maker = Callable[[int, int, tuple[int, ...]], tuple[Tensor, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class WellKnown:
-    """`text` is the program, `about` says what it is in words, `sizes` are its n0, n1, ... unless others are
-    given, `small` those for a picture of two dozen tokens; `reads` makes example tensors r0, r1, ... for so
-    many queries, so many keys and these sizes."""
+    """`text` is the program, `about` describes it, `sizes` are the defaults of its n0, n1, ..., `small` those
+    for a picture of two dozen tokens; `reads` makes example tensors r0, r1, ... for a number of queries, a
+    number of keys and sizes."""
 
     text: str
     about: str

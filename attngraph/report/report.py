@@ -32,9 +32,9 @@ class CompileReport(Entries):
         return json.dumps(found, indent=2)
 
     def to_html(self, path: str | Path, title: str = "") -> Path:
-        """Write the report as one HTML file that needs nothing beside it; the file.
+        """Write the report as one self-contained HTML file and return its path.
 
-        `title` says what was compiled. What stands at `path` is replaced as a whole.
+        `title` says what was compiled. An existing file at `path` is replaced atomically.
 
         Raises:
             DumpError: the file cannot be written.
@@ -46,7 +46,7 @@ class CompileReport(Entries):
         """The report that `to_json` wrote.
 
         Raises:
-            ValueError: the text is no JSON; TypeError or KeyError: it is no report.
+            ValueError: the text is not JSON; TypeError or KeyError: it is not a report.
         """
         found: CompileReport = _made(CompileReport, json.loads(text))
         return found
@@ -78,7 +78,7 @@ class CompileReport(Entries):
 
 
 def _made(kind: Any, data: Any) -> Any:
-    """A record, a tuple of records or a plain value from what JSON holds of it."""
+    """A record, a tuple of records or a plain value from its JSON form."""
     if dataclasses.is_dataclass(kind):
         fields = typing.get_type_hints(kind)
         return kind(**{name: _made(fields[name], value) for name, value in data.items()})  # type: ignore[operator]
@@ -139,7 +139,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
 
 
 def _merged_passes(records: Sequence[PassRecord]) -> tuple[PassRecord, ...]:
-    """One record per pass: the runs of it on several graphs together."""
+    """One record per pass, which sums up its runs on several graphs."""
     found: dict[str, PassRecord] = {}
     for record in records:
         known = found.get(record.name)

@@ -1,9 +1,9 @@
 """Maps of masks: which pairs of a query and a key a score program keeps, pair by pair or tile by tile.
 
-`tile_map` shows what kernels skip, by the bounds that they go by (`meaning/masks/tiles.py`); `mask_map`
-shows each pair of a small attention, by evaluation (`meaning/masks/visible.py`). Both give a `TileMap`, of
-tiles of one pair in the second case. `report/picture.py` draws them. What is not known before a call is
-unknown here too, never guessed.
+`tile_map` shows what kernels skip, by the bounds that they use (`meaning/masks/tiles.py`); `mask_map` shows
+each pair of a small attention, by evaluation (`meaning/masks/visible.py`). Both give a `TileMap`; in the
+second a tile is one pair. `report/picture.py` draws them. What is not known before a call is shown as
+unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from attngraph.meaning.masks.words import describe
 State = Literal["full", "partial", "filled", "empty", "unknown"]
 STATES: tuple[State, ...] = ("full", "partial", "filled", "empty", "unknown")
 MOST = 1 << 20
-"""Tiles of one map."""
+"""Most tiles of one map."""
 Rows = tuple[tuple[State, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """The tiles of one attention head, one row of them per block of queries, and the (b, h) that look so."""
+    """The tiles of an attention head, one row per block of queries, and all (b, h) that have these tiles."""
 
     pairs: tuple[tuple[int, int], ...]
     rows: Rows = dataclasses.field(repr=False)
@@ -44,12 +44,12 @@ class Panel:
 class TileMap:
     """What becomes of the pairs of each tile of `tile` queries by `tile` keys.
 
-    "full": all are kept, and no mask has to be looked at. "empty": none has any weight. "filled": none is
-    kept, and the score of some is a fill instead of minus infinity. "partial": the mask has to be looked
-    at. "unknown": it is decided by `unknown`, which only a call knows. `panels` has one entry for each
-    head (and batch) that was asked for and looks different; `fills` are the fills of the masks, `mask` is
-    the mask in words. `looked`: some tiles are as evaluation of their pairs found them, where the bounds
-    that kernels go by leave them open.
+    "full": all are kept, and no mask has to be evaluated. "empty": none has any weight. "filled": none is
+    kept, and the score of some is a fill instead of minus infinity. "partial": the mask has to be
+    evaluated. "unknown": it depends on `unknown`, which only a call knows. `panels` has one entry for each
+    different picture among the heads (and batches) asked for; `fills` are the fills of the masks, `mask` is
+    the mask in words. `looked`: some tiles were decided by evaluating their pairs, where the bounds that
+    kernels use do not decide.
     """
 
     program: str
@@ -85,7 +85,7 @@ class TileMap:
         return {state: count / total for state, count in self.pairs.items()}
 
     def joined(self, by: int) -> TileMap:
-        """The same with squares of `by` by `by` tiles as one: what they all are, else partial."""
+        """The map with squares of `by` by `by` tiles joined: their common kind, else partial."""
         panels = tuple(dataclasses.replace(p, rows=_joined(p.rows, by)) for p in self.panels)
         return dataclasses.replace(self, tile=self.tile * by, panels=panels)
 
@@ -119,8 +119,8 @@ def tile_map(
 ) -> TileMap:
     """What has to be computed of an attention, tile by tile.
 
-    Positions are decided by bounds, as kernels do it. Where masks read tensors that are given in `reads`
-    (r0, r1, ... in order) and bounds do not decide, the pairs of the tile are evaluated.
+    Masks of positions are decided by bounds, as kernels do it. Where masks read tensors that are given in
+    `reads` (r0, r1, ... in order) and bounds do not decide, the pairs of the tile are evaluated.
 
     Args:
         sizes: n0, n1, ...
@@ -167,7 +167,7 @@ def mask_map(
 
 
 def _bounded(program: ScoreProgram, grid: Grid) -> Rows:
-    """As kernels know it: by bounds. Single pairs are left open, to be evaluated."""
+    """The tiles by bounds, as kernels decide them. Single pairs are left open, to be evaluated."""
     left_open: State = "partial"
     if grid.q.step == 1:
         return ((left_open,) * grid.k.stop,) * grid.q.stop
@@ -184,8 +184,8 @@ def _bounded(program: ScoreProgram, grid: Grid) -> Rows:
 
 
 def _evaluated(program: ScoreProgram, grid: Grid, rows: Rows) -> Rows:
-    """The same with partial tiles as evaluation of their pairs finds them, where that can say more than
-    bounds: for single pairs, and where masks read tensors (all given, or the tiles would be unknown)."""
+    """The rows with partial tiles decided by evaluating their pairs, where that can say more than bounds:
+    for single pairs, and where masks read tensors (all given, or the tiles would be unknown)."""
     if grid.q.step > 1 and not tiles.reads_data(program):
         return rows
     return tuple(_row(program, grid, number, row) for number, row in enumerate(rows))

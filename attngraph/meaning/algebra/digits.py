@@ -1,7 +1,7 @@
 """Index variables as digits: `h // 4` and `h % 4` are one variable of two digits.
 
-Views that join or split dimensions divide index variables. Cutting a variable into the digits that
-are used of it makes those divisions plain variables again.
+Views that join or split dimensions divide index variables. Splitting a variable into the digits that
+are used of it turns those divisions into plain variables again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 
 Digits = tuple[Expr, ...]
-"""The digits of one variable (or of several in a row), slowest first."""
+"""The digits of one variable (or of several, one after the other), slowest first."""
 
 
 def split_digits(variables: Iterable[Expr], expressions: Iterable[Expr]) -> dict[Expr, Digits] | None:
     """For every variable that some expression divides (`v // c`, `v % c`), its digits, slowest
-    first; None where the divisors do not nest."""
+    first; None where the divisors do not divide one another."""
     cuts: dict[Expr, list[Expr]] = {}
     for expression in expressions:
         for node in E.walk(expression):
@@ -65,7 +65,7 @@ def _divides(a: Expr, b: Expr) -> bool:
 
 
 def recombined(digits: Digits) -> Expr:
-    """The number that digits spell, slowest first."""
+    """The index that digits make up, slowest first."""
     value: Expr = E.ZERO
     for digit in digits:
         value = M.add(M.mul(value, digit.args[0]), digit)

@@ -1,12 +1,12 @@
 """Bounds of expressions over blocks of the index space, many blocks at once.
 
-One interval arithmetic: a value is bounded by two tensors, one entry for each block of a grid, that
-broadcast against `[blocks of b, of h, of q, of k]`; one block is the grid of one. A tensor that the
+Interval arithmetic: a value is bounded by two tensors with one entry for each block of a grid, which
+broadcast against `[blocks of b, of h, of q, of k]`; a single box is a grid of one block. A tensor that the
 program reads at plain indices is bounded by its least and largest element in each block, so what a mask
 of padding or of documents keeps is known before anything is computed.
 
-Sound for the values that backends compute, rounding included: what they may round is widened, and
-what may be NaN, may wrap around or is not known is unbounded, of which nothing is ever concluded.
+Sound for the values that backends compute, rounding included: bounds are widened by what may be rounded,
+and a value that may be NaN, may wrap around or is unknown is unbounded: nothing is concluded from it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _ROUNDING = 2.0**-20
 """Relative error allowed to one operation on floats: more than that of float32."""
 _TINY = 1e-37
 _EXACT = 2.0**24
-"""Integers up to here are floats."""
+"""Integers up to this are represented exactly in float32."""
 _HUGE = 3.3e38
-"""What is larger may be infinite in float32."""
+"""A larger number may be infinite in float32."""
 _LIMITS = {torch.int64: 2.0**53, torch.int32: 2.0**31, torch.bool: 2.0**53}
-"""Integers beyond are taken for unknown: they may wrap around, or doubles do not hold them."""
+"""Larger integers are taken as unknown: they may wrap around, or float64 does not represent them exactly."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
     """Least and largest value in each block, float64. `kind`: "bool", "int" or "float" as PyTorch
-    would have it. `limit`: from where on an integer of this kind is not to be trusted."""
+    would have it. `limit`: a larger integer of this kind is taken as unknown."""
 
     low: Tensor
     high: Tensor
@@ -68,7 +68,7 @@ class Cut:
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """Blocks of the index space: a cut of each of b, h, q and k; the sizes; the tensors that are read
-    (none: all that is read is unknown)."""
+    (without them, every read is unknown)."""
 
     b: Cut
     h: Cut
@@ -122,8 +122,8 @@ def of_interval(value: Interval, kind: str = "float") -> Bounds:
 def bounds(
     node: Expr, grid: Grid | Box, names: Mapping[str, Bounds], known: dict[Expr, Bounds] | None = None
 ) -> Bounds:
-    """Bounds of an expression in each block of a grid. `known` keeps what was found, for expressions
-    that share parts under the same `names`."""
+    """Bounds of an expression in each block of a grid. `known` caches the bounds of parts, for expressions
+    that share parts and have the same `names`."""
     known = {} if known is None else known
     found = known.get(node)
     if found is None:
@@ -151,7 +151,7 @@ def _bounds(node: Expr, grid: Grid | Box, names: Mapping[str, Bounds], known: di
     found = rule(*args) if rule is not None else _by_table(node.op, args)
     if node.op in _LOGIC:
         return found
-    # What is unbounded may also be NaN, of which nothing can be said.
+    # An unbounded value may also be NaN, so nothing is known of a result either.
     unknown = functools.reduce(torch.logical_or, (a.unbounded for a in args))
     if found.kind == "int":
         limit = min(a.limit for a in args)
@@ -199,7 +199,7 @@ def _read(node: Expr, grid: Grid | Box) -> Bounds:
         return unknown
     view = grid.reads[node.value].detach()
     if view.dtype not in (*_LIMITS, torch.float32, torch.float64):
-        return unknown  # arithmetic of narrow types rounds or wraps around in ways of its own
+        return unknown  # arithmetic of narrow types rounds or wraps around differently
     axis = 0
     for arg in node.args:
         if arg.op == "const":
@@ -210,7 +210,7 @@ def _read(node: Expr, grid: Grid | Box) -> Bounds:
     shape = [1, 1, 1, 1]
     for axis, name in enumerate(names):
         cut = grid.cut(name)
-        if view.stride(axis) == 0:  # every element along it is the same one
+        if view.stride(axis) == 0:  # expanded: all elements along it are the same
             low, high = (x.narrow(axis, 0, 1) for x in (low, high))
             continue
         shape[INDICES.index(name)] = cut.count
@@ -237,7 +237,7 @@ def _blockwise(tensor: Tensor, axis: int, cut: Cut, reduce: Callable[..., Tensor
 
 
 def _widened(found: Bounds) -> Bounds:
-    """The same, with room for the rounding of one operation."""
+    """The bounds, widened by the rounding of one operation."""
     return Bounds(
         found.low - (found.low.abs() * _ROUNDING + _TINY), found.high + (found.high.abs() * _ROUNDING + _TINY)
     )
@@ -253,7 +253,7 @@ def _real(a: Bounds) -> Bounds:
 
 
 def _meet(a: Bounds, b: Bounds) -> tuple[Bounds, Bounds, str]:
-    """Two operands in their common kind: numbers, floats if either is."""
+    """Two operands as numbers of one kind: floats if either is a float."""
     if "float" in (a.kind, b.kind):
         return _real(a), _real(b), "float"
     return a, b, "int"
@@ -293,7 +293,7 @@ def _div(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _floordiv(a: Bounds, b: Bounds) -> Bounds:
-    """By one positive number. The quotient of floats may be rounded to the next whole number."""
+    """Floor division by one positive number. A quotient of floats may be rounded up to a whole number."""
     a, b, kind = _meet(a, b)
     usable = (b.low == b.high) & (b.low > 0)
     divisor = torch.where(usable, b.low, math.nan)
@@ -385,7 +385,7 @@ def _both(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Bounds, Bou
 
 
 def _by_table(op: str, args: Sequence[Bounds]) -> Bounds:
-    """By what the operation's row says of its bounds."""
+    """The bounds by the operation's row in the table of scalar functions."""
     row = operation_of(op)
     if row is None or row.interval is None:
         return of_interval(EVERYTHING)
@@ -394,7 +394,7 @@ def _by_table(op: str, args: Sequence[Bounds]) -> Bounds:
     if row.interval == "rising":
         low, high = row.torch(args[0].low), row.torch(args[0].high)
     elif isinstance(row.interval, tuple):
-        unclear = args[0].low.isnan() | (is_real & _is_huge(args[0]))  # of infinity it may be NaN
+        unclear = args[0].low.isnan() | (is_real & _is_huge(args[0]))  # at infinity it may be NaN
         low, high = (torch.where(unclear, math.nan, limit) for limit in row.interval)
     else:
         low, high = row.interval(*args)

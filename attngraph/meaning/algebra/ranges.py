@@ -1,7 +1,7 @@
-"""Ranges of index expressions: integer polynomials over variables and sizes, and what they can reach.
+"""Ranges of index expressions: integer polynomials over variables and sizes, and their bounds.
 
-An index variable runs from 0 to its extent minus one; a size is at least 1 wherever an element
-exists to be talked about. A polynomial maps monomials (sorted tuples of atoms) to integer factors.
+An index variable runs from 0 to its extent minus one; a size is at least 1, since otherwise there is
+no element. A polynomial maps monomials (sorted tuples of atoms) to integer factors.
 Everything here is sound and incomplete: "yes" is proved, "no" may mean "not shown".
 """
 
@@ -17,7 +17,7 @@ Polynomial = dict[Monomial, int]
 
 
 def polynomial(node: Expr) -> Polynomial:
-    """An integer expression as a polynomial; what is no sum or product is an atom."""
+    """An integer expression as a polynomial; parts other than sums and products are atoms."""
     if node.op == "const":
         return {(): int(node.value)} if node.value else {}
     if node.op == "add":
@@ -117,13 +117,13 @@ def _atom_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
         case "where" | "min" | "max" if atom.kind == "int":
             branches = atom.args[1:] if atom.op == "where" else atom.args
             lows, highs = zip(*(bounds(polynomial(branch)) for branch in branches), strict=True)
-            # A minimum is at least the lesser lower bound and at most any upper one; and so on.
+            # A minimum is at least the least lower bound and at most every upper one; a maximum likewise.
             return _extreme(lows, -1, atom.op == "max"), _extreme(highs, 1, atom.op == "min")
     return None, None
 
 
 def _is_of_sizes(atom: Expr) -> bool:
-    """Whether an atom is a quotient of sizes alone, at least 0: a size like any other, and its own bound."""
+    """Whether an atom is a quotient of sizes alone, at least 0: it is then its own bound, as a size is."""
     if atom.op != "floordiv" or atom.free or any(n.op not in _OF_SIZES for n in walk(atom)):
         return False
     return is_positive(polynomial(atom.args[1])) and _quotient_bounds(atom)[0] is not None
@@ -141,13 +141,13 @@ def _quotient_bounds(atom: Expr) -> tuple[Polynomial | None, Polynomial | None]:
         high = {(): high.get((), 0) // divisor[()]}
         high = {a: c for a, c in high.items() if c}
     elif high is not None and not is_nonnegative(high):
-        high = None  # what is negative grows when it is divided
+        high = None  # a negative number grows when it is divided
     return ({} if at_least_zero else None), high
 
 
 def _extreme(limits: Sequence[Polynomial | None], sign: int, either: bool) -> Polynomial | None:
-    """The outermost of the limits in the direction of `sign`; with `either`, where any of them is a
-    limit, the innermost that can be told. None where they cannot be compared."""
+    """The outermost limit in the direction of `sign`. With `either` each limit is valid by itself, and it
+    is the innermost one that can be determined. None where limits are unknown or cannot be compared."""
     known = [x for x in limits if x is not None]
     if not known or (len(known) < len(limits) and not either):
         return None
@@ -163,14 +163,14 @@ def _extreme(limits: Sequence[Polynomial | None], sign: int, either: bool) -> Po
 
 
 def _is_extent(size: Expr) -> bool:
-    """Whether a size is an extent of an input, so at least 1. A number that the model works out from
+    """Whether a size is an extent of an input, so at least 1. A number that the model computes from
     data (torch calls those u0, u1, ... and zuf0, ...) may be anything."""
     return not str(size.value).startswith(("u", "zuf"))
 
 
 def is_nonnegative(a: Polynomial) -> bool:
     """Whether a >= 0 for all sizes >= 1 (a polynomial over sizes only): every factor is nonnegative once
-    each size n is written 1 + n', or once quotients of sizes are at their limits."""
+    each size n is written as 1 + n', perhaps after replacing quotients of sizes by their bounds."""
     if all(factor >= 0 for factor in _shifted(a).values()):
         return True
     if not any(map(_is_of_sizes, (atom for atoms in a for atom in atoms))):
@@ -208,7 +208,7 @@ def _shifted(a: Polynomial) -> Polynomial:
             elif _is_of_sizes(atom):
                 term = multiply(term, {(atom,): 1})
             else:
-                return {(): -1}  # not over extents: nothing can be said
+                return {(): -1}  # an atom that is no extent: nothing is known
         found = add(found, term)
     return found
 

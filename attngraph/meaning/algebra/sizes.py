@@ -1,6 +1,6 @@
-"""Sizes as expressions: what sympy, and so a graph, says of a size, in the language of the IR, and back.
+"""Sizes as expressions: from the sympy formulas that graphs hold to the language of the IR, and back.
 
-Sizes are whole numbers. A formula that need not be one, or that has no counterpart here, is refused.
+Sizes are whole numbers. A formula that may not be whole, or that has no counterpart here, is refused.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def from_sympy(value: Any) -> Expr:
 
 
 def _without_floats(value: Any) -> Any:
-    """A formula of sizes that is written with floating numbers, such as the length of a range of them, in
-    integers; None where it need not be a whole number."""
+    """A formula of sizes that uses floats (such as the length of a range of floats) rewritten in integers;
+    None where its value may not be a whole number."""
     name = type(value).__name__
     if value.is_Number:
         return sympy.Integer(int(value)) if float(value).is_integer() else None

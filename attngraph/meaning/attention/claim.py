@@ -1,9 +1,9 @@
-"""What the recogniser claims: an attention, written down as views of tensors that the graph has.
+"""What the recogniser claims: an attention whose operands are views of tensors of the graph.
 
-`recogniser.py` finds out what an attention is made of: values weighed by one softmax over keys, mostly in one
-part, each part with its product. Here its index variables get their roles (`roles.py`), tensors become
-operands in the op's layout (`layout.py`), and what is left of the scores a score program (`program.py`).
-Nothing here looks at a graph's operations.
+`recogniser.py` finds the pieces of an attention: values weighted by one softmax over the keys, which come in
+one part or several, each with its dot product. Here index variables get their roles (`roles.py`), tensors
+become operands in the op's layout (`layout.py`), and the rest of the scores becomes a score program
+(`program.py`). Nothing here looks at a graph's operations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Views of tensors of the graph: for each part of the keys those that make up its width, side by side."""
+    """Views of tensors of the graph: for each part of the keys, those that are joined along the width."""
 
     parts: tuple[tuple[View, ...], ...]
 
@@ -56,7 +56,7 @@ class Operand:
 class Attention:
     """A claim: `node` equals attention(q, k, v, reads, sizes, program), seen through `output`.
 
-    `scores` are the nodes that compute the dot, if the model has some: several, if it adds up products, or
+    `scores` are the nodes that compute the dot, if there are any: several, if the model adds up products or
     multiplies parts of the keys separately. `heads`, `kv_heads`, `head_dim` and `value_dim` are size
     expressions.
     """
@@ -85,7 +85,7 @@ class Attention:
 def write_claim(
     meaning: Meaning, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum
 ) -> Attention | Refusal:
-    """The claim that is left to write down once the products of all parts are known.
+    """The claim for a weighted sum in which the products of all parts are known.
 
     Args:
         output: the index variables of `node`'s dimensions; `found` is the element there.
@@ -96,7 +96,7 @@ def write_claim(
 
 
 class _Writer:
-    """One claim in the making: its parts, and the digits into which index variables are cut."""
+    """Builds one claim: holds its parts, and the digits into which index variables are cut."""
 
     def __init__(self, meaning: Meaning, output: tuple[Expr, ...], found: WeightedSum) -> None:
         self.meaning, self.output, self.sink = meaning, output, found.sink
@@ -109,13 +109,13 @@ class _Writer:
         self.q, self.k, self.v = ([chain[-1][0] for chain in side] for side in chains)
         keys, inner = (p.keys for p in self.parts), (p.inner for p in self.products)
         self.summed = tuple(v for variables in (*keys, *inner) for v in variables)
-        # Where an operand is deepest a view of something, variables may appear divided: cut them.
+        # In the index of the deepest tensor that an operand is a view of, variables may be divided: cut them.
         places = [place for read in (*self.q, *self.k, *self.v) for place in read.args]
         self.digits = split_digits((*output, *self.summed), places) or {}
         self.spelled = {variable: recombined(digits) for variable, digits in self.digits.items()}
 
     def cut(self, *variables: Expr) -> Digits:
-        """The digits of variables in a row."""
+        """The digits of several variables, one after the other."""
         varied = (v for v in variables if not E.is_const(v.args[0], 1))
         return tuple(d for v in varied for d in self.digits.get(v, (v,)))
 
@@ -180,7 +180,7 @@ class _Writer:
 
     def _sides(self, part: KeyPart, assigned: Roles) -> tuple[tuple[View, ...], tuple[View, ...], float]:
         """The queries and keys of a part's products side by side, and the factor of their dot: a.b + c.d is
-        one dot of [a, c] and [b, d]. What differs in the products' factors is put on the queries."""
+        one dot of [a, c] and [b, d]. Where the products' factors differ, the queries are scaled."""
         queries, keys, factors = [], [], []
         for product in part.products:
             inner = self.cut(*product.inner)
@@ -217,7 +217,7 @@ class _Writer:
         return tuple(steps)
 
     def _names(self, assigned: Roles, keys: Digits, key: Expr) -> dict[Expr, Expr]:
-        """Each digit as a formula of the program's b, h, q and of a key; each cut variable through these."""
+        """Each digit, and each variable that was cut, as a formula of the program's b, h, q and of a key."""
         mapping: dict[Expr, Expr] = {}
         rest = ("b", assigned.batch), ("h", assigned.heads), ("q", assigned.queries)
         for whole, digits in (*((E.var(name, extent(own)), own) for name, own in rest), (key, keys)):
@@ -231,7 +231,7 @@ class _Writer:
 
 
 def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Expr:
-    """The formula of the part that the key lies in: what all parts add, and what each adds of its own."""
+    """The formula of the part that the key lies in: terms of all parts, plus a selection of the others."""
     terms = [f.args if f.op == "add" else (f,) for f in formulas]
     common = [t for t in terms[0] if all(t in others for others in terms)]
     own = [M.add(*(t for t in found if t not in common)) for found in terms]
@@ -243,14 +243,14 @@ def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Exp
 
 
 def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal | None:
-    """Why formulas are no score program, if they are none."""
+    """Why these formulas cannot be a score program, or None if they can."""
     beside = (weight,) if sink is None else (weight, sink)
     if any(n.op == "sum" for x in beside for n in E.walk(x)):
         return Refusal("its weights depend on a second sum over the keys, besides that of the softmax")
     for x in (score, *beside):
         if any(v.value not in INDICES for v in x.free) or any(n.op in E.BINDERS for n in E.walk(x)):
             return Refusal("the scores vary with something other than batch, head, query and key")
-    # Written out, which takes long where parts are used many times; four nodes make a word or more.
+    # An early estimate, as writing out shared parts takes long: four nodes make at least one word.
     too_long = any(x.words > 4 * budgets.STATEMENT_WORDS for x in (score, *beside))
     return (
         Refusal(f"its scores are a formula of more than {budgets.STATEMENT_WORDS} words")
@@ -260,13 +260,13 @@ def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal 
 
 
 def _divisors(reads: Iterable[Expr]) -> frozenset[str]:
-    """The sizes by which indices of the reads are divided: as numbers they could be made digits of."""
+    """The sizes that divide indices of the reads: if they were numbers, the indices could become digits."""
     divided = [n.args[1] for r in reads for n in E.walk(r) if n.op in ("floordiv", "mod")]
     return frozenset(n.value for divisor in divided for n in E.walk(divisor) if n.op == "size")
 
 
 def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
-    """The keys as the dimensions of a tensor have them: the order in which they need not be moved."""
+    """The keys in the order of a tensor's dimensions, so that no permutation is needed."""
     place = {k: next((i for i, a in enumerate(read.args) if k in a.free), len(read.args)) for k in keys}
     return tuple(sorted(keys, key=place.__getitem__))
 
@@ -276,5 +276,5 @@ def _times(factor: float, node: Expr) -> Expr:
 
 
 def _plain(view: View) -> View:
-    """Without its factor, which is accounted for elsewhere."""
+    """The view without its factor, which is accounted for elsewhere."""
     return dataclasses.replace(view, factor=1.0)

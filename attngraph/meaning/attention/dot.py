@@ -30,13 +30,13 @@ _COSTLY = (
 
 
 Chain = tuple[tuple[Expr, float], ...]
-"""A tensor's element, then the one that it is a view or a multiple of, and so on: (read, factor) each, where
-the first read equals factor times this one."""
+"""An element of a tensor, then the element that it is a view or multiple of, and so on, as pairs
+(read, factor): the first read equals factor times this one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """factor * sum over `inner` of q * k. `node` computes the sum, if a node of its own does."""
+    """factor * sum over `inner` of q * k. `node` computes the sum, if the graph has such a node."""
 
     inner: tuple[Expr, ...]
     q: Chain
@@ -53,9 +53,9 @@ def look_into(
     A function of data that does not vary over query and key together (slopes, gates, decays) is left
     as the vector that the model computed: reading that is cheaper than computing it for every pair, unless
     it is one of two numbers.
-    `of_value` are the variables of the values, so that the others can be told for queries. What the
-    model rounds to fewer digits than `dtype` has, it rounds: that is left as well, and so are masks and
-    biases whose formula is longer than anybody would want to read.
+    `of_value` are the variables of the values; other variables of the output belong to queries. Values
+    that the model rounds to a dtype of fewer digits than `dtype` are left as well, and so are masks and
+    biases whose formula is very long.
     """
 
     def through(read: Expr) -> bool:
@@ -89,7 +89,7 @@ def _formula_is(meaning: Meaning, read: Expr, test: Callable[[Expr], bool]) -> b
 
 
 def _is_one_of_two_numbers(node: Expr) -> bool:
-    """Whether it is one of two numbers, which costs nothing to compute: the logarithm of a mask, say."""
+    """Whether it is a selection between two numbers, cheap to compute: the logarithm of a mask, say."""
     return node.op == "where" and all(branch.op == "const" for branch in node.args[1:])
 
 
@@ -99,7 +99,7 @@ def _is_scaling(node: fx.Node) -> bool:
 
 
 def _rounds(node: fx.Node) -> torch.dtype | None:
-    """The floating dtype of what a node rounds to integers, if it does that."""
+    """The dtype of the operand that a node rounds to whole numbers; None for nodes that do not round."""
     name = str(node.target).split(".")[1:2]
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
@@ -111,7 +111,7 @@ def _rounds(node: fx.Node) -> torch.dtype | None:
 
 
 def _is_whole(node: Expr) -> bool:
-    """Whether it is seen to be a whole number (a selection of such), so that rounding changes nothing."""
+    """Whether it is a whole number, or a selection between such, so that rounding changes nothing."""
     if node.op == "where":
         return all(_is_whole(a) for a in node.args[1:])
     return node.op == "const" and node.kind == "int"
@@ -167,7 +167,7 @@ def find_dot(
                     dot = dataclasses.replace(dot, node=node.value)
                     found.append((dot, M.substitute(score, {node: inside})))
                     break
-    # What stands inside another sum is a part of its terms.
+    # A contraction inside another sum is a part of that sum's terms.
     found = [f for f in found if f[0].q[0][0].free | f[0].k[0][0].free <= score.free | set(f[0].inner)]
     varied = [f for f in found if f[0].q[0][0].free - of_value - set(f[0].inner)]
     return next(iter(varied or found), None)
@@ -177,7 +177,7 @@ NO_DOT = "the scores contain no product of queries and keys, summed over a share
 
 
 def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: torch.dtype) -> str:
-    """What stands between the scores and a contraction that they are computed from, if something does."""
+    """What separates the scores from a contraction that they are computed from, if anything does."""
     for read in (n for n in _outermost_first(score) if n.op == "read" and isinstance(n.value, fx.Node)):
         node: fx.Node = read.value
         if read.free.isdisjoint(keys) or node.op != "call_function" or not _holds_contraction(meaning, node):
@@ -194,7 +194,7 @@ def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: tor
 
 
 def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
-    """Whether a contraction stands somewhere above a node."""
+    """Whether a node is computed from a contraction."""
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -210,8 +210,8 @@ def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
 def dot_of_width_one(
     score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr], dtype: torch.dtype
 ) -> tuple[Dot, Expr] | None:
-    """The two sides of scores that no contraction makes: one number of a query and one of a key. Where they
-    are multiplied that is the dot; where they are not (added, say, under a function) the score reads them."""
+    """The two sides of scores without a contraction: one number per query and one per key. If they are
+    multiplied, that is the dot; if not (added, say, under a function), the score reads them."""
 
     def is_side(node: Expr) -> bool:
         return node.op == "read" and isinstance(node.value, fx.Node) and node.value.meta["val"].dtype == dtype
@@ -277,7 +277,7 @@ def _open(meaning: Meaning, node: Expr) -> Expr | None:
 
 
 def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
-    """`node` as a sum of products of a side with the keys and a side without."""
+    """`node` as a sum of products of one side that depends on the keys and one that does not."""
     inner: list[Expr] = []
     body = node
     while body.op == "sum":
@@ -302,7 +302,7 @@ def _as_dot(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> Dot | None:
 
 
 def chain(meaning: Meaning, node: Expr) -> Chain:
-    """A read down through views and scalings."""
+    """The chain of a read: followed through views and multiplications by numbers."""
     found: list[tuple[Expr, float]] = [(node, 1.0)]
     factor = 1.0
     while True:

@@ -6,10 +6,10 @@ looked through until stretches of the width are left, each of which is either
     direct     some tensor's elements that are the same for all heads (a shared rotary key), or
     projected  for each head another linear image of a tensor that is the same for all heads: the latent
 
-Names of modules and ops play no part. A norm may stand before the latent, for what a token's latent is does
-not matter; anything between the projection and the attention that is not linear, or that follows the
-token's place (rotary positions), is in the way, and is named. What is returned is a claim; the pass that
-uses it checks it in float64.
+Names of modules and ops play no part. How the latent is computed does not matter: it may follow a norm, say.
+Anything between the projection and the attention that is not linear, or that depends on the token's position
+(rotary embeddings), prevents the claim and is reported. What is returned is a claim; the pass that uses it
+checks it in float64.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from attngraph.meaning.rule import Category, Unliftable
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Some neighbouring places of the width of a key or a value.
+    """A contiguous range of the width of a key or a value.
 
-    `source` is what is shared by all heads, as `[B, 1, S, n]`, and `of` tells equal ones. `up` projects it
-    for every head, `[G, width, n]`, and `bias` `[1, G, 1, width]` is added (None: nothing is done to it).
+    `source` is the tensor that all heads share, as `[B, 1, S, n]`; `of` is equal for equal sources. `up`,
+    `[G, width, n]`, projects it for every head, and `bias`, `[1, G, 1, width]`, is added (None: not done).
     """
 
     start: int
@@ -52,8 +52,8 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """A claim: keys are these stretches side by side, values that one. `width` values of a token are enough
-    to make both."""
+    """A claim: keys are the concatenation of these stretches, values are one stretch. Both can be computed
+    from `width` numbers per token."""
 
     keys: tuple[Stretch, ...]
     values: Stretch
@@ -67,8 +67,8 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class Obstacle:
-    """Why keys or values are not taken for images of a latent. `is_near`: a latent is there, and something
-    is in the way."""
+    """Why keys or values are not claimed to be projections of a latent. `is_near`: there is a latent, but
+    something prevents the claim."""
 
     reason: str
     is_near: bool = False
@@ -81,7 +81,7 @@ class _Stop(Exception):
 
 
 class Latents:
-    """The question for the attentions of one graph."""
+    """Finds latents for the attentions of one graph."""
 
     def __init__(self, meaning: Meaning) -> None:
         self.meaning = meaning
@@ -104,7 +104,7 @@ class Latents:
         return Latent(tuple(keys), values, sum(sources.values()))
 
     def projection(self, node: fx.Node, what: str) -> Stretch | Obstacle:
-        """What all of `[B, H, S, n]` is projected from, if it is one projection for each head."""
+        """What a tensor `[B, H, S, n]` is projected from, if it is one projection for each head."""
         try:
             found = _Side(self.meaning, node, what).stretches()
         except _Stop as stop:
@@ -117,13 +117,13 @@ class Latents:
 
 
 def _width(stretch: Stretch) -> int:
-    """How many values of a token a stretch is made from."""
+    """From how many numbers per token a stretch is computed."""
     return stretch.width if stretch.up is None else int(stretch.of[-1])  # type: ignore[index]
 
 
 class _Side:
-    """Keys or values of one attention. What is the same for all heads is followed through views as far as
-    to tensors of `wanted`."""
+    """Keys or values of one attention. Tensors that are the same for all heads are followed through views up
+    to those in `wanted`."""
 
     def __init__(
         self, meaning: Meaning, node: fx.Node, what: str, wanted: Iterable[fx.Node] | None = None
@@ -143,8 +143,7 @@ class _Side:
         return self._cut(read, place, 0)
 
     def _cut(self, read: Expr, place: Expr, start: int) -> list[Stretch]:
-        """What the elements that `read` reads, over all values of `place`, are: the deepest tensors that
-        they are views of."""
+        """The stretches that `read` covers as `place` varies: views of the deepest tensors possible."""
         problem: _Stop | None = None
         if self.meaning.category(read.value) is Category.MOVEMENT and self._leads_on(read):
             try:
@@ -163,7 +162,7 @@ class _Side:
         return [self._projected(read, place, start)]
 
     def _leads_on(self, read: Expr) -> bool:
-        """Whether to look through a view: at what differs by head always."""
+        """Whether to look through a view; always if its elements differ by head."""
         if self.head in read.free or self.wanted is None:
             return True
         stack, seen = [read.value], set()
@@ -185,7 +184,7 @@ class _Side:
         """A stretch that differs by head: a contraction of a shared tensor and weights of each head.
 
         Raises:
-            _Stop: it is something else.
+            _Stop: it is no such contraction.
         """
         node: fx.Node = read.value
         if self.meaning.category(node) is not Category.CONTRACTION:
@@ -223,7 +222,7 @@ class _Side:
         return sums[0], rest[0] if rest else None
 
     def _deepest(self, read: Expr, inner: Expr) -> tuple[Expr, View]:
-        """The tensor that a latent is a view of, so that keys' and values' are seen to be one."""
+        """The tensor that a latent is a view of: the same for keys and values if they share the latent."""
         roles = ((self.batch,), (), (self.token,), (inner,))
         found = read, self._view(read, roles)
         while self.meaning.category(read.value) is Category.MOVEMENT:
@@ -249,11 +248,11 @@ class _Side:
             raise _Stop(f"what its {self.what} are made from is no view of a tensor") from problem
 
     def _key(self, read: Expr, place: Expr) -> tuple[Expr, ...]:
-        """What is equal for equal elements, whatever the variable along the width is called."""
+        """A key that is equal for equal elements, whatever the name of the variable along the width."""
         return tuple(M.substitute(i, {place: E.var("n", place.args[0])}) for i in read.args)
 
     def _in_the_way(self, node: fx.Node) -> _Stop:
-        """What is done to keys after they were projected up."""
+        """The reason to stop: what is done to keys after the projection."""
         where = f"{op_name(node)} at {source_of(node) or 'an unknown line'}"
         if not self.meaning.contracts(node):
             return _Stop(f"its {self.what} differ by head and come from {where}")
@@ -286,11 +285,11 @@ class _Side:
 
 
 def _pieces(element: Expr, place: Expr) -> list[tuple[Expr, Expr, int]]:
-    """An element that is another read in different stretches of `place`, as (read, its own variable for the
+    """An element that is a different read in each stretch of `place`, as (read, its own variable for the
     stretch, where the stretch starts).
 
     Raises:
-        Unliftable: it is no such thing.
+        Unliftable: the element has another form.
     """
     extent = int(place.args[0].value)
     if element.op == "read":

@@ -40,10 +40,10 @@ def solve(shape: tuple[Expr, ...], index: tuple[Expr, ...], roles: Roles) -> tup
             index does not use, the tensor is expanded.
 
     The index must be in range for all values of its variables (as it is for elements that a graph
-    reads): that is not shown again here.
+    reads): that is not checked again here.
 
     Raises:
-        NoView: some index is no mixture of digits (a flip, a gather, overlapping windows).
+        NoView: some index is no combination of digits (a flip, a gather, overlapping windows).
     """
     roles, index = _merge_digits(roles, index)
     steps: list[ViewOp] = []
@@ -148,8 +148,8 @@ def _fits(end: Expr, extent: Expr) -> bool:
 
 
 def _slice(steps: list[ViewOp], dim: int, extent: Expr, start: Expr, variable: Expr, whole: bool) -> None:
-    """Cut the variable's range out of a dimension. A whole dimension is known to hold it; of a digit
-    that must be shown, or it would spill into the next."""
+    """Slice the variable's range out of a dimension. A whole dimension is known to contain it; for a digit
+    this must be proved, or the range would reach into the next digit."""
     length = variable.args[0]
     if start is E.ZERO and length is extent:
         return

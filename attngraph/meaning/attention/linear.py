@@ -36,7 +36,7 @@ def is_root(meaning: Meaning, node: fx.Node) -> bool:
 
 
 def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Attention | None:
-    """The sum as an attention whose weights are the scores, or None where it is none.
+    """The sum as an attention whose weights are the scores, or None if it is not one.
 
     Args:
         ones: a vector of ones as long as there are keys, for the values of a sum of scores alone.
@@ -78,7 +78,7 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
 
 
 def _is_scores(recogniser: Recogniser, node: fx.Node) -> bool:
-    """Whether to look into a node: at what is done to scores, and at masks of positions."""
+    """Whether to look through a node: it changes scores elementwise, or depends on positions alone."""
     meaning = recogniser.meaning
     changed = meaning.contracts(node) and meaning.category(node) in (Category.MOVEMENT, Category.POINTWISE)
     return changed or recogniser.is_index(node)

@@ -28,8 +28,8 @@ Matched = tuple[Expr, Expr | None]
 def match_normaliser(
     score: Expr, normaliser: Expr, keys: tuple[Expr, ...], look: Look
 ) -> Matched | Refusal | None:
-    """If `normaliser` is the sum of exp(score) over the keys (plus terms free of them): the score
-    without what is free of the keys, and the sink."""
+    """If `normaliser` is the sum of exp(score) over the keys (plus terms that do not depend on them): the
+    score without terms that do not depend on the keys, and the sink."""
     terms = normaliser.args if normaliser.op == "add" else (normaliser,)
     found = _match_terms(score, terms, keys)
     if found is not None or not any(t.op == "sum" for t in terms):
@@ -115,7 +115,7 @@ def _same_terms(
 
 
 def _put(node: Expr) -> Expr:
-    """Masks that add minus infinity as masks that put it there: the same weights."""
+    """Masks that add minus infinity, rewritten to replace the score by it: the weights are the same."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "add":
@@ -147,8 +147,8 @@ def _logarithm(terms: Sequence[Expr]) -> Expr:
 
 
 def split_by(node: Expr, keys: tuple[Expr, ...]) -> tuple[Expr, Expr]:
-    """A sum as the terms that depend on the keys, and those that do not. Minus infinity swallows what
-    is added to it, so a term may be taken out of a mask."""
+    """A sum as the terms that depend on the keys, and those that do not. Adding to minus infinity changes
+    nothing, so a term may be taken out of a mask."""
     if node.op == "where" and E.NEG_INF in node.args[1:]:
         condition, yes, no = node.args
         inner, fixed = split_by(no if yes is E.NEG_INF else yes, keys)

@@ -28,12 +28,12 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.masks.fold import UNDERFLOWS
 
 LOWERED = M.add(SCORE, E.NEG_INF)
-"""What a mask that is added leaves of a score."""
+"""A score to which a mask adds minus infinity."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seed:
-    """A read that the model does not have yet: the seed of one dropout's random numbers."""
+    """A read of a tensor that the graph does not have yet: the seed of one dropout's random numbers."""
 
     dropout: fx.Node
 
@@ -49,8 +49,8 @@ class Built:
 
 
 def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
-    """The program of a score over `dot`, of what becomes of the weight `p`, and of the sink. All
-    variables are the program's own `b h q k` (extents are allowed and dropped)."""
+    """The program of a score (a formula of `dot`), a weight (a formula of `p`) and a sink. All variables
+    are the program's own `b h q k` (extents are allowed and dropped)."""
     statements: list[Statement] = []
     masks, narrowed = _peel_masks(score)
     writer = _Writer(guarded=narrowed)
@@ -71,8 +71,8 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
 
 
 def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
-    """Whether every row's softmax is a number: nothing read can be infinite, and either the first key
-    or the query's own position is kept by every mask."""
+    """Whether no row's softmax is NaN: nothing read can be infinite, and either the first key or the
+    query's own position is kept by every mask."""
     values = [value for kind, value, _ in masks if kind == "score"]
     if any(n.op == "read" for value in values for n in E.walk(value)):
         return False
@@ -85,7 +85,7 @@ def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
 
 def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
     """Outermost first: ("keep", predicate, fill) and at last ("score", value, -); and whether the score
-    was narrowed to where the masks hold."""
+    was simplified by assuming the masks' predicates."""
     found: list[tuple[str, Expr, Expr]] = []
     narrowed = False
     while True:
@@ -93,7 +93,7 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
         if masked is None:
             break
         predicate, whole, fill = masked
-        # What is added to a hidden score may leave it visible; what is put there hides it.
+        # A number added to a masked score may leave it visible; a number in place of the score hides it.
         stays = fill is not LOWERED and any(n is SCORE for n in E.walk(fill))
         score = whole if stays else _assuming(predicate, whole)
         narrowed |= score is not whole
@@ -105,7 +105,7 @@ def _peel_masks(score: Expr) -> tuple[list[tuple[str, Expr, Expr]], bool]:
 
 
 def _assuming(predicate: Expr, score: Expr) -> Expr:
-    """The score as far as it matters: where the predicate holds."""
+    """The score simplified for where the predicate holds."""
     parts = predicate.args if predicate.op == "and" else (predicate,)
     known = dict.fromkeys((predicate, *parts), E.TRUE)
     known |= {M.not_(part): E.FALSE for part in (predicate, *parts)}
@@ -153,10 +153,10 @@ def _is_fill(node: Expr) -> bool:
 
 
 class _Writer:
-    """Canonical expressions to the program's: numbers reads and sizes in order of appearance.
+    """Rewrites canonical expressions as a program's: numbers reads and sizes in order of appearance.
 
-    `guarded`: reads may stand where the model does not use them, and there their indices may be out of
-    range. A program evaluates everywhere, so such indices are then kept in range.
+    `guarded`: some reads are used only where a condition holds, and elsewhere their indices may be out of
+    range. A program evaluates every read everywhere, so such indices are clamped.
     """
 
     def __init__(self, guarded: bool) -> None:
@@ -208,7 +208,7 @@ class _Writer:
         return operation(node.op, *(self.write(a) for a in node.args))
 
     def _guarded(self, nodes: Sequence[Expr]) -> list[Expr]:
-        """Nodes of which some decide whether the others matter."""
+        """Write nodes of which some decide whether the others are used."""
         before, self.guarded = self.guarded, True
         written = [self.write(n) for n in nodes]
         self.guarded = before
@@ -223,8 +223,8 @@ class _Writer:
         return E.read(self.reads.index(source), tuple(self.write(i) for i in indices))
 
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
-        """An order for people that does not depend on how the nodes came about: what is computed
-        from indices first, then what is read; ties by text."""
+        """A readable order that does not depend on how the nodes were built: formulas of indices first,
+        then reads; ties by text."""
         return sorted(
             nodes,
             key=lambda n: (n.op == "const", any(m.op == "read" for m in E.walk(n)), _shape_key(n)),
@@ -279,13 +279,13 @@ class _Writer:
 
 
 def _within(index: Expr, extent: Expr) -> Expr:
-    """The index, kept in range where that is not plain to see."""
+    """The index, clamped unless it is known to be in range."""
     if index.op == "const":
-        return index  # a part that the model itself takes
+        return index  # the model itself reads this element
     last = ranges.subtract(ranges.polynomial(extent), {(): 1})
     low, high = ranges.bounds(ranges.polynomial(index))
     if index.op == "var" and high is not None and not ranges.is_positive(ranges.subtract(high, last)):
-        return index  # all of a dimension, as far as anybody knows
+        return index  # it runs over a whole dimension, unless its extent is known to be larger
     if low is None or not ranges.is_nonnegative(low):
         index = M.function("max", index, E.ZERO)
     if high is None or not ranges.is_nonnegative(ranges.subtract(last, high)):

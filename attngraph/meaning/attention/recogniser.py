@@ -1,8 +1,8 @@
 """The recogniser: is this node an attention, and if so which?
 
-There is one, and it knows no spellings. It asks for the meaning of one element of a node that sums
-products (`meaning/element.py`), takes that apart into weights and values (`weighted_sums.py`) and finds
-the dot inside the scores (`dot.py`). From that `claim.py` writes a claim; the pass that uses it
+There is only one, and it has no list of spellings. It takes the meaning of one element of a node that
+sums products (`meaning/element.py`), separates it into weights and values (`weighted_sums.py`) and finds
+the dot inside the scores (`dot.py`). From these `claim.py` builds a claim; the pass that uses it
 checks the claim in float64 before anything is replaced (`meaning/check/check.py`).
 """
 
@@ -40,14 +40,14 @@ _ROOTS = ("aten.mul.", "aten.div.", "aten.true_divide.", "aten.einsum.")
 
 
 def _is_mean_of_stack(node: fx.Node) -> bool:
-    """Whether a node is the mean of tensors that were stacked: a sum of a few."""
+    """Whether a node is the mean of a few tensors that were stacked."""
     stack = node.args[0]
     is_mean = str(node.target).startswith("aten.mean.") and isinstance(stack, fx.Node)
     return is_mean and str(stack.target).startswith(("aten.stack.", "aten.cat."))  # type: ignore[union-attr]
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds up what parts of the keys may have given."""
+    """Whether a node adds up tensors, which may be the results of parts of the keys."""
     return node.op == "call_function" and str(node.target).startswith("aten.add.")
 
 
@@ -99,8 +99,8 @@ class Recogniser:
         return self._indices[node]
 
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
-        """The attentions whose sum this node is, mostly one; None where nothing about it looks like
-        attention."""
+        """The attentions whose sum this node is, usually one; None where it does not look like attention
+        at all."""
         adds_parts = _is_sum(node) and len(self._parts_below(node)) > 1
         if not adds_parts and not self._is_root(node):
             return None
@@ -109,7 +109,7 @@ class Recogniser:
         except TooLong as problem:
             softmaxes = [n for n in self.exponentials(node) if str(n.target) in SOFTMAX_LIKE]
             self._near[node] = frozenset()
-            self._too_long.add(node)  # what is computed from it, element by element, is longer still
+            self._too_long.add(node)  # formulas of nodes computed from it are longer still
             return Refusal(str(problem)) if softmaxes else None
         except Unliftable as problem:
             found = Refusal(str(problem))
@@ -124,7 +124,7 @@ class Recogniser:
         return found
 
     def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The exponentials that weigh the sum of `node`, or its parts."""
+        """The exponentials that are weights in the sum of `node`, or in its parts."""
         if str(node.target) in SOFTMAX_LIKE:
             return frozenset((node,))
         places = [node]
@@ -162,7 +162,7 @@ class Recogniser:
     ) -> tuple[Attention, ...] | Refusal | Unnormalised | None:
         meaning = self.meaning
         output, at = meaning.places(node)
-        # A factor of the result may hold what the weights were divided by: then both are looked into.
+        # The weights' divisor may be a factor of the result: then both operands are looked into.
         looks_below = adds_parts or self.is_product(node)
         lifted = meaning.lift(
             meaning.element(node, at),
@@ -181,7 +181,7 @@ class Recogniser:
         return tuple(claims)
 
     def _claim(self, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum) -> Attention | Refusal:
-        """The claim for one sum weighed by one softmax."""
+        """The claim for one sum weighted by one softmax."""
         opened = self._with_products(found, node.meta["val"].dtype)
         if isinstance(opened, Refusal):
             return opened
@@ -199,7 +199,7 @@ class Recogniser:
     def _with_products(self, found: WeightedSum, dtype: torch.dtype) -> WeightedSum | Refusal:
         """The sum with the dot found in the scores of each part, or why there is none."""
         scores = [dots.one_name(self._look_into(part, part.score, dtype)) for part in found.parts]
-        # What is the same for all keys (a subtracted maximum) changes no weight; a sink feels it.
+        # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(score, part.keys) for score, part in zip(scores, found.parts, strict=True)]
         shift = split[0][1]
         kept = [
@@ -210,7 +210,7 @@ class Recogniser:
         has_gradient = self.gradients and not self._sources(shift) <= frozenset().union(*kept)
         sink = found.sink
         if has_gradient or any(fixed is not shift for _, fixed in split):
-            # The gradient of a shift is zero, but somebody may ask for it.
+            # The gradient of a shift is zero, but it may be asked for.
             split = [(M.add(moving, fixed), E.ZERO) for moving, fixed in split]
         elif sink is not None:
             sink = M.sub(sink, shift)
@@ -230,7 +230,7 @@ class Recogniser:
         if found is None:
             return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
         dot, score = found
-        # What a contraction adds by itself (baddbmm's bias) has not been looked into yet.
+        # A term that the contraction itself adds (baddbmm's bias) has not been looked into yet.
         score = self._look_into(part, score, dtype)
         if any(n.op == "read" and n.value is dot.node for n in E.walk(score)):
             return Refusal(
@@ -243,8 +243,8 @@ class Recogniser:
         return dots.look_into(self.meaning, formula, part.keys, part.value.free, dtype)
 
     def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
-        """The part with one more of the products that its scores add up as a part of the dot: one whose key
-        side is of keys, and no table of distances."""
+        """The part with one more of the products in its scores joined to the dot: one whose key side is
+        computed from keys, not a table of distances."""
         of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)
         return [
             dataclasses.replace(part, score=rest, products=(*part.products, other))

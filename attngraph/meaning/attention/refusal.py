@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """`sizes` are the symbolic sizes in the way: were they numbers, it might be understood."""
+    """`sizes` are symbolic sizes that cause it: with numbers in their place it might be recognised."""
 
     reason: str
     sizes: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Which index variable is a batch, a head, a query, a key: roles, from who depends on what.
+"""Which index variable is a batch, a head, a query, a key: roles, by which operands depend on it.
 
 Variables that are split by the operands (flattened batch and heads, `h // G` of grouped heads) are
 first cut into digits. Then, over the digits of the output:

@@ -1,7 +1,7 @@
 """Softmaxes of which only the largest few are used: routers of experts, samplers, matchings.
 
-They weigh what data choose, not keys, so none is attention, and the report should say that and no more.
-Asked only about softmaxes that were not fused; never decides what is fused.
+They weight items that the data select, not keys, so they are not attention, and the report says just that.
+Used only for softmaxes that were not fused; never decides what is fused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
 
 
 def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
-    """Why a softmax of which only the largest scores or weights are used is no attention; None for others."""
+    """The reason for a softmax of which only the largest scores or weights are used; None for others."""
 
     def next_users(node: fx.Node) -> Iterable[fx.Node]:
         return [user for user in node.users if _passes(meaning, user)]
@@ -53,7 +53,7 @@ def _chooses(node: fx.Node) -> bool:
 
 
 def _is_choice_part(node: fx.Node) -> bool:
-    """Whether it is the values that a choice returns, not the places."""
+    """Whether a node is the values that a selecting op such as top-k returns, not the indices."""
     return is_part(node) and bool(node.args[1] == 0) and _chooses(node.all_input_nodes[0])
 
 
@@ -62,7 +62,7 @@ def _nearest(
     further: Callable[[fx.Node], Iterable[fx.Node]],
     found: Callable[[fx.Node], bool],
 ) -> fx.Node | None:
-    """The first node, going further from the starts, for which something is found."""
+    """The nearest node that `found` accepts, breadth first from the starts."""
     front, seen = list(starts), set(starts)
     for _ in range(budgets.ROUTING_OPS):
         for node in front:

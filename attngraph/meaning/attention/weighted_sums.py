@@ -1,8 +1,8 @@
 """Sums weighted by normalised exponentials: where a softmax meets its values.
 
-The algebra here is small. Whatever way a softmax was written, its meaning is
-`exp(x[k]) * recip(sum over j of exp(x[j]))`, times what the model does to the weights afterwards,
-times the values. This file takes the meaning of one element apart into these pieces:
+However a softmax is written, its meaning is `exp(x[k]) * recip(sum over j of exp(x[j]))`, times what
+the model does to the weights afterwards, times the values. This file separates the meaning of one
+element into these factors:
 
     out = sum over k of  f(p[k]) * v[k]        p[k] = exp(x[k]) / (sum over j of exp(x[j]) + exp(sink))
 
@@ -38,7 +38,7 @@ from attngraph.meaning.attention.refusal import Refusal
 
 @dataclasses.dataclass(frozen=True)
 class KeyPart:
-    """Some of the keys that one softmax runs over, mostly all of them.
+    """Some of the keys that one softmax runs over, usually all of them.
 
     `keys` are their index variables. `score` is x, in which `dot` stands for the sum of `products` once those
     are known; `weight` is f(p), over the leaf `p`; `value` is a read.
@@ -53,19 +53,19 @@ class KeyPart:
 
 @dataclasses.dataclass(frozen=True)
 class WeightedSum:
-    """Values weighed by one softmax over the keys of all parts, in order, and a sink."""
+    """Values weighted by one softmax over the keys of all parts, in order, and a sink."""
 
     parts: tuple[KeyPart, ...]
     sink: Expr | None = None
 
 
 class Unnormalised:
-    """A sum weighted by exponentials whose normaliser is not in sight (it may come later)."""
+    """A sum weighted by exponentials without their normaliser (a later node may divide by it)."""
 
 
 def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusal | Unnormalised | None:
-    """Take the meaning of one element apart into sums that it adds up, each weighed by one softmax; None
-    where no exponential weighs a sum."""
+    """Separate the meaning of one element into the sums that it adds up, each weighted by one softmax; None
+    where no sum is weighted by an exponential."""
     if meaning.op == "add":
         whole = _sum_over_parts(meaning.args, look)
         return None if whole is None else (whole,)
@@ -110,7 +110,7 @@ def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
 
 
 def _with_one_divisor(node: Expr) -> Expr:
-    """Gates of a row's total as a part of what the row is divided by: sigmoid(log Z - c) / Z is
+    """A gate that depends on a row's total, joined with the row's divisor: sigmoid(log Z - c) / Z is
     1 / (Z + exp(c))."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
@@ -163,7 +163,7 @@ def _by_softmax(node: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
         return [node]
     if node.op == "add":
         return _gathered([part for term in node.args for part in _by_softmax(term, keys)], keys)
-    if node.op == "sum":  # of a few that were stacked
+    if node.op == "sum":  # over a few stacked tensors
         terms = M.pieces(node.args[0], node.args[1])
         return _by_softmax(M.add(*terms), keys) if len(terms) > 1 else [node]
     if node.op == "where":
@@ -182,7 +182,7 @@ def _by_softmax(node: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
 
 
 def _gathered(terms: list[Expr], keys: tuple[Expr, ...]) -> list[Expr]:
-    """Terms of the same exponentials added up; those of none go to any others."""
+    """Terms with the same exponentials added up; terms without exponentials join the first group."""
     groups: dict[frozenset[Expr], list[Expr]] = {}
     for term in terms:
         if not E.is_const(term, 0):
@@ -215,8 +215,8 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
 
 
 def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
-    """Whether exponentials are read at a place that mixes a key with something else, and are summed over
-    that place as a whole to normalise them."""
+    """Whether exponentials are read at an index that combines a key with another variable, and their
+    normaliser sums over that index as a whole."""
     mixed: set[tuple[object, int]] = set()
     summed: set[tuple[object, int]] = set()
     bound = {n.args[0] for n in E.walk(body) if n.op == "sum"}
@@ -272,7 +272,7 @@ def _replace(body: Expr, weight: Expr, inverse: Expr) -> Expr:
 
 
 def _in_exponents(node: Expr) -> Expr:
-    """Exponentials multiplied by one or zero as exponentials of scores to which a mask is added."""
+    """Exponentials multiplied by one or zero, rewritten as exponentials of scores with a mask added."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current.op == "where":
@@ -289,7 +289,7 @@ def _in_exponents(node: Expr) -> Expr:
 
 
 def _key_part(weighted: Expr, keys: tuple[Expr, ...], score: Expr) -> KeyPart | Refusal:
-    """Weight and value apart."""
+    """Separate the weight from the value."""
     weights: list[Expr] = []
     values: list[Expr] = []
     for factor in factors_of(weighted):
@@ -309,7 +309,7 @@ def _key_part(weighted: Expr, keys: tuple[Expr, ...], score: Expr) -> KeyPart | 
 @dataclasses.dataclass(frozen=True)
 class _Numerator:
     """A sum over keys of exp(score) / normaliser times the rest: `weighted` with p for that quotient, and the
-    reciprocal of the normaliser, of which nothing is known yet."""
+    reciprocal of the normaliser, which has not been examined yet."""
 
     keys: tuple[Expr, ...]
     score: Expr
@@ -318,7 +318,7 @@ class _Numerator:
 
 
 def _numerator(meaning: Expr) -> _Numerator | None:
-    """A term as a sum weighted by one exponential over something; None where it is none."""
+    """A term as a sum weighted by one exponential over some divisor; None if it has another form."""
     opened = _open_sum(meaning)
     if opened is None:
         return None

@@ -3,7 +3,7 @@
 The region between two nodes and the tensors that both are computed from is run on its own, with every
 floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one
 size. Where gradients flow they are compared as well. At the first size both are computed once more in
-float32: the same real function may be written so that its last digits drown. Nothing here edits the graph.
+float32, because the claim may lose digits that the model keeps. Nothing here edits the graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Verdict:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sampled tensors are small: waking other threads for each op costs more than it saves."""
+    """Use one thread: sampled tensors are so small that waking others for each op takes longer."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -67,12 +67,12 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
         try:
             pairs = _both_ways(old, new, leaves, order, Sample(values, at, number), graph.gradients)
         except (IndexError, RuntimeError, ValueError) as cause:
-            # A table is read beyond its end, say: these sizes do not go together in this model.
+            # For example, a table is read beyond its end: the model does not allow these sizes together.
             problem = f"cannot be run at small sizes: {cause}"
             continue
         tried.append(chosen)
         for what, wanted, found in pairs:
-            # Where terms cancel, gradients round as their largest ones do.
+            # Where terms cancel, the rounding error of a gradient is that of its largest elements.
             added = 0.0 if what == "value" else largest(wanted) + steep.get(what, 0.0)
             result = compare(found, wanted, elementwise(tolerance, added))
             if not result.holds:
@@ -91,12 +91,12 @@ def _drowned(
     old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
     exact: Tensor,
 ) -> str:  # fmt: skip
-    """What is wrong with `new` in float32, if its error is far beyond the old one's own. (Where only one of
-    them is NaN or infinite, float32 does not have the numbers of the one way of writing it.)"""
+    """What is wrong with `new` in float32, if its error is far larger than the error of `old`. (Where only
+    one of them is NaN or infinite, one way of writing the function exceeds the range of float32.)"""
     try:
         with torch.no_grad():
             found = sample.evaluate(order, {leaf: sample.draw(leaf) for leaf in leaves}, new, old)
-    except RuntimeError:  # a number that float32 does not have: the model itself does not run in it
+    except RuntimeError:  # a constant beyond the range of float32: the model itself does not run in it
         return ""
     if not exact.is_floating_point() or not exact.numel():
         return ""
@@ -114,7 +114,7 @@ def _both_ways(
     old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
     gradients: bool,
 ) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
-    """What is to be compared: (what it is, by the old node, by the new one)."""
+    """What is compared, as (name, value by the old node, value by the new one)."""
     given = {leaf: sample.draw(leaf, gradients) for leaf in leaves}
     with torch.set_grad_enabled(gradients):
         both = sample.evaluate(order, given, old, new)
@@ -128,7 +128,7 @@ def _both_ways(
 
 
 def _gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Those of a random combination of the finite results; zeros where none flows."""
+    """Gradients of a random combination of the finite results; zeros where none flows."""
     if not result.requires_grad:
         return [torch.zeros_like(t) for t in inputs]
     finite = torch.where(result.isfinite(), result, torch.zeros_like(result))

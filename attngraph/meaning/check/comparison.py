@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 ROUNDINGS = 64
-"""Units in the last place of the largest value by which two answers may differ where neither can be held to
-an exact one."""
+"""By how many units in the last place of the largest value two answers may differ, where there is no exact
+answer to compare them with."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """How large an error may be: `tolerance` times a scale, plus `eager` times an eager reference's error.
 
-    The scale is the largest absolute value that is wanted, and no less than `floor`. With `each`, every
+    The scale is the largest absolute value of the wanted tensor, at least `floor`. With `each`, every
     element has a scale of its own, `floor` plus its absolute value, and the error is relative to it.
     """
 
@@ -46,7 +46,7 @@ class Comparison:
     """How a tensor differs from the wanted one.
 
     Attributes:
-        error, scale: the largest error, and what it is held against (1 where errors are relative).
+        error, scale: the largest error, and the scale for it (1 where errors are relative).
         eager_error: the largest error of the eager reference; 0 without one.
         problem: why the two cannot be equal whatever the rule ("another shape", "NaN in other places", ...).
         detail: the numbers of the problem, or of the largest error, and where it is.
@@ -74,11 +74,11 @@ class Comparison:
 
 
 def compare(found: Tensor, wanted: Tensor, rule: Rule = EXACT, eager: Tensor | None = None) -> Comparison:
-    """Hold `found` against `wanted`.
+    """Compare `found` with `wanted`.
 
     Args:
         eager: where `wanted` is an exact answer in a wider dtype, the eager answer in the dtype of `found`.
-            It then says where NaN and infinities belong, and what is wanted where the exact answer is one.
+            It decides where NaN and infinities are expected, and serves where the exact answer is not finite.
     """
     model = wanted if eager is None else eager
     if found.dtype != model.dtype:
@@ -134,6 +134,6 @@ def _instead(found: Tensor, wanted: Tensor, place: Sequence[int]) -> str:
 
 
 def largest(tensor: Tensor, where: Tensor | None = None) -> float:
-    """The largest absolute value at these places, or of all finite ones."""
+    """The largest absolute value where `where` is true, or of all finite elements."""
     where = tensor.isfinite() if where is None else where
     return float(tensor.abs().masked_fill(~where, 0.0).max()) if tensor.numel() else 0.0

@@ -1,7 +1,7 @@
-"""Dropout in the second opinion: a model's own draws are replaced by those of the fused program.
+"""Dropout in the float64 check: a model's own random draws are replaced by those of the fused program.
 
 Both then keep and drop the same elements, by `random(seed, indices)`, so a claim about a model that drops
-weights can be checked number by number.
+weights can be checked element by element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEED = 2**31 + 12345
 
 
 def draws(node: fx.Node) -> Callable[..., Any] | None:
-    """What computes a node that draws random numbers, from its operands; None for others."""
+    """A function of the operands that computes a node with random draws; None for other nodes."""
     match str(node.target):
         case "attngraph.seed.default":
             return lambda: torch.tensor(SEED)

@@ -1,4 +1,4 @@
-"""Equal layers are checked once: the verdicts on the claims of one graph, kept by what the claims compute."""
+"""Equal layers are checked once: the verdicts on one graph's claims, cached by what the claims compute."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a graph computes in float64, whatever its dtypes are: the one answer that others are held against.
+"""What a graph computes in float64, whatever its dtypes are: the exact answer for every comparison.
 
-Tensors are widened where they are used, so weights never all at once. Our own ops are computed by the
-reference. Nothing depends on torch's default dtype, which belongs to the whole process.
+Tensors are widened where they are used, so weights are never widened all at once. Our own ops are computed by
+the reference. Nothing depends on torch's default dtype, which the whole process shares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attngraph.meaning.check.dropout import draws
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
 
 EQUAL_ORDERS = elementwise(1e-8)
-"""When both orders of multiplication of a latent attention count as equal."""
+"""The rule by which both orders of multiplication of a latent attention count as equal."""
 _CONVERTING = frozenset(
     f"aten.{n}"
     for n in ("_to_copy.default", "to.dtype", "to.dtype_layout", "type_as.default", *SOFTMAX, *LOG_SOFTMAX)
@@ -34,8 +34,8 @@ class Oracle:
 
     Args:
         device: where everything is computed; None: where the graph says.
-        turn: which of the ways that the reference has of an op of ours is taken, in turn; None: all. If they
-            do not agree, nothing is right, and its result is infinite.
+        turn: which of the reference's ways to compute an op of ours is used (modulo their number); None: all,
+            and the result is infinite if they do not agree, so that no comparison holds.
     """
 
     dtype: torch.dtype = torch.float64
@@ -64,7 +64,7 @@ class Oracle:
     def compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """The value of one operation."""
         if str(node.target).startswith("aten._assert_tensor_metadata"):
-            return None  # of the dtypes as they were
+            return None  # it asserts the original dtypes
         args, kwargs = pytree.tree_map(self.widened, (list(args), dict(kwargs)))
         drawn = draws(node)
         if drawn is not None:
@@ -78,7 +78,7 @@ class Oracle:
         return pytree.tree_map(self.widened, self._call(node, args, kwargs))
 
     def widened(self, value: Any) -> Any:
-        """A tensor, a dtype or a device as this oracle has it; anything else as it is."""
+        """A tensor, dtype or device converted to this oracle's; anything else unchanged."""
         if isinstance(value, torch.device):
             return self.device or value
         if isinstance(value, torch.dtype):
@@ -97,8 +97,8 @@ class Oracle:
         return one if same else torch.full_like(one, math.inf)
 
     def _call(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The operation itself. What torch makes of integers and Python numbers alone has the default dtype;
-        here the dtype is asked for, or the integers are made real first."""
+        """The operation itself. What torch computes from integers and Python numbers alone has the default
+        dtype; here the dtype is passed explicitly, or the integers are converted first."""
         target: Any = node.target
         value = node.meta.get("val")
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
@@ -134,7 +134,7 @@ class Exact(fx.Interpreter):
 
 
 def _narrowed(node: fx.Node, value: Tensor) -> Tensor:
-    """The operand of a conversion with what the model's own dtype cannot hold made infinite."""
+    """The operand of a conversion, infinite where it is beyond the range of the model's own dtype."""
     source: Any = node.args[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     if not (before.is_floating_point and after.is_floating_point):

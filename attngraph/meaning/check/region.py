@@ -53,7 +53,7 @@ def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
 
 
 def bytes_in_float64(order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
-    """What all values of a region take together."""
+    """The bytes of all values of a region together, in float64."""
     values = (node.meta.get("val") for node in order)
     return sum(8 * torch.Size(shape_at(v, sizes)).numel() for v in values if isinstance(v, Tensor))
 

@@ -1,4 +1,4 @@
-"""What float64 itself rounds in a claim, so what the check must allow besides its tolerance."""
+"""How much float64 itself rounds in a claim, which the check allows besides its tolerance."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from attngraph.ir.language.score import Keep, Score
 from attngraph.ir.ops import nodes
 
 LARGEST_SUM = 1e10
-"""A number of this size that is added to all scores of a row leaves six digits of them in float64; a larger
-one leaves nothing that two orders of adding could tell apart."""
+"""A number of this size, added to all scores of a row, leaves six of their digits in float64; with a larger
+one, sums in two different orders cannot be compared."""
 
 
 def rounding(order: Sequence[fx.Node]) -> float:
-    """What float64 rounds scores by where a mask subtracts a number from all of a row: masks and biases may
-    have been added in another order."""
+    """The rounding error of scores in float64 where a mask subtracts a number from a whole row: the model may
+    add masks and biases in another order."""
     found = [v for v in map(nodes.view, order) if isinstance(v, nodes.Attention)]
     fills = [s.fill for v in found for s in v.program.statements if isinstance(s, Keep)]
     added = [abs(n.value) for f in fills if f.op != "const" for n in E.walk(f) if n.op == "const"]

@@ -1,4 +1,4 @@
-"""What a claim is tried with: numbers for the symbolic sizes, random tensors for everything else.
+"""What a claim is tested with: numbers for the symbolic sizes, random tensors for everything else.
 
 Small sizes, normal numbers, small integers, and booleans. Every other sample's booleans have a first row
 that is all true and a last one that is all false.
@@ -25,7 +25,7 @@ class Sample:
     Args:
         values: known tensors by placeholder (buffers), used as they are.
         sizes: a number for every symbolic size.
-        number: which sample this is: the seed, and what alternates from one to the next.
+        number: the number of this sample: its seed, which also decides what alternates between samples.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Sample:
         self.oracle = Oracle(dtype, torch.device("cpu"), number)
 
     def draw(self, node: fx.Node, gradients: bool = False) -> Tensor:
-        """A tensor for a node that nothing is computed from here; the known one if there is one."""
+        """A tensor for a node that is not computed here; the known one if there is one."""
         if node in self.values:
             return self.oracle.widened(self.values[node])  # type: ignore[no-any-return]
         value = node.meta["val"]
@@ -68,8 +68,8 @@ class Sample:
 def choose_sizes(
     nodes: Iterable[fx.Node], admissible: Callable[[Mapping[str, int]], bool], example: Mapping[str, int]
 ) -> list[dict[str, int]]:
-    """Two assignments of small, different numbers to every symbolic size of `nodes` that keep to what
-    the trace took for granted. Where there is but one, it stands twice, to be tried with other values."""
+    """Two assignments of small, different numbers to every symbolic size of `nodes` that satisfy the
+    trace's assumptions. If there is only one, it is given twice, to be tested with other values."""
     names: dict[str, None] = {}
     for node in nodes:
         value = node.meta.get("val")

@@ -1,7 +1,7 @@
 """What an attention's mask lets a token see: whether all later tokens are hidden, and how far back it looks.
 
-Shown, not assumed: `k = q + 1 + d` is put into the mask's predicate, and the algebra must find it false for
-every q and d. Where it does not, a pair of positions is looked for that the mask keeps.
+Proved, not assumed: `k = q + 1 + d` is put into the mask's predicate, and the algebra must find it false for
+every q and d. Where it does not, it looks for a pair of positions that the mask keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attngraph.meaning.masks.fold import low_fill, seen
 
 Q, K = E.var("q"), E.var("k")
 _LATER = M.add(Q, E.ONE, E.var("d"))
-"""Any key behind its query."""
+"""Any key that comes after its query."""
 
 
 @dataclasses.dataclass(frozen=True)

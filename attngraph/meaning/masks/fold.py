@@ -3,16 +3,16 @@
 A mask hides a pair: its score becomes minus infinity, so its weight is zero. A later statement may undo that:
 
 - `keep` without a fill hides a pair where its predicate is false.
-- A finite fill hides a pair only beside larger scores, so it counts only for those who ask for it.
+- A finite fill hides a pair only beside larger scores, so it counts as hiding only if the caller says so.
 - Any other fill makes a hidden pair visible, unless it is the score plus a number. A number above zero makes
   a pair visible that only a finite fill hid.
 - A score that is computed anew may be anything, whatever was hidden before.
 - A changed weight may be anything, unless a weight of zero stays zero (`keeps_zero`).
 - A sink changes no pair.
 
-`fold` walks through the statements with what a domain knows of the pairs. `seen` makes one predicate of them,
-which tiles bound, causality proves, and C evaluates in a call. The other domains are bounds of scores
-(`score_bounds.py`) and what may become of each pair (`visible.py`).
+`fold` goes through the statements with what a domain knows of the pairs. `seen` makes one predicate of them,
+which is bounded for tiles, proved for causality, and evaluated by C in each call. The other domains are
+bounds of scores (`score_bounds.py`) and what may become of each pair (`visible.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from attngraph.ir.language.parser import operation
 from attngraph.ir.language.score import SCORE, WEIGHT, Keep, Score, Statement, Weight
 
 UNDERFLOWS = 1000.0
-"""The exponential of minus this is zero in float64 too (from 746 on), and that of this is infinite. So a
-constant of at most minus this that a model puts in place of a score is read as the fill of a mask: it decides
-how the program is written, not what it computes."""
+"""exp(-UNDERFLOWS) is zero even in float64 (as from exp(-746) on), and exp(UNDERFLOWS) is infinite. So a
+constant of at most -UNDERFLOWS that a model puts in place of a score is read as the fill of a mask: it
+decides how the program is written, not what it computes."""
 HIDES = 1e4
 """A fill of at most minus this is taken to hide a key from every query that sees another key, whatever the
 scores are. More than `UNDERFLOWS`, because a decoder relies on it and never looks at the key: the fill must
@@ -42,7 +42,7 @@ State = TypeVar("State")
 
 class Domain(Protocol[Truth, State]):
     """What is known of pairs: the `Truth` of a predicate, and the `State` after some statements; `shown` is
-    that before any."""
+    the state before the first one."""
 
     shown: State
 
@@ -123,7 +123,8 @@ def low_fill(fill: Expr) -> bool:
 
 
 def added_to_score(fill: Expr) -> float:
-    """The number c of a fill `s + c`. Infinity for any other fill: it may make anything of minus infinity."""
+    """The number c of a fill `s + c`; infinity for any other fill, which may turn minus infinity into any
+    score."""
     if fill is SCORE:
         return 0.0
     is_sum = fill.op in ("add", "sub") and fill.args[0] is SCORE
@@ -133,8 +134,8 @@ def added_to_score(fill: Expr) -> float:
 
 
 def keeps_zero(weight: Expr) -> bool:
-    """Whether a changed weight is zero where the weight was, and a number where it was one: p times or over
-    a number, a selection between that and zero, or zero in place of NaN."""
+    """Whether a changed weight is zero where the weight was zero, and NaN only where the weight was: p times
+    or divided by a number, a selection between that and zero, or zero in place of NaN."""
     if weight is WEIGHT or E.is_const(weight, 0):
         return True
     if weight.op in ("mul", "div"):

@@ -1,7 +1,7 @@
-"""How large scores can be: all that are not minus infinity, and those behind a finite fill.
+"""How large scores can be: all that are not minus infinity, and those that a finite fill replaced.
 
-Intervals over the whole index space, from a bound of the dot product. A kernel may leave out keys behind a
-finite fill where the best score of each row is far enough above `hidden_below`.
+Intervals over the whole index space, from a bound of the dot product. A kernel may leave out keys that a
+finite fill hides where the largest score of each row is far enough above `hidden_below`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attngraph.meaning.masks.fold import Domain, added_to_score, fold
 @dataclasses.dataclass(frozen=True)
 class ScoreBounds:
     """`score` bounds all scores but those of minus infinity. `masked`: there may be such. `filled`: no score
-    behind a finite fill exceeds it."""
+    of a pair that a finite fill hides exceeds it."""
 
     score: Interval
     filled: float = -math.inf
@@ -64,8 +64,8 @@ def score_bounds(program: ScoreProgram, dot: float, sizes: tuple[int, ...] = ())
 
 def hidden_below(program: ScoreProgram, dot: float, sizes: tuple[int, ...]) -> float:
     """A number that no score hidden by a finite fill exceeds, where |dot| <= `dot`. Infinite where
-    nothing can be said."""
+    no bound is known."""
     if not math.isfinite(dot):
         return math.inf
-    # Quarters of powers of two, so that calls share what is found.
+    # Rounded up to a power of 2**(1/4), so that calls share cached bounds.
     return score_bounds(program, 2.0 ** (math.ceil(4 * math.log2(max(dot, 1e-30))) / 4), sizes).filled

@@ -1,10 +1,10 @@
 """What a program's masks do to each pair of a query and a key: kept, hidden, filled, or not known yet.
 
-Three-valued: what a predicate reads, or asks of the scores, may be unknown, and "and", "or" and "not" then
-decide as far as they can. Where everything is known the evaluator (`ir/language/evaluate.py`) says it. This
-is for people who look at a mask; kernels ask `meaning/masks/tiles.py`, which looks at no element. It looks
-at `keep` statements and at what later statements do to what they hid; a score that comes out as minus
-infinity in another way counts as kept.
+Three-valued logic: a tensor or a score in a predicate may be unknown, and "and", "or" and "not" are then
+decided as far as possible. Known formulas are evaluated (`ir/language/evaluate.py`). This is for pictures of
+masks; kernels use `meaning/masks/tiles.py`, which evaluates no single pair. Only `keep` statements, and what
+later statements do to the pairs that they hid, are considered; a score that becomes minus infinity in another
+way counts as kept.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from attngraph.meaning.masks.fold import Domain, fold
 
 KEPT, HIDDEN, FILLED = 1, 2, 4
 """What can become of a pair: the score stays; it is minus infinity, so the weight is zero; it is a fill.
-Sums of them are pairs of which more than one is possible."""
+A sum of them stands for a pair of which more than one is possible."""
 
 
 def unknown_names(nodes: Iterable[Expr], reads: int) -> tuple[str, ...]:
-    """What expressions need that only a call knows: tensors beyond the first `reads`, `dot`, `s`."""
+    """The names in expressions that only a call knows: tensors beyond the first `reads`, `dot`, `s`."""
     found = {n for node in nodes for n in E.walk(node)}
     tensors = sorted({int(n.value) for n in found if n.op == "read" and n.value >= reads})
     return (*(f"r{n}" for n in tensors), *(n.op for n in (DOT, SCORE) if n in found))
@@ -44,7 +44,7 @@ def visible(program: ScoreProgram, env: Environment) -> Tensor:
 
 
 class _Pairs(Domain[tuple[Tensor, Tensor], Tensor]):
-    """Every fill and score is worked out for each pair, where it is known."""
+    """Every fill and score is computed for each pair, where it is known."""
 
     def __init__(self, env: Environment) -> None:
         self.env = env
@@ -70,7 +70,7 @@ class _Pairs(Domain[tuple[Tensor, Tensor], Tensor]):
         return torch.where(state & HIDDEN > 0, state | FILLED, state)
 
     def _becomes(self, pairs: Tensor, formula: Expr, score: float) -> Tensor:
-        """What becomes of pairs (where there are any) of this score whose score becomes a formula of it."""
+        """What becomes of `pairs` (where nonzero) when their score, which is `score`, becomes `formula`."""
         found = torch.tensor(HIDDEN | FILLED)
         if not set(unknown_names([formula], len(self.env.reads))) - {"s"}:
             names: dict[str, Value] = {"s": torch.tensor(score, dtype=self.env.dtype)}

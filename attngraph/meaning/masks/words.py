@@ -60,7 +60,7 @@ def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
 
 
 def _shown(node: Expr) -> str:
-    """A distance, with what is taken from it behind a minus sign."""
+    """A distance, with subtracted terms after a minus sign."""
     terms = [M.coefficient(t) for t in (node.args if node.op == "add" else (node,)) if t.op != "const"]
     if not any(factor < 0 for factor, _ in terms):
         return format_expr(node)
@@ -110,7 +110,7 @@ def _other(node: Expr) -> str:
 
 
 def _vector(node: Expr) -> str | None:
-    """`rN` where the node reads it by batch and one position at most."""
+    """`rN` if the node reads that tensor by batch and at most one position."""
     if node.op != "read" or any(a.op not in ("const", "var") for a in node.args):
         return None
     names = [a.value for a in node.args if a.op == "var"]

@@ -70,7 +70,7 @@ def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices
     """The entries of index tensors, by dimension, that may name the place `at`.
 
     Raises:
-        Unliftable: there are many, and they are no ranges.
+        Unliftable: there are many entries, and the index is not a range.
     """
     shapes = [context.shape(pick) for pick in picks.values()]
     extents = [E.ONE] * max(map(len, shapes))
@@ -84,7 +84,7 @@ def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices
         place = context.elementwise(context.read_broadcast(picks[d], entry))
         return _counted_from_the_end(place, context.shape(node)[d])
 
-    for d in list(picks) * len(picks):  # what one index tells may be missing in another
+    for d in list(picks) * len(picks):  # what one index determines another may need
         solved = _solve(places(d, entry), unknown, at[d]) if d in compared else None
         if solved is not None:
             variable, value, exists = solved
@@ -115,8 +115,8 @@ def _counted_from_the_end(place: Expr, extent: Expr) -> Indices:
 
 
 def _solve(places: Indices, unknown: list[Expr], at: Expr) -> tuple[Expr, Expr, Expr] | None:
-    """The one unknown variable of an index that steps evenly, its value where the index is `at`, and the
-    condition that it has one."""
+    """The one unknown variable, in which the index is linear, its value where the index is `at`, and the
+    condition that there is one."""
     place, *others = places
     variables = [v for v in unknown if v in place.free]
     if others or len(variables) != 1:

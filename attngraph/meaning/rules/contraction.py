@@ -1,4 +1,4 @@
-"""Rules of contractions: matrix products in all their names, einsum, linear, and torch's own
+"""Rules of contractions: matrix products under all their names, einsum, linear, and torch's own
 scaled_dot_product_attention spelled out."""
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def subscripts(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[s
 
 @rule(CONTRACTION, "scaled_dot_product_attention.default")
 def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """softmax(scale * q k^T + mask) v, as torch documents it; rows with nothing to see give zero."""
+    """softmax(scale * q k^T + mask) v, as torch documents it; rows in which all keys are masked give zero."""
     q, k, v = node.args[:3]
     mask, rate = argument(node, 3, "attn_mask"), float(argument(node, 4, "dropout_p", 0.0))
     causal, scale = argument(node, 5, "is_causal", False), node.kwargs.get("scale")
@@ -174,7 +174,7 @@ def scaled_dot_product_attention(context: Meaning, node: fx.Node, at: Indices) -
             extra = context.read_broadcast(mask, (*batch, row, place))
             if extra.kind == "bool":
                 return M.where(extra, value, E.NEG_INF)
-            # Unlike an addition of the model's own, this one passes no gradient to what it hides.
+            # Unlike an addition in the model, this one passes no gradient to the scores that it hides.
             hidden, shown = _minus_infinity(context.elementwise(extra))
             value = M.where(hidden, E.NEG_INF, M.add(value, shown if hidden is not E.FALSE else extra))
         return value

@@ -52,7 +52,7 @@ def view(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     try:
         return context.read(viewed, reindex(context.shape(node), context.shape(viewed), at))
     except Unliftable:
-        # As the trace has them: where conditions give one of them a number, the others still follow from it.
+        # Sizes as traced: if conditions make one of them a number, the others are still formulas of it.
         traced = (*viewed.meta["val"].shape, *node.meta["val"].shape)
         sizes = (n for extent in traced for n in E.walk(size_expression(extent)))
         divided = {n.value for d in sizes if d.op in ("floordiv", "mod") for n in E.walk(d) if n.op == "size"}
@@ -62,7 +62,7 @@ def view(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 def reindex(shape: Indices, source: Indices, at: Indices) -> Indices:
     """Where element `at` of a tensor of `shape` lies in the same elements of shape `source`. Both
-    shapes are cut into the shortest groups of equal product, so that digits never mix needlessly."""
+    shapes are cut into the shortest groups of equal product, so that only digits of one group mix."""
     found: list[Expr] = []
     i = j = 0
     while i < len(shape) or j < len(source):
@@ -289,12 +289,12 @@ def first_picked(dims: list[int]) -> int:
 
 
 def is_mask(pick: fx.Node) -> bool:
-    """Whether an index tensor marks places instead of counting them."""
+    """Whether an index tensor is a boolean mask rather than a list of positions."""
     return pick.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def wrapped(place: Expr, extent: Expr) -> Expr:
-    """A computed index; negative ones count from the end. A read of data may be either."""
+    """A computed index; negative ones count from the end. An index that is read from data may be either."""
     if place.kind != "int":
         raise Unliftable("an index that is no integer")
     low, _ = ranges.bounds(ranges.polynomial(place))

@@ -277,7 +277,7 @@ def native_dropout(context: Meaning, node: fx.Node, part: int, at: Indices) -> E
 
 def dropped(node: fx.Node, value: Expr, rate: float, at: Indices, shape: Indices) -> Expr:
     """Dropout in training of an element of a tensor of this shape: zero with probability `rate`, else
-    scaled up. The random number is one of this node's own, counted by the element's indices."""
+    scaled up. The node has random numbers of its own, one for each element's indices."""
     places, extents = list(at), list(shape)
     while len(places) > 4:
         places[:2] = [M.add(M.mul(places[0], extents[1]), places[1])]

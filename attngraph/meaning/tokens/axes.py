@@ -1,8 +1,8 @@
 """Dimensions as digits: where in a value's dimensions the row of the batch and the token stand.
 
-A dimension may be the token axis, the batch, both in one (`[B * T, C]`), or either joined with something
-of the model's own (`[B * H, T, D]`). `candidates` lists what a shape may mean, `follows` tells whether an
-index expression walks through an operand's axes in step with the row and the token of the result.
+A dimension may be the token axis, the batch, both in one (`[B * T, C]`), or either joined with another
+dimension of the model (`[B * H, T, D]`). `candidates` lists what a shape may mean, `follows` tells whether
+index expressions read an operand at the same row and token as those of the result.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from attngraph.meaning.algebra.digits import Digits, recombined
 
 Indices = tuple[Expr, ...]
 Axes = tuple[Digits, ...]
-"""For each dimension its digits, slowest first; none where it has neither row nor token in it."""
+"""For each dimension its digits, slowest first; empty if it contains neither row nor token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The two index variables that count: `token` runs over the tokens of a sequence, `row` over the
+    """The two index variables of the analysis: `token` runs over the tokens of a sequence, `row` over the
     sequences of the batch (None where a model has no batch)."""
 
     token: Expr
@@ -46,8 +46,8 @@ class Space:
         return any(n is self.tokens or n is self.rows for n in E.walk(extent) if n.op == "size")
 
     def candidates(self, shape: Indices) -> Iterator[Axes]:
-        """What the dimensions of a shape may stand for, the most likely first; at most one of them holds
-        the token and one the row."""
+        """What the dimensions of a shape may stand for, the most likely first; at most one dimension holds
+        the token and at most one the row."""
         options = [self._options(place, extent) for place, extent in enumerate(shape)]
         for axes in itertools.product(*options):
             digits = [d for dim in axes for d in dim]
@@ -65,7 +65,7 @@ class Space:
         return [*found, ()]
 
     def _with_rest(self, place: int, extent: Expr, digits: Digits) -> list[Digits]:
-        """`digits` as all of a dimension, or with one more digit of the model's own before or after."""
+        """`digits` as all of a dimension, or with one more digit (of another dimension) before or after."""
         product = M.mul(*(d.args[0] for d in digits))
         if product is extent:
             return [digits]
@@ -77,14 +77,14 @@ class Space:
         return [*found, (digits[0], own, digits[1])] if len(digits) == 2 else found
 
     def indices(self, axes: Axes, shape: Indices) -> Indices:
-        """The index of an element: the digits put together, other variables of their own elsewhere."""
+        """The index of an element: digits joined where a dimension has them, a new variable elsewhere."""
         return tuple(
             recombined(digits) if digits else E.var(f"own{place}", extent)
             for place, (digits, extent) in enumerate(zip(axes, shape, strict=True))
         )
 
     def follows(self, axes: Axes, at: Indices) -> bool:
-        """Whether elements `at` of a tensor with these axes belong to the very row and token of the
+        """Whether elements `at` of a tensor with these axes belong to the same row and token as the
         result that is computed from them."""
         return all(self.follows_digits(digits, index) for digits, index in zip(axes, at, strict=True))
 
@@ -118,8 +118,8 @@ class Space:
 
 
 def outside_reads(node: Expr) -> Iterator[Expr]:
-    """The nodes of an expression, those inside the indices of reads and the extents of variables left out
-    (but with the extents of what is summed over)."""
+    """The nodes of an expression without those in the indices of reads and in the extents of variables
+    (but with the extents of summation variables)."""
     stack, seen = [node], set()
     while stack:
         current = stack.pop()

@@ -1,10 +1,10 @@
-"""What a decoder keeps of every token: a minimum cut between the tokens and what attention looks at.
+"""What a decoder keeps of every token: a minimum cut between the tokens and the operands of attention.
 
 Keys, values and what masks read of a token are needed again by later tokens. Any cut through the values
-that lead to them would do; kept are the ones that take fewest bytes, among those from which the operands
-are only views (`networkx.minimum_cut`, each value an edge as heavy as its bytes per token). So grouped
-heads are kept ungrouped, keys that are also values once, and parts that are joined by `cat` apart if
-several heads share one of them. Nothing here edits the graph.
+that they are computed from would do; chosen is the one of fewest bytes, among values of which the operands
+are only views (`networkx.minimum_cut`, each value an edge with its bytes per token as capacity). So key/value
+heads are kept before they are repeated, keys that are also values once, and parts that are joined by `cat`
+separately if several heads share one of them. Nothing here edits the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attngraph.meaning.rule import RULES, Category
 from attngraph.meaning.tokens.tokens import Kind, Tokens
 
 _FEWER_STEPS = 1.0 / (1 << 20)
-"""Of cuts with equal bytes the one nearest to the operands: nothing is left to do when they are read."""
+"""Of cuts with equal bytes, prefer the one nearest to the operands: least work remains when they are read."""
 
 
 def choose_kept(tokens: Tokens, operands: Iterable[fx.Node]) -> list[fx.Node]:
@@ -54,8 +54,8 @@ def choose_kept(tokens: Tokens, operands: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def bytes_per_token(tokens: Tokens, node: fx.Node) -> int | None:
-    """How many bytes of a value belong to one token; None where its tokens are no dimension of their own,
-    next to one of the sequences."""
+    """How many bytes of a value belong to one token; None unless tokens have a dimension of their own, and
+    so do sequences."""
     fact, space = tokens[node], tokens.space
     value = node.meta.get("val")
     plain = [digits for digits in fact.axes if digits]
@@ -69,7 +69,7 @@ def bytes_per_token(tokens: Tokens, node: fx.Node) -> int | None:
 
 
 def _moved_from(tokens: Tokens, node: fx.Node) -> list[fx.Node]:
-    """The token-wise values that this one only rearranges; none where it computes something."""
+    """The token-wise values that this one only rearranges; empty if it computes something."""
     name = str(node.target)
     if node.op != "call_function" or name not in RULES or RULES[name].category is not Category.MOVEMENT:
         return []

@@ -1,9 +1,9 @@
-"""Does a computation treat each token by itself? Tried out, where no element rule says.
+"""Does a computation treat each token by itself? Tested by running it, where element rules cannot tell.
 
 The nodes between values whose axes are known and the one in question are run in float64 on random inputs:
 once on all tokens of two sequences, then on selections of them, fewer and in another order. A token-wise
-computation gives each token the same. Sorting tokens by expert, working on them in that order and putting
-them back is one. Nothing here edits the graph.
+computation gives each token the same result. One example is sorting tokens by expert, computing in that order
+and restoring the order. Nothing here edits the graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Pick = tuple[int, int]
 
 
 class TokenProbe:
-    """Trials on one graph. At most `budgets.PROBES` are made: a graph that needs more mixes tokens."""
+    """Test runs on one graph, at most `budgets.PROBES`: a graph that needs more is taken to mix tokens."""
 
     def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
         self.graph, self.space, self.meaning = graph, space, meaning
@@ -43,8 +43,8 @@ class TokenProbe:
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         """How many operations were run to see that the node treats each token (and each sequence) by
-        itself; 0 if it does not, or if that cannot be tried. Where integers begin the region they are made as
-        the model makes them in a second attempt: drawn ones may be no places of what they index."""
+        itself; 0 if it does not, or if that cannot be tested. If the region begins with integers, a second
+        attempt computes them as the model does: random ones may be invalid indices."""
         found = self._is_token_wise(node, axes, resolved)
         made = [n for n in self.region(node, resolved)[1] if n.op == "call_function" and _is_integer(n)]
         if found or not made:
@@ -88,7 +88,7 @@ class TokenProbe:
         known = [axes, *(resolved.get(n, ()) for n in leaves)]
         of_rows = any(self.space.row in d for a in known for d in a) and any(
             any(a) and self.space.place(a, self.space.token) is None for a in known
-        )  # a value for each sequence can only be beside tokens of one
+        )  # a value per sequence can only be combined with tokens of one sequence
         for seed, picks in enumerate(_OF_ONE_ROW if of_rows else _SELECTIONS):
             try:
                 run, given = self._inputs(leaves, ROWS, TOKENS, seed)
@@ -97,7 +97,7 @@ class TokenProbe:
                 part, _ = self._inputs((), 1, len(picks), seed)
                 (found,) = part.evaluate(order, some, node)
                 wanted = self._select(whole, axes, picks)
-            except Exception:  # it cannot be run like this, so nothing is shown
+            except Exception:  # it cannot be run like this, so nothing is proved
                 return False
             if not compare(found, wanted, EQUAL).holds:
                 return False
@@ -125,8 +125,8 @@ class TokenProbe:
 
     def witness(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[int, int] | None:
         """A token of the node's value that changes when a later token of an operand does; where the value
-        has no token axis, token 0 stands for all of it. None too where an axis is of another length than
-        the tokens (a convolution's, with its padding): which place is which token's is not known there."""
+        has no token axis, token 0 stands for all of it. Also None where an axis is longer or shorter than the
+        sequence (a padded convolution's), as its places cannot be matched with tokens."""
         order, leaves = self.region(node, {n: a for n, a in resolved.items() if n is not node})
         with_tokens = [
             n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None
@@ -146,7 +146,7 @@ class TokenProbe:
                     a, b = (t if own is None else t.select(own, token) for t in (before, after))
                     if not compare(a, b, EQUAL).holds:
                         return token, later
-        except Exception:  # an error message goes without a pair
+        except Exception:  # the error message is then given without a pair
             return None
         return None
 
@@ -180,10 +180,10 @@ _OF_ONE_ROW: tuple[tuple[Pick, ...], ...] = (((1, 3), (1, 0), (1, 4)), ((0, 2),)
 def digits_of(
     tensor: Tensor, axes: Axes, space: Space, extents: tuple[int, int]
 ) -> tuple[Tensor, dict[Expr, int]]:
-    """The tensor with every digit a dimension of its own, and where row and token are then.
+    """The tensor with a dimension for every digit, and which dimensions are those of row and token.
 
     Args:
-        extents: how many rows and tokens it holds.
+        extents: how many rows and tokens the tensor holds.
     """
     counted = {space.token: extents[1]}
     if space.row is not None:
@@ -209,7 +209,7 @@ def _is_integer(node: fx.Node) -> bool:
 def select(
     tensor: Tensor, axes: Axes, space: Space, picks: Sequence[Pick], extents: tuple[int, int]
 ) -> Tensor:
-    """A tensor for some tokens, as if they were the one sequence of a batch; itself if it has none.
+    """A tensor for some tokens, as one sequence of a batch of one; the tensor itself if it has no tokens.
 
     Args:
         picks: (row, token) of each.
@@ -225,7 +225,7 @@ def select(
     elif token_at is not None:
         split = split.index_select(token_at, tokens)
     elif row_at is not None:
-        # A value for each sequence: it cannot follow tokens of several, unless all are of one.
+        # A value per sequence can only be selected for tokens that are all of one sequence.
         if len(set(rows.tolist())) > 1:
             raise ValueError("a value for each sequence of the batch")
         split = split.index_select(row_at, rows[:1])

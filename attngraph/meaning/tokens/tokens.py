@@ -1,17 +1,17 @@
-"""Which dimension of each value is the token axis, and who mixes tokens.
+"""Which dimension of each value is the token axis, and which operations mix tokens.
 
 Every value of a graph is one of these:
 
     fixed        computed from weights and other inputs alone: the same whatever the tokens are
-    position     a formula of the token's place in its sequence (position ids, RoPE's angles)
-    token-wise   what it holds for a token is computed from that token alone (and its place)
+    position     a formula of the token's position in its sequence (position ids, RoPE's angles)
+    token-wise   what it holds for a token is computed from that token alone (and its position)
     attention    a token looks at others, through a mask that hides all later ones
     mixing       anything else
 
 Element rules say what one element reads; a value is token-wise where the row and the token that it reads
-in every operand are its own. What no rule explains is tried out: the nodes between are run on all tokens
+in every operand are its own. Where rules cannot tell, a test does: the nodes between are run on all tokens
 and on some of them in another order, and must give each token the same (`meaning/tokens/token_probe.py`).
-Token-wise computations can be run on any selection of tokens: that is what makes a decoder. Nothing here
+Token-wise computations can be run on any selection of tokens, which is what a decoder does. Nothing here
 edits the graph.
 """
 
@@ -50,9 +50,9 @@ class Kind(enum.Enum):
 class Fact:
     """What is known about one value.
 
-    `axes` says which of its dimensions hold the row and the token; `reason` why it is what it is.
-    `formula`: what one element at those axes equals, for a position that its operation does not compute
-    from positions token by token. `causality`: what an attention's mask lets a token see.
+    `axes` says which of its dimensions hold the row and the token; `reason` why it is of its kind.
+    `formula`: what one element at those axes equals, for a position value whose operation does not compute
+    it from positions token by token. `causality`: what an attention's mask lets a token see.
     """
 
     kind: Kind
@@ -95,7 +95,7 @@ class Tokens:
         return self.facts[node].kind is not Kind.FIXED
 
     def most_tokens(self) -> int | None:
-        """The longest sequence for which every table that is read at a token's place has an entry."""
+        """The longest sequence for which every table that is read at a token's position has an entry."""
         found: list[int] = []
         for node, fact in self.facts.items():
             place = self.space.place(fact.axes, self.space.token)
@@ -114,7 +114,7 @@ class Tokens:
         return min(found, default=None)
 
     def _entries(self, read: Expr) -> list[int]:
-        """For how many tokens a fixed table has entries, where it is read at the place plus a number."""
+        """For how many tokens a fixed table has entries, if it is read at the position plus a number."""
         table = self.facts.get(read.value)
         if table is None or table.kind is not Kind.FIXED:
             return []
@@ -199,7 +199,7 @@ class Tokens:
         return Fact(Kind.MIXING, reason=problem)
 
     def _counts_unseen(self, shape: Indices, axes: Axes) -> bool:
-        """Whether a dimension is as long as there are tokens or sequences without running over them."""
+        """Whether a dimension is as long as there are tokens or sequences, but does not run over them."""
         return any(
             self.space.counts(extent) and not set(digits) & self.space.both
             for extent, digits in zip(shape, axes, strict=True)
@@ -219,7 +219,7 @@ class Tokens:
         return E.make("raw", tuple(self.meaning.read_broadcast(n, at) for n in tensors), "pointwise")
 
     def _judge(self, element: Expr, axes: Axes) -> tuple[Kind | None, str]:
-        """What a value with these axes is, if an element of it equals this; or why it is nothing usable."""
+        """The kind of a value with these axes whose element equals this; or None, and why it has none."""
         found = Kind.POSITION if self.space.place(axes, self.space.token) is not None else Kind.FIXED
         for node in E.walk(element):
             if node.op != "read" or not isinstance(node.value, fx.Node):
@@ -255,7 +255,7 @@ class Tokens:
         return "every token is read" if index.free else f"token {index!r} is read"
 
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """As a formula of the token's place and of fixed tensors, through whatever computes it."""
+        """As a formula of the token's position and of fixed tensors, through all ops that compute it."""
         kinds = {self.facts[n].kind for n in node.all_input_nodes if n in self.facts}
         if not kinds <= {Kind.FIXED, Kind.POSITION}:
             return None
@@ -275,7 +275,7 @@ class Tokens:
         return None
 
     def _is_formula(self, element: Expr) -> bool:
-        """Whether an element depends on nothing but its token's place and fixed tensors of no batch."""
+        """Whether an element depends only on its token's position and on fixed tensors without a batch."""
         reads = [self.facts.get(n.value) for n in E.walk(element) if n.op == "read"]
         if any(f is None or f.kind is not Kind.FIXED or any(f.axes) for f in reads):
             return False
@@ -286,7 +286,7 @@ class Tokens:
         return not rows and not counted
 
     def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """Token-wise after all, as running it on some of the tokens (or sequences) shows."""
+        """Token-wise by a test: running it on some of the tokens (or sequences)."""
         resolved = {n: f.axes for n, f in self._resolved()}
         for axes in self.space.candidates(shape):
             if not any(axes) or self._counts_unseen(shape, axes):
@@ -389,7 +389,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _without_extents(node: Expr) -> list[Expr]:
-    """The nodes of an expression, indices of reads included, extents of variables not."""
+    """The nodes of an expression, with indices of reads but without extents of variables."""
     found, stack = [], [node]
     while stack:
         current = stack.pop()

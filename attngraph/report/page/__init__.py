@@ -1,4 +1,4 @@
-"""A report as a page: one HTML file that needs no server, no network and nothing beside it.
+"""A report as a page: one HTML file that needs no server, no network and no other file.
 
     ../report.py, dump.py   what is shown (`CompileReport`, one for each graph)
       layers.py           a graph's text as lines that know their op and their layer
@@ -6,7 +6,7 @@
       chart.py, layout.py, drawing.py   equal layers as one chart
       attention.py, passes.py, graphs.py, build.py   the sections, put together; page.css, page.js beside them
 
-Nothing is computed of a model, and nothing from a model becomes markup: `html.py` escapes every text.
+No part of a model is run, and no text from a model becomes markup: `html.py` escapes all of it.
 """
 
 from attngraph.report.page.build import render, write

@@ -1,4 +1,4 @@
-"""A panel for each distinct attention: what it computes, who computes it, and what that costs."""
+"""A panel for each distinct attention: what it computes, by which kernel, and what that costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_o
 from attngraph.report.picture import TileMap, tile_map, to_svg
 
 _SIDE = 32
-"""Tiles along a side of the picture, about."""
+"""About how many tiles are drawn along a side of the picture."""
 _KERNEL_TILE = 64
 """Queries, and keys, of the tiles that kernels skip."""
 _MOST_HEADS = 16
@@ -45,7 +45,7 @@ def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str]) -> H
 
 
 def _picture(drawn: TileMap, name: str) -> Html:
-    """The mask's SVG. Equal pictures have equal ids, which may stand in a page once."""
+    """The mask's SVG. Equal pictures would have equal ids, and an id must occur only once in a page."""
     return Html(re.sub(r"\battngraph-[0-9a-f]{10}\b", name, to_svg(drawn, f"Mask: {drawn.mask}")))
 
 
@@ -124,7 +124,7 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
 
 
 def _kernel(entry: AttentionEntry, name: str, sources: dict[str, str]) -> Html:
-    """The source of the kernel; `sources` are those that stand in a panel above, with their ids."""
+    """The source of the kernel; `sources` maps those already shown in a panel above to their ids."""
     if not entry.kernel.source:
         chosen = " " in str(entry.kernel) or not entry.kernel.name
         words = (

@@ -1,4 +1,4 @@
-"""The page put together: what was missed first, then attentions, passes and graphs.
+"""The whole page: first what was not fused, then attentions, passes and graphs.
 
 A content security policy lets the page's own script run (by its hash) and nothing else, and lets it reach
 nothing outside itself.
@@ -23,10 +23,10 @@ from attngraph.report.page.passes import Store, render_passes
 
 
 def write(report: Entries, path: Path, title: str = "") -> Path:
-    """Write the page of a report as a whole or not at all; the file.
+    """Write the page of a report atomically and return the file.
 
     Raises:
-        DumpError: it cannot be written. What stood there still does.
+        DumpError: it cannot be written. An existing file is left as it was.
     """
     text = render(report, title)
     try:

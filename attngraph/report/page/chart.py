@@ -1,8 +1,7 @@
 """A graph as charts: one for each group of equal layers, with the ops of the first of them.
 
-A chart's boxes are ops; views of one value that follow each other share a box, weights are named in the
-box that reads them, and what comes from elsewhere is a box of its own. `layout.py` places them, `drawing.py`
-draws.
+A chart's boxes are ops; consecutive views of one value share a box, weights are named in the box that reads
+them, and a value from elsewhere has a box of its own. `layout.py` places the boxes, `drawing.py` draws them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _VIEWS = {
 class Box:
     """Ops in one box, in order, or a value from elsewhere (no ops).
 
-    `reads` are boxes of the chart, by place; `band` says which part of the layer it belongs to; `leaves`
-    whether something elsewhere reads its value.
+    `reads` are indices of boxes of the chart; `band` says which part of the layer it belongs to; `leaves`
+    whether something outside the chart reads its value.
     """
 
     lines: tuple[Line, ...]
@@ -125,13 +124,13 @@ def _boxes(chart: Chart) -> list[Box]:
             place[line.value] = before
             continue
         reads = tuple(place[name] for name in names)
-        place[line.value] = len(boxes)  # after: a text may say that a value reads itself
+        place[line.value] = len(boxes)  # set after `reads`: in a malformed text a value may read itself
         boxes.append(Box((line,), line.value, reads, band, line.value in chart.outside))
     return boxes
 
 
 def _whole(name: str) -> str:
-    """`%3` of `%3.1`; other names are their own."""
+    """`%3` for `%3.1`; other names unchanged."""
     return name.partition(".")[0] if name[0] == "%" else name
 
 

@@ -1,8 +1,8 @@
 """What a pass changed in the text of a graph: lines matched by what they compute, not by their numbers.
 
-Values are numbered in order, so one op less at the top renumbers all that follow. Lines are therefore
-matched without numbers, by patience (Bram Cohen's: lines that occur once on both sides are anchors) with
-difflib between anchors, which keeps long graphs fast. Afterwards every value of the old text has its
+Values are numbered in order, so removing one op at the top renumbers all that follow. Lines are therefore
+matched without numbers, by patience diff (Bram Cohen: lines that occur once on both sides are anchors) with
+difflib between anchors, which is fast for long graphs. Afterwards every value of the old text has its
 counterpart in the new one, and a line whose operands are not the counterparts of the old ones counts as
 changed.
 """
@@ -24,7 +24,7 @@ from attngraph.report.page.layers import Line
 Kind = Literal["equal", "changed", "replaced"]
 Pairs = list[tuple[int, int]]
 _MOST_CELLS = 250_000
-"""Lines of a stretch times lines of the other, up to which difflib compares every pair."""
+"""difflib compares every pair of lines of two stretches up to this many pairs."""
 _ALIKE = 0.5
 """Two lines may be one changed line if this share of their words is the same."""
 _MOST_PAIRED = 0.6
@@ -54,7 +54,7 @@ def compare(old: Sequence[Line], new: Sequence[Line]) -> list[Block]:
 
 
 def _match(old: tuple[str, ...], new: tuple[str, ...]) -> Pairs:
-    """Places of equal items, rising on both sides."""
+    """Pairs of places of equal items, increasing on both sides."""
     start, end = 0, 0
     least = min(len(old), len(new))
     while start < least and old[start] == new[start]:
@@ -76,7 +76,7 @@ def _match(old: tuple[str, ...], new: tuple[str, ...]) -> Pairs:
 
 
 def _anchors(old: Sequence[str], new: Sequence[str]) -> Pairs:
-    """Items that occur once on both sides: the longest run of them that rises on both."""
+    """Items that occur once on both sides: the longest subsequence that is in order on both."""
     single = {item for item, count in Counter(old).items() if count == 1}
     places = {item: n for n, item in enumerate(new)}
     single &= {item for item, count in Counter(new).items() if count == 1}
@@ -105,7 +105,7 @@ def _longest_rising(pairs: Pairs) -> Pairs:
 
 @functools.lru_cache(maxsize=4096)
 def _common(old: tuple[str, ...], new: tuple[str, ...]) -> Pairs:
-    """difflib's matches; equal layers ask the same again and again."""
+    """difflib's matches, cached because equal layers repeat the same comparison."""
     is_long = len(old) * len(new) > _MOST_CELLS
     blocks = SequenceMatcher(None, old, new, autojunk=is_long).get_matching_blocks()
     return [(a + n, b + n) for a, b, size in blocks for n in range(size)]
@@ -121,8 +121,8 @@ def _gaps(pairs: Pairs, old: int, new: int) -> list[tuple[int, int, int, int]]:
 def _alike(old: Sequence[Line], new: Sequence[Line], a: int, b: int, c: int, d: int) -> Pairs:
     """Lines of a replaced stretch that are one line changed.
 
-    Those that read the same weights, wherever they stand; between them the same ops, if most lines of both
-    sides are so paired, or as many lines as there were, each like the one in its place.
+    Lines that read the same weights, at any place; between these, lines of the same op, if that pairs most
+    lines of both sides, or equally many lines that are each similar to the line in the same place.
     """
     if a == b or c == d:
         return []
@@ -169,7 +169,7 @@ def _read_other_values(old: Sequence[Line], new: Sequence[Line], pairs: Pairs) -
 
 
 def _in_new(name: str, counterpart: dict[str, str]) -> str:
-    """The counterpart of `%3` or of a part of it, `%3.1`; a name of an input is its own."""
+    """The counterpart of `%3` or of a part of it, `%3.1`; names of inputs are unchanged."""
     value, dot, part = name.partition(".")
     if name[0] != "%" or name.startswith("%arg"):
         return name
@@ -194,7 +194,7 @@ def _blocks(kinds: dict[tuple[int, int], Kind], old: int, new: int) -> list[Bloc
 
 
 def changed_words(old: Line, new: Line) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
-    """Both lines in pieces, each with whether it is of one side alone. A renumbered result is no change."""
+    """Both lines in pieces, each with whether only one side has it. A renumbered result is no change."""
     first, second = ([line.value, line.code.partition(" = ")[2]] if line.value else ["", line.code]
                      for line in (old, new))  # fmt: skip
     a, b = _WORDS.findall(first[1]), _WORDS.findall(second[1])

@@ -1,7 +1,7 @@
-"""A chart as an SVG element: boxes for ops, lines for values, downwards; attentions stand out.
+"""A chart as an SVG element: boxes for ops, lines for values, downwards; attentions are highlighted.
 
-Each box can be focused and says what it computes, from what, and on which line of the user's; `page.js` moves
-the focus with the arrow keys and repeats the words beside the picture. Colours are the page's.
+Each box can be focused and says what it computes, from what, and on which line of the user's code; `page.js`
+moves the focus with the arrow keys and repeats this text beside the picture. Colours are the page's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LETTER, _LINE, _PAD = 7.3, 16.0, 7.0
 """The width of a letter, the height of a line of text, and the room around it."""
 _ROW_GAP, _MARGIN, _LABEL = 22.0, 14.0, 6.0
 _LONGEST = 26
-"""Letters of a line in a box."""
+"""Most letters of a line in a box."""
 
 
 def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
@@ -52,7 +52,7 @@ def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
 
 
 def _first(boxes: Sequence[Box]) -> int:
-    """The box that the tab key comes to: an attention, where there is one."""
+    """The box that the tab key focuses: an attention, if there is one."""
     found = [n for n, box in enumerate(boxes) if box.is_attention]
     return found[0] if found else 0
 
@@ -77,7 +77,7 @@ def _weights(box: Box) -> list[str]:
 
 
 def _kernel(line: Line) -> list[str]:
-    """Who computes an attention, where that is decided."""
+    """The kernel that computes an attention, if one is chosen."""
     parts = line.code.rpartition(" : ")[0].rstrip(")").split(", ")
     return [part.partition("=")[2] for part in parts if part.startswith(("kernel=", "by="))]
 
@@ -87,7 +87,7 @@ def _shortened(text: str) -> str:
 
 
 def _tops(boxes: Sequence[Box], placed: Placed, heights: Sequence[float]) -> tuple[list[float], float]:
-    """The upper edge of each box, in the middle of its row, and the end of the last row."""
+    """The upper edge of each box, centred in its row, and the end of the last row."""
     deepest: dict[int, float] = {}
     for n in range(len(boxes)):
         deepest[placed.row[n]] = max(deepest.get(placed.row[n], 0.0), heights[n])
@@ -131,7 +131,7 @@ def _band(label: str, top: float, end: float, width: float) -> Html:
 
 
 def _lines(placed: Placed, tops: Sequence[float], heights: Sequence[float], margin: float) -> Iterator[Html]:
-    """A curve for each join; a passing value goes straight through its row."""
+    """A curve for each connection; a value that passes a row goes straight through it."""
     inside: dict[int, list[int]] = {}
     for n, row in placed.row.items():
         inside.setdefault(row, []).append(n)
@@ -155,7 +155,7 @@ def _box(
     at: tuple[float, float, float, float],
     is_first: bool,
 ) -> Html:
-    """One box: the middle of its upper edge, its width and its height are given."""
+    """One box; `at` is the middle of its upper edge, its width and its height."""
     x, y, w, h = at
     reasons = [reason for line in box.lines if "softmax" in line.op for reason in _reasons(line, missed)]
     kind = "attention" if box.is_attention else "missed" if reasons else "op" if box.lines else "value"
@@ -179,7 +179,7 @@ def _reasons(line: Line, missed: Mapping[str, str]) -> list[str]:
 
 
 def _about(box: Box) -> list[str]:
-    """All there is to say of a box, one line for each op."""
+    """The full description of a box, one line for each op."""
     if not box.lines:
         is_argument = box.name.startswith("%arg")
         return [f"argument {box.name[4:]} of the model" if is_argument else f"{box.name}, computed elsewhere"]

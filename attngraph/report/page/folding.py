@@ -1,8 +1,7 @@
-"""What of a diff is shown at once, and what waits behind a button.
+"""What of a diff is shown at once, and what is folded behind a button.
 
-Changes are shown with a few lines around them. Long equal stretches wait, and so does a layer that changed
-just as one before it did: in a model of 61 equal layers one is read, not 61. What waits is kept as line
-numbers.
+Changes are shown with a few lines around them. Long equal stretches are folded, and so is a layer that
+changed just as an earlier one did: of 61 equal layers one is shown. Folded lines are stored as line numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from attngraph.report.page.layers import Line, shape_of, stretches
 _AROUND = 3
 """Equal lines shown before and after a change."""
 _LEAST_FOLDED = 4
-"""Equal lines that are worth a button."""
+"""The fewest equal lines that are folded."""
 _MOST_SHOWN = 1200
-"""Lines of one diff that are shown at once."""
+"""Most lines of one diff that are shown at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Hunk:
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Lines that wait: `repeated` are the layers among them that changed as one before did, `changed` how
+    """Folded lines: `repeated` are the layers among them that changed as an earlier one did, `changed` how
     many other lines changed."""
 
     blocks: tuple[Block, ...]
@@ -118,7 +117,7 @@ def _without_repeated_layers(parts: list[_Part], old: Sequence[Line], new: Seque
 
 
 def _with_context(parts: list[_Part]) -> Iterator[_Part]:
-    """Equal lines shown only where a change that is shown is near."""
+    """Show equal lines only near a change that is shown."""
     for place, part in enumerate(parts):
         if part.block.kind != "equal" or part.hidden:
             yield part

@@ -1,4 +1,4 @@
-"""The section of charts: each graph as it runs, equal layers once, what was missed marked."""
+"""The section of charts: each graph as it runs, equal layers once; softmaxes not fused are marked."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_o
 from attngraph.report.page.layers import read_lines
 
 _MOST_OPS = 250
-"""Ops of a chart that is drawn; of a longer one there is the text alone."""
+"""Most ops of a chart that is drawn; a longer one is shown only as text."""
 _MOST_CHARTS = 40
-"""Charts of a page."""
+"""Most charts of a page."""
 _MOST_OPEN = 3
-"""Charts that are open at first, those with attentions before others."""
+"""Most charts that are open at first, those with attentions before others."""
 
 
 def graph_title(report: Entries, number: int, count: int) -> Html:
-    """Which graph it is, where there are several."""
+    """A heading that names the graph, where there are several."""
     if count == 1:
         return html("")
     fused = plural(len(report.attention), "attention")
@@ -27,7 +27,7 @@ def graph_title(report: Entries, number: int, count: int) -> Html:
 
 
 def final_text(report: Entries) -> str:
-    """The last text there is of a graph."""
+    """The last text of a graph: after a pass, or as captured."""
     return next((p.text for p in reversed(report.passes) if p.text), report.captured)
 
 
@@ -84,7 +84,7 @@ def _drawing(chart: Chart, name: str, is_open: bool, missed: Mapping[str, str]) 
             "p", f"{chart.ops:,} ops are too many to draw; the passes above hold the text.", class_="hint"
         )
     else:
-        about = tag("pre", "", class_="about", aria_hidden="true")  # a box's title is its name already
+        about = tag("pre", "", class_="about", aria_hidden="true")  # hidden: a box's title already says it
         body = tag("div", tag("div", draw(chart, name, missed), class_="scroll"), about, class_="drawn")
     title = tag("summary", tag("strong", f"{part}{layers}{times}"), tag("span", count, class_="sub"))
     return tag("details", title, body, open=is_open, class_="layer")

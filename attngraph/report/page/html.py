@@ -1,8 +1,8 @@
-"""Writing markup: every text is escaped on its way in, so that no name of a model can become an element.
+"""Writing markup: every text is escaped, so that no name in a model can become an element.
 
-`tag` makes an element; what is put inside is text, unless it is `Html` already. Characters that steer a
+`tag` makes an element; what is put inside is text, unless it is already `Html`. Characters that control a
 display instead of being shown (controls, the direction marks of bidirectional text, halves of surrogate
-pairs) are written out as escapes such as `\\u202e`, so that no name can rearrange the words around it.
+pairs) are written as escapes such as `\\u202e`, so that no name can rearrange the text around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Html(str):
 
 
 def visible(text: str) -> str:
-    """The text with every character that cannot be seen written out."""
+    """The text with every invisible character written as an escape."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -42,8 +42,8 @@ def joined(parts: Iterable[str], between: str = "") -> Html:
 
 
 def tag(name: str, /, *inside: str, **attributes: str | int | float | bool | None) -> Html:
-    """An element. Attributes: True stands alone, False and None are left out; `class_` is `class`, other
-    underscores are hyphens."""
+    """An element. An attribute that is True has no value, False and None are left out; `class_` is `class`,
+    other underscores are hyphens."""
     written = [
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html(str(value))}"')
         for key, value in attributes.items()
@@ -59,7 +59,7 @@ def plural(count: int, one: str, many: str = "") -> str:
 
 
 def span_of_names(names: list[str]) -> str:
-    """Names of equal things, shortly: `h.0`, `h.0 and h.1`, `h.0 .. h.11`; where there are gaps, a few."""
+    """Names of equal things, abbreviated: `h.0`, `h.0 and h.1`, `h.0 .. h.11`; with gaps, the first few."""
     names = list(dict.fromkeys(name for name in names if name))
     if len(names) <= 2:
         return " and ".join(names)

@@ -1,9 +1,9 @@
-"""The text of a graph as lines that know their op, their operands and their layer.
+"""The text of a graph as lines with their op, their operands and their layer.
 
-A line says which module it belongs to (`  [h.0.attn]` stands before the values of a module); the module's
-layer is its name up to the first number in it. Stretches of a text are equal layers when they are the same
-words after their own value numbers, names and layer numbers are counted anew. Nothing here computes: a line
-that is none of a graph's is kept as it is.
+A line belongs to a module (`  [h.0.attn]` comes before the values of a module); the module's layer is its
+name up to the first number in it. Stretches of a text are equal layers if they are the same text after their
+value numbers, names and layer numbers have been renumbered from the start. Only text is handled here: a line
+that is not part of a graph is kept unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line. `code` is what is computed, `note` what stands behind `#`: the user's line, say. `value` and
-    `op` are empty where the line defines nothing, `module` where it belongs to no module."""
+    """One line. `code` is what is computed, `note` the comment after `#`: the user's line, say. `value` and
+    `op` are empty if the line defines nothing, `module` if it belongs to no module."""
 
     code: str
     note: str = ""
@@ -37,12 +37,12 @@ class Line:
 
     @functools.cached_property
     def key(self) -> str:
-        """What is computed, without the numbers that values have."""
+        """What is computed, without the numbers of values."""
         return _NUMBERED.sub("%", self.code)
 
     @functools.cached_property
     def references(self) -> list[str]:
-        """What the line reads, in order, the parts of a value (`%3.1`) as they are named."""
+        """The names that the line reads, in order, with parts of a value as `%3.1`."""
         return REFERENCE.findall(self.code.split(" = ", 1)[1]) if self.value else REFERENCE.findall(self.code)
 
     @property
@@ -85,7 +85,7 @@ def _unquoted(name: str) -> str:
 
 @functools.cache
 def layer_of(module: str) -> str:
-    """`h.0` of `h.0.attn.c_proj`; "" where no part of the name is a number."""
+    """`h.0` for `h.0.attn.c_proj`; "" if no part of the name is a number."""
     parts = module.split(".")
     for place, part in enumerate(parts):
         if part.isdigit():
@@ -94,7 +94,7 @@ def layer_of(module: str) -> str:
 
 
 def shape_of(lines: Sequence[str], layer: str) -> str:
-    """The lines with everything counted anew that differs between equal layers: what two equal layers share.
+    """The lines with all that differs between equal layers renumbered: the same text for equal layers.
 
     Values, names with numbers in them and symbolic sizes are numbered in order of appearance.
     """
@@ -116,7 +116,7 @@ def _counting(mark: str, form: Callable[[str], str]) -> Callable[[re.Match[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Lines that follow each other and belong to one layer (or to none): `lines[start:stop]`."""
+    """Consecutive lines that belong to one layer (or to none): `lines[start:stop]`."""
 
     layer: str
     start: int

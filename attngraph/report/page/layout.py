@@ -1,8 +1,8 @@
-"""Where the boxes of a chart stand: rows from the top down, after Sugiyama, Tagawa and Toda (1981).
+"""The positions of a chart's boxes: rows from the top down, after Sugiyama, Tagawa and Toda (1981).
 
-Each box stands below all it reads; parts of a layer stand below each other; boxes of a row are ordered so
-that few lines cross, and moved to where their lines are straight. A value that passes rows has a place in
-each, however many boxes read it.
+Each box is below all boxes that it reads; parts of a layer are below each other; boxes of a row are ordered
+so that few lines cross, and moved to where their lines are straight. A value that passes rows has one place
+in each, however many boxes read it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import networkx as nx
 from attngraph.report.page.chart import Box
 
 Key = int | tuple[int, int]
-"""A box by its place, or the value of a box on its way through a row."""
+"""A box by its index, or (box, row) for its value where it passes a row."""
 _SWEEPS = 12
 _BETWEEN = 18.0
 """Free space between boxes of a row."""
 _ALONG = 10.0
-"""What a passing line takes."""
+"""The width that a passing line takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Where things stand: the row of each box, the middle of each box or passing value, and what is joined
-    by a line, from a row to the next."""
+    """The layout: the row of each box, the middle of each box or passing value, and what is connected by a
+    line from one row to the next."""
 
     row: dict[int, int]
     middle: dict[Key, float]
@@ -83,7 +83,7 @@ def _rows(graph: nx.DiGraph, boxes: Sequence[Box]) -> dict[int, int]:
 
 
 def _neighbours(joins: Iterable[tuple[Key, Key]]) -> tuple[dict[Key, list[Key]], dict[Key, list[Key]]]:
-    """What each thing is joined to in the row above, and in the row below."""
+    """What each box or passing value is connected to in the row above, and in the row below."""
     above: dict[Key, list[Key]] = {}
     below: dict[Key, list[Key]] = {}
     for one, other in joins:
@@ -93,7 +93,7 @@ def _neighbours(joins: Iterable[tuple[Key, Key]]) -> tuple[dict[Key, list[Key]],
 
 
 def _order(rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]]) -> None:
-    """Order each row by the mean place of what its things are joined to, down and up again."""
+    """Order each row by the mean place of what its members are connected to, going down and up again."""
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         known = near[0] if down else near[1]
@@ -112,7 +112,7 @@ def _middles(
     near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]],
     size: dict[Key, float],
 ) -> dict[Key, float]:
-    """Start tightly packed, move rows to what they are joined to, at last make whole runs straight."""
+    """Start tightly packed, move rows towards what they are connected to, and finally straighten runs."""
     middle: dict[Key, float] = {}
     for line in rows:
         at = -sum(size[key] + _BETWEEN for key in line) / 2
@@ -142,7 +142,7 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 def _runs(
     rows: list[list[Key]], near: tuple[dict[Key, list[Key]], dict[Key, list[Key]]]
 ) -> list[tuple[Key, ...]]:
-    """What should stand straight below each other: one passing value, boxes joined one to one."""
+    """What should be vertically aligned: the places of one passing value, boxes connected one to one."""
     above, below = near
     found: dict[Key, list[Key]] = {}
     for key in itertools.chain.from_iterable(rows):

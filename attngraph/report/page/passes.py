@@ -1,7 +1,7 @@
 """The passes of one graph: what each did, how long it took, and the text before and after side by side.
 
-What is not shown at once (folded lines, the text of a whole graph) is left to `page.js`, which finds the
-texts packed in the page (`Store`).
+What is not shown at first (folded lines, the text of a whole graph) is added by `page.js` from the texts that
+are packed into the page (`Store`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = {"equal": 0, "changed": 1, "replaced": 2}
 
 @dataclasses.dataclass
 class Store:
-    """What the page holds for later: the texts of graphs, and the blocks of each fold between two of them."""
+    """What `page.js` shows on demand: texts of graphs, and the blocks of each fold between two of them."""
 
     texts: list[str] = dataclasses.field(default_factory=list)
     folds: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)
@@ -37,7 +37,7 @@ class Store:
         return len(self.folds) - 1
 
     def packed(self) -> str:
-        """JSON, deflated, in base 64: letters that mean nothing to a parser of HTML."""
+        """JSON, deflated, in base64, whose characters have no meaning in HTML."""
         data = json.dumps({"texts": self.texts, "folds": self.folds}, separators=(",", ":"))
         return base64.b64encode(zlib.compress(data.encode("utf-8", "replace"), 9)).decode("ascii")
 
@@ -95,7 +95,7 @@ def _pass(record: PassRecord, name: str, body: list[Html]) -> Html:
 
 
 def _notes(notes: Sequence[str]) -> Html:
-    """What the pass says; the same words once."""
+    """The pass's notes, without repetitions."""
     counted: dict[str, int] = {}
     for note in notes:
         counted[note] = counted.get(note, 0) + 1
@@ -161,7 +161,7 @@ def _rows(block: Block, old: list[Line], new: list[Line]) -> Iterator[Html]:
 
 
 def _row(kind: str, left: list[Html], right: list[Html]) -> Html:
-    """Lines of both sides. Equal ones are read out once."""
+    """Lines of both sides. Screen readers read equal ones once."""
     if kind == "equal":
         return tag("div", tag("pre", *left, aria_hidden="true"), tag("pre", *right), class_="equal")
     words = ("was: ", "is: ") if kind == "changed" else ("removed: ", "added: ")

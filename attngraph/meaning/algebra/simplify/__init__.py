@@ -1,7 +1,7 @@
 """Algebra on expressions: constructors that return a canonical form.
 
-Element rules build meanings only through these functions, so two spellings of one thing tend to
-arrive at the same object, and the recogniser compares with `is`. What is known here: linear
+Element rules build meanings only through these functions, so two spellings of one formula tend to
+become the same object, and the recogniser compares with `is`. Simplified here: linear
 combinations, floor division and remainder of index expressions with ranges (`meaning/algebra/ranges.py`),
 comparisons, boolean algebra, selections (`where`), and exponentials with logarithms.
 

@@ -12,12 +12,12 @@ from attngraph.meaning.algebra.ranges import Polynomial
 
 
 def number(node: Expr) -> Expr:
-    """A boolean as 0 or 1; anything else as it is."""
+    """A boolean as 0 or 1; anything else unchanged."""
     return M.where(node, E.ONE, E.ZERO) if node.kind == "bool" else node
 
 
 def kind_of(args: tuple[Expr, ...]) -> str:
-    """The kind of a number made of numbers of these kinds."""
+    """The kind of a result computed from numbers of these kinds."""
     kinds = {a.kind for a in args}
     return "int" if kinds <= {"int"} else "any" if "any" in kinds else "float"
 
@@ -45,7 +45,7 @@ def add(*terms: Expr) -> Expr:
     kept = [scale(c, rest) for rest, c in parts.items() if c != 0]
     kept = _merge_selections(kept)
     if constant != 0 and any(t.op == "where" for t in kept):
-        # A selection swallows the constant only when it stands alone: c + where(p, x, -inf).
+        # The constant moves into a selection of constants if that is the only other term.
         kept, constant = _absorb_constant(kept, constant)
     if constant != 0 or not kept:
         kept.append(E.const(constant))
@@ -163,8 +163,8 @@ def mul(*factors: Expr) -> Expr:
 
 
 def _is_infinite(node: Expr) -> Expr:
-    """Where a masked value is infinite or NaN by a number that is written in it (`-inf` at keys that are left
-    out): zero times that is NaN. Of what is computed the formula says nothing: it is taken to be finite."""
+    """Where a masked value is infinite or NaN because of a constant in it (`-inf` at masked keys), so that
+    zero times it is NaN. Values that are computed are taken to be finite."""
     if node.op == "const":
         return E.FALSE if node is not E.NAN and math.isfinite(node.value) else E.TRUE
     if node.op == "where":
@@ -179,20 +179,20 @@ LARGEST_CONSTANT = 1000.0
 
 
 def _drowns(constant: float, total: Expr) -> bool:
-    """Whether multiplying a sum out would bring in a constant so large that the rest of what it is added
-    to loses its last digits: `(1 - mask) * -10000` is zero exactly where the mask is one."""
+    """Whether multiplying a sum out would add a constant so large that the other terms lose their last
+    digits: `(1 - mask) * -10000` is exactly zero where the mask is one."""
     return any(
         t.op == "const" and t is not E.NAN and abs(constant * t.value) > LARGEST_CONSTANT for t in total.args
     )
 
 
 def _cancel(factors: list[Expr]) -> list[Expr]:
-    """Drop pairs x, recip(x); sums are equal whatever their variables are called."""
+    """Drop pairs x, recip(x); sums that differ only in the names of their variables are equal."""
     kept: dict[Expr, list[Expr]] = {}
     over = [f.args[0].op for f in factors if f.op == "recip"]
     may_cancel = "sum" in over and any(
         f.op == "sum" for f in factors
-    )  # names cost as much as the sums are long
+    )  # renaming takes time in proportion to a sum's length
     for factor in factors:
         name = M.canonical_binders(factor) if may_cancel and _is_sum(factor) else factor
         inverse = name.args[0] if name.op == "recip" else E.make("recip", (name,))

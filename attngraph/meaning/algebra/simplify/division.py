@@ -10,12 +10,12 @@ from attngraph.meaning.algebra.ranges import Polynomial
 
 
 def floordiv(a: Expr, b: Expr) -> Expr:
-    """a // b for b >= 1; other divisors stay as they are."""
+    """a // b, simplified for b >= 1; by other divisors it is left as it is."""
     return _divide(M.number(a), M.number(b))[0]
 
 
 def mod(a: Expr, b: Expr) -> Expr:
-    """a % b for b >= 1; other divisors stay as they are."""
+    """a % b, simplified for b >= 1; by other divisors it is left as it is."""
     return _divide(M.number(a), M.number(b))[1]
 
 
@@ -35,7 +35,7 @@ def _divide(a: Expr, b: Expr) -> tuple[Expr, Expr]:
         return opaque
     divisor = ranges.polynomial(b)
     if not (ranges.is_positive(divisor) or _is_multiple_of_an_extent(divisor, a)):
-        # What is a multiple of the divisor is one whatever that is: no model divides by a size of zero.
+        # A multiple of the divisor is one whatever the divisor's value: no model divides by a size of zero.
         if divisor.keys() - {()}:
             times, left = _long_division(together, divisor)
             return opaque if left else (M.from_polynomial(times), E.ZERO)
@@ -91,8 +91,8 @@ def _is_multiple_of_an_extent(divisor: Polynomial, a: Expr) -> bool:
 
 
 def _put_together(a: Polynomial) -> Polynomial:
-    """A sum with what it has of both digits of a number, x % n and n * (x // n), as that number; and with
-    selections that make no difference to the whole taken away."""
+    """A sum with both digits of a number, x % n and n * (x // n), joined into that number, and without
+    selections whose branches give the same sum."""
     for atom in (x for atoms in a for x in atoms):
         if atom.op == "mod" and (atom,) in a:
             number, size = atom.args
@@ -110,7 +110,7 @@ def _put_together(a: Polynomial) -> Polynomial:
 
 
 def _where(a: Polynomial, condition: Expr, branch: int) -> Polynomial:
-    """The sum where a condition holds (1) or does not (2)."""
+    """The sum with selections on `condition` replaced by their branch: 1 where it holds, 2 where not."""
     found: Polynomial = {}
     for atoms, factor in a.items():
         term: Polynomial = {(): factor}

@@ -77,7 +77,7 @@ _PYTHON: dict[str, Callable[[float], float]] = {
 
 
 def _of_number(name: str, value: float) -> Expr | None:
-    """A function of a number: minus infinity for the logarithm of zero, NaN where there is none."""
+    """A function of a number: minus infinity for the logarithm of zero, NaN where it is undefined."""
     if name not in _PYTHON or (math.isinf(value) and name != "abs"):
         return None
     if name in ("log", "log2") and value == 0:
@@ -91,8 +91,8 @@ def _of_number(name: str, value: float) -> Expr | None:
 
 
 def function(name: str, *args: Expr) -> Expr:
-    """A pointwise function that has no algebra of its own: constants are folded, and it goes into
-    a selection between two constants."""
+    """A pointwise function that has no algebra of its own: constants are folded, and it is applied to
+    both branches of a selection between two constants."""
     args = tuple(M.number(a) for a in args)
     if len(args) == 1:
         (x,) = args
@@ -127,13 +127,13 @@ def function(name: str, *args: Expr) -> Expr:
 
 
 def _is_choice(node: Expr) -> bool:
-    """Whether it is a number, or one of two, other than NaN."""
+    """Whether it is a constant or a selection between two constants, none of them NaN."""
     numbers = node.args[1:] if node.op == "where" else (node,)
     return all(n.op == "const" and n is not E.NAN for n in numbers)
 
 
 def narrow(node: Expr, limit: float) -> Expr:
-    """A number converted to a type that ends at `limit`: constants beyond it are infinite."""
+    """A number converted to a type whose largest value is `limit`: constants beyond it become infinite."""
     if node.op == "where":
         return M.where(node.args[0], narrow(node.args[1], limit), narrow(node.args[2], limit))
     if node.op == "add":

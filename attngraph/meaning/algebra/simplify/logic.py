@@ -73,8 +73,8 @@ def _compare(op: str, a: Expr, b: Expr) -> Expr:
 
 
 def _compare_selection(compare: Callable[[Expr, Expr], Expr], a: Expr, b: Expr) -> Expr | None:
-    """A comparison of a selection (with a number in it) and a number goes into the selection, and so does
-    one of two selections by the same condition; not where there are many."""
+    """A comparison moved into a selection: of a selection with a constant branch and a number, or of two
+    selections on the same condition. None for others, and where there are too many selections."""
     if _selects_much(a, b):
         return None
     if a.op == b.op == "where" and a.args[0] is b.args[0]:
@@ -94,7 +94,7 @@ def _at_most_zero(terms: Polynomial) -> Expr:
     if low is not None and ranges.is_positive(low):
         return E.FALSE
     if low is not None and ranges.is_nonnegative(low):
-        return eq(M.from_polynomial(terms), E.ZERO)  # what is never negative is at most zero when zero
+        return eq(M.from_polynomial(terms), E.ZERO)  # it is never negative
     if high is not None and high == {(): 1}:
         return not_(eq(M.from_polynomial(ranges.subtract({(): 1}, terms)), E.ZERO))
     branches = _selected_atom(terms)
@@ -117,7 +117,7 @@ def _at_most_zero(terms: Polynomial) -> Expr:
 
 def _selected_atom(terms: Polynomial) -> tuple[Expr, Polynomial, Polynomial] | None:
     """A selection among the terms: its condition, and the terms with either branch in its place. None where
-    there are so many that the comparison is better left as one of selections."""
+    there are so many selections that the comparison is better left alone."""
     if _selects_much(*(atoms[0] for atoms in terms if len(atoms) == 1)):
         return None
     for atoms, factor in terms.items():
@@ -177,7 +177,7 @@ def _junction(op: str, unit: Expr, zero: Expr, args: tuple[Expr, ...]) -> Expr:
         arg = stack.pop()
         if arg.op == op:
             stack.extend(reversed(arg.args))
-        # The opposite of a junction is one of the other kind, whose parts are kept and not itself.
+        # The negation of an "and" is an "or", and vice versa: `kept` has its parts, never itself.
         elif arg is zero or (arg.op not in ("and", "or") and not_(arg) in kept):
             return zero
         elif arg is not unit:
@@ -190,7 +190,7 @@ def _junction(op: str, unit: Expr, zero: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def _implied(op: str, parts: list[Expr]) -> list[Expr]:
-    """Comparisons of integers that say nothing beside another one of the junction."""
+    """Comparisons of integers that another one in the junction makes superfluous."""
     limits = _limits(parts)
     superfluous: list[Expr] = []
     for part, terms in limits.items():
@@ -203,7 +203,7 @@ def _implied(op: str, parts: list[Expr]) -> list[Expr]:
 
 
 def _limits(parts: list[Expr]) -> dict[Expr, Polynomial]:
-    """Comparisons of integers as what is at most zero; none where there are many."""
+    """For each comparison of integers what it says is at most zero; empty where there are too many."""
     found = [p for p in parts if p.op == "le" and all(a.kind == "int" for a in p.args)]
     if not 1 < len(found) <= budgets.COMPARISONS:
         return {}

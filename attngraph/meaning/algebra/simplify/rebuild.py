@@ -46,7 +46,7 @@ def canonical(node: Expr) -> Expr:
 
 
 def raw(name: str, *args: Expr) -> Expr:
-    """An operation that is to be done as it stands: no algebra looks into it."""
+    """An operation that is computed as written: no algebra simplifies it."""
     return E.make("raw", args, name, "float")
 
 
@@ -75,8 +75,8 @@ def canonical_binders(node: Expr) -> Expr:
 
 
 def _renamed(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """`node` with arguments that differ in names alone. Factors that did not cancel before do not now, and
-    to look again would cost twice as much for every sum within a sum."""
+    """`node` with arguments that differ in names alone. Factors that did not cancel before do not cancel
+    now, and checking again would double the cost for every level of nested sums."""
     if node.op != "mul" or node.kind == "int" or args == node.args:
         return construct(node, args)
     first = args[:1] if E.is_const(args[0]) else ()
@@ -85,8 +85,8 @@ def _renamed(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def substitute(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
-    """`node` with each key replaced by its value, in canonical form. A variable's own extent is
-    left alone."""
+    """`node` with each key replaced by its value, in canonical form. Nothing is replaced in the extents of
+    variables."""
 
     def replace(current: Expr, args: tuple[Expr, ...]) -> Expr:
         if current in mapping:

@@ -1,4 +1,4 @@
-"""Sums over index variables: what does not vary comes out, and a sum can be cut into pieces."""
+"""Sums over index variables: factors that do not vary are moved out, and a sum can be cut into pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attngraph.meaning.algebra import simplify as M
 
 
 def total(variable: Expr, body: Expr) -> Expr:
-    """The sum of `body` over the variable's extent; factors that do not vary come out."""
+    """The sum of `body` over the variable's extent; factors that do not vary are moved out of it."""
     if variable not in body.free:
         return M.mul(variable.args[0], body)
     if body.op == "mul":
@@ -24,8 +24,8 @@ def total(variable: Expr, body: Expr) -> Expr:
 
 def pieces(variable: Expr, body: Expr, few: int = budgets.SUMMANDS) -> list[Expr]:
     """The sum of `body` over the variable as terms that add up to it: the range is cut wherever a
-    comparison of the variable with a size or a number changes its answer. Of a piece of at most `few`
-    elements each is a term of its own."""
+    comparison of the variable with a size or a number changes its answer. In a piece of at most `few`
+    elements, each element is a term of its own."""
     extent = variable.args[0]
     bounds = _ordered([E.ZERO, *_thresholds(variable, body), extent])
     if bounds is None:
