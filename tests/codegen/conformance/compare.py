@@ -46,7 +46,7 @@ def largest_score(call: Call) -> float:
         return 1.0
     dot = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
     tile = Tile((0, q.shape[0]), (0, q.shape[1]), (0, q.shape[2]), (0, k.shape[2]))
-    env = kernels.environment(program, tile, double(call.reads), call.sizes, q.double())
+    env = kernels.environment(tile, double(call.reads), call.sizes, q.double())
     unmasked = ScoreProgram(tuple(s for s in program.statements if not hasattr(s, "predicate")))
     both = (evaluate.scores(p, dot, env) for p in (program, unmasked))
     return max(float(s.nan_to_num(0, 0, 0).abs().max()) for s in both)
