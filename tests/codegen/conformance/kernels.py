@@ -2,7 +2,8 @@
 
 What a line says besides the kernel: the shape of its usual call, in which dtypes it is run, where (the
 interpreter of Triton is chosen before triton is imported, so its kernels run in a process of their own), and
-which directions take so long that only the `CORE` of the programs is run by default.
+which directions take so long that only some of the programs are run by default (`CORE` and what is run in
+other dtypes too).
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ class Subject:
     Attributes:
         dtypes: of the operands; the first is that of every program, the others are those of `CORE`.
         left: why the gradients of a call are left to PyTorch's operations, or None.
-        slow: the directions in which only `CORE` is run by default.
+        slow: the directions in which most programs are slow tests.
         fixtures, prepare: what has to be set up; `prepare` returns a list in which calls that are left to
             another kernel are noted.
-        examples: how many random programs are run forward and backward; with the slow tests twenty times
+        examples: how many random programs are run forward and backward; with the slow tests forty times
             as many. None if there are none.
         of_lse: what the gradients of the log-sum-exp are multiplied with; none at all may be a special case.
         rounding: of gradients in float32, relative to the largest one.
@@ -125,6 +126,7 @@ class Subject:
 
 SMALL, LARGE = Shape(2, 4, 2, 70, 6, 5), Shape(2, 4, 2, 130, 20, 12)
 RANDOM = {"B": 1, "Hq": 2, "Hkv": 1, "Sq": 66, "Skv": 130, "D": 2, "Dv": 2}
+UNPROMISED = frozenset({"rows without keys, weights masked", "scores of minus infinity"})
 HERE = (
     Subject("reference", lambda: KERNELS["reference"], SMALL, (torch.float64, torch.float32, *HALVES)),
     Subject(
@@ -137,17 +139,16 @@ HERE = (
     ),
     Subject(
         "cpu.compiled", lambda: KERNELS["cpu.compiled"], LARGE, (torch.float32, *HALVES), is_left_by_c,
-        frozenset({"backward"}), ("compiled_quickly",), examples=(12, 6), random=RANDOM,
-        prepare=note_what_c_leaves,
+        frozenset({"forward", "backward"}), ("compiled_quickly",), examples=(12, 6), random=RANDOM,
+        prepare=note_what_c_leaves, unpromised=UNPROMISED,
     ),
 )  # fmt: skip
 NOT_YET = frozenset({"heads with masks of their own"})
 """`masks._canonical` takes sums of two terms alone, and a window of each head's own has three."""
-UNPROMISED = frozenset({"rows without keys, weights masked", "scores of minus infinity"})
 INTERPRETED = (
     Subject(
         "triton.forward", lambda: Forward(Blocks(32, 16)), Shape(2, 2, 1, 40, 16, 10),
-        (torch.float32, torch.float16), is_left_by_triton, frozenset({"backward"}),
+        (torch.float32, torch.float16), is_left_by_triton, frozenset({"forward", "backward"}),
         prepare=let_no_attempt_fail, examples=(12, 6), random={"Hq": 4, "Sq": 18, "Skv": 21},
         not_yet=NOT_YET, has_lse_of_nothing=False, unpromised=UNPROMISED, rounding=2e-4,
     ),

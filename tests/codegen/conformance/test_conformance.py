@@ -47,8 +47,9 @@ def pairs(direction: str) -> list[ParameterSet]:
     for subject in SUBJECTS.values():
         for dtype in subject.dtypes:
             is_first = dtype is subject.dtypes[0]
-            often = CORE if is_first else IN_OTHER_DTYPES[:1]
-            for name in CASES if is_first else IN_OTHER_DTYPES:
+            others = IN_OTHER_DTYPES[direction]
+            often = {*CORE, *others} if is_first else others[:1]
+            for name in CASES if is_first else others:
                 if refusal(subject, name, dtype) is None:
                     marks = [pytest.mark.gpu] if subject.device != "cpu" else []
                     marks += [pytest.mark.slow] if direction in subject.slow and name not in often else []
@@ -182,7 +183,7 @@ def test_new_tokens_over_a_cache_get_what_they_get_in_whole_sequences(
 
 
 def agree_on_random_programs(subject: Subject, kernel: Kernel, language: Any, many: bool) -> None:
-    forwards, backwards = (n * (20 if many else 1) for n in subject.examples)
+    forwards, backwards = (n * (40 if many else 1) for n in subject.examples)
     shape, dtype = dataclasses.replace(subject.shape, **subject.random), subject.dtypes[0]
     operands = CASES["plain"].of(shape, dtype).operands
     reads = language.reads(shape.B, shape.Hq, shape.Sq, shape.Skv, accumulation_dtype(dtype))

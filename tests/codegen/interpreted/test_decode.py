@@ -15,13 +15,8 @@ from attngraph.ir.ops.cached_attention import Rows
 from attngraph.models.mla import MLAConfig, MLADecoder
 
 DECODED = (
-    "keep k <= q",
-    "s = 0.25 * dot; keep k <= q else s - 3.4028234663852886e+38",
-    "s = 0.125 * dot + r0[h] * (k - q); keep k <= q",
     "s = 5.0 * tanh(dot / 5.0); keep k <= q; sink r0[h]",
-    "keep k <= q and r1[b, q] == r1[b, k]",
     "keep k <= q and q - k < 4",
-    "keep k <= q; p = 0.5 * p",
     "keep k < 4 and q < 6 else -1e9; keep k <= q",
 )
 
