@@ -42,7 +42,7 @@ class Decode:
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None:  # fmt: skip
-        if not q.is_cpu or q.shape[2] == 0:
+        if not q.is_cpu or 0 in q.shape[2:]:  # dots of no width are zero: left to the general way
             return None
         about = _about(rows)
         if about.least > FEW:

@@ -94,7 +94,6 @@ class Subject:
         of_lse: what the gradients of the log-sum-exp are multiplied with; none at all may be a special case.
         rounding: of gradients in float32, relative to the largest one.
         random: what their calls have instead of the usual shape.
-        not_yet: programs that it should serve and fails on.
         has_lse_of_nothing: whether the log-sum-exp of a row that sees no key is the reference's.
         unpromised: programs with rows of NaN whose gradients have it in other places than the reference's.
     """
@@ -112,7 +111,6 @@ class Subject:
     rounding: float = 1e-5
     examples: tuple[int, int] | None = None
     random: dict[str, int] = dataclasses.field(default_factory=dict)
-    not_yet: frozenset[str] = frozenset()
     has_lse_of_nothing: bool = True
     unpromised: frozenset[str] = frozenset()
 
@@ -143,21 +141,19 @@ HERE = (
         prepare=note_what_c_leaves, unpromised=UNPROMISED,
     ),
 )  # fmt: skip
-NOT_YET = frozenset({"heads with masks of their own"})
-"""`masks._canonical` takes sums of two terms alone, and a window of each head's own has three."""
 INTERPRETED = (
     Subject(
         "triton.forward", lambda: Forward(Blocks(32, 16)), Shape(2, 2, 1, 40, 16, 10),
         (torch.float32, torch.float16), is_left_by_triton, frozenset({"forward", "backward"}),
         prepare=let_no_attempt_fail, examples=(12, 6), random={"Hq": 4, "Sq": 18, "Skv": 21},
-        not_yet=NOT_YET, has_lse_of_nothing=False, unpromised=UNPROMISED, rounding=2e-4,
+        has_lse_of_nothing=False, unpromised=UNPROMISED, rounding=2e-4,
     ),
 )  # fmt: skip
 ON_A_GPU = (
     Subject(
         "triton.forward on a GPU", Forward, Shape(2, 8, 2, 1023, 64, 64), HALVES, is_left_by_triton,
         frozenset({"forward", "backward"}), prepare=let_no_attempt_fail, device="cuda",
-        not_yet=NOT_YET, has_lse_of_nothing=False, unpromised=UNPROMISED, rounding=2e-4,
+        has_lse_of_nothing=False, unpromised=UNPROMISED, rounding=2e-4,
     ),
 )  # fmt: skip
 SUBJECTS = {s.name: s for s in (INTERPRETED if IS_INTERPRETED else (*HERE, *ON_A_GPU))}
@@ -192,7 +188,6 @@ class Decoder:
     fixtures: tuple[str, ...] = ()
     slow: bool = False
     refuses: frozenset[str] = frozenset()
-    not_yet: frozenset[str] = NOT_YET
 
     def __str__(self) -> str:
         return self.name
@@ -206,10 +201,7 @@ DECODERS = (
     (Decoder("triton.decode", by_triton, Shape(2, 4, 2, 22, 16, 10), slow=True, refuses=NO_MULTIPLE),)
     if IS_INTERPRETED
     else (
-        Decoder("reference", by_op("reference"), SMALL, not_yet=frozenset()),
-        Decoder(
-            "cpu.decode", by_op("cpu.decode"), LARGE, ("compiled_quickly",),
-            not_yet=NOT_YET | {"no width"},  # it gives other answers than the reference
-        ),
+        Decoder("reference", by_op("reference"), SMALL),
+        Decoder("cpu.decode", by_op("cpu.decode"), LARGE, ("compiled_quickly",)),
     )
 )  # fmt: skip
