@@ -16,7 +16,7 @@ import dataclasses
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -230,18 +230,24 @@ def dependence(graph: fx.Graph) -> nx.DiGraph:
 
 def sort(graph: fx.Graph) -> None:
     """Sort the nodes topologically; nodes already in a valid order keep it."""
-    order: dict[fx.Node, None] = {}
-    for root in list(graph.nodes):
-        stack = [(root, False)]
-        while stack:
-            node, visited = stack.pop()
-            if visited:
-                order[node] = None
-            elif node not in order:
-                stack.append((node, True))
-                stack.extend((n, False) for n in reversed(node.all_input_nodes))
-    for before, node in itertools.pairwise(order):
+    for before, node in itertools.pairwise(operands_first(graph.nodes, lambda node: node.all_input_nodes)):
         before.append(node)
+
+
+def operands_first(
+    roots: Iterable[fx.Node], operands: Callable[[fx.Node], Sequence[fx.Node]]
+) -> list[fx.Node]:  # fmt: skip
+    """The roots and all that `operands` leads to, each after its operands, else in the order of the roots."""
+    order: dict[fx.Node, None] = {}
+    stack = [(node, False) for node in reversed(list(roots))]
+    while stack:
+        node, visited = stack.pop()
+        if visited:
+            order[node] = None
+        elif node not in order:
+            stack.append((node, True))
+            stack.extend((n, False) for n in reversed(operands(node)))
+    return list(order)
 
 
 def may_alias(op: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.graph.program_graph import is_size, operands_first
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 
 
@@ -16,17 +16,7 @@ def region(targets: Iterable[fx.Node], leaves: Iterable[fx.Node]) -> list[fx.Nod
     """The nodes needed to compute `targets` from `leaves`, operands first, in an order that depends on
     the computation alone (not on where its nodes stand in the graph). Sizes are not followed."""
     stop = set(leaves)
-    order: dict[fx.Node, None] = {}
-    stack = [(node, False) for node in reversed(list(targets))]
-    while stack:
-        node, visited = stack.pop()
-        if visited:
-            order[node] = None
-        elif node not in order:
-            stack.append((node, True))
-            if node not in stop and not is_size(node):
-                stack.extend((n, False) for n in reversed(node.all_input_nodes))
-    return list(order)
+    return operands_first(targets, lambda n: () if n in stop or is_size(n) else n.all_input_nodes)
 
 
 class _Place(int):
