@@ -157,7 +157,7 @@ def _run_one(step: Pass, graph: ProgramGraph, text: str) -> tuple[Outcome, PassR
     start = time.perf_counter()
     before = graph.op_count()
     outcome = step.run(graph)
-    graph.level = step.yields
+    graph.reach(step.yields)
     graph.clean()
     verify(graph)
     seconds = time.perf_counter() - start

@@ -94,7 +94,7 @@ def test_a_broken_promise_is_found_from_its_level_on(what: str, graph: ProgramGr
     verify(graph)
     breaks(graph)
     for at in Level:
-        graph.level = at
+        graph.reach(at)
         if at < level:
             verify(graph)
         else:

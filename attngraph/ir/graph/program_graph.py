@@ -141,6 +141,12 @@ class ProgramGraph:
     def known_values(self) -> dict[fx.Node, Tensor]:
         return {n: self.values[n.name] for n in self.placeholders() if n.name in self.values}
 
+    def reach(self, level: Level) -> None:
+        """Put the graph and its stages at a level; `verify.py` checks what it promises."""
+        self.level = level
+        for stage in self.stages.values():
+            stage.reach(level)
+
     def drop_inputs(self, unneeded: Callable[[fx.Node, Input], bool]) -> None:
         """Remove the placeholders for which `unneeded` is true; they must have no users."""
         kept: list[Input] = []

@@ -52,7 +52,8 @@ def _staged(graph: ProgramGraph) -> Problems:
         for missing in {i.name for i in graph.inputs if i.kind == rate.value} - given:
             yield f"{missing}: no stage of rate {rate.value} gives it"
         if stage is not None:
-            stage.level = graph.level
+            if stage.level is not graph.level:
+                yield f"the stage {rate.value} is at level {stage.level.name}, not {graph.level.name}"
             yield from (f"{problem} (in the stage {rate.value})" for problem in problems(stage))
 
 
@@ -73,8 +74,8 @@ def _with_programs(graph: ProgramGraph) -> Problems:
 
 
 def _keeping(graph: ProgramGraph) -> Problems:
-    """Every store of the cache plan is both an input and a result, by name; attention over whole sequences
-    occurs only in the prompt's stage."""
+    """Every store of the cache plan is written by a result of its name, and every page that is read is of a
+    store."""
     if graph.state is None:
         return
     stores = {store.name for store in graph.state.stores}
