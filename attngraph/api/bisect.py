@@ -14,6 +14,7 @@ from torch import Tensor
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
 from attngraph.capture.structure import flatten
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import PassError
 from attngraph.runtime.verify import Agreement, compare
 
@@ -54,6 +55,7 @@ class Bisection:
         return "\n".join([*(f"  {step}" for step in self.steps), "", verdict])
 
 
+@LOCK.trace()  # the model itself is run as well, and must not meet a trace of another thread
 def bisect(
     model: Callable[..., Any],
     *args: Any,

@@ -2,8 +2,9 @@
 
 torch.export replaces a model's weights by fake tensors while it traces, and checking a traced graph changes
 process-wide settings, so no call may run meanwhile. Any number of calls run concurrently; a trace waits for
-them, and new calls wait until it is done. The lock is taken to trace in `api/build.py` and `api/convert.py`,
-and to call in `runtime/machine.py`.
+them, and new calls wait until it is done. The lock is taken to trace in `api/build.py`, `api/bisect.py` and
+`api/convert.py`, and to call in `runtime/machine.py`. A model that is called directly, not as compiled, cannot
+wait: it must not be called while another thread traces it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class TraceLock:
         self._changed = threading.Condition()
         self._calls: dict[int, int] = {}
         self._tracer: int | None = None
+        self._waiting = 0  # threads that want to trace: no new call overtakes them
 
     def is_tracing(self) -> bool:
         return self._tracer is not None
@@ -33,7 +35,11 @@ class TraceLock:
     def call(self) -> Iterator[None]:
         me = threading.get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: self._tracer in (None, me) or me in self._calls)
+            self._changed.wait_for(
+                lambda: (
+                    me in self._calls or self._tracer == me or (self._tracer is None and not self._waiting)
+                )
+            )
             self._calls[me] = self._calls.get(me, 0) + 1
         try:
             yield
@@ -49,7 +55,11 @@ class TraceLock:
         me = threading.get_ident()
         with self._changed:
             outer = self._tracer == me
-            self._changed.wait_for(lambda: self._tracer in (None, me) and not set(self._calls) - {me})
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: self._tracer in (None, me) and not set(self._calls) - {me})
+            finally:
+                self._waiting -= 1
             self._tracer = me
         try:
             yield
