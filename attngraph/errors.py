@@ -18,12 +18,23 @@ class AttnGraphError(RuntimeError):
 
 
 class CaptureError(AttnGraphError):
-    """A model that torch.export cannot capture. `reason`: torch's; `source`: the line of the user's code, if
-    known; `lasting`: every other call would fail too."""
+    """A model that torch.export cannot capture.
 
-    def __init__(self, message: str, reason: str, source: str = "", lasting: bool = False) -> None:
+    Attributes:
+        reason, source: why, in torch's words where torch stopped, and the line of the user's code, if known.
+        lasting: every other call would fail too.
+        dimensions: the dimensions of the tensor arguments, (argument, dimension), that were symbolic, if a
+            capture might succeed where they are numbers.
+        changes_state: the reason is that forward() changes attributes or variables.
+    """
+
+    def __init__(
+        self, message: str, reason: str, source: str = "", lasting: bool = False,
+        dimensions: frozenset[tuple[int, int]] = frozenset(), changes_state: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.reason, self.source, self.lasting = reason, source, lasting
+        self.dimensions, self.changes_state = dimensions, changes_state
 
 
 class NotFusedError(AttnGraphError):

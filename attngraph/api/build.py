@@ -31,7 +31,7 @@ from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
-from attngraph.report.entries import AttentionEntry, CacheEntry, KernelEntry
+from attngraph.report.entries import AttentionEntry, Break, CacheEntry, KernelEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.direct import shortened
@@ -42,12 +42,14 @@ from attngraph.runtime.step import Step
 
 @dataclasses.dataclass
 class _Rewritten:
-    """A captured call after the passes; `before` is the captured graph, if it was asked for."""
+    """A captured call after the passes; `before` is the captured graph, if it was asked for. `numbers`: why
+    sizes are numbers that torch could not follow as symbols."""
 
     captured: Captured
     result: Result
     dump: Dump | None
     before: ProgramGraph | None
+    numbers: tuple[Break, ...]
 
 
 def _rewritten(
@@ -60,16 +62,11 @@ def _rewritten(
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
-        try:
-            captured = capturing.capture(target, args, kwargs, fixed)
-        except CaptureError as problem:
-            if "symbolic sizes" not in problem.reason:  # torch's words where an op needs numbers
-                raise
-            captured = capturing.capture(target, args, kwargs, capturing.all_dimensions(args, kwargs))
+        captured, numbers = _captured(target, args, kwargs, fixed)
         before = captured.graph.copy() if keep else None
         dump = None if options.dump is None else Dump(options.dump)
         result = run_passes(captured.graph, passes, dump, options.progress)
-        return _Rewritten(captured, result, dump, before)
+        return _Rewritten(captured, result, dump, before, numbers)
 
     first = attempt()
     if not first.result.obstacles:
@@ -80,6 +77,24 @@ def _rewritten(
     if other.dump is not None:
         other.dump.discard()
     return kept
+
+
+def _captured(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: frozenset[tuple[int, int]],
+) -> tuple[Captured, tuple[Break, ...]]:
+    """One call, with numbers for the sizes that torch cannot follow as symbols, and why."""
+    numbers: list[Break] = []
+    while True:
+        try:
+            return capturing.capture(target, args, kwargs, fixed), tuple(numbers)
+        except CaptureError as problem:
+            if not problem.dimensions - fixed:
+                raise
+            fixed |= problem.dimensions
+            numbers.append(Break(problem.reason, problem.source))
 
 
 @LOCK.trace()
@@ -99,8 +114,9 @@ def compile_graph(
     found = Executable(made.captured, _owner(target), _runner(options))
     seconds = time.perf_counter() - start
     report = CompileReport(
-        entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured
-    )
+        entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
+        numbers=made.numbers,
+    )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
     if options.strict and result.missed:
@@ -158,6 +174,13 @@ def derive_decoder(
     try:
         last = run_passes(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
+        if made.numbers:
+            stop = made.numbers[0]
+            where = f" at {stop.source}" if stop.source else ""
+            raise NoDecoderError(
+                f"{problem.reason}\n(Sizes of the model are numbers, because torch cannot follow them as "
+                f"symbols{where}: {stop.reason}.)"
+            ) from problem
         if not result.missed:
             raise
         first = result.missed[0]
@@ -169,7 +192,7 @@ def derive_decoder(
     assert plan is not None
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
-        captured=result.captured,
+        captured=result.captured, numbers=made.numbers,
     )  # fmt: skip
     run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
     step = Step(graph, _owner(target), name, names, report, run)

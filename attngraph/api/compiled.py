@@ -20,6 +20,7 @@ from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
+from attngraph.capture.side_effects import settles
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError
@@ -37,11 +38,14 @@ ALWAYS = "always"
 """The key for a model that must be captured in pieces for every call."""
 
 
+class _Settling(Exception):
+    """The model fills a table in this call that later calls read: it runs this call as it is, and is traced
+    after it."""
+
+
 class CompiledModule(nn.Module):
     """What `attngraph.compile` returns: a module with the model's parameters, state dict, training flag
     and attributes, whose forward runs traced and rewritten graphs."""
-
-    _own = frozenset({"_options", "_graphs", "_lock", "_pieces", "_target", "_no_pieces"})
 
     def __init__(self, target: Callable[..., Any], options: Options, pieces: bool = True) -> None:
         super().__init__()
@@ -57,6 +61,7 @@ class CompiledModule(nn.Module):
     def _reset(self) -> None:
         self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
         self._pieces: dict[Any, GraphBreaks] = {}
+        self._settling = 0
 
     @property
     def report(self) -> CompileReport:
@@ -80,7 +85,12 @@ class CompiledModule(nn.Module):
                 return found(tensors)
         if pieces is not None:
             return pieces(*args, **kwargs)
-        found = self._trace(key, tensors, args, kwargs)
+        try:
+            found = self._trace(key, tensors, args, kwargs)
+        except _Settling:
+            result = self._target(*args, **kwargs)
+            self._trace(call_key(leaves, spec, self._target), tensors, args, kwargs, settled=True)
+            return result
         if found is not None:
             with LOCK.call():
                 return found(tensors)
@@ -101,9 +111,14 @@ class CompiledModule(nn.Module):
         return None
 
     def _trace(
-        self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Executable | None:
-        """Trace for this call and keep the graph; None if the model must be captured in pieces."""
+        self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
+        settled: bool = False,
+    ) -> Executable | None:  # fmt: skip
+        """Trace for this call and keep the graph; None if the model must be captured in pieces.
+
+        Raises:
+            _Settling: the model itself must run this call first; not where that was done (`settled`).
+        """
         # The caller's saved-tensor hooks must not see the tensors of the trace.
         with LOCK.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             found = self._find(key, tensors)
@@ -116,6 +131,10 @@ class CompiledModule(nn.Module):
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
                     )
             except CaptureError as problem:
+                if problem.changes_state and not settled and self._settling < budgets.SETTLING_CALLS:
+                    self._settling += 1
+                    if settles(self._target, args, kwargs):
+                        raise _Settling from problem
                 if self._options.strict or not self._allow_pieces:
                     raise
                 log.warning("%s", problem)

@@ -117,27 +117,50 @@ def _is_written_out(op: str) -> bool:
 
 
 def inline_vmap(program: ExportedProgram) -> None:
-    """Trace a program again if torch.export recorded entering and leaving levels of torch.vmap, so that only
-    ops on whole batches remain."""
-    old = program.graph_module
-    if not any(_enters_vmap(n) for n in old.graph.nodes):
-        return
-    inputs = list(old.graph.find_nodes(op="placeholder"))
-    values = [n.meta["val"] for n in inputs]
-    mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
-    # The Python dispatcher decomposes composite ops; the C++ one may specialise symbolic sizes to numbers.
-    with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher():
-        run = fx.Interpreter(old).run
-        new = make_fx(lambda *given: run(*given), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
-    for before, after in zip(inputs, new.graph.find_nodes(op="placeholder"), strict=True):
-        after.meta = dict(before.meta)
-        after.target = after.name = before.name
-    made: Any = new.graph.output_node().args[0]
-    for spec, node in zip(program.graph_signature.output_specs, made, strict=True):
-        spec.arg.name = node.name
-    new.meta.update(old.meta)
-    new.recompile()
-    program._graph_module = new
+    """Where torch.export recorded entering and leaving levels of torch.vmap, trace what stands in between
+    again, so that only ops on whole batches remain. Everything else stays as it was recorded."""
+    module = program.graph_module
+    while inside := _vmapped(module.graph):
+        own = set(inside)
+        given = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in own))
+        made = [node for node in inside if any(user not in own for user in node.users)]
+        part = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {node: part.placeholder(node.name) for node in given}
+        for node in inside:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+        part.output([copies[node] for node in made])
+        part.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or _enters_vmap(n))
+        values = [node.meta["val"] for node in given]
+        mode = next(m for v in values if (m := getattr(v, "fake_mode", None)) is not None)
+        run = fx.Interpreter(fx.GraphModule(module, part)).run
+        # The Python dispatcher decomposes composite ops; the C++ one may make numbers of symbolic sizes.
+        with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher():
+            traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+        inputs = traced.graph.find_nodes(op="placeholder")
+        inlined: dict[fx.Node, Any] = dict(zip(inputs, given, strict=True))
+        with module.graph.inserting_before(inside[0]):
+            results = module.graph.graph_copy(traced.graph, inlined)
+        for node, result in zip(made, results, strict=True):  # type: ignore[arg-type]
+            for user in [user for user in node.users if user not in own]:
+                user.replace_input_with(node, result)
+        for node in reversed(inside):
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _vmapped(graph: fx.Graph) -> list[fx.Node]:
+    """The first nodes of a graph from entering the outermost level of torch.vmap to leaving it."""
+    found: list[fx.Node] = []
+    level = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if _enters_vmap(node) else ""
+        level += name.endswith("increment_nesting")
+        if level or name:
+            found.append(node)
+        level -= name.endswith("decrement_nesting")
+        if found and not level and name.endswith("decrement_nesting"):
+            return found
+    return found
 
 
 def _enters_vmap(node: fx.Node) -> bool:

@@ -9,15 +9,18 @@ lose).
 from __future__ import annotations
 
 import argparse
+import dis
 import sys
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import _AttrProxy
 from torch.nn.parameter import is_lazy
 
 from attngraph.ir import budgets
@@ -47,14 +50,16 @@ class Same:
         return id(self.value)
 
 
-def fingerprint(targets: Iterable[Any]) -> tuple[Any, ...]:
+def fingerprint(targets: Iterable[Any], weights: Mapping[int, int] | None = None) -> tuple[Any, ...]:
     """The state of everything reachable from the targets (modules, functions, values): numbers and strings by
     value; tensors by identity and metadata; modules by identity, training flag, weights' metadata, hooks and
-    attributes; containers and plain objects by their contents, and by the plain attributes of their class."""
-    walk = _Walk()
-    for target in targets:
-        walk.visit(target, 0)
-    return tuple(walk.found)
+    attributes; containers and plain objects by their contents, and by the plain attributes of their class.
+
+    Args:
+        weights: during a trace, whose parameters and buffers are stand-ins: from the identity of each to
+            that of the tensor that it stands for.
+    """
+    return tuple(_walk(targets, weights).found)
 
 
 def has_hooks(model: nn.Module) -> bool:
@@ -62,28 +67,90 @@ def has_hooks(model: nn.Module) -> bool:
     return any(getattr(module, name) for module in model.modules() for name in _HOOKS)
 
 
+class Place(NamedTuple):
+    """An attribute or a global variable: the module, object, class or function that it belongs to, and its
+    name. Without a name, all of the owner's."""
+
+    owner: Any
+    name: str
+
+
 class Snapshot:
-    """The containers and attributes reachable from the targets, so that they can be restored."""
+    """The containers, attributes and variables reachable from the targets, so that they can be restored."""
 
     def __init__(self, targets: Iterable[Any]) -> None:
-        walk = _Walk()
-        for target in targets:
-            walk.visit(target, 0)
-        self._kept = [(c, c.copy()) for c in walk.containers]
+        walk = _walk(targets)
+        self._containers = [(place, c, c.copy()) for place, c in walk.containers]
+        self._variables = walk.variables
 
     def restore(self) -> None:
-        for container, copy in self._kept:
+        for _, container, copy in self._containers:
             if isinstance(container, list):
                 container[:] = copy
             else:
                 container.clear()
                 container.update(copy)
+        for place, value in self._variables:
+            if _variable(place) is not value:
+                _assign(place, value)
+
+    def replace_tensors(self, replacement: Callable[[Tensor], Tensor]) -> None:
+        """Put replacements of tensors into attributes, lists and dictionaries, until they are restored."""
+        for _, container, copy in self._containers:
+            if not isinstance(container, set):
+                entries = copy.items() if isinstance(container, dict) else enumerate(copy)
+                for name, value in entries:
+                    if isinstance(value, Tensor):
+                        container[name] = replacement(value)
+
+    def first_change(self) -> Place | None:
+        """The first attribute or variable whose value is another one now, or whose container has changed."""
+        for place, container, copy in self._containers:
+            if not place.name and isinstance(container, dict):
+                for name in (*copy, *(n for n in container if n not in copy)):
+                    if container.get(name, container) is not copy.get(name, container):
+                        return Place(place.owner, str(name))
+            elif len(container) != len(copy) or not _same(container, copy):
+                return place
+        return next((place for place, value in self._variables if _variable(place) is not value), None)
+
+
+def _same(container: Any, copy: Any) -> bool:
+    """Whether two containers of equal length hold the same objects."""
+    if isinstance(container, dict):
+        return all(k in copy and copy[k] is v for k, v in container.items())
+    if isinstance(container, set):
+        return {id(v) for v in container} == {id(v) for v in copy}
+    return all(a is b for a, b in zip(container, copy, strict=True))
+
+
+def _variable(place: Place) -> Any:
+    owner = place.owner
+    return (owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)).get(place.name)
+
+
+def _assign(place: Place, value: Any) -> None:
+    if isinstance(place.owner, types.FunctionType):
+        place.owner.__globals__[place.name] = value
+    else:
+        setattr(place.owner, place.name, value)
+
+
+def _walk(targets: Iterable[Any], weights: Mapping[int, int] | None = None) -> _Walk:
+    walk = _Walk(weights or {})
+    for target in targets:
+        walk.at = Place(target, "")
+        walk.visit(target, 0)
+    return walk
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[int, int]) -> None:
+        self.weights = weights
         self.found: list[Any] = []
-        self.containers: list[Any] = []
+        self.at = Place(None, "")
+        self.containers: list[tuple[Place, Any]] = []
+        self.variables: list[tuple[Place, Any]] = []
         self.seen: dict[int, int] = {}
         self.kinds: set[type] = set()
 
@@ -94,7 +161,12 @@ class _Walk:
         elif isinstance(value, float):
             found.append(repr(value))  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
         elif isinstance(value, Tensor):
-            found.append((id(value), value.dtype, value.device, tuple(value.shape), value.requires_grad))
+            identity = self.weights.get(id(value), id(value))
+            found.append((identity, value.dtype, value.device, tuple(value.shape), value.requires_grad))
+        elif isinstance(value, weakref.ref):
+            self.visit(value(), depth)
+        elif isinstance(value, _AttrProxy):
+            self.visit(value.get_base(), depth)  # type: ignore[attr-defined]
         elif id(value) in self.seen:
             found.append(self.seen[id(value)])
         elif depth > budgets.STATE_DEPTH:
@@ -132,16 +204,21 @@ class _Walk:
             return
         self.kind(kind)
         if isinstance(held, dict):
-            self.containers.append(held)
+            self.containers.append((Place(value, ""), held))
         if isinstance(value, partial):
             for inner in (value.func, value.args, value.keywords):
                 self.visit(inner, depth)
         for name in names:
             self.found.append(name)
             self.visit(getattr(value, name, None), depth)
+        passing = _set_on_entry(kind)
+        around = self.at
         for name, inner in (held or {}).items():
-            self.found.append(name)
-            self.visit(inner, depth)
+            if name not in passing:
+                self.found.append(name)
+                self.at = Place(value, name)
+                self.visit(inner, depth)
+        self.at = around
 
     def closed(self, value: Any) -> None:
         """An object that cannot be inspected: by value if it is hashable by value, else by identity."""
@@ -158,22 +235,23 @@ class _Walk:
         for owner in _own_classes(kind):
             if owner not in self.kinds:
                 self.kinds.add(owner)
-                self.plain(vars(owner), vars(owner))
+                self.plain(owner, vars(owner), vars(owner))
                 if issubclass(owner, nn.Module):
                     forward = vars(owner).get("forward")
                     self.visit(forward, 0)
 
-    def plain(self, names: Iterable[str], space: Mapping[str, Any]) -> None:
-        """The numbers and strings of these names in the namespace of a class or a module."""
+    def plain(self, owner: Any, names: Iterable[str], space: Mapping[str, Any]) -> None:
+        """The numbers and strings of these names in the namespace of a class or a file."""
         for name in names:
             value = space.get(name)
             if isinstance(value, (int, float, str)) and not name.startswith("__"):
                 self.found += (name, repr(value) if isinstance(value, float) else value)
+                self.variables.append((Place(owner, name), value))
 
     def container(self, value: Any, depth: int) -> None:
         self.found.append((type(value), len(value)))
         if type(value) in _RESTORED:
-            self.containers.append(value)
+            self.containers.append((self.at, value))
         if len(value) > budgets.STATE_ENTRIES:
             self.found.append(Same(value))
         elif isinstance(value, dict):
@@ -202,11 +280,15 @@ class _Walk:
                 found.append((name, order, tensor.dtype, tensor.device, shape, is_lazy(tensor), wants))
         for hooks in _HOOKS:
             found += (id(hook) for hook in getattr(module, hooks).values())
-        self.containers.append(vars(module))
-        for name, value in vars(module).items():
+        whole, around = Place(module, ""), self.at
+        own = vars(module)
+        self.containers += ((whole, s) for s in (own, module._parameters, module._buffers, own["_modules"]))
+        for name, value in own.items():
             if name not in _MODULES_OWN:
                 found.append(name)
+                self.at = Place(module, name)
                 self.visit(value, depth)
+        self.at = around
         for name, child in module._modules.items():
             found.append(name)
             self.visit(child, 0)
@@ -227,9 +309,12 @@ class _Walk:
         for name in names:
             if name in function.__globals__:
                 value = function.__globals__[name]
+                around, self.at = self.at, Place(function, name)
+                self.variables.append((self.at, value))
                 self.visit(value, depth)
+                self.at = around
                 if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
-                    self.plain(names, vars(value))
+                    self.plain(value, names, vars(value))
 
 
 @lru_cache(maxsize=4096)
@@ -255,6 +340,16 @@ def _is_open(kind: type) -> bool:
         return False
     made_here = all(k is object or k.__flags__ & _HEAP_TYPE for k in kind.__mro__)
     return made_here and (not _is_foreign(kind.__module__) or kind.__module__.startswith("torch."))
+
+
+@lru_cache(maxsize=4096)
+def _set_on_entry(kind: type) -> frozenset[str]:
+    """The attributes that one of torch's context managers, such as `torch.autocast`, sets whenever it is
+    entered, to undo what it does. Nothing else reads them."""
+    enter = getattr(kind, "__enter__", None)
+    if not kind.__module__.startswith("torch.") or not isinstance(enter, types.FunctionType):
+        return frozenset()
+    return frozenset(str(i.argval) for i in dis.get_instructions(enter) if i.opname == "STORE_ATTR")
 
 
 def _has_value(value: Any) -> bool:

@@ -9,6 +9,7 @@ executable copies back. Regions without gradients become `detach`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import inspect
@@ -20,19 +21,22 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture import exported
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
+from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
-from attngraph.capture.state import Snapshot, fingerprint, has_hooks
+from attngraph.capture.side_effects import SideEffects, refusal
+from attngraph.capture.size_formulas import LongFormula, short_formulas
+from attngraph.capture.state import Snapshot, has_hooks
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
@@ -47,41 +51,29 @@ _CHATTY = (
 )
 
 
-class _Recorded:
-    """What a trace recorded: the structure of the results, and a side effect that a graph would lose."""
+@dataclasses.dataclass
+class _Trace:
+    """What a trace is of, and what it recorded: the structure of the results, and side effects."""
 
+    target: Callable[..., Any]
+    weights: list[int]
     structure: Structure | None = None
-    changed: str = ""
-    of_arguments: bool = False
-    """Whether only this call's arguments are changed, so that other calls may be captured."""
+    effects: SideEffects = dataclasses.field(default_factory=SideEffects)
+    shapes: tuple[torch.Size, ...] = ()
 
-    def note(self, changed: str, of_arguments: bool = False) -> None:
-        self.of_arguments = of_arguments and (self.of_arguments or not self.changed)
-        self.changed = changed
+    def of(self, symbols: frozenset[str] | None) -> frozenset[tuple[int, int]]:
+        """The dimensions of the arguments, (argument, dimension), whose extents involve these symbols; all
+        symbolic ones for None."""
+        return frozenset(
+            (place, d)
+            for place, shape in enumerate(self.shapes)
+            for d, extent in enumerate(shape)
+            if isinstance(extent, torch.SymInt)
+            and (symbols is None or symbols & {str(s) for s in extent.node.expr.free_symbols})
+        )
 
 
-@contextlib.contextmanager
-def _own_gradients(recorded: _Recorded) -> Iterator[None]:
-    """Record where the model defines gradients itself, which a graph of its forward would lose."""
-    if not torch.is_grad_enabled():
-        yield
-        return
-    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.__dict__["register_hook"]
-
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch.") or cls.__module__ == "torch.utils.checkpoint":
-            recorded.changed = f"{cls.__name__} has a backward of its own"
-        return apply.__get__(None, cls)(*args, **kwargs)
-
-    def hooked(tensor: Tensor, function: Any) -> Any:
-        recorded.changed = "forward() registers hooks on tensors"
-        return hook(tensor, function) if tensor.requires_grad else None
-
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
-        mock.patch.object(torch.Tensor, "register_hook", hooked),
-    ):
-        yield
+_PLANE, _VOLUME = (nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d)
 
 
 class _Flat(nn.Module):
@@ -96,34 +88,36 @@ class _Flat(nn.Module):
             for place, module in enumerate(closed_over_modules(target)):
                 self.add_module(f"closure_{place}", module)
         self.leaves, self.spec = list(leaves), spec
-        self.recorded = _Recorded()  # a separate object: export restores attributes that forward() sets here
+        # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
+        # what must survive, or be the original, is in an object of its own.
+        self.trace = _Trace(target, [id(t) for t in self._weights()])
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.trace.shapes = tuple(t.shape for t in tensors)
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
-        given_things = things(leaves)
-        kept = Snapshot([target, *given_things])
-        before, own = (fingerprint([target]), self._weights()), fingerprint(given_things)
-        with contextlib.redirect_stdout(printed), _own_gradients(self.recorded):
+        effects = self.trace.effects
+        with (
+            contextlib.redirect_stdout(printed),
+            effects.watch(self.trace.target, things(leaves), self._originals),
+        ):
             result = target(*args, **kwargs)
-        if own != fingerprint(given_things):
-            self.recorded.note("forward() changes an argument's attributes", of_arguments=True)
-        if before != (fingerprint([target]), self._weights()):
-            self.recorded.note("forward() changes attributes of the model, or values around it")
         if printed.getvalue():
-            self.recorded.note("forward() prints")
-        if self.recorded.changed:
-            kept.restore()
+            effects.note("forward() prints")
         after, _ = flatten((args, kwargs))
         if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
-            self.recorded.note("forward() changes the containers among its arguments", of_arguments=True)
+            effects.note("forward() changes the containers among its arguments", of_arguments=True)
         return self._record(result)
 
-    def _weights(self) -> list[int]:
-        return [id(t) for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
+    def _weights(self) -> list[Tensor | None]:
+        return [t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
+
+    def _originals(self) -> dict[int, int]:
+        """From the identity of each parameter and buffer now to that of the one it stands for."""
+        return dict(zip((id(t) for t in self._weights()), self.trace.weights, strict=False))
 
     def _record(self, result: Any) -> tuple[Tensor, ...]:
         leaves, tree = flatten(result)
@@ -139,7 +133,7 @@ class _Flat(nn.Module):
                 recorded.append(("fixed", leaf))
             else:
                 raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
-        self.recorded.structure = Structure(tree, tuple(recorded))
+        self.trace.structure = Structure(tree, tuple(recorded))
         return tuple(tensors)
 
 
@@ -214,26 +208,31 @@ def capture(
                 _quiet(),
                 _without_looking_at_masks(),
                 _without_notes(),
+                numpy_of_sizes(),
+                short_formulas(),
                 views_taken_apart(),
             ):
                 program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
-            structure = flat.recorded.structure
+            structure = flat.trace.structure
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
             program = functional(program)
+    except LongFormula as problem:
+        raise CaptureError(str(problem), str(problem), dimensions=flat.trace.of(problem.symbols)) from problem
     except Exception as problem:  # torch raises many types; all mean that the capture failed
-        raise _capture_error(problem) from problem
+        helps = not isinstance(problem, GuardOnDataDependentSymNode)
+        raise _capture_error(problem, flat.trace.of(None) if helps else frozenset()) from problem
     finally:
         kept.restore()
     assert structure is not None
-    if flat.recorded.changed:
-        raise _side_effect(flat.recorded.changed, lasting=not flat.recorded.of_arguments)
+    if flat.trace.effects.what:
+        raise flat.trace.effects.error()
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
-        raise _side_effect("forward() writes to an argument that shares its memory with another")
+        raise refusal("forward() writes to an argument that shares its memory with another")
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = tuple(tuple(exported.size_of(s) for s in n.meta["val"].shape) for n in arguments)
     graph.conditions = tuple(exported.conditions(program, arguments))
@@ -246,41 +245,25 @@ def capture(
     return Captured(graph, Structure(structure.tree, results), sizes)
 
 
-def all_dimensions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[tuple[int, int]]:
-    """Every dimension of the arguments, (argument, dimension)."""
-    tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    return frozenset((place, d) for place, tensor in enumerate(tensors) for d in range(tensor.ndim))
-
-
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
     """Raise if torch.export would silently drop something."""
     modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
     if any(has_hooks(module) for module in modules):
-        raise _side_effect("modules have hooks")
+        raise refusal("modules have hooks")
     if any(is_lazy(p) for module in modules for p in module.parameters()):
         raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
-
-
-def _side_effect(what: str, lasting: bool = True) -> CaptureError:
-    return CaptureError(
-        f"a graph of the model would lose a side effect: {what}.\n"
-        "What to do: return what changes, or compile without strict=True.",
-        what,
-        lasting=lasting,
-    )
 
 
 def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int, Any]:
     """All dimensions of a tensor, except those marked by `torch._dynamo.mark_static` and, in a model with
     convolutions, the spatial ones: strides and padding lead to size formulas that are too complex for
     symbolic algebra. Other sizes of excluded dimensions get separate graphs."""
-    convolves = isinstance(target, nn.Module) and any(
-        isinstance(m, (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d))
-        for m in target.modules()
-    )
-    fixed = tensor.ndim - 2 if convolves and tensor.ndim >= 4 and tensor.is_floating_point() else tensor.ndim
+    spatial = 0
+    if isinstance(target, nn.Module) and tensor.ndim >= 4 and tensor.is_floating_point():
+        for kinds, sides in ((_PLANE, 2), (_VOLUME, 3)):
+            spatial = sides if any(isinstance(m, kinds) for m in target.modules()) else spatial
     static = getattr(tensor, "_dynamo_static_indices", ())
-    return dict.fromkeys((d for d in range(fixed) if d not in static), Dim.AUTO)
+    return dict.fromkeys((d for d in range(tensor.ndim - spatial) if d not in static), Dim.AUTO)
 
 
 @contextlib.contextmanager
@@ -337,7 +320,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _capture_error(problem: Exception) -> CaptureError:
+def _capture_error(problem: Exception, dimensions: frozenset[tuple[int, int]]) -> CaptureError:
     """Torch's message, shortened, with the line of the user's code if it is known."""
     text = str(problem).strip()
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(problem).__name__)
@@ -358,4 +341,5 @@ def _capture_error(problem: Exception) -> CaptureError:
         "fixed bound), or compile without strict=True, which lets torch.compile capture the model in pieces.",
         reason,
         source,
+        dimensions=dimensions,
     )

@@ -242,6 +242,7 @@ class PassRecord:
 class Entries:
     """All records of a compilation.
 
+    `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
     `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the entries
     of each, including the graphs' texts.
     """
@@ -253,6 +254,7 @@ class Entries:
     seconds: float = 0.0
     graphs: int = 1
     cache: CacheEntry | None = None
+    numbers: tuple[Break, ...] = ()
     captured: str = dataclasses.field(default="", repr=False)
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
 

@@ -69,6 +69,8 @@ class CompileReport(Entries):
             lines += self.cache.lines()
         for stop in self.breaks:
             lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
+        for stop in self.numbers:
+            lines += ["", f"  compiled again for other sizes   {stop.source}", f"      {stop.reason}"]
         if self.passes:
             lines.append("")
         for record in self.passes:
@@ -134,6 +136,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         tuple(dict.fromkeys(b for r in reports for b in r.breaks)),
         sum(r.seconds for r in reports),
         sum(r.graphs for r in reports),
+        numbers=tuple(dict.fromkeys(b for r in reports for b in r.numbers)),
         parts=tuple(parts),
     )
 

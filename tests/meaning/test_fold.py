@@ -188,10 +188,17 @@ def test_scores_that_were_masked_are_not_taken_for_small_ones(
 def test_what_is_possible_for_a_pair_includes_what_becomes_of_it(
     data: st.DataObject, language: types.SimpleNamespace
 ) -> None:
-    program = data.draw(programs(language, weights=False))
+    check_pairs(data.draw(programs(language, weights=False)), language)
+
+
+def check_pairs(program: ScoreProgram, language: types.SimpleNamespace) -> None:
     at = Evaluated(program, language.reads(B, H, S, S))
     found = visible(program, at.env)
     assert bool((found & states(program, at) > 0).all()), f"{found} of\n{program}"
+
+
+def test_a_hidden_pair_turned_to_plus_infinity_stays_unknown(language: types.SimpleNamespace) -> None:
+    check_pairs(parse("keep k <= q; s = -s; keep r1[b, k] else s - inf"), language)
 
 
 @pytest.mark.parametrize(

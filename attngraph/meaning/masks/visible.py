@@ -58,8 +58,10 @@ class _Pairs(Domain[tuple[Tensor, Tensor], Tensor]):
         return torch.where(high, yes, 0) | torch.where(low, 0, no)
 
     def filled(self, state: Tensor, keep: Keep) -> Tensor:
-        visible, hidden = state & (KEPT | FILLED), state & HIDDEN
-        return self._becomes(visible, keep.fill, 0.0) | self._becomes(hidden, keep.fill, -math.inf)
+        visible, hidden, filled = state & (KEPT | FILLED), state & HIDDEN, state & FILLED
+        found = self._becomes(visible, keep.fill, 0.0) | self._becomes(hidden, keep.fill, -math.inf)
+        # What an earlier statement made of a hidden pair may also be plus infinity.
+        return found | self._becomes(filled, keep.fill, math.inf)
 
     def computed(self, state: Tensor, value: Expr) -> Tensor:
         if all(n is not SCORE for n in E.walk(value)):

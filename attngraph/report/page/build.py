@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from attngraph.errors import DumpError
-from attngraph.report.entries import Entries, folded
+from attngraph.report.entries import Break, Entries, folded
 from attngraph.report.files import write_whole
 from attngraph.report.page.attention import render_attentions
 from attngraph.report.page.graphs import final_text, graph_title, render_graphs
@@ -47,6 +47,7 @@ def render(report: Entries, title: str = "") -> str:
     sections = [
         _section("missed", f"Not fused ({len(report.missed)})", _missed(report), bool(report.missed)),
         _section("pieces", "Captured in pieces", _breaks(report), bool(report.breaks)),
+        _section("numbers", "Sizes that are numbers", _numbers(report), bool(report.numbers)),
         _section(
             "attention", f"Attention ({len(report.attention)})", render_attentions(groups), bool(groups)
         ),
@@ -146,12 +147,21 @@ def _missed(report: Entries) -> Html:
 
 
 def _breaks(report: Entries) -> Html:
-    intro = "The model is not one graph. torch.compile captured it in pieces, for this reason:"
+    return _stops(
+        "The model is not one graph. torch.compile captured it in pieces, for this reason:", report.breaks
+    )
+
+
+def _numbers(report: Entries) -> Html:
+    return _stops("A call with other sizes is compiled again, for this reason:", report.numbers)
+
+
+def _stops(intro: str, stops: Sequence[Break]) -> Html:
     found = [
         tag(
             "li", *([tag("p", tag("code", b.source), class_="place")] if b.source else []), tag("p", b.reason)
         )
-        for b in report.breaks
+        for b in stops
     ]
     return joined([tag("p", intro), tag("ul", *found, class_="cards")])
 

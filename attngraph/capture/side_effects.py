@@ -1,0 +1,231 @@
+"""What a forward does besides returning values, which a graph of it would lose: found, named, and refused.
+
+Changes of the model's attributes, of variables around it and of arguments are found, and prints, hooks on
+tensors, and functions with gradients of their own. A changed attribute is named as the user writes it, with
+the line that changes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import functools
+import inspect
+import io
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attngraph.capture.guards import things
+from attngraph.capture.state import Place, Snapshot, fingerprint
+from attngraph.capture.structure import flatten, unflatten
+from attngraph.errors import CaptureError
+from attngraph.ir.graph.source import short_path
+
+_CHANGING = {
+    name
+    for kind in (list, dict, set, collections.deque)
+    for name in dir(kind)
+    if not name.startswith("_") and name not in ("copy", "count", "get", "index", "items", "keys", "values")
+}
+"""Methods that may change a container."""
+
+
+class SideEffects:
+    """The side effect that one trace found; empty if there is none."""
+
+    what: str = ""
+    line: str = ""
+    of_arguments: bool = False
+    """Whether only this call's arguments are changed, so that other calls may be captured."""
+    of_state: bool = False
+    """Whether nothing but attributes of the model or values around it are changed."""
+
+    def note(self, what: str, line: str = "", of_arguments: bool = False, of_state: bool = False) -> None:
+        self.of_arguments = of_arguments and (self.of_arguments or not self.what)
+        self.of_state = of_state and not self.what
+        self.what, self.line = what, line
+
+    @contextlib.contextmanager
+    def watch(
+        self, target: Callable[..., Any], arguments: Sequence[Any], weights: Callable[[], dict[int, int]]
+    ) -> Iterator[None]:
+        """Note what the body changes in the target's state or the arguments', and undo it.
+
+        Args:
+            weights: from the identity of each current parameter and buffer to that of the model's own.
+        """
+        kept = Snapshot([target, *arguments])
+        model, given, held = fingerprint([target], weights()), fingerprint(arguments), weights()
+        with self._own_gradients():
+            yield
+        if given != fingerprint(arguments):
+            self.note(f"forward() changes an argument's attributes{_named(kept, target)}", of_arguments=True)
+        if held != weights() or model != fingerprint([target], weights()):
+            place = kept.first_change()
+            self.note(
+                "forward() changes attributes of the model, or values around it"
+                if place is None
+                else f"forward() changes {name_of(place, target)}",
+                "" if place is None else line_of(place, target),
+                of_state=True,
+            )
+        if self.what:
+            kept.restore()
+
+    @contextlib.contextmanager
+    def _own_gradients(self) -> Iterator[None]:
+        """Note where the model defines gradients itself, which a graph of its forward would lose."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.__dict__["register_hook"]
+
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not cls.__module__.startswith("torch.") or cls.__module__ == "torch.utils.checkpoint":
+                self.note(f"{cls.__name__} has a backward of its own")
+            return apply.__get__(None, cls)(*args, **kwargs)
+
+        def hooked(tensor: Tensor, function: Any) -> Any:
+            self.note("forward() registers hooks on tensors")
+            return hook(tensor, function) if tensor.requires_grad else None
+
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+            mock.patch.object(torch.Tensor, "register_hook", hooked),
+        ):
+            yield
+
+    def error(self) -> CaptureError:
+        return refusal(self.what, self.line, lasting=not self.of_arguments, changes_state=self.of_state)
+
+
+def refusal(what: str, line: str = "", lasting: bool = True, changes_state: bool = False) -> CaptureError:
+    return CaptureError(
+        f"a graph of the model would lose a side effect: {what}{f' at {line}' if line else ''}.\n"
+        "What to do: return what changes, or compile without strict=True.",
+        what,
+        line,
+        lasting=lasting,
+        changes_state=changes_state,
+    )
+
+
+class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses tensors with data, of which torch's FakeTensorMode computes with, and writes to, those of one
+    element."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if not all(isinstance(t, FakeTensor) for t in tensors):
+            raise ValueError("a tensor with data")
+        return func(*args, **(kwargs or {}))
+
+
+def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the target changes its state in its first call alone, as code does that keeps a table for later
+    calls. Runs it twice on tensors without data; the state is restored."""
+    leaves, spec = flatten((args, kwargs))
+    kept = Snapshot([target, *things(leaves)])
+    try:
+        refusing = _NoData()  # type: ignore[no-untyped-call]
+        with FakeTensorMode() as mode, refusing, contextlib.redirect_stdout(io.StringIO()):
+            without_data = functools.partial(mode.from_tensor, static_shapes=True)
+            kept.replace_tensors(without_data)
+            fake = [without_data(x) if isinstance(x, Tensor) else x for x in leaves]
+            given, named = unflatten(fake, spec)
+            target(*given, **named)
+            once = fingerprint([target]), _weights(target)
+            target(*given, **named)
+            return once == (fingerprint([target]), _weights(target))
+    except Exception:  # for example, what it does depends on values
+        return False
+    finally:
+        kept.restore()
+
+
+def name_of(place: Place, target: Callable[..., Any]) -> str:
+    """The attribute or variable as a user would name it: `h.0.attn.count` of a module, `Cache.used` of
+    another object, `COUNT` of a file."""
+    owner, name = place
+    if isinstance(owner, nn.Module):
+        path = next((p for p, m in _modules(target) if m is owner), type(owner).__name__)
+        return f"the attribute {f'{path}.' if path else ''}{name} of the model"
+    if isinstance(owner, types.FunctionType):
+        return f"the global variable {name}"
+    if isinstance(owner, type):
+        return f"the attribute {name} of the class {owner.__name__}"
+    if isinstance(owner, types.ModuleType):
+        return f"the variable {name} of {owner.__name__}"
+    return f"the attribute {name} of a {type(owner).__name__}" if name else f"a {type(owner).__name__}"
+
+
+def line_of(place: Place, target: Callable[..., Any]) -> str:
+    """The line, "file:line", where the code of the model changes this place; empty if none is found. The
+    owner's own methods are searched first, then those of the model's modules."""
+    owner, name = place
+    kinds = [owner if isinstance(owner, type) else type(owner), *(type(m) for _, m in _modules(target))]
+    functions = [owner, target] if isinstance(owner, types.FunctionType) else [target]
+    for function in (*functions, *_methods(kinds)):
+        code = inspect.unwrap(getattr(function, "__func__", function))
+        if not isinstance(code, types.FunctionType):
+            continue
+        try:
+            lines, first = inspect.getsourcelines(code)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, SyntaxError, TypeError):
+            continue  # made at run time, without a file
+        places = (n.lineno for n in ast.walk(tree) if _changes(n, name))  # type: ignore[attr-defined]
+        found = min(places, default=None)
+        if found is not None:
+            return f"{short_path(inspect.getfile(code))}:{first + found - 1}"
+    return ""
+
+
+def _named(kept: Snapshot, target: Callable[..., Any]) -> str:
+    place = kept.first_change()
+    return "" if place is None else f": {name_of(place, target)}"
+
+
+def _modules(target: Callable[..., Any]) -> Iterable[tuple[str, nn.Module]]:
+    return target.named_modules() if isinstance(target, nn.Module) else ()
+
+
+def _weights(target: Callable[..., Any]) -> list[int]:
+    return [id(t) for _, m in _modules(target) for t in (*m._parameters.values(), *m._buffers.values())]
+
+
+def _methods(kinds: Iterable[type]) -> Iterator[types.FunctionType]:
+    """The methods of these classes and their bases, but for torch's and `__init__`."""
+    for kind in dict.fromkeys(base for owner in kinds for base in owner.__mro__):
+        if kind is not object and not kind.__module__.startswith("torch."):
+            for name, method in vars(kind).items():
+                if isinstance(method, types.FunctionType) and name != "__init__":
+                    yield method
+
+
+def _changes(node: ast.AST, name: str) -> bool:
+    """Whether a piece of syntax assigns to `name` or an entry of it, or calls a method of it."""
+    match node:
+        case ast.Attribute(attr=found, ctx=ast.Store() | ast.Del()):
+            return found == name
+        case ast.Name(id=found, ctx=ast.Store() | ast.Del()):
+            return found == name
+        case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
+            return _is(value, name)
+        case ast.Call(func=ast.Attribute(value=value, attr=method)):
+            return _is(value, name) and method in _CHANGING
+    return False
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    return getattr(node, "attr", None) == name or getattr(node, "id", None) == name
