@@ -18,14 +18,18 @@ from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
-from attngraph.meaning.attention.normaliser import split_by
+from attngraph.meaning.attention.key_pieces import Piece, join, separate
+from attngraph.meaning.attention.normaliser import logarithm, split_by
+from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,
     WeightedSum,
+    key_part,
     weighted_sums,
 )
 from attngraph.meaning.element import Meaning
@@ -122,6 +126,37 @@ class Recogniser:
             self._near.pop(node, None)
             return None
         return found
+
+    def examine_pieces(self, sums: PartialSums, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
+        """The attention that this node is, computed in pieces of its keys that were rescaled and added up;
+        None where it is no such sum."""
+        output, at = self.meaning.places(node)
+        try:
+            separated = separate(sums.of(node, at), self.meaning.fresh)
+            if separated is None or isinstance(separated, Refusal):
+                return separated
+            pieces, extra = separated
+            joined = join(self.meaning, pieces, lambda p, x: self._look_into_piece(p, x, node))
+            if isinstance(joined, Refusal):
+                return joined
+            parts: list[KeyPart] = []
+            for piece in joined:
+                part = key_part(piece.weighted, piece.keys, piece.score)
+                if isinstance(part, Refusal):
+                    return part
+                parts.append(part)
+            found = WeightedSum(tuple(parts), logarithm(extra) if extra else None)
+            claim = self._claim(node, output, found)
+        except NotASum:
+            return None
+        except Unliftable as problem:
+            return Refusal(str(problem))
+        return claim if isinstance(claim, Refusal) else (claim,)
+
+    def _look_into_piece(self, piece: Piece, formula: Expr, node: fx.Node) -> Expr:
+        of_value = piece.weighted.free - piece.score.free
+        keys = piece.keys or tuple(formula.free - of_value)
+        return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
 
     def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that are weights in the sum of `node`, or in its parts."""
