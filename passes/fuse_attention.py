@@ -1,7 +1,8 @@
 """FuseAttention: replace every attention by one `attngraph::attention` node.
 
 Matches whatever `meaning/attention/recogniser.py` recognises: a sum of values weighted by a softmax of scores
-that hold a product of queries and keys, however it is written. Right because every claim is checked in
+that hold a product of queries and keys, however it is written; at last, sums of pieces of the keys that a
+loop rescales and adds up. Right because every claim is checked in
 float64, values and (where they flow) gradients, at two sizes, before the graph is touched; equal layers
 are checked once. Refuses a claim that fails its check, and an attention whose weights are used
 elsewhere, because then nothing would be saved.

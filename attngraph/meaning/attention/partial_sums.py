@@ -259,8 +259,8 @@ class PartialSums:
         return multiply(found, single(whole, E.ONE))
 
     def _is_opened(self, node: fx.Node) -> bool:
-        """Whether an exponent is written in terms of a node's operands: those of logarithms, of known tensors,
-        and of sums and differences, in which references cancel."""
+        """Whether an exponent is written in terms of a node's operands: those of logarithms, of known
+        tensors, and of sums and differences, in which references cancel."""
         if self.kind(node) is not None or self._is_known(node):
             return True
         name = str(node.target).split(".")[1:2]
