@@ -109,7 +109,7 @@ def fraction(terms: Sum, powers: Mapping[Shape, int], sums: Mapping[Shape, Sum])
         return fraction(
             _scaled(sums[above], exponent, rest, number), {**powers, above: powers[above] - 1}, sums
         )
-    return (Fraction(terms, powers, sums),)
+    return (Fraction(terms, powers, {shape: sums[shape] for shape in powers}),)
 
 
 def _times(a: Fraction, b: Fraction) -> Value:

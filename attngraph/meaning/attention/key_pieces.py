@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
+from attngraph.ir.graph.program_graph import op_name
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import WEIGHT
@@ -39,13 +42,14 @@ NOT_DIVIDED = (
     "its keys come in {} blocks whose sums are added up, but not divided by the sum of the exponentials of "
     "all of these"
 )
+CHANGED = "what divides it is changed by {} at {}, so it is not the sum of the exponentials of its keys"
 NO_VALUES = "what divides it counts the exponentials of keys whose values are not added up"
 NO_WEIGHTS = (
     "the values of some keys are added up, but what divides the sum does not count their exponentials"
 )
 ONE_BY_ONE = (
-    "its keys are taken one by one, and key after key is not the same formula of the key's place: compute "
-    "the keys and values of all tokens before the loop"
+    "some of its keys are taken one by one, and are not one formula of the key's place: compute the keys and "
+    "values of all tokens before the loop"
 )
 
 
@@ -62,8 +66,19 @@ class Piece:
 # --- pairs of terms ---
 
 
-def separate(value: Value, fresh: Callable[[Expr], Expr]) -> tuple[list[Piece], list[Expr]] | Refusal | None:
-    """The pieces of a quotient of sums, and what else its divisor adds up (sinks); None where it is zero."""
+@dataclasses.dataclass(frozen=True)
+class Separated:
+    """The pieces of a quotient of sums, and the sinks that its divisor adds up besides. Where its terms are
+    no pairs, `divisor` has the pieces below, and `problem` says what is wrong if they are other keys."""
+
+    pieces: Sequence[Piece]
+    sinks: Sequence[Expr] = ()
+    divisor: Sequence[Piece] = ()
+    problem: Refusal | None = None
+
+
+def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal | None:
+    """A quotient of sums of exponentials as pieces of keys; None where it is zero."""
     count = sum(len(part.terms) for part in value)
     if not value:
         return None
@@ -78,22 +93,32 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> tuple[list[Piece], 
     above = [x for x in opened if x is not None]
     shift = _shift(above, below)
     if shift is None:
-        return _mismatch(above, list(below), count)
+        problem = _mismatch(above, below, count)
+        whole = [_open(term, number) for term, number in below.items()]
+        divisor = [_piece(x, x.exponent, x.number, fresh) for x in whole if x is not None]
+        pieces = [_piece(x, x.exponent, x.number, fresh) for x in above]
+        alike = len(divisor) == len(below) and all(p.weighted is WEIGHT for p in divisor)
+        return Separated(pieces, [], divisor, problem) if alike else problem
     pieces = []
-    for piece in above:
-        exponent = M.sub(piece.exponent, shift)
-        score = M.add(piece.moving, exponent)
-        number = piece.number / below[exponent, piece.weights]
-        names = {key: fresh(key.args[0]) for key in piece.keys}
-        weighted = M.mul(E.const(number), WEIGHT, piece.rest) if number != 1 else M.mul(WEIGHT, piece.rest)
-        if piece.keys and any(n.op == "read" and is_maximum(n.value) for n in E.walk(exponent)):
+    for x in above:
+        exponent = M.sub(x.exponent, shift)
+        if x.keys and any(n.op == "read" and is_maximum(n.value) for n in E.walk(exponent)):
             return Refusal(NOT_RESCALED.format(count))
-        pieces.append(Piece(tuple(names.values()), M.substitute(score, names), M.substitute(weighted, names)))
-    used = {(M.sub(piece.exponent, shift), piece.weights) for piece in above}
+        pieces.append(
+            _piece(x, exponent, x.number / below[exponent, x.weights] * math.exp(shift.value), fresh)
+        )
+    used = {(M.sub(x.exponent, shift), x.weights) for x in above}
     extra = [(term, number) for term, number in below.items() if term not in used]
     if any(rest is not E.ONE for (_, rest), _ in extra):
-        return Refusal(NO_VALUES)
-    return pieces, [M.mul(E.const(number), M.exp(exponent)) for (exponent, _), number in extra]
+        return _mismatch(above, below, count)
+    return Separated(pieces, [M.mul(E.const(number), M.exp(exponent)) for (exponent, _), number in extra])
+
+
+def _piece(x: _Term, exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
+    names = {key: fresh(key.args[0]) for key in x.keys}
+    weighted = M.mul(WEIGHT, x.rest) if number == 1 else M.mul(E.const(number), WEIGHT, x.rest)
+    score = M.add(x.moving, exponent)
+    return Piece(tuple(names.values()), M.substitute(score, names), M.substitute(weighted, names))
 
 
 def is_maximum(node: fx.Node) -> bool:
@@ -103,9 +128,9 @@ def is_maximum(node: fx.Node) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Above:
-    """A term of the numerator: number * exp(exponent) * sum over keys of exp(moving) * rest. `weights` is the
-    same sum without the rest."""
+class _Term:
+    """A term: number * exp(exponent) * sum over keys of exp(moving) * rest. `weights` is the same sum without
+    the rest."""
 
     number: float
     exponent: Expr
@@ -115,14 +140,14 @@ class _Above:
     weights: Expr
 
 
-def _open(term: Term, number: float) -> _Above | None:
+def _open(term: Term, number: float) -> _Term | None:
     exponent, rest = term
     outer = list(factors_of(rest))
     place = next(
         (i for i, f in enumerate(outer) if f.op == "sum" and any(n.op == "exp" for n in E.walk(f))), None
     )
     if place is None:
-        return _Above(number, exponent, (), E.ZERO, rest, E.ONE)
+        return _Term(number, exponent, (), E.ZERO, rest, E.ONE)
     keys, body = open_sums(outer.pop(place))
     weights = [f for f in factors_of(body) if f.op == "exp"]
     others = M.mul(*outer, *(f for f in factors_of(body) if f.op != "exp"))
@@ -131,22 +156,24 @@ def _open(term: Term, number: float) -> _Above | None:
     whole = weights[0]
     for key in reversed(keys):
         whole = M.total(key, whole)
-    return _Above(number, exponent, keys, weights[0].args[0], others, M.canonical_binders(whole))
+    return _Term(number, exponent, keys, weights[0].args[0], others, M.canonical_binders(whole))
 
 
-def _shift(above: Sequence[_Above], below: Sum) -> Expr | None:
+def _shift(above: Sequence[_Term], below: Sum) -> Expr | None:
     """The exponent by which every term above exceeds its partner below; None where there is none."""
     first = above[0]
     for exponent, rest in below:
         if rest is first.weights:
             shift = M.sub(first.exponent, exponent)
-            if not shift.free and all((M.sub(a.exponent, shift), a.weights) in below for a in above):
-                return shift if not any(n.op == "read" for n in E.walk(shift)) else None
+            if shift.op == "const" and all((M.sub(a.exponent, shift), a.weights) in below for a in above):
+                return shift
     return None
 
 
-def _mismatch(above: Sequence[_Above], below: Sequence[Term], count: int) -> Refusal:
+def _mismatch(above: Sequence[_Term], below: Sum, count: int) -> Refusal:
     """Why terms above and below are no pairs."""
+    for other in (n.value for _, rest in below for n in factors_of(rest) if n.op == "read"):
+        return Refusal(CHANGED.format(op_name(other), source_of(other)))
     have, want = {a.weights for a in above}, {rest for _, rest in below}
     if have == want and len(above) == len(below):
         return Refusal(NOT_ALIKE.format(count))
@@ -177,6 +204,26 @@ def join(
             break
     rest = [piece for piece, p in zip(pieces, placed, strict=True) if p in waiting]
     return [*found, *rest] if all(p.keys for p in rest) else Refusal(ONE_BY_ONE)
+
+
+def cover(
+    meaning: Meaning, whole: Sequence[Piece], parts: Sequence[Piece], look: Callable[[Piece, Expr], Expr]
+) -> bool:
+    """Whether the parts are the keys of the whole, each of them once: one after the other they have its
+    scores."""
+    if len(whole) != 1 or len(whole[0].keys) != 1:
+        return False
+    (piece,), end = (_opened(meaning, p, look) for p in whole), E.ZERO
+    waiting = [_opened(meaning, p, look) for p in parts]
+    while waiting:
+        scores = (M.substitute(piece.score, {piece.keys[0]: M.add(end, *p.keys)}) for p in waiting)
+        found = (p for p, score in zip(waiting, scores, strict=True) if M.canonical_binders(score) is p.score)
+        part = next(found, None)
+        if part is None:
+            return False
+        waiting.remove(part)
+        end = M.add(end, *(key.args[0] for key in part.keys) if part.keys else (E.ONE,))
+    return end is piece.keys[0].args[0]
 
 
 def _opened(meaning: Meaning, piece: Piece, look: Callable[[Piece, Expr], Expr]) -> Piece:

@@ -9,6 +9,7 @@ checks the claim in float64 before anything is replaced (`meaning/check/check.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import torch
@@ -21,7 +22,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
-from attngraph.meaning.attention.key_pieces import Piece, join, separate
+from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import logarithm, split_by
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.refusal import Refusal
@@ -135,8 +136,12 @@ class Recogniser:
             separated = separate(sums.of(node, at), self.meaning.fresh)
             if separated is None or isinstance(separated, Refusal):
                 return separated
-            pieces, extra = separated
-            joined = join(self.meaning, pieces, lambda p, x: self._look_into_piece(p, x, node))
+            look = functools.partial(self._look_into_piece, node)
+            joined = join(self.meaning, separated.pieces, look)
+            if separated.problem is not None and not (
+                isinstance(joined, list) and cover(self.meaning, joined, separated.divisor, look)
+            ):
+                return separated.problem
             if isinstance(joined, Refusal):
                 return joined
             parts: list[KeyPart] = []
@@ -145,7 +150,7 @@ class Recogniser:
                 if isinstance(part, Refusal):
                     return part
                 parts.append(part)
-            found = WeightedSum(tuple(parts), logarithm(extra) if extra else None)
+            found = WeightedSum(tuple(parts), logarithm(separated.sinks) if separated.sinks else None)
             claim = self._claim(node, output, found)
         except NotASum:
             return None
@@ -153,7 +158,7 @@ class Recogniser:
             return Refusal(str(problem))
         return claim if isinstance(claim, Refusal) else (claim,)
 
-    def _look_into_piece(self, piece: Piece, formula: Expr, node: fx.Node) -> Expr:
+    def _look_into_piece(self, node: fx.Node, piece: Piece, formula: Expr) -> Expr:
         of_value = piece.weighted.free - piece.score.free
         keys = piece.keys or tuple(formula.free - of_value)
         return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)

@@ -217,6 +217,59 @@ def flash_with_a_sink(q, k, v, sink):
     return o / l
 
 
+@spelling(cross)
+def three_passes_over_blocks(q, k, v):
+    """The maximum, then the divisor, then the values."""
+    m = torch.stack([(q @ a.mT).amax(-1) for a in k.split(BLOCK, 2)]).amax(0).unsqueeze(-1)
+    l = o = 0
+    for a in k.split(4, 2):
+        l = l + (q @ a.mT - m).exp().sum(-1, keepdim=True)
+    for a, b in zip(k.split(BLOCK, 2), v.split(BLOCK, 2), strict=True):
+        o = o + ((q @ a.mT - m).exp() / l) @ b
+    return o
+
+
+@spelling(qkv)
+def online_divisor_then_one_product(q, k, v):
+    s = q @ k.mT
+    m = s[..., 0]
+    d = torch.ones_like(m)
+    for j in range(1, s.shape[-1]):
+        new = torch.maximum(m, s[..., j])
+        d, m = d * torch.exp(m - new) + torch.exp(s[..., j] - new), new
+    return (torch.exp(s - m[..., None]) / d[..., None]) @ v
+
+
+@spelling(qkv)
+def softmax_whose_values_are_added_one_by_one(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    o = torch.zeros_like(q)
+    for j in range(k.shape[2]):
+        o = o + p[..., j : j + 1] * v[:, :, j : j + 1]
+    return o
+
+
+@spelling(qkv)
+def sums_without_a_maximum(q, k, v):
+    o = l = 0
+    for j in range(k.shape[2]):
+        weight = torch.exp((q * k[:, :, j : j + 1]).sum(-1, keepdim=True) / math.sqrt(D))
+        o, l = o + weight * v[:, :, j : j + 1], l + weight
+    return o / l
+
+
+@spelling(qkv)
+def flash_with_a_penalty_by_distance(q, k, v):
+    m, l, o = running(q, v)
+    i = torch.arange(q.shape[2])
+    for j in range(0, k.shape[2], BLOCK):
+        s = q @ k[:, :, j : j + BLOCK].mT - 0.5 * (i[:, None] - i[None, j : j + BLOCK]).abs()
+        new = torch.maximum(m, s.amax(-1, keepdim=True))
+        l = l * (m - new).exp() + (s - new).exp().sum(-1, keepdim=True)
+        o, m = o * (m - new).exp() + (s - new).exp() @ v[:, :, j : j + BLOCK], new
+    return o / l
+
+
 # --- one thing wrong ---
 
 
@@ -307,6 +360,36 @@ def results_merged_by_shares_of_their_own(q, k, v):
     parts = [(q @ a.mT).softmax(-1) @ b for a, b in zip(k.split(4, 2), v.split(4, 2), strict=True)]
     shares = torch.stack([(q @ a.mT).logsumexp(-1) for a in k.split(4, 2)]).sigmoid().unsqueeze(-1)
     return (shares * torch.stack(parts)).sum(0)
+
+
+@near_miss(qkv)
+def divisor_of_one_key_less(q, k, v):
+    s = q @ k.mT
+    m = s.amax(-1)
+    d = torch.zeros_like(m)
+    for j in range(1, s.shape[-1]):
+        d = d + torch.exp(s[..., j] - m)
+    return (torch.exp(s - m[..., None]) / d[..., None]) @ v
+
+
+@near_miss(qkv)
+def divisor_that_is_clamped_for_each_block(q, k, v):
+    m, l, o = running(q, v)
+    for j in range(0, k.shape[2], BLOCK):
+        s, new, values = step(q, k, v, j, m)
+        p, shrink = (s - new).exp(), (m - new).exp()
+        l = l * shrink + p.sum(-1, keepdim=True).clamp(min=1e-10)
+        o, m = o * shrink + p @ values, new
+    return o / l
+
+
+@near_miss(qkv)
+def weights_added_in_another_order_than_the_values(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    o = torch.zeros_like(q)
+    for j in range(k.shape[2]):
+        o = o + p[..., j : j + 1] * v[:, :, (j + 1) % 7 : (j + 1) % 7 + 1]
+    return o
 
 
 @mutant(qkv)
