@@ -1,7 +1,8 @@
 """FuseAttention: replace every attention by one `attngraph::attention` node.
 
 Matches whatever `meaning/attention/recogniser.py` recognises: a sum of values weighted by a softmax of scores
-that hold a product of queries and keys, however it is written. Right because every claim is checked in
+that hold a product of queries and keys, however it is written; at last, sums of pieces of the keys that a
+loop rescales and adds up. Right because every claim is checked in
 float64, values and (where they flow) gradients, at two sizes, before the graph is touched; equal layers
 are checked once. Refuses a claim that fails its check, and an attention whose weights are used
 elsewhere, because then nothing would be saved.
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import networkx as nx
 import sympy
@@ -27,6 +28,7 @@ from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_sympy
 from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.attention.refusal import Refusal
@@ -42,6 +44,7 @@ from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall
 
 log = logging.getLogger(__name__)
+Recognise = Callable[[fx.Node], tuple[Attention, ...] | Refusal | None]
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
 UNNORMALISED = "exponentials of scores weigh a sum that is not divided by their own sum over the same keys"
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
@@ -67,6 +70,7 @@ class _Fusion:
         self.outcome = Outcome()
         self.fused = 0
         self.reasons: dict[fx.Node, Refusal] = {}
+        self.in_pieces: set[fx.Node] = set()
         self.checks = Checks(graph)
 
     def run(self) -> Outcome:
@@ -79,6 +83,7 @@ class _Fusion:
                     # The reason for the sum itself is more helpful than that for a product with a gate.
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
+        self._fuse_pieces()
         if self.graph.gradients:
             self._own_results()
         self.graph.clean()
@@ -90,14 +95,50 @@ class _Fusion:
         return self.outcome
 
     def _examine(self, node: fx.Node) -> Refusal | None:
-        """Recognise a node and fuse it. An error in our own code counts as a refusal."""
+        """Recognise a node and fuse it."""
+        return self._attempt(node, self.recogniser.examine)
+
+    def _attempt(
+        self, node: fx.Node, recognise: Recognise, weights: frozenset[fx.Node] | None = None
+    ) -> Refusal | None:
+        """Fuse what a node is recognised as; `weights` are its exponentials, if the recogniser does not say.
+        An error in our own code counts as a refusal."""
         try:
-            found = self.recogniser.examine(node)
+            found = recognise(node)
             self._require_equal_sizes()
-            return self._fuse(node, found) if isinstance(found, tuple) else found
+            if not isinstance(found, tuple):
+                return found
+            return self._fuse(node, found, self.recogniser.exponentials(node) if weights is None else weights)
         except Exception as problem:
             log.exception("could not examine %s at %s", node, source_of(node))
             return Refusal(f"an error of the compiler, please report it: {type(problem).__name__}: {problem}")
+
+    def _fuse_pieces(self) -> None:
+        """Fuse attentions that are computed in pieces of their keys, the largest sum of pieces first."""
+        sums = PartialSums(self.meaning)
+        order = list(self.graph.graph.nodes)
+        found = [node for node in order if sums.kind(node) is not None and sums.pieces(node)]
+        refusals: dict[frozenset[fx.Node], tuple[fx.Node, Refusal]] = {}
+        done: set[frozenset[fx.Node]] = set()
+        obstacles = set(self.meaning.obstacles)
+        for node in reversed(found):
+            pieces = sums.pieces(node)
+            if pieces in done or any(pieces < others for others in (*done, *refusals)):
+                continue
+            before = self.fused
+            weights = frozenset(n for n in sums.below(node) if sums.begins(n))
+            refused = self._attempt(node, functools.partial(self.recogniser.examine_pieces, sums), weights)
+            if self.fused > before:
+                done.add(pieces)
+                refusals.pop(pieces, None)
+                self.in_pieces |= weights
+            elif refused is not None and len(pieces) > 1 and any(map(self._is_of_scores, weights)):
+                refusals.setdefault(pieces, (node, refused))
+                self.in_pieces |= weights
+        self.meaning.obstacles = obstacles  # of the attentions that were recognised at first
+        # Pieces of one attention are told of as one.
+        self.reasons = {n: why for n, why in self.reasons.items() if n not in self.in_pieces}
+        self.reasons |= dict(refusals.values())
 
     def _own_results(self) -> None:
         """Copy results that share memory with an attention's output: the backward pass needs that output
@@ -116,9 +157,9 @@ class _Fusion:
             if condition not in self.graph.conditions:
                 self.graph.conditions += (condition,)
 
-    def _fuse(self, old: fx.Node, claims: Sequence[Attention]) -> Refusal | None:
+    def _fuse(self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]) -> Refusal | None:
         """Check the claims, whose sum should equal the node, and apply them; or return why not."""
-        elsewhere = self._used_elsewhere(old, claims)
+        elsewhere = self._used_elsewhere(old, claims, weights)
         if elsewhere is not None:
             return Refusal(elsewhere)
         builder = Builder(self.graph, old)
@@ -142,11 +183,13 @@ class _Fusion:
             whole.meta["attention"] = self._entry(claim, verdict, whole)
         return None
 
-    def _used_elsewhere(self, old: fx.Node, claims: Sequence[Attention]) -> str | None:
+    def _used_elsewhere(
+        self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]
+    ) -> str | None:
         """The other use for which weights or scores would still be computed after fusing, or None."""
         view = dependence(self.graph.graph)
         view.remove_node(old)
-        starts = [("weights", n) for n in self.recogniser.exponentials(old) if n is not old]
+        starts = [("weights", n) for n in weights if n is not old]
         starts += [("scores", node) for claim in claims for node in claim.scores]
         reads = {read for claim in claims for read in claim.reads}
         sinks = {read for claim in claims for read in claim.sinks}
@@ -201,10 +244,10 @@ class _Fusion:
         alive = set(self.graph.graph.nodes)
         for node in alive & self.recogniser.unnormalised:
             for place in self.recogniser.exponentials(node):
-                if self._is_of_scores(place):
+                if place not in self.in_pieces and self._is_of_scores(place):
                     self.reasons.setdefault(place, Refusal(UNNORMALISED))
         for node in self.graph.graph.nodes:
-            if str(node.target) in SOFTMAX_LIKE and node not in self.reasons:
+            if str(node.target) in SOFTMAX_LIKE and node not in {*self.reasons, *self.in_pieces}:
                 # The sum of values may follow a view that was not traced through.
                 unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
                 self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
@@ -229,6 +272,8 @@ class _Fusion:
             seen.add(node)
             category = self.meaning.category(node)
             sides = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+            if str(node.target).startswith("aten.sum.") and self.recogniser.is_product(sides[0]):
+                category, sides = Category.CONTRACTION, sides[0].all_input_nodes
             if category is Category.CONTRACTION:
                 above = [region([side], ()) for side in sides]
                 if all(any(n in named and named[n].kind == "argument" for n in a) for a in above):

@@ -47,6 +47,7 @@ from attngraph.passes.absorb_mla.fold_weights import (
     fold_result,
     projection_of,
 )
+from attngraph.passes.absorb_mla.join_heads import join_heads
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import LatentEntry
@@ -87,8 +88,9 @@ class AbsorbMLA:
             if note:
                 outcome.notes.append(note)
         graph.clean()
-        if absorption.products:
-            products = {f"folded{number}": value for number, value in enumerate(absorption.products)}
+        needed = [value for value in absorption.products if value.users]  # a bias of keys may cancel
+        if needed:
+            products = {f"folded{number}": value for number, value in enumerate(needed)}
             move_to_stage(graph, Rate.WEIGHTS, products)
         return outcome
 
@@ -147,9 +149,15 @@ class _Absorption:
     def try_on(self, node: fx.Node) -> str:
         """Absorb one attention; returns what was done, or why not ("" where no user would expect it)."""
         source = source_of(node)
+        joined = None
         try:
+            self._require_own(node)
+            joined = join_heads(self.graph, self.meaning, node)
             entry = self._absorb(node, self._examine(node))
+            self.products += joined.weights if joined is not None else ()
         except (_Refused, NoSize) as problem:
+            if joined is not None:
+                joined.undo()
             if isinstance(problem, _Refused) and not problem.tell:
                 return ""
             about = LatentEntry(reason=str(problem))
@@ -157,15 +165,23 @@ class _Absorption:
             return f"left expanded at {source}: {problem}"
         return f"latent attention at {source}: {entry.describe()}"
 
+    def _require_own(self, node: fx.Node) -> None:
+        """Refuse attentions that the model itself calls.
+
+        Raises:
+            _Refused: the attention is one of these.
+        """
+        view = AttentionOp.of(node)
+        if not isinstance(view, Attention) or view.kernel or any(user.args[1] != 0 for user in node.users):
+            raise _Refused("the model itself says how it is computed", tell=False)
+
     def _examine(self, node: fx.Node) -> Latent:
         """The latent of an attention whose program allows another order of multiplication.
 
         Raises:
             _Refused: there is no latent, its biases do not cancel, or nothing would be saved.
         """
-        view = AttentionOp.of(node)
-        if not isinstance(view, Attention) or view.kernel or any(user.args[1] != 0 for user in node.users):
-            raise _Refused("the model itself says how it is computed", tell=False)
+        view = Attention.of(node)
         found = self.latents.examine(view.k, view.v)
         if isinstance(found, Obstacle):
             raise _Refused(found.reason, tell=found.is_near)

@@ -305,12 +305,12 @@ CASES = {
     "flash loop": Case(
         lambda rate: online_softmax.FlashAttention(4),
         lambda b, t: (normal(b, H, t, D), normal(b, H, 9, D), normal(b, H, 9, D + 1)),
-        None,
+        ("none",),
     ),
     "flash loop, causal": Case(
         lambda rate: online_softmax.FlashAttention(4, causal=True),
         lambda b, t: (normal(b, H, t, D), normal(b, H, t, D), normal(b, H, t, D + 1)),
-        None,
+        ("causal",),
     ),
     "multi-query": Case(
         lambda rate: grouped_attention.MultiQueryAttention(

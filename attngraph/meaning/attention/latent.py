@@ -148,7 +148,7 @@ class _Side:
         if self.meaning.category(read.value) is Category.MOVEMENT and self._leads_on(read):
             try:
                 found: list[Stretch] = []
-                for piece, inner, offset in _pieces(self.meaning.element(read.value, read.args), place):
+                for piece, inner, offset in pieces(self.meaning.element(read.value, read.args), place):
                     found += self._cut(piece, inner, start + offset)
                 return found
             except Unliftable:
@@ -284,7 +284,7 @@ class _Side:
         )
 
 
-def _pieces(element: Expr, place: Expr) -> list[tuple[Expr, Expr, int]]:
+def pieces(element: Expr, place: Expr) -> list[tuple[Expr, Expr, int]]:
     """An element that is a different read in each stretch of `place`, as (read, its own variable for the
     stretch, where the stretch starts).
 

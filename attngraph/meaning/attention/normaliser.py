@@ -63,7 +63,7 @@ def _match_terms(score: Expr, terms: Sequence[Expr], keys: tuple[Expr, ...]) -> 
             continue
         moving, fixed = found
         extra = [t for t in (*terms[:place], *terms[place + 1 :]) if not E.is_const(t, 0)]
-        return moving, M.sub(_logarithm(extra), fixed) if extra else None
+        return moving, M.sub(logarithm(extra), fixed) if extra else None
     return None
 
 
@@ -137,7 +137,7 @@ def _cut(
     return parts, M.substitute(node, {v: recombined(d) for v, d in digits.items()})
 
 
-def _logarithm(terms: Sequence[Expr]) -> Expr:
+def logarithm(terms: Sequence[Expr]) -> Expr:
     """The logarithm of a sum of exponentials, shifted so that none overflows."""
     logs = [E.const(math.log(t.value)) if t.op == "const" and t.value > 0 else M.log(t) for t in terms]
     if len(logs) == 1:

@@ -9,6 +9,7 @@ checks the claim in float64 before anything is replaced (`meaning/check/check.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import torch
@@ -18,14 +19,18 @@ from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
-from attngraph.meaning.attention.normaliser import split_by
+from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
+from attngraph.meaning.attention.normaliser import logarithm, split_by
+from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,
     WeightedSum,
+    key_part,
     weighted_sums,
 )
 from attngraph.meaning.element import Meaning
@@ -122,6 +127,41 @@ class Recogniser:
             self._near.pop(node, None)
             return None
         return found
+
+    def examine_pieces(self, sums: PartialSums, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
+        """The attention that this node is, computed in pieces of its keys that were rescaled and added up;
+        None where it is no such sum."""
+        output, at = self.meaning.places(node)
+        try:
+            separated = separate(sums.of(node, at), self.meaning.fresh)
+            if separated is None or isinstance(separated, Refusal):
+                return separated
+            look = functools.partial(self._look_into_piece, node)
+            joined = join(self.meaning, separated.pieces, look)
+            if separated.problem is not None and not (
+                isinstance(joined, list) and cover(self.meaning, joined, separated.divisor, look)
+            ):
+                return separated.problem
+            if isinstance(joined, Refusal):
+                return joined
+            parts: list[KeyPart] = []
+            for piece in joined:
+                part = key_part(piece.weighted, piece.keys, piece.score)
+                if isinstance(part, Refusal):
+                    return part
+                parts.append(part)
+            found = WeightedSum(tuple(parts), logarithm(separated.sinks) if separated.sinks else None)
+            claim = self._claim(node, output, found)
+        except NotASum:
+            return None
+        except Unliftable as problem:
+            return Refusal(str(problem))
+        return claim if isinstance(claim, Refusal) else (claim,)
+
+    def _look_into_piece(self, node: fx.Node, piece: Piece, formula: Expr) -> Expr:
+        of_value = piece.weighted.free - piece.score.free
+        keys = piece.keys or tuple(formula.free - of_value)
+        return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
 
     def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that are weights in the sum of `node`, or in its parts."""

@@ -99,7 +99,7 @@ def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
     for piece in pieces_of(whole.args if whole.op == "add" else (whole,), look, 0):
         matching = [t for t in found if is_normaliser(piece, t.score, t.keys, look)]
         part = (
-            _key_part(matching[0].weighted, matching[0].keys, matching[0].score)
+            key_part(matching[0].weighted, matching[0].keys, matching[0].score)
             if len(matching) == 1
             else None
         )
@@ -210,7 +210,7 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
     weighted, score, sink = found
     if _exponentials(weighted, keys):
         return Refusal("its weights are computed from two softmaxes, but are not a sum of them")
-    part = _key_part(weighted, keys, score)
+    part = key_part(weighted, keys, score)
     return part if isinstance(part, Refusal) else WeightedSum((part,), sink)
 
 
@@ -288,7 +288,7 @@ def _in_exponents(node: Expr) -> Expr:
     return E.rebuild(node, replace)
 
 
-def _key_part(weighted: Expr, keys: tuple[Expr, ...], score: Expr) -> KeyPart | Refusal:
+def key_part(weighted: Expr, keys: tuple[Expr, ...], score: Expr) -> KeyPart | Refusal:
     """Separate the weight from the value."""
     weights: list[Expr] = []
     values: list[Expr] = []

@@ -1,7 +1,8 @@
 """What a claim is tested with: numbers for the symbolic sizes, random tensors for everything else.
 
 Small sizes, normal numbers, small integers, and booleans. Every other sample's booleans have a first row
-that is all true and a last one that is all false.
+that is all true and a last one that is all false; the last row of the others is true at its last place alone,
+as a mask is that hides all keys but one.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Sample:
             drawn = torch.rand(shape, generator=self.generator) < 0.7
             if self.number % 2 and drawn.ndim and shape[0] > 1:
                 drawn[0], drawn[-1] = True, False
+            elif not self.number % 2 and drawn.ndim and drawn.numel():
+                last = drawn[-1] if drawn.ndim > 1 else drawn
+                last[..., :-1], last[..., -1] = False, True
             return drawn
         if value.is_complex():
             return torch.randn(shape, generator=self.generator, dtype=torch.complex128)

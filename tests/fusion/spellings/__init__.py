@@ -12,6 +12,7 @@ from . import (
     biases,
     causal_masks,
     heads,
+    key_loops,
     key_parts,
     mutated_masks,
     mutated_operands,
@@ -27,8 +28,8 @@ from . import (
 from .registry import COUNT, MUST_FUSE, MUST_NOT, MUTANTS, NOT_YET, TOLERANCE, size, with_padding
 
 TOPICS = (
-    scores, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts, sums,
-    near_misses, mutated_masks, mutated_operands,
+    scores, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts, key_loops,
+    sums, near_misses, mutated_masks, mutated_operands,
 )  # fmt: skip
 
 __all__ = [

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .registry import INF, H, causal, cross, normal, not_yet, qkv, spelling, with_padding
+from .registry import INF, H, causal, cross, normal, qkv, spelling, with_padding
 
 
 @spelling(cross)
@@ -113,14 +113,3 @@ def nan_to_num(q, k, v, keep):
 @spelling(qkv)
 def value_gated_after(q, k, v):
     return ((q @ k.mT).softmax(-1) @ v) * torch.sigmoid(q)
-
-
-@not_yet(qkv)
-def blocks_of_keys_one_after_another(q, k, v):
-    most, total, out = torch.full(q.shape[:3], -INF, dtype=q.dtype)[..., None], 0.0, 0.0
-    for keys, values in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True):
-        scores = q @ keys.mT
-        now = torch.maximum(most, scores.amax(-1, keepdim=True))
-        weights, kept = (scores - now).exp(), (most - now).exp()
-        total, out, most = kept * total + weights.sum(-1, keepdim=True), kept * out + weights @ values, now
-    return out / total

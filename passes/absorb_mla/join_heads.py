@@ -1,0 +1,196 @@
+"""Keys or values that were projected head by head, as one projection for all heads. Used by `absorb_mla`.
+
+A loop over heads projects one tensor by a weight for each head, and `merge_heads` concatenates the results.
+A concatenation of projections of one tensor is its projection by the concatenated weights, which is what a
+latent is recognised by. Parts of the width that all heads share (a rotary key) are expanded instead. The
+weights are concatenated in the stage that runs when a weight changes. Nothing is done where the heads'
+projections differ in form, or are computed from different tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.nodes import Attention
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.attention import layout
+from attngraph.meaning.attention.latent import pieces
+from attngraph.meaning.check.once import Checks
+from attngraph.meaning.check.region import region
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, Unliftable
+from attngraph.passes.build import Builder, NoSize
+
+aten = torch.ops.aten
+_WEIGHT_AXIS: dict[Any, int] = {aten.linear.default: 0, aten.matmul.default: 1, aten.mm.default: 1}
+"""The axis of a projection's weight along which its results lie."""
+_WEIGHTS = ("parameter", "buffer", "constant")
+
+
+class _Apart(Exception):
+    """The heads' operands are no projections that can be joined."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """An attention's operands before and after: `weights` are concatenations of weights."""
+
+    node: fx.Node
+    before: tuple[fx.Node, fx.Node]
+    weights: tuple[fx.Node, ...]
+    builder: Builder
+
+    def undo(self) -> None:
+        _set_operands(self.node, *self.before)
+        self.builder.discard()
+
+
+def join_heads(graph: ProgramGraph, meaning: Meaning, node: fx.Node) -> Joined | None:
+    """Write an attention's keys and values as projections for all heads, where `merge_heads` concatenated
+    them. None, and the graph unchanged, where they are not of that form."""
+    view = Attention.of(node)
+    join = _Join(graph, meaning, Builder(graph, node))
+    try:
+        k, v = (join.operand(x) if x.target is aten.cat.default else x for x in (view.k, view.v))
+        problem = join.check(((view.k, k), (view.v, v)))
+    except (_Apart, Unliftable, layout.NoView, NoSize):
+        problem = "apart"
+    if problem or not join.weights:
+        join.builder.discard()
+        return None
+    _set_operands(node, k, v)
+    return Joined(node, (view.k, view.v), tuple(join.weights), join.builder)
+
+
+def _set_operands(node: fx.Node, k: fx.Node, v: fx.Node) -> None:
+    node.args = Attention.of(node).replace(k=k, v=v).args
+
+
+class _Join:
+    def __init__(self, graph: ProgramGraph, meaning: Meaning, builder: Builder) -> None:
+        self.graph, self.meaning, self.builder = graph, meaning, builder
+        self.weights: list[fx.Node] = []
+        self.sources: list[fx.Node] = []
+        self._pairs: dict[tuple[fx.Node, fx.Node], bool] = {}
+
+    def operand(self, cat: fx.Node) -> fx.Node:
+        """`[B, H, S, n]` for a concatenation of tensors `[B, 1, S, n]` along dimension 1.
+
+        Raises:
+            _Apart: they are no such tensors, or no projections of one tensor.
+        """
+        heads: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
+        b, one, s, n = self.meaning.shape(heads[0])
+        if cat.args[1] != 1 or not E.is_const(one, 1) or n.op != "const":
+            raise _Apart
+        at = E.var("b", b), E.ZERO, E.var("s", s), E.var("d", n)
+        columns = [self._stretches(head, at) for head in heads]
+        if len({tuple((inner.args[0], start) for _, inner, start in column) for column in columns}) > 1:
+            raise _Apart
+        parts = []
+        for same in zip(*columns, strict=True):
+            reads, inner = [read for read, _, _ in same], same[0][1]
+            parts.append(self._part(reads, (at[0], at[2], inner)))
+        return parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, -1)
+
+    def _stretches(self, head: fx.Node, at: tuple[Expr, ...]) -> list[tuple[Expr, Expr, int]]:
+        """The tensors that a head's width is made of, as `pieces` gives them, seen through views."""
+
+        def moves(read: Expr) -> bool:
+            return self.meaning.category(read.value) is Category.MOVEMENT
+
+        found = pieces(self.meaning.lift(self.meaning.read(head, at), moves), at[3])
+        return [(self.meaning.lift(read, moves), inner, start) for read, inner, start in found]
+
+    def _part(self, reads: Sequence[Expr], at: tuple[Expr, Expr, Expr]) -> fx.Node:
+        """`[B, H, S, n]` from an element of each head at (b, s, d)."""
+        b, s, d = at
+        head = E.var("h", E.const(len(reads)))
+        read = reads[0]
+        if not all(r.op == read.op == "read" and self._same(r.value, read.value) for r in reads):
+            if any(r.op != "read" or r.args != read.args for r in reads) or read.args[-1] is not d:
+                raise _Apart
+            joined = self._projection([r.value for r in reads])
+            place = M.add(M.mul(head, self.meaning.shape(read.value)[-1]), d)
+            read = E.read(joined, (*read.args[:-1], place), read.kind)
+        elif any(r.args != read.args for r in reads):
+            raise _Apart
+        else:
+            self._computed_from([r.value for r in reads])
+        varied = (tuple(v for v in (x,) if not E.is_const(v.args[0], 1)) for x in (b, head, s, d))
+        return self.builder.view(
+            read.value, layout.solve(self.meaning.shape(read.value), read.args, tuple(varied))
+        )
+
+    def _same(self, a: object, b: object) -> bool:
+        """Whether two values are one, or are computed by the same operations on the same operands, as what a
+        loop computes for each head again."""
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+            return a is b or (type(a) is type(b) and not isinstance(a, fx.Node) and bool(a == b))
+        if a.op != "call_function" or a.target is not b.target or self.meaning.category(a) is None:
+            return False
+        if (a, b) not in self._pairs:
+            mine, spec = tree_flatten((a.args, a.kwargs))
+            theirs, other = tree_flatten((b.args, b.kwargs))
+            self._pairs[a, b] = spec == other and all(map(self._same, mine, theirs))
+        return self._pairs[a, b]
+
+    def _computed_from(self, nodes: Sequence[fx.Node]) -> None:
+        """Add the values that equal computations begin with to the sources."""
+        waiting, seen = [(nodes[0], other) for other in nodes[1:]], set()
+        while waiting:
+            a, b = pair = waiting.pop()
+            if a is b:
+                self.sources.append(a)
+            elif pair not in seen:
+                seen.add(pair)
+                waiting += zip(a.all_input_nodes, b.all_input_nodes, strict=True)
+
+    def _projection(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """One projection, by the concatenated weights, in place of one for each head."""
+        first = nodes[0]
+        axis = _WEIGHT_AXIS.get(first.target)
+        alike = all(
+            n.target is first.target
+            and len(n.args) == len(first.args)
+            and self._same(n.args[0], first.args[0])
+            for n in nodes
+        )
+        if axis is None or not alike or any(n.kwargs for n in nodes):
+            raise _Apart
+        operands = [[n.args[place] for n in nodes] for place in range(1, len(first.args))]
+        joined = [None if all(w is None for w in own) else self._weights(own, axis) for own in operands]
+        self._computed_from([n.args[0] for n in nodes])  # type: ignore[misc]
+        return self.builder.call(first.target, first.args[0], *joined)
+
+    def _weights(self, own: Sequence[object], axis: int) -> fx.Node:
+        weights = [w for w in own if isinstance(w, fx.Node)]
+        known = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        above = [n for n in region(weights, ()) if n.op == "placeholder"]
+        ranks = {len(w.meta["val"].shape) for w in weights}
+        if (
+            len(weights) < len(own)
+            or any(known[n].kind not in _WEIGHTS for n in above)
+            or not ranks <= {1, 2}
+        ):
+            raise _Apart
+        self.sources += weights
+        self.weights.append(self.builder.call(aten.cat.default, weights, axis if ranks == {2} else 0))
+        return self.weights[-1]
+
+    def check(self, pairs: Sequence[tuple[fx.Node, fx.Node]]) -> str:
+        """What is wrong with the new operands, computed in float64 ("" if nothing is)."""
+        checks = Checks(self.graph)
+        verdicts = (
+            checks.same_value(a, b, list(dict.fromkeys(self.sources))) for a, b in pairs if a is not b
+        )
+        return next((v.problem for v in verdicts if v.problem), "")

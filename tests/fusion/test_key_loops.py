@@ -1,0 +1,108 @@
+"""Loops over keys in Python: one attention each; what is wrong with one is told once, at the user's line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngraph
+from attngraph.models.online_softmax import FlashAttention
+
+
+def loop(
+    q: Tensor, k: Tensor, v: Tensor, block: int = 3, step: int = 3, wrong: str = "", last: int | None = None
+) -> Tensor:
+    m = torch.full_like(q[..., :1], -torch.inf)
+    l, o = torch.zeros_like(m), torch.zeros_like(q)
+    for j in range(0, k.shape[2] if last is None else last, step):
+        s = q @ k[:, :, j : j + block].mT
+        top = s.amax(-1, keepdim=True)
+        new = torch.maximum(m, top)
+        p, shrink = (s - (top if wrong == "maximum" else new)).exp(), (m - new).exp()
+        l = l * (1.0 if wrong in ("divisor", "both") else shrink)
+        o = o * (1.0 if wrong in ("output", "both") else shrink)
+        total = p.sum(-1, keepdim=True)
+        l = l + (total.clamp(min=1e-9) if wrong == "clamp" else total)
+        o, m = o + p @ v[:, :, j : j + block], new
+    return o if wrong == "undivided" else o / l
+
+
+REASONS = {
+    "divisor": "the 3 blocks of its keys are not scaled alike in the sum and in what divides it",
+    "output": "the 3 blocks of its keys are not scaled alike in the sum and in what divides it",
+    "both": "the 3 blocks of its keys are added up with different maxima subtracted",
+    "maximum": "the 3 blocks of its keys are added up with different maxima subtracted",
+    "undivided": "its keys come in 3 blocks whose sums are added up, but not divided",
+    "clamp": "what divides it is changed by clamp at ",
+}
+
+
+def heads(tokens: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(3, 2, 4, tokens, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("wrong", REASONS)
+def test_what_is_wrong_with_a_loop_is_told_once(wrong: str) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return loop(q, k, v, wrong=wrong)
+
+    report = attngraph.explain(model, *heads(9))
+    assert not report.attention
+    (missed,) = report.missed
+    assert missed.reason.startswith(REASONS[wrong])
+    assert "test_key_loops.py" in missed.source
+
+
+def test_keys_in_two_blocks_are_told() -> None:
+    (missed,) = attngraph.explain(lambda q, k, v: loop(q, k, v, step=2), *heads(9)).missed
+    assert missed.reason.startswith("some keys are in more than one of the 5 blocks")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [1, 5, 8, 64])
+def test_the_flash_model_is_one_attention_at_any_block(block: int, causal: bool) -> None:
+    model = FlashAttention(block, causal=causal)
+    q, k, v = (t.requires_grad_() for t in heads(24))
+    compiled = attngraph.compile(model)
+    assert torch.allclose(compiled(q, k, v), model(q, k, v), atol=1e-12)
+    (entry,) = compiled.report.attention
+    assert entry.mask == ("causal" if causal else "none")
+    assert not compiled.report.missed
+    with torch.no_grad():
+        assert "cat" not in compiled_ops(compiled), "blocks of one tensor are not copied"
+
+
+def compiled_ops(compiled: attngraph.CompiledModule) -> set[str]:
+    ((graph,),) = compiled._graphs.values()
+    return {str(n.target).split(".")[1] for n in graph.captured.graph.graph.nodes if "aten." in str(n.target)}
+
+
+def test_keys_left_out_of_a_loop_stay_out() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return loop(q, k, v, last=6)
+
+    q, k, v = heads(9)
+    compiled = attngraph.compile(model)
+    assert torch.allclose(compiled(q, k, v), model(q, k, v), atol=1e-12)
+    assert torch.allclose(model(q, k, v), (q @ k[:, :, :6].mT).softmax(-1) @ v[:, :, :6])
+    assert len(compiled.report.attention) == 1
+
+
+def test_blocks_with_keys_of_their_own_are_one_attention_over_them_side_by_side() -> None:
+    """Each block's keys are computed in the loop, so no tensor holds them all."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        m = torch.full_like(q[..., :1], -torch.inf)
+        l, o = torch.zeros_like(m), torch.zeros_like(q)
+        for keys, values in zip(k.split(3, 2), v.split(3, 2), strict=True):
+            s = q @ torch.tanh(keys @ w).mT
+            new = torch.maximum(m, s.amax(-1, keepdim=True))
+            p, shrink = (s - new).exp(), (m - new).exp()
+            l, o, m = l * shrink + p.sum(-1, keepdim=True), o * shrink + p @ values, new
+        return o / l
+
+    inputs = (*heads(9), torch.randn(8, 8, dtype=torch.float64))
+    compiled = attngraph.compile(model)
+    assert torch.allclose(compiled(*inputs), model(*inputs), atol=1e-12)
+    assert len(compiled.report.attention) == 1
