@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
@@ -104,8 +105,9 @@ class CompiledModule(nn.Module):
         self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Executable | None:
         """Trace for this call and keep the graph; None if the model must be captured in pieces."""
-        # The caller's saved-tensor hooks must not see the tensors of the trace.
-        with LOCK.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        # The caller's saved-tensor hooks and modes must not see the tensors and the ops of the trace.
+        unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with LOCK.trace(), unseen, _disable_current_modes():
             found = self._find(key, tensors)
             if found is not None:
                 return found
