@@ -102,8 +102,13 @@ class Store:
 
     @property
     def bytes_per_token(self) -> int:
+        return self.bytes_in(None)
+
+    def bytes_in(self, dtype: torch.dtype | None) -> int:
+        """Bytes per token where floating values are cached in another dtype (None: as computed)."""
         dims = [n for place, n in enumerate(self.shape) if place not in (self.row_dim, self.token_dim)]
-        return math.prod(dims) * self.dtype.itemsize
+        kept = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+        return math.prod(dims) * kept.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

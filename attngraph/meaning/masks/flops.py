@@ -2,11 +2,11 @@
 
 The convention. A product of matrices counts two operations for each pair of numbers multiplied, as PyTorch
 counts it; exponentials and masks count nothing. Of an attention that is computed by tiles, a tile of `TILE`
-queries by `TILE` keys counts in full unless positions and sizes show that the mask hides all of it. Masks that
-read tensors count as if they hid nothing, so the count depends on shapes alone. Without a mask it is the count
-of the two products of the unfused model. The backward pass counts five products, as PyTorch's own fused
-attention does: the scores again, and one for each of the gradients of weights, values, queries and keys. Which
-kernel computes a call does not matter.
+queries by `TILE` keys counts in full unless positions and sizes show that the mask hides all of it. Masks
+that read tensors count as if they hid nothing, so the count depends on shapes alone. Without a mask it is the
+count of the two products of the unfused model. The backward pass counts five products, as PyTorch's own fused
+attention does: the scores again, and one for each of the gradients of weights, values, queries and keys.
+Which kernel computes a call does not matter.
 
 `attngraph::linear_attention` consists of PyTorch's products, which PyTorch counts.
 """
