@@ -141,6 +141,6 @@ def to_text(weights: Tensor, side: int = 32) -> str:
     for head, values in enumerate(drawn.values):
         lines.append(f"head {head}")
         for row in (values / (drawn.largest or 1) * (len(_SHADES) - 1)).round().nan_to_num(-1).int().tolist():
-            lines.append("  " + "".join("?" if n < 0 else _SHADES[n] * 2 for n in row))
+            lines.append("  " + "".join("??" if n < 0 else _SHADES[n] * 2 for n in row))
     legend = f"{_SHADES.strip()} from small to large"
     return "\n".join([*lines, *(f"  {note}" for note in [*drawn.notes(), legend])])
