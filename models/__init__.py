@@ -23,8 +23,9 @@ cache, no fused op and no `position_ids` argument. Nothing here imports the comp
 | `encoder` | BERT encoder: post-norm, segments, masked-token head |
 | `longformer` | the encoder with windows and global tokens |
 | `encoder_decoder` | the original Transformer: self- and cross-attention, sinusoidal positions |
+| `rnn_seq2seq` | recurrent encoder and decoder with additive or multiplicative attention |
 | `vit` | image classifier: patches, class token, learned positions |
-| `sampling` | sampling text from a language model, without a cache |
+| `sampling` | text from a language model without a cache: top-k, top-p, beams |
 | `text` | real bytes to run them on |
 | `targets` | `(model, example inputs)` pairs for the command line |
 

@@ -1,12 +1,12 @@
 """ConvertHeads: multi-head attention on fewer key/value heads, by mean pooling.
 
-Each group of neighbouring key/value heads becomes one, whose projection weights (and biases) are the mean of
-theirs (Ainslie et al. 2023, GQA, section 2.1). Which rows of which parameter make a head is found by
-meaning: the elements of the attention's keys and values are traced, through operations on each head (rotary
-positions, norms), to the product with a parameter that they come from. That product then has only the pooled
-rows, and attention reads one head of each group. This changes what the model computes, so it is not part
-of compiling: `attngraph.convert_heads` runs it. Refuses a model with an attention that was not recognised,
-parameters with other uses, and heads that are treated differently between the projection and the
+Each group of key/value heads (neighbours, unless groups are given) becomes one, whose projection weights (and
+biases) are the mean of theirs (Ainslie et al. 2023, GQA, section 2.1). Which rows of which parameter make a
+head is found by meaning: the elements of the attention's keys and values are traced, through operations on
+each head (rotary positions, norms), to the product with a parameter that they come from. That product then
+has only the pooled rows, and attention reads one head of each group. This changes what the model computes, so
+it is not part of compiling: `attngraph.convert_heads` runs it. Refuses a model with an attention that was not
+recognised, parameters with other uses, and heads that are treated differently between the projection and the
 attention.
 """
 
@@ -42,15 +42,17 @@ _EQUAL = elementwise(1e-9)
 
 @dataclasses.dataclass(frozen=True)
 class ConvertHeads:
-    """`kv_heads`: the number of key/value heads that each attention gets."""
+    """`kv_heads`: the number of key/value heads that each attention gets. `groups`: which heads become one;
+    empty: neighbours, as many in each group."""
 
     kv_heads: int
+    groups: tuple[tuple[int, ...], ...] = ()
     name: str = "convert-heads"
     requires: Level = Level.FUSED
     yields: Level = Level.FUSED
 
     def run(self, graph: ProgramGraph) -> Outcome:
-        conversion = _Conversion(graph, self.kv_heads)
+        conversion = _Conversion(graph, self.kv_heads, self.groups)
         outcome = Outcome()
         attentions = graph.attentions()
         if not attentions:
@@ -85,12 +87,12 @@ class _Product:
 
 
 class _Conversion:
-    def __init__(self, graph: ProgramGraph, kv_heads: int) -> None:
-        self.graph, self.kv_heads = graph, kv_heads
+    def __init__(self, graph: ProgramGraph, kv_heads: int, groups: tuple[tuple[int, ...], ...]) -> None:
+        self.graph, self.kv_heads, self.groups = graph, kv_heads, groups
         self.meaning = Meaning(graph.known_values(), graph.conditions)
         self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
         self.products: dict[fx.Node, _Product] = {}
-        self.shared: list[tuple[fx.Node, int]] = []
+        self.shared: list[tuple[fx.Node, list[tuple[int, ...]]]] = []
         self.pooled: dict[str, fx.Node] = {}
         self.saved = 0
 
@@ -98,7 +100,13 @@ class _Conversion:
         """Find the rows of parameters that make the keys and values of one attention."""
         attention = Attention.of(node)
         heads = int(attention.k.meta["val"].shape[1])
-        if heads % self.kv_heads != 0:
+        numbers = sorted(head for group in self.groups for head in group)
+        if self.groups and numbers != list(range(heads)):
+            raise ConversionError(
+                f"the attention at {source_of(node)} has the key/value heads 0 to {heads - 1}, each of which "
+                f"must be in one group; the groups have {numbers}."
+            )
+        if not self.groups and heads % self.kv_heads != 0:
             raise ConversionError(
                 f"the attention at {source_of(node)} has {heads} key/value heads, which are no multiple of "
                 f"{self.kv_heads}."
@@ -130,13 +138,18 @@ class _Conversion:
         size, every = len(per_head[0]), {row for rows in per_head for row in rows}
         if any(len(rows) != size for rows in per_head) or len(every) != size * heads:
             raise ConversionError(f"heads of the {what} at {source_of(node)} share rows of a parameter.")
-        group = heads // self.kv_heads
-        for first in range(0, heads, group):
-            for rows_of_one in zip(*per_head[first : first + group], strict=True):
+        for group in self._groups(heads):
+            for rows_of_one in zip(*(per_head[head] for head in group), strict=True):
                 for row in rows_of_one:
                     if product.groups.get(row, rows_of_one) != rows_of_one:
                         raise ConversionError(f"two attentions share the projection at {source_of(node)}.")
                     product.groups[row] = rows_of_one
+
+    def _groups(self, heads: int) -> list[tuple[int, ...]]:
+        """The heads that become one, for an attention with so many."""
+        size = heads // self.kv_heads
+        neighbours = [tuple(range(first, first + size)) for first in range(0, heads, size)]
+        return list(self.groups) or neighbours
 
     def _row(self, read: Expr, product: _Product, what: str, node: fx.Node) -> int:
         index = read.args[product.feature]
@@ -251,27 +264,35 @@ class _Conversion:
         return node
 
     def share(self, node: fx.Node) -> None:
-        """Let an attention read one head of each group."""
+        """Let an attention read one head of each group. Where groups are not neighbours or not equally large,
+        these heads are repeated for it, which costs a cache nothing."""
         attention = Attention.of(node)
-        heads = int(attention.k.meta["val"].shape[1])
-        group = heads // self.kv_heads
-        if group == 1:
+        groups = self._groups(int(attention.k.meta["val"].shape[1]))
+        size = len(groups[0])
+        if all(len(group) == 1 for group in groups):
             return
+        self.shared += [(x, groups) for x in attention.keys]
         builder = Builder(self.graph, node)
-        k, v = (builder.call(aten.slice.Tensor, x, 1, 0, _END, group) for x in attention.keys)
-        self.shared += [(x, group) for x in attention.keys]
+        if groups != [tuple(range(n * size, n * size + size)) for n in range(len(groups))]:
+            group_of = {head: number for number, group in enumerate(groups) for head in group}
+            first = [group[0] for group in groups]
+            again = [group_of[head] for head in range(len(group_of))]
+            k, v = (_picked(builder, _picked(builder, x, first), again) for x in attention.keys)
+            node.args = attention.replace(k=k, v=v).args
+            return
+        k, v = (builder.call(aten.slice.Tensor, x, 1, 0, _END, size) for x in attention.keys)
         node.args = attention.replace(k=k, v=v).args
         node.meta["attention"] = dataclasses.replace(node.meta["attention"], kv_heads=self.kv_heads)
 
     def check(self) -> None:
         """Check that the heads of a group are equal, so that operations on the way treat them alike."""
-        for operand, group in self.shared:
+        for operand, groups in self.shared:
             sample = Sample({**self.graph.known_values(), **self._orders()}, self.graph.hints, 0)
             with torch.no_grad():
                 (found,) = sample.evaluate(region([operand], []), {}, operand)
-            heads = found.unflatten(1, (-1, group))
-            one = heads[:, :, :1].expand_as(heads)
-            if not compare(heads, one, _EQUAL).holds:
+            heads = found[:, [head for group in groups for head in group]]
+            first = found[:, [group[0] for group in groups for _ in group]]
+            if not compare(heads, first, _EQUAL).holds:
                 raise ConversionError(
                     f"heads are treated unlike each other before attention at {source_of(operand)}, so "
                     "the mean of their projections stands for none of them."
@@ -280,3 +301,9 @@ class _Conversion:
     def _orders(self) -> dict[fx.Node, Tensor]:
         placeholders = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
         return {n: self.graph.constants[i.name] for n, i in placeholders if i.kind == "constant"}
+
+
+def _picked(builder: Builder, value: fx.Node, heads: Sequence[int]) -> fx.Node:
+    """These heads of keys or values: views, joined."""
+    parts = [builder.call(aten.narrow.default, value, 1, head, 1) for head in heads]
+    return parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, 1)

@@ -41,7 +41,7 @@ from attngraph.meaning.masks import words as masks
 from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
-from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall
+from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall, binary
 
 log = logging.getLogger(__name__)
 Recognise = Callable[[fx.Node], tuple[Attention, ...] | Refusal | None]
@@ -207,8 +207,16 @@ class _Fusion:
                     place = f"its own mask or bias ({source_of(node)})"
                 else:
                     continue
-                return f"its {what} are also used in {place}, so fusing would not remove them"
+                words = f"its {what} are also used in {place}, so fusing would not remove them"
+                return words + (self._cost_of(start, what) if node.op == "output" else "")
         return None
+
+    def _cost_of(self, node: fx.Node, what: str) -> str:
+        """What keeping a value costs, and what to do instead."""
+        value = node.meta["val"]
+        size = _number(size_expression(value.numel()), self.graph.hints) * value.dtype.itemsize
+        found = f": they take {binary(size)} in this call"
+        return f"{found} (compiled.weights computes them on demand)" if what == "weights" else found
 
     def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)

@@ -55,6 +55,52 @@ def test_our_modern_decoder_becomes_the_one_with_pooled_weights(groups: int) -> 
     assert sum(p.numel() for p in converted.parameters()) == sum(p.numel() for p in wanted.parameters())
 
 
+GROUPS = ([[0, 3], [1, 2]], [[2, 0, 1], [3]], [[1], [0, 2], [3]], [[3, 1, 0, 2]], [[2], [3], [0], [1]])
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("cached", [False, True], ids=["whole", "cached"])
+def test_heads_are_grouped_as_the_user_chooses(groups: list[list[int]], cached: bool) -> None:
+    model = modern(H)
+    wanted = copy.deepcopy(model)
+    for name, weight in wanted.named_parameters():
+        if ".key." in name or ".value." in name:
+            heads = weight.data.unflatten(0, (-1, D))
+            for group in groups:
+                heads[group] = heads[group].mean(0)
+    converted = attngraph.convert_heads(model, groups=groups)
+    ids = torch.randint(0, 64, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(converted(ids), wanted(ids), rtol=1e-4, atol=1e-5)
+    report = converted.report
+    assert report.kv_heads == len(groups)
+    rows = 2 * 2 * (H - len(groups)) * D  # layers; keys and values
+    assert report.parameters[0] - report.parameters[1] == rows * 32
+    if cached:
+        decoder = attngraph.compile(converted, cache=True)
+        _, state = decoder.prefill(ids[:, :8])
+        found = decoder.decode(ids[:, 8:], state)
+        torch.testing.assert_close(found, wanted(ids)[:, 8:], rtol=1e-4, atol=1e-5)
+        assert decoder.report.cache is not None
+        assert decoder.report.cache.bytes_per_token == report.cache_bytes[1]
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1], [2, 4]], [[0, 1, 2, 3, 4]]])
+def test_every_head_is_in_one_group(groups: list[list[int]]) -> None:
+    with pytest.raises(
+        attngraph.ConversionError, match=r"key/value heads 0 to 3, each of which must be in one"
+    ):
+        attngraph.convert_heads(modern(H), groups=groups)
+
+
+def test_heads_are_told_by_number_or_by_groups() -> None:
+    for wrong in ({}, {"kv_heads": 2, "groups": [[0, 1], [2, 3]]}):
+        with pytest.raises(ValueError, match="either kv_heads or groups"):
+            attngraph.convert_heads(modern(H), **wrong)
+    with pytest.raises(ValueError, match="no empty group"):
+        attngraph.convert_heads(modern(H), groups=[[0, 1, 2, 3], []])
+
+
 def test_grouped_heads_can_be_grouped_further() -> None:
     model, wanted = modern(2), modern(1)
     state = model.state_dict()

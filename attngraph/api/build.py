@@ -201,10 +201,10 @@ def derive_decoder(
         if options.progress is not None:
             options.progress("proof")
         error = prove(whole, step, arguments, name, logits)
+    stores = tuple((s.label, s.bytes_in(config.dtype), s.window) for s in plan.stores)
     cache = CacheEntry(
-        plan.bytes_per_token, plan.expanded, plan.attentions,
-        tuple((s.label, s.bytes_per_token, s.window) for s in plan.stores),
-        len(plan.fixed), step.limit, error,
+        sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
+        step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
@@ -27,11 +28,13 @@ from attngraph.errors import CaptureError
 from attngraph.ir import budgets
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
+from attngraph.ir.ops.weights import Places
 from attngraph.report import report as reporting
 from attngraph.report.dump import write_breaks
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
 
 log = logging.getLogger(__name__)
 ALWAYS = "always"
@@ -104,6 +107,47 @@ class CompiledModule(nn.Module):
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
         return result
 
+    def weights(
+        self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,
+        **kwargs: Any,
+    ) -> Tensor | dict[str, Tensor]:  # fmt: skip
+        """The weights of fused attentions in a call, for looking at them; they are never in memory otherwise.
+
+        The model runs up to the last of them, without gradients, and nothing of it is changed. Weights are
+        those that the values are summed with (in training mode after dropout), computed a block of queries at
+        a time: besides the result there is at most one block of scores in memory.
+
+        Args:
+            args, kwargs: the model's arguments.
+            at: the name of an attention in the report, such as "h.0.attn" (a module with several has
+                "attn#0", "attn#1"), or several names; None: all.
+            rows: which entries of the batch, queries: which queries: a number, a slice, or numbers. The
+                result has only these.
+
+        Returns:
+            `[rows, heads, queries, keys]`, or a dict of them by name where `at` is not one name.
+
+        Raises:
+            ValueError: there is no attention of that name; the message lists the names. IndexError: no such
+                row or query. CaptureError: the model is captured in pieces.
+        """
+        leaves, spec = flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        with LOCK.call():
+            key = call_key(leaves, spec, self._target)
+            found = self._find(key, tensors)
+        found = found or self._trace(key, tensors, args, kwargs)
+        if found is None:
+            reason = (self._pieces.get(ALWAYS) or self._pieces[key]).breaks[0].reason
+            raise CaptureError(
+                f"weights can be shown of a model that is one graph, not of pieces: {reason}", reason
+            )
+        missed = {m.name or "attention": m.reason for m in found.report.missed}
+        names = chosen_names(at, names_of_attentions(found.captured.graph), missed)
+        with LOCK.call():
+            weights = weights_of(found, tensors, names, rows, queries)
+        return weights[at] if isinstance(at, str) else weights
+
     def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
         for executable in reversed(self._graphs.get(key, ())):
             if executable.accepts(tensors):
@@ -119,8 +163,9 @@ class CompiledModule(nn.Module):
         Raises:
             _Settling: the model itself must run this call first; not where that was done (`settled`).
         """
-        # The caller's saved-tensor hooks must not see the tensors of the trace.
-        with LOCK.trace(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        # The caller's saved-tensor hooks and modes must not see the tensors and the ops of the trace.
+        unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with LOCK.trace(), unseen, _disable_current_modes():
             found = self._find(key, tensors)
             if found is not None:
                 return found

@@ -138,15 +138,22 @@ def _named_like(model: nn.Module, converted: ConvertedModel) -> Any:
 
 
 @LOCK.trace()
-def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -> ConvertedModel:
-    """Convert every attention to `kv_heads` key/value heads: the mean of each group's projections.
+def convert_heads(
+    model: nn.Module, *inputs: Any, kv_heads: int | None = None,
+    groups: Sequence[Sequence[int]] | None = None, **named: Any,
+) -> ConvertedModel:  # fmt: skip
+    """Convert every attention to fewer key/value heads: the mean of each group's projections.
 
     Args:
         model: any module whose attentions are all recognised; it is not modified. It is converted in its
             current mode (train or eval).
         inputs, named: a sample call; the converted model takes calls of this kind. Without one, random token
             ids `[2, 32]` of the model's first embedding are used.
-        kv_heads: must divide the number of key/value heads of every attention.
+        kv_heads: how many there will be, each of a group of neighbours; must divide the number of key/value
+            heads of every attention.
+        groups: instead: the numbers of the heads that become one, such as `[[0, 3], [1, 2]]`; every head is
+            in one group. Groups may be of unequal size. (Attention itself reads fewer heads only where groups
+            are neighbours and equally large; parameters and a cache shrink in any case.)
 
     Returns:
         A module with its own weights, and `.report`.
@@ -157,8 +164,14 @@ def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_heads takes an nn.Module, found {type(model).__name__}.")
-    if kv_heads < 1:
-        raise ValueError(f"kv_heads must be at least 1, found {kv_heads}.")
+    if (kv_heads is None) == (groups is None):
+        raise ValueError("convert_heads takes either kv_heads or groups.")
+    chosen = tuple(sorted(tuple(sorted(map(int, group))) for group in groups or ()))
+    kv_heads = len(chosen) if kv_heads is None else kv_heads
+    if kv_heads < 1 or not all(chosen):
+        raise ValueError(
+            f"there must be at least 1 key/value head, and no empty group: {groups or kv_heads}."
+        )
     given = _sample(model, inputs, named)
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
     captured = capture(model, (), given)
@@ -170,7 +183,7 @@ def convert_heads(model: nn.Module, *inputs: Any, kv_heads: int, **named: Any) -
             f"the softmax at {first.source} is not recognised as attention: {first.reason}."
         )
     before = [node.meta["attention"] for node in graph.attentions()]
-    run_passes(graph, (ConvertHeads(kv_heads),))
+    run_passes(graph, (ConvertHeads(kv_heads, chosen),))
     written = [o for o in graph.outputs if o.kind != "value"]
     if written:
         raise ConversionError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")

@@ -184,6 +184,20 @@ class Break:
     source: str
 
 
+EXAMPLE_BATCH, EXAMPLE_LENGTH = 32, 4096
+"""The sizes of the example in a report's text."""
+
+
+def binary(count: float) -> str:
+    """A number of bytes in the largest binary unit of which there is at least one."""
+    units = ["TiB", "GiB", "MiB", "KiB"]
+    if count < 1024:
+        return f"{count:,.0f} bytes"
+    while (count := count / 1024) >= 1024 and len(units) > 1:
+        units.pop()
+    return f"{count:,.1f} {units[-1]}"
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheEntry:
     """What a derived decoder keeps.
@@ -192,6 +206,7 @@ class CacheEntry:
     take; `stores` lists (what, bytes per token, window or None). `fixed` values are computed once for a
     prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
     largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
+    Where a window is kept, so are `rollback` more tokens; a row's room is a multiple of `page` tokens.
     """
 
     bytes_per_token: int
@@ -201,6 +216,28 @@ class CacheEntry:
     fixed: int = 0
     most_tokens: int | None = None
     error: float | None = None
+    rollback: int = 0
+    page: int = 1
+
+    def bytes(self, batch: int, length: int) -> int:
+        """Bytes that a cache needs for `batch` sequences of `length` tokens each.
+
+        Values that are computed once for a prompt (an encoder's) are not included. A contiguous cache without
+        `max_length` grows by doubling, so it may hold up to twice this.
+
+        Raises:
+            ValueError: a negative number, or more tokens than a sequence can have.
+        """
+        if batch < 0 or length < 0:
+            raise ValueError(f"batch and length must not be negative, found {batch} and {length}.")
+        if self.most_tokens is not None and length > self.most_tokens:
+            raise ValueError(f"a sequence has at most {self.most_tokens:,} tokens, found {length:,}.")
+
+        def room(window: int | None) -> int:
+            tokens = length if window is None else max(window - 1, 1) + self.rollback
+            return -(-tokens // self.page) * self.page if length else 0
+
+        return batch * sum(size * room(window) for _, size, window in self.stores)
 
     def lines(self) -> list[str]:
         layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
@@ -214,6 +251,9 @@ class CacheEntry:
             kept = "all tokens" if window is None else f"the last {window}"
             names = members[0] if len(members) == 1 else f"{members[0]} .. {members[-1]}"
             found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
+        length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)
+        one, many = (binary(self.bytes(batch, length)) for batch in (1, EXAMPLE_BATCH))
+        found.append(f"      {length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}")
         if self.fixed:
             found.append(f"      {self.fixed} value(s) computed once for a prompt")
         if self.most_tokens is not None:

@@ -121,7 +121,7 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
         title: what it shows; the mask in words if empty.
     """
     shown = _fitting(drawn, _SIDE)
-    title = _clean(title or f"Mask: {shown.mask}")
+    title = clean(title or f"Mask: {shown.mask}")
     panels = shown.panels[:_PANELS]
     across = min(len(panels), _ROW)
     inner = max(across * (_CELL + _GAP) - _GAP, _NARROW)
@@ -129,7 +129,7 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
     top: float = _MARGIN + _LINE
     per_line = inner // 7
     for line in textwrap.wrap(title, per_line) or [""]:
-        body.append(_label(_MARGIN, top, line, "bold"))
+        body.append(label(_MARGIN, top, line, "bold"))
         top += _LINE
     for start in range(0, len(panels), _ROW):
         if len(panels) > 1:
@@ -137,27 +137,31 @@ def to_svg(drawn: TileMap, title: str = "") -> str:
         for place, panel in enumerate(panels[start : start + _ROW]):
             left = _MARGIN + place * (_CELL + _GAP)
             if len(panels) > 1:
-                body.append(_label(left, top - 6, _heading(panel)))
+                body.append(label(left, top - 6, _heading(panel)))
             body += _panel(panel.rows, left, top, shown)
         top += _height(shown) + _GAP
     for line in (part for note in _notes(shown, "square") for part in textwrap.wrap(note, per_line)):
-        body.append(_label(_MARGIN, top, line))
+        body.append(label(_MARGIN, top, line))
         top += _LINE
     for state in shown.states():
         body += _mark(state, [(_MARGIN, top - 10)], 11, 11)
-        for line in textwrap.wrap(_clean(shown.meaning(state)), per_line - 3):
-            body.append(_label(_MARGIN + 20, top, line))
+        for line in textwrap.wrap(clean(shown.meaning(state)), per_line - 3):
+            body.append(label(_MARGIN + 20, top, line))
             top += _LINE
-    return _document(shown, title, inner + 2 * _MARGIN, top, body)
+    return document(_described(shown), title, inner + 2 * _MARGIN, top, body)
 
 
-def _document(shown: TileMap, title: str, width: float, height: float, body: list[str]) -> str:
+def _described(shown: TileMap) -> str:
     shares = ", ".join(f"{100 * drawn:.1f} % {state}" for state, drawn in shown.shares.items() if drawn)
     pieces = "pairs" if shown.tile == 1 else f"tiles of {shown.tile} by {shown.tile}"
-    words = (
+    return (
         f"{shown.queries} queries and {shown.keys} keys in {pieces}: {shares}. Mask: {shown.mask}. "
         f"Score program: {shown.program}"
     )
+
+
+def document(words: str, title: str, width: float, height: float, body: list[str]) -> str:
+    """An SVG element with this body. `words` describe it for those who do not see it."""
     name = "attngraph-" + hashlib.sha256("\0".join([title, *body]).encode()).hexdigest()[:10]
     style = (
         f"#{name}{{color:var(--attngraph-ink,#24292f)}}"
@@ -168,7 +172,7 @@ def _document(shown: TileMap, title: str, width: float, height: float, body: lis
         f'width="{width:g}" style="max-width:100%;height:auto" '
         f'aria-labelledby="{name}-title {name}-desc" font-family="system-ui,sans-serif" font-size="12">',
         f'<title id="{name}-title">{escape(title)}</title>',
-        f'<desc id="{name}-desc">{escape(_clean(words))}</desc>',
+        f'<desc id="{name}-desc">{escape(clean(words))}</desc>',
         f"<style>{style}</style>",
         *body,
         "</svg>",
@@ -224,11 +228,11 @@ def _mark(state: State, places: list[tuple[float, float]], width: float, height:
     yield f'<path class="{state}" {ink[state]} d="{path}"/>'
 
 
-def _label(x: float, y: float, text: str, weight: str = "normal") -> str:
+def label(x: float, y: float, text: str, weight: str = "normal") -> str:
     return f'<text x="{x:g}" y="{y:g}" fill="currentColor" font-weight="{weight}">{escape(text)}</text>'
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """The text without characters that XML does not allow."""
     return re.sub(
         r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "\N{REPLACEMENT CHARACTER}", text

@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from attngraph.report import page
 from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, folded
@@ -31,15 +33,16 @@ class CompileReport(Entries):
             del entry["kernel"]["source"]
         return json.dumps(found, indent=2)
 
-    def to_html(self, path: str | Path, title: str = "") -> Path:
+    def to_html(self, path: str | Path, title: str = "", weights: Mapping[str, Tensor] | None = None) -> Path:
         """Write the report as one self-contained HTML file and return its path.
 
-        `title` says what was compiled. An existing file at `path` is replaced atomically.
+        `title` says what was compiled; `weights` (what `compiled.weights` gives for several names) are shown
+        as heatmaps. An existing file at `path` is replaced atomically.
 
         Raises:
             DumpError: the file cannot be written.
         """
-        return page.write(self, Path(path), title)
+        return page.write(self, Path(path), title, weights)
 
     @staticmethod
     def from_json(text: str) -> CompileReport:

@@ -13,14 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.ops.cached_attention import cached_attention
-from attngraph.ir.ops.latent_attention import cached_latent_attention
+from attngraph.ir.ops import cached_attention as cached
+from attngraph.ir.ops import latent_attention as latent
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.attngraph
 
 
 def _size(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim]
+
+
+def _ours(function: Callable[..., Tensor], op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What the op computes without its dispatch, but for modes that want to see ops (FlopCounterMode)."""
+
+    def call(*args: Any) -> Tensor:
+        return (op if torch._C._len_torch_dispatch_stack() else function)(*args)
+
+    return call
 
 
 SHORTER: dict[Any, Callable[..., Any]] = {
@@ -55,8 +64,10 @@ SHORTER: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: torch.matmul,
     aten.layer_norm.default: torch.layer_norm,
     aten.mean.dim: torch.mean,
-    torch.ops.attngraph.cached_attention.default: cached_attention,
-    torch.ops.attngraph.cached_latent_attention.default: cached_latent_attention,
+    ours.cached_attention.default: _ours(cached.cached_attention, ours.cached_attention.default),
+    ours.cached_latent_attention.default: _ours(
+        latent.cached_latent_attention, ours.cached_latent_attention.default
+    ),
 }
 
 

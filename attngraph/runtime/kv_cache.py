@@ -67,13 +67,7 @@ class KVCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token of one row, sliding windows not considered."""
-        found = 0
-        for store in self.plan.stores:
-            size = store.bytes_per_token
-            if self.config.dtype is not None and store.dtype.is_floating_point:
-                size = size // store.dtype.itemsize * self.config.dtype.itemsize
-            found += size
-        return found
+        return sum(store.bytes_in(self.config.dtype) for store in self.plan.stores)
 
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""

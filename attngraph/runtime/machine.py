@@ -84,7 +84,8 @@ class Machine:
             sources = (None, arguments, state, weights)
             inputs = [fetch(sources[source]) for source, fetch in self._fetch]
             if interpret is not None:
-                return list(interpret(self._module).run(*inputs))
+                with _without_autocast(inputs):
+                    return list(interpret(self._module).run(*inputs))
             if self._overwritten and torch.is_grad_enabled():
                 # The backward pass needs their old contents.
                 inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]

@@ -248,6 +248,37 @@ def test_memory_is_what_the_report_says() -> None:
     assert cache.expanded == 2 * cache.bytes_per_token  # four query heads share two
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_report_tells_the_bytes_of_a_batch_of_any_length(dtype: torch.dtype | None) -> None:
+    for rows, length in ((1, 12), (3, 9), (2, 2)):
+        config = CacheConfig(max_length=length, rollback=2, dtype=dtype)
+        compiled = attngraph.compile(stirred(Windowed()), cache=config)
+        _, state = compiled.prefill(ids(rows, length))
+        cache = compiled.report.cache
+        assert cache is not None
+        assert cache.bytes(rows, length) == state.nbytes
+        assert cache.bytes_per_token == state.bytes_per_token
+    assert cache.bytes(0, 2) == cache.bytes(5, 0) == 0
+    with pytest.raises(ValueError, match="must not be negative"):
+        cache.bytes(-1, 2)
+
+
+def test_a_page_that_is_begun_counts_whole_and_a_text_gives_an_example() -> None:
+    plain, _ = decoder("learned")
+    compiled = attngraph.compile(plain, cache=CacheConfig(layout="paged", page=8))
+    _, state = compiled.prefill(ids(2, 9))
+    cache = compiled.report.cache
+    assert cache is not None
+    used = sum(len(row) for group in state.groups.values() for row in group.rows)
+    assert cache.bytes(2, 9) == used * 8 * cache.bytes_per_token
+    most = cache.most_tokens
+    assert most is not None
+    kib = cache.bytes(1, most) / 1024
+    assert f"{most} tokens: {kib:,.1f} KiB for one sequence, " in str(compiled.report)
+    with pytest.raises(ValueError, match=f"at most {most} tokens"):
+        cache.bytes(1, most + 1)
+
+
 class Run:
     """What a random program does to a state, and what recomputing gives."""
 

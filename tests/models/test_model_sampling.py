@@ -1,4 +1,6 @@
-"""Sampling follows the model's probabilities, and greedy sampling its best guess."""
+"""Sampling follows the model's probabilities, greedy sampling its best guess, beams its likeliest text."""
+
+import itertools
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
-from attngraph.models.sampling import sample
+from attngraph.models.sampling import beam_search, nucleus, sample
 from attngraph.models.text import byte_batch
 
 LOGITS = torch.tensor([2.0, 0.0, 1.0, -1.0])
@@ -37,6 +39,40 @@ def test_top_k_leaves_the_likeliest_in_their_proportions() -> None:
     assert_close(frequencies(top_k=9), torch.softmax(LOGITS, dim=0), rtol=0, atol=0.01)
 
 
+def test_top_p_leaves_the_fewest_tokens_that_reach_it() -> None:
+    weights = torch.softmax(LOGITS, dim=0)  # 0.64, 0.09, 0.24, 0.03
+    for top_p, kept in ((0.1, [0]), (0.64, [0]), (0.7, [0, 2]), (0.9, [0, 1, 2]), (1.0, [0, 1, 2, 3])):
+        expected = torch.zeros(4).index_copy(0, torch.tensor(kept), weights[kept])
+        assert_close(nucleus(weights[None], top_p)[0], expected)
+        assert_close(frequencies(top_p=top_p), expected / expected.sum(), rtol=0, atol=0.01)
+
+
+def test_top_p_counts_what_top_k_and_the_temperature_leave() -> None:
+    cool = torch.softmax(torch.tensor([4.0, 2.0]), dim=0)  # tokens 0 and 2, at temperature 0.5
+    assert_close(frequencies(temperature=0.5, top_k=2, top_p=0.87)[0], torch.tensor(1.0))
+    assert_close(frequencies(temperature=0.5, top_k=2, top_p=0.9)[[0, 2]], cool, rtol=0, atol=0.01)
+
+
+def test_beams_as_many_as_there_are_texts_find_the_likeliest_of_all() -> None:
+    model = DecoderLM(DecoderLMConfig(layers=1, width=16, heads=4, max_tokens=32, vocab_size=5)).eval()
+    ids = torch.randint(0, 5, (2, 3), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        texts = torch.tensor(list(itertools.product(range(5), repeat=2)))
+        every = torch.cat([ids[:, None].expand(-1, 25, -1), texts.expand(2, -1, -1)], -1)
+        logits = model(every.flatten(0, 1))[:, 2:4].log_softmax(-1).unflatten(0, (2, 25))
+        scores = logits.gather(-1, texts.expand(2, -1, -1)[..., None]).squeeze(-1).sum(-1)
+    found, total = beam_search(model, ids, 2, 5)
+    best = scores.topk(5)
+    assert_close(total, best.values)
+    assert torch.equal(found, every.gather(1, best.indices[..., None].expand(-1, -1, 5)))
+
+
+def test_one_beam_is_greedy() -> None:
+    model = DecoderLM(DecoderLMConfig(layers=1, width=16, heads=4, max_tokens=32)).eval()
+    found, _ = beam_search(model, byte_batch(2, 5), 6, 1)
+    assert torch.equal(found[:, 0], sample(model, byte_batch(2, 5), 6, temperature=0.0))
+
+
 def test_greedy_sampling_takes_the_best_token_at_every_step() -> None:
     model = DecoderLM(DecoderLMConfig(layers=1, width=16, heads=4, max_tokens=32)).eval()
     ids = byte_batch(2, 5)
@@ -62,3 +98,9 @@ def test_impossible_settings_are_errors() -> None:
         sample(Always(), torch.zeros(1, 1, dtype=torch.int64), 1, temperature=-1)
     with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
         sample(Always(), torch.zeros(1, 1, dtype=torch.int64), 1, top_k=0)
+    for top_p in (0.0, 1.5, -1.0):
+        with pytest.raises(ValueError, match="must be above 0 and at most 1"):
+            sample(Always(), torch.zeros(1, 1, dtype=torch.int64), 1, top_p=top_p)
+    for beams, words in ((0, "at least 1"), (5, "at most the 4 tokens")):
+        with pytest.raises(ValueError, match=words):
+            beam_search(Always(), torch.zeros(1, 1, dtype=torch.int64), 1, beams)

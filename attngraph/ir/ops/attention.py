@@ -15,7 +15,7 @@ Registered with torch.library: schema, fake implementation, kernels, autograd.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.kernels import KERNELS, Kernel
+from attngraph.ir.ops.transforms import (
+    are_batched,
+    batch_one_by_one,
+    differentiate_by,
+    has_tangent,
+    is_recorded,
+    is_transformed,
+    refuse_derivatives,
+    run_kernel,
+)
 
 torch.library.define(
     "attngraph::attention",
@@ -39,6 +49,7 @@ torch.library.define(
     "Tensor[] reads, SymInt[] sizes, str program, str kernel) -> Tensor[]",
 )
 torch.library.define("attngraph::seed", "() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_OP = torch.ops.attngraph.attention.default
 
 
 def attention(
@@ -198,51 +209,98 @@ def _attention_backward_fake(
     return [t.new_empty(t.shape) for t in (q, k, v, *floating)]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, reads, ctx.sizes, ctx.program, *kernel = inputs
-    ctx.kernel = kernel[0] if kernel else ""
-    ctx.reads = len(reads)
-    ctx.save_for_backward(*output, q, k, v, *reads)
+class _Attention(torch.autograd.Function):
+    """The op with its gradients in reverse mode. The reads come last, because they are any number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keys: Any, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], program: str, kernel: str,
+        *reads: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        with torch._C._AutoDispatchBelowAutograd():
+            found: tuple[Tensor, Tensor] = run_kernel(_OP, keys, q, k, v, list(reads), sizes, program, kernel)
+        ctx.sizes, ctx.program, ctx.kernel = sizes, program, kernel
+        ctx.save_for_backward(*found, q, k, v, *reads)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        out, lse, q, k, v, *reads = ctx.saved_tensors
+        if torch.is_grad_enabled() or has_tangent((*ctx.saved_tensors, *grads)) or are_batched(grads):
+            found = _differentiated_formula(ctx, (q, k, v), reads, grads)
+        else:
+            grad_out, grad_lse = grads
+            rest = iter(
+                torch.ops.attngraph.attention_backward(
+                    torch.zeros_like(out) if grad_out is None else grad_out,
+                    torch.zeros_like(lse) if grad_lse is None else grad_lse,
+                    out, lse, q, k, v, reads, ctx.sizes, ctx.program, ctx.kernel,
+                )
+            )  # fmt: skip
+            found = [next(rest) if t.is_floating_point() else None for t in (q, k, v, *reads)]
+        return (None, *found[:3], None, None, None, *found[3:])
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    out, lse, q, k, v, *reads = ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph=True: the gradient must itself be differentiable
-        return _differentiate_again(ctx, (q, k, v), reads, (grad_out, grad_lse))
-    found = torch.ops.attngraph.attention_backward(
-        torch.zeros_like(out) if grad_out is None else grad_out,
-        torch.zeros_like(lse) if grad_lse is None else grad_lse,
-        out, lse, q, k, v, reads, ctx.sizes, ctx.program, ctx.kernel,
-    )  # fmt: skip
-    rest = iter(found[3:])
-    # torch.library flattens a list of tensors, but treats an empty list as one value.
-    of_reads = [next(rest) if r.is_floating_point() else None for r in reads]
-    return _as_given(ctx, (*found[:3], of_reads, [] if not ctx.sizes else None, None, None))
-
-
-def _differentiate_again(
-    ctx: Any, operands: tuple[Tensor, Tensor, Tensor], reads: list[Tensor],
-    grads: tuple[Tensor | None, Tensor | None],
-) -> tuple[Any, ...]:  # fmt: skip
-    """The same gradients by differentiating the reference, so that they are differentiable themselves."""
-    with _own_dtypes(operands[0]):
-        outputs = KERNELS["reference"].forward(parse(ctx.program), operands, reads, ctx.sizes)
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-    inputs = [t for t in (*operands, *reads) if t.requires_grad]
-    results, given = [o for o, _ in pairs], [g for _, g in pairs]
-    found = torch.autograd.grad(results, inputs, given, create_graph=True, allow_unused=True)
+def _differentiated_formula(
+    ctx: Any, operands: tuple[Tensor, Tensor, Tensor], reads: list[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The same gradients by differentiating the formula, so that they can be differentiated themselves."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = _formula(*operands, reads, ctx.sizes, ctx.program)
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        inputs = [t for t in (*operands, *reads) if t.requires_grad]
+        results, given = [o for o, _ in pairs], [g for _, g in pairs]
+        found = torch.autograd.grad(results, inputs, given, create_graph=again, allow_unused=True)
     by_input = dict(zip(map(id, inputs), found, strict=True))
-    of_operands = [by_input.get(id(t)) for t in operands]
-    of_reads = [by_input.get(id(r)) for r in reads]
-    return _as_given(ctx, (*of_operands, of_reads, [] if not ctx.sizes else None, None, None))
+    return [by_input.get(id(t)) for t in (*operands, *reads)]
 
 
-def _as_given(ctx: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As many gradients as arguments: torch 2.11 omits arguments that have their default value."""
-    return gradients[: len(ctx.needs_input_grad)]
+def _formula(
+    q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], sizes: list[int], program: str, _: str = ""
+) -> tuple[Tensor, Tensor]:
+    """The op in PyTorch's own operations, which have derivatives of every kind; all scores at once."""
+    parsed = parse(program)
+    check_operands(q, k, v, reads, sizes, parsed)
+    with _own_dtypes(q):
+        out, lse = KERNELS["reference"].forward(parsed, (q, k, v), reads, sizes)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
 
-torch.library.register_autograd("attngraph::attention", _differentiate, setup_context=_setup_context)
+def _autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """Which of the three computes a call. Inside of torch.func's transformations, and in forward mode, it is
+    the formula."""
+    if has_tangent(args) or (is_recorded(args) and is_transformed()):
+        return _formula(*args)
+    if is_recorded(args):
+        q, k, v, reads, sizes, program, *kernel = args
+        apply: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
+        return apply(keys, q, k, v, sizes, program, "".join(kernel), *reads)
+    found: tuple[Tensor, Tensor] = run_kernel(_OP, keys, *args)
+    return found
+
+
+def _batched(size: int, dims: Sequence[Any], args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    """A batch of `torch.vmap` as a part of the op's own batch, where the program does not depend on b and
+    the tensors that it reads are the same for the whole batch."""
+    parsed = parse(args[5])
+    of_reads = dims[3] or []
+    nodes = (n for e in parsed.expressions for n in E.walk(e))
+    if any(n.op == "var" and n.value == "b" for n in nodes) or any(d is not None for d in of_reads):
+        return None
+    folded = [
+        (t.unsqueeze(0).expand(size, *t.shape) if d is None else t.movedim(d, 0)).flatten(0, 1)
+        for t, d in zip(args[:3], dims[:3], strict=True)
+    ]
+    out, lse = _OP(*folded, *args[3:])
+    own = out.shape[0] // size
+    return out.unflatten(0, (size, own)), lse.unflatten(0, (size, own))
+
+
+differentiate_by("attention", _autograd)
+refuse_derivatives("attention_backward", "differentiate attngraph::attention, with create_graph=True")
+batch_one_by_one("attention", _batched)
+batch_one_by_one("attention_backward")
 
 
 @torch.library.impl("attngraph::seed", "CompositeExplicitAutograd")

@@ -34,6 +34,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
 torch.library.define(
     "attngraph::cached_attention",
@@ -44,6 +45,8 @@ torch.library.define(
     "attngraph::history",
     "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor held, int dim) -> Tensor",
 )
+INSTEAD = "a decoder has no gradients: differentiate the model itself"
+"""What to do where a derivative is asked for."""
 
 
 class Rows(NamedTuple):
@@ -99,8 +102,13 @@ class Store:
 
     @property
     def bytes_per_token(self) -> int:
+        return self.bytes_in(None)
+
+    def bytes_in(self, dtype: torch.dtype | None) -> int:
+        """Bytes per token where floating values are cached in another dtype (None: as computed)."""
         dims = [n for place, n in enumerate(self.shape) if place not in (self.row_dim, self.token_dim)]
-        return math.prod(dims) * self.dtype.itemsize
+        kept = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+        return math.prod(dims) * kept.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +181,7 @@ def cached_attention(
 ) -> Tensor:  # fmt: skip
     """What the op computes. `by` names the kernel or its family ("cpu", "reference", ...; empty: any). No
     gradients."""
+    require_no_derivative("cached_attention", INSTEAD, (q, k, v, reads))  # decoders call this directly
     parsed = parse(program)
     rows = Rows(table, starts, first, held)
     for candidate in _candidates(by):
@@ -308,3 +317,7 @@ def _history_fake(
     shape[0] = table.shape[0]
     shape[dim] = pages.shape[dim] * table.shape[1]
     return new.new_empty(shape)
+
+
+refuse_derivatives("cached_attention", INSTEAD)
+refuse_derivatives("history", INSTEAD)

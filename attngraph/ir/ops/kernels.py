@@ -117,7 +117,7 @@ def attend(
     Returns:
         The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
     """
-    blocks = [evaluate.scores(program, _dot(q, k), env, skip) for k, _, env, skip in parts]
+    blocks = [evaluate.scores(program, dot(q, k), env, skip) for k, _, env, skip in parts]
     top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
     sink = evaluate.sink(program, parts[0][2])
     if sink is not None:
@@ -140,7 +140,7 @@ def attend(
     return out, (top + total.log()).squeeze(-1)
 
 
-def _dot(q: Tensor, k: Tensor) -> Tensor:
+def dot(q: Tensor, k: Tensor) -> Tensor:
     """`[B, Hq, S, D]` times `[B, Hkv, Sk, D]` as `[B, Hq, S, Sk]`; the queries of a group are stacked, so
     keys are not repeated."""
     b, hq, s, d = q.shape

@@ -38,8 +38,9 @@ from torch import Tensor
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import kernels
-from attngraph.ir.ops.cached_attention import Rows, cached_attention, counts, gather, packed, shift
+from attngraph.ir.ops.cached_attention import INSTEAD, Rows, cached_attention, counts, gather, packed, shift
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
+from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
 ABSORB = ("auto", "always", "never")
 BLOCK = 1024
@@ -167,6 +168,7 @@ def cached_latent_attention(
     first: Tensor, held: Tensor, absorb: str = "auto", family: str = "",
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
+    require_no_derivative("cached_latent_attention", INSTEAD, (q, latent, reads))
     node = _Node(q, latent, key_up, value_up, values)
     rows = Rows(table, starts, first, held)
     news, _, kept = counts(rows)
@@ -268,3 +270,7 @@ def _cached_latent_attention(*args: Any) -> Tensor:
 def _cached_latent_attention_fake(q: Tensor, latent: Tensor, pages: Tensor, *rest: Any) -> Tensor:
     found: Tensor = _latent_attention_fake(q, latent, *rest)
     return found
+
+
+refuse_derivatives("latent_attention", 'compile the model with gradients enabled, or absorb="never"')
+refuse_derivatives("cached_latent_attention", INSTEAD)

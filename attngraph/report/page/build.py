@@ -9,9 +9,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+
+from torch import Tensor
 
 from attngraph.errors import DumpError
 from attngraph.report.entries import Break, Entries, folded
@@ -20,15 +22,16 @@ from attngraph.report.page.attention import render_attentions
 from attngraph.report.page.graphs import final_text, graph_title, render_graphs
 from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.passes import Store, render_passes
+from attngraph.report.page.weights import render_weights
 
 
-def write(report: Entries, path: Path, title: str = "") -> Path:
+def write(report: Entries, path: Path, title: str = "", weights: Mapping[str, Tensor] | None = None) -> Path:
     """Write the page of a report atomically and return the file.
 
     Raises:
         DumpError: it cannot be written. An existing file is left as it was.
     """
-    text = render(report, title)
+    text = render(report, title, weights)
     try:
         write_whole(path, text)
     except OSError as problem:
@@ -39,8 +42,9 @@ def write(report: Entries, path: Path, title: str = "") -> Path:
     return path
 
 
-def render(report: Entries, title: str = "") -> str:
-    """The page of a report as text. `title` says what was compiled, if that is known."""
+def render(report: Entries, title: str = "", weights: Mapping[str, Tensor] | None = None) -> str:
+    """The page of a report as text. `title` says what was compiled, if that is known; `weights` are those of
+    attentions, by name (`compiled.weights`)."""
     graphs = report.parts or ((report,) if report.graphs else ())
     store = Store()
     groups = folded(report.attention)
@@ -51,6 +55,7 @@ def render(report: Entries, title: str = "") -> str:
         _section(
             "attention", f"Attention ({len(report.attention)})", render_attentions(groups), bool(groups)
         ),
+        _section("weights", "Weights", render_weights(weights or {}), bool(weights)),
         _section("cache", "Cache", _cache(report), report.cache is not None),
         _section("passes", "Passes", _passes(graphs, store), bool(graphs)),
         _section("graph", "Graph", render_graphs(graphs), any(final_text(g) for g in graphs)),

@@ -1,0 +1,142 @@
+"""How many floating-point operations our ops take: formulas for `torch.utils.flop_counter.FlopCounterMode`.
+
+The convention. A product of matrices counts two operations for each pair of numbers multiplied, as PyTorch
+counts it; exponentials and masks count nothing. Of an attention that is computed by tiles, a tile of `TILE`
+queries by `TILE` keys counts in full unless positions and sizes show that the mask hides all of it. Masks
+that read tensors count as if they hid nothing, so the count depends on shapes alone. Without a mask it is the
+count of the two products of the unfused model. The backward pass counts five products, as PyTorch's own fused
+attention does: the scores again, and one for each of the gradients of weights, values, queries and keys.
+Which kernel computes a call does not matter.
+
+`attngraph::linear_attention` consists of PyTorch's products, which PyTorch counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from attngraph.ir.language.parser import parse
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops.cached_attention import Rows, counts, shift
+from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
+from attngraph.ir.ops.latent_attention import sizes_of
+from attngraph.meaning.masks.tiles import SKIP, Cut, Grid, block_map
+
+TILE = 64
+_AT_ONCE = 1 << 20
+"""Tiles that are looked at together."""
+ops = torch.ops.attngraph
+
+
+def computed_pairs(
+    program: ScoreProgram, batch: int, heads: int, queries: int, keys: int, sizes: Sequence[int] = ()
+) -> int:
+    """How many pairs of a query and a key lie in tiles that the mask does not hide by positions and sizes."""
+    if 0 in (batch, heads, queries, keys):
+        return 0
+    names = {v.value for e in program.expressions for v in e.free}
+    b = Cut(0, batch, 1) if "b" in names else Cut(0, 1, 1)
+    h = Cut(0, heads, 1) if "h" in names else Cut(0, 1, 1)
+    step = TILE * max(1, _AT_ONCE // (b.count * h.count * math.ceil(keys / TILE)))
+    widths = torch.tensor([min(TILE, keys - start) for start in range(0, keys, TILE)])
+    found = 0
+    for first in range(0, queries, step):
+        q = Cut(first, min(queries, first + step), TILE)
+        heights = torch.tensor([min(TILE, q.stop - start) for start in range(first, q.stop, TILE)])
+        computed = block_map(program, Grid(b, h, q, Cut(0, keys, TILE), tuple(sizes))) != SKIP
+        pairs = int((computed * heights[:, None] * widths).sum())
+        found += pairs * (batch // computed.shape[0]) * (heads // computed.shape[1])
+    return found
+
+
+def _numbers(shape: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(n) for n in shape)
+
+
+def _pairs(q: Sequence[Any], k: Sequence[Any], sizes: Sequence[Any], program: str) -> int:
+    batch, heads, queries, _ = _numbers(q)
+    return computed_pairs(parse(program), batch, heads, queries, int(k[2]), _numbers(sizes))
+
+
+@register_flop_formula(ops.attention)
+def _attention(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], reads: Any, sizes: Sequence[int], program: str,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return 2 * _pairs(q, k, sizes, program) * int(q[3] + v[3])
+
+
+@register_flop_formula(ops.attention_backward)
+def _attention_backward(
+    grad_out: Any, grad_lse: Any, out: Any, lse: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int],
+    reads: Any, sizes: Sequence[int], program: str, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return 2 * _pairs(q, k, sizes, program) * int(3 * q[3] + 2 * v[3])
+
+
+@register_flop_formula(ops.cached_attention, get_raw=True)
+def _cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: Any, sizes: Sequence[int],
+    program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    rows = Rows(table, starts, first, held)
+    pairs = _pairs_of_rows(q, k.shape[2], k_pages.shape[2], sizes, program, rows)
+    return 2 * sum(pairs) * int(q.shape[3] + v.shape[3])
+
+
+def _pairs_of_rows(
+    q: Tensor, fresh: int, page: int, sizes: Sequence[int], program: str, rows: Rows
+) -> list[int]:
+    """The pairs of each row of a step: its new queries, with its kept and its new keys."""
+    moved, count = shift(parse(program))
+    given = [*_numbers(sizes), *([0] * (count - len(sizes)))]
+    found = []
+    for row, (new, first, held) in enumerate(zip(*counts(rows), strict=True)):
+        oldest = max(0, held - rows.table.shape[1] * page)
+        keys = held - oldest + (new if fresh else 0)
+        found.append(computed_pairs(moved, 1, q.shape[1], new, keys, (*given, row, first, oldest)))
+    return found
+
+
+@register_flop_formula(ops.latent_attention, get_raw=True)
+def _latent_attention(
+    q: Tensor, latent: Tensor, key_up: Any, value_up: Any, values: Sequence[int], reads: Any,
+    sizes: Sequence[int], program: str, absorb: str = "auto", *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    about = sizes_of(q, latent, key_up, value_up, values)
+    (batch, _heads, new, _width), keys = q.shape, latent.shape[2]
+    pairs = _pairs(q.shape, latent.shape, sizes, program)
+    rows = [(new, max(0, keys - new))] * batch
+    return _of_latents(about, q, absorb, rows, pairs, batch * new, batch * keys)
+
+
+@register_flop_formula(ops.cached_latent_attention, get_raw=True)
+def _cached_latent_attention(
+    q: Tensor, latent: Tensor, pages: Tensor, key_up: Any, value_up: Any, values: Sequence[int], reads: Any,
+    sizes: Sequence[int], program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor,
+    absorb: str = "auto", *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    rows = Rows(table, starts, first, held)
+    about = sizes_of(q, latent, key_up, value_up, values)
+    news, _first, kept = counts(rows)
+    pairs = sum(_pairs_of_rows(q, latent.shape[2], pages.shape[2], sizes, program, rows))
+    keys = sum(min(n, table.shape[1] * pages.shape[2]) for n in kept) + latent.shape[2]
+    return _of_latents(about, q, absorb, list(zip(news, kept, strict=True)), pairs, q.shape[2], keys)
+
+
+def _of_latents(
+    about: LatentSizes, q: Tensor, absorb: str, rows: Sequence[tuple[int, int]], pairs: int, queries: int,
+    keys: int,
+) -> int:  # fmt: skip
+    """Operations of all pairs, and of projecting queries and results, or keys and values."""
+    if absorb == "always" or (
+        absorb == "auto" and absorbing_pays(about, rows, q.device.type, q.dtype.itemsize)
+    ):
+        return pairs * about.pair_absorbed // about.heads + queries * about.query_up
+    return pairs * about.pair_expanded // about.heads + keys * about.up

@@ -1,0 +1,146 @@
+"""Heatmaps of attention weights (`compiled.weights`): as SVG, for a file or the page, and as text.
+
+A square stands for some queries and keys, and is as dark as the largest weight among them, on a scale that
+all heads share. Weights that are not a number (a query that sees no key) are crossed. The SVG is
+self-contained, as those of `picture.py` are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attngraph.report.picture import clean, document, label
+
+SIDE = 48
+"""Most squares along a side of a picture."""
+HEADS = 8
+"""Most heads that are drawn; the others are only counted."""
+LEVELS = 12
+"""Shades, blank not counted."""
+_SHADES = " .:-=+*#%@"
+_CELL, _GAP, _MARGIN, _LINE, _ACROSS = 240, 28, 12, 17, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Heatmap:
+    """Weights joined to squares: `values` is `[heads, rows, columns]`; a square has `tall` queries and `wide`
+    keys; `heads` says how many heads there are, `largest` is the largest weight of those drawn."""
+
+    values: Tensor = dataclasses.field(repr=False)
+    queries: int
+    keys: int
+    heads: int
+    tall: int
+    wide: int
+    largest: float
+
+    def notes(self) -> list[str]:
+        """What a reader needs besides the picture."""
+        found = [
+            f"down: {self.queries} queries; across: {self.keys} keys",
+            f"darkest: {self.largest:.3g}, the largest weight; blank: 0",
+        ]
+        if self.tall * self.wide > 1:
+            found.append(f"a square is the largest weight of {self.tall} by {self.wide} (queries by keys)")
+        if self.values.isnan().any():
+            found.append("crossed: not a number, as where a query sees no key")
+        if self.heads > len(self.values):
+            found.append(f"{self.heads - len(self.values)} more heads are not drawn")
+        return found
+
+
+def heatmap(weights: Tensor, side: int = SIDE) -> Heatmap:
+    """The squares of `[heads, queries, keys]`, or of the first row of `[rows, heads, queries, keys]`.
+
+    Raises:
+        ValueError: another shape, or nothing to draw.
+    """
+    if weights.ndim == 4:
+        weights = weights[:1].flatten(0, 1)
+    if weights.ndim != 3 or 0 in weights.shape:
+        raise ValueError(
+            f"a heatmap needs weights [rows, heads, queries, keys], found {tuple(weights.shape)}."
+        )
+    heads, queries, keys = weights.shape
+    tall, wide = math.ceil(queries / side), math.ceil(keys / side)
+    shown = weights[:HEADS].detach().to("cpu", torch.float32)
+    padded = torch.nn.functional.pad(shown, (0, -keys % wide, 0, -queries % tall), value=-math.inf)
+    rows, columns = padded.shape[1] // tall, padded.shape[2] // wide
+    values = padded.reshape(-1, rows, tall, columns, wide).amax((2, 4))  # NaN where any is NaN
+    known = values[~values.isnan()]
+    return Heatmap(values, queries, keys, heads, tall, wide, float(known.max()) if known.numel() else 0.0)
+
+
+def to_svg(weights: Tensor, title: str = "") -> str:
+    """The heatmap as one self-contained SVG element. `title`: whose weights, such as "h.0.attn"."""
+    drawn = heatmap(weights)
+    title = clean(title or "Attention weights")
+    count = len(drawn.values)
+    inner = min(max(count, 2), _ACROSS) * (_CELL + _GAP) - _GAP
+    per_line = inner // 7
+    body, top = [label(_MARGIN, _MARGIN + _LINE, title, "bold")], float(_MARGIN + 2 * _LINE)
+    height = max(min(_CELL * drawn.queries / drawn.keys, 2.0 * _CELL), _CELL / 12)
+    for start in range(0, count, _ACROSS):
+        top += _LINE
+        for place, head in enumerate(range(start, min(start + _ACROSS, count))):
+            left = _MARGIN + place * (_CELL + _GAP)
+            body.append(label(left, top - 6, f"head {head}"))
+            body += _panel(drawn, head, left, top, height)
+        top += height + _GAP
+    for line in (part for note in drawn.notes() for part in textwrap.wrap(note, per_line)):
+        body.append(label(_MARGIN, top, line))
+        top += _LINE
+    words = f"Attention weights of {drawn.heads} heads. {'. '.join(drawn.notes())}."
+    return document(words, title, inner + 2 * _MARGIN, top, body)
+
+
+def _panel(drawn: Heatmap, head: int, left: float, top: float, height: float) -> Iterator[str]:
+    """One path for each shade; neighbours of a shade in a row are one rectangle."""
+    values = drawn.values[head]
+    wide, tall = _CELL / values.shape[1], height / values.shape[0]
+    shades = (values / (drawn.largest or 1) * LEVELS).round().nan_to_num(-1).int().tolist()
+    paths: dict[int, list[str]] = {}
+    for i, row in enumerate(shades):
+        x = 0
+        for shade, same in itertools.groupby(row):
+            length = len(list(same))
+            at = f"M{left + x * wide:.5g} {top + i * tall:.5g}"
+            if shade < 0:
+                cross = f"l{wide:.4g} {tall:.4g}m0 {-tall:.4g}l{-wide:.4g} {tall:.4g}"
+                moved = f"m{wide:.4g} {-tall:.4g}"
+                paths.setdefault(shade, []).append(at + moved.join([cross] * length))
+            elif shade:
+                paths.setdefault(shade, []).append(
+                    f"{at}h{length * wide:.5g}v{tall:.4g}h{-length * wide:.5g}z"
+                )
+            x += length
+    for shade, parts in sorted(paths.items()):
+        ink = (
+            'fill="none" stroke="currentColor" stroke-width=".5" stroke-opacity=".6"'
+            if shade < 0
+            else f'style="fill:var(--attngraph-accent,#3b7dd8)" fill-opacity="{shade / LEVELS:.3g}"'
+        )
+        yield f'<path {ink} d="{"".join(parts)}"/>'
+    yield (
+        f'<rect x="{left:g}" y="{top:g}" width="{_CELL}" height="{height:.6g}" fill="none" '
+        'stroke="currentColor" stroke-opacity=".5"/>'
+    )
+
+
+def to_text(weights: Tensor, side: int = 32) -> str:
+    """The heatmap for a terminal, in characters of growing weight."""
+    drawn = heatmap(weights, side)
+    lines = []
+    for head, values in enumerate(drawn.values):
+        lines.append(f"head {head}")
+        for row in (values / (drawn.largest or 1) * (len(_SHADES) - 1)).round().nan_to_num(-1).int().tolist():
+            lines.append("  " + "".join("??" if n < 0 else _SHADES[n] * 2 for n in row))
+    legend = f"{_SHADES.strip()} from small to large"
+    return "\n".join([*lines, *(f"  {note}" for note in [*drawn.notes(), legend])])

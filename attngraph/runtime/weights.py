@@ -1,0 +1,112 @@
+"""The weights of fused attentions in a traced graph: the graph runs up to them, and only they are computed.
+
+A fused node never has its weights in memory. To look at them the graph is run by an interpreter that keeps
+the node's operands and stops after the last node that was asked for; `ir/ops/weights.py` computes the
+weights from the operands. Nothing is written to the model's buffers or to the arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.latent_attention import absorbed_operands
+from attngraph.ir.ops.weights import Places, attention_weights
+from attngraph.runtime.executable import Executable
+
+
+def names_of_attentions(graph: ProgramGraph) -> dict[str, fx.Node]:
+    """The attentions of a graph by the module that computes them, "attention" if it is the model itself.
+    Where a module has several they are numbered: `attn#0`, `attn#1`."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in graph.attentions():
+        found.setdefault(node.meta["attention"].name or "attention", []).append(node)
+    return {
+        name if len(members) == 1 else f"{name}#{number}": node
+        for name, members in found.items()
+        for number, node in enumerate(members)
+    }
+
+
+def weights_of(
+    executable: Executable, tensors: Sequence[Tensor], names: Collection[str], rows: Places, queries: Places
+) -> dict[str, Tensor]:
+    """The weights of the attentions of these names in a call with these tensors."""
+    known = names_of_attentions(executable.captured.graph)
+    captured = _Captured({known[name] for name in names})
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        with contextlib.suppress(_Done):
+            executable.machine(tensors, interpret=captured.interpreter)
+        return {name: _weights(captured.calls[known[name]], rows, queries) for name in names}
+
+
+def _weights(called: nodes.AttentionOp, rows: Places, queries: Places) -> Tensor:
+    match called:
+        case nodes.LatentAttention(q=q, latent=latent, key_up=key_up, value_up=value_up, values=values):
+            q, (k, _) = absorbed_operands(q, latent, key_up, value_up, values)
+        case nodes.Attention(q=q, k=k):
+            pass
+        case _:
+            raise TypeError(f"{type(called).__name__} has no weights over whole sequences")
+    return attention_weights(called.program, q, k, called.reads, called.sizes, rows, queries)
+
+
+class _Done(Exception):
+    """Everything that was asked for is known; the rest of the graph is not needed."""
+
+
+class _Captured:
+    """The arguments of some attention nodes, kept while a graph runs."""
+
+    def __init__(self, wanted: set[fx.Node]) -> None:
+        self.wanted = wanted
+        self.calls: dict[fx.Node, nodes.AttentionOp] = {}
+
+    def interpreter(self, module: fx.GraphModule) -> fx.Interpreter:
+        """The interpreter of the graph; another module is a stage, which runs as it is."""
+        return _Interpreter(self, module)
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, captured: _Captured, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.captured = captured
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node in self.captured.wanted:
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            found = nodes.called(node.target, args, kwargs)
+            assert found is not None
+            self.captured.calls[node] = found
+            if len(self.captured.calls) == len(self.captured.wanted):
+                raise _Done
+        return super().run_node(node)
+
+
+def chosen_names(
+    at: str | Sequence[str] | None, known: Collection[str], missed: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The names that are meant by `at` (None: all). `missed` has the reasons why others were not fused.
+
+    Raises:
+        ValueError: a name that there is not; the message lists those that there are.
+    """
+    names = tuple(known) if at is None else (at,) if isinstance(at, str) else tuple(at)
+    for name in names:
+        if name in known:
+            continue
+        several = [k for k in known if k.rpartition("#")[0] == name]
+        about = "is no fused attention of this call"
+        if several:
+            about = "is several attentions"
+        elif name in missed:
+            about = f"was not fused, so the model computes its weights itself ({missed[name]})"
+        raise ValueError(f"{name!r} {about}; there are: {', '.join(several or known) or 'none'}.")
+    return names
