@@ -22,6 +22,7 @@ from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
 from attngraph.meaning.attention.normaliser import split_by
 from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.score_sets import join_equal_products, split_by_product
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,
@@ -181,10 +182,20 @@ class Recogniser:
         return tuple(claims)
 
     def _claim(self, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum) -> Attention | Refusal:
-        """The claim for one sum weighted by one softmax."""
+        """The claim for one sum weighted by one softmax. Products that a condition chooses between are parts
+        of the keys, or (if these are no views) all but one are read from what the model computed."""
         opened = self._with_products(found, node.meta["val"].dtype)
         if isinstance(opened, Refusal):
             return opened
+        apart = self._with_products(found, node.meta["val"].dtype, apart=True)
+        if isinstance(apart, WeightedSum) and len(apart.parts) > len(opened.parts):
+            claim = self._widest(node, output, apart)
+            if isinstance(claim, Attention):
+                return claim
+        return self._widest(node, output, opened)
+
+    def _widest(self, node: fx.Node, output: tuple[Expr, ...], opened: WeightedSum) -> Attention | Refusal:
+        """The claim in which as many products as possible are joined to the dot."""
         claim = write_claim(self.meaning, node, output, opened)
         while True:
             for parts in itertools.product(*map(self._with_another_product, opened.parts)):
@@ -196,9 +207,18 @@ class Recogniser:
             else:
                 return claim
 
-    def _with_products(self, found: WeightedSum, dtype: torch.dtype) -> WeightedSum | Refusal:
-        """The sum with the dot found in the scores of each part, or why there is none."""
+    def _with_products(
+        self, found: WeightedSum, dtype: torch.dtype, apart: bool = False
+    ) -> WeightedSum | Refusal:
+        """The sum with the dot found in the scores of each part, or why there is none.
+
+        Args:
+            apart: whether a part of which a condition chooses the products becomes several.
+        """
         scores = [dots.one_name(self._look_into(part, part.score, dtype)) for part in found.parts]
+        scores = [
+            join_equal_products(self.meaning, s, p.keys) for s, p in zip(scores, found.parts, strict=True)
+        ]
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(score, part.keys) for score, part in zip(scores, found.parts, strict=True)]
         shift = split[0][1]
@@ -216,10 +236,12 @@ class Recogniser:
             sink = M.sub(sink, shift)
         parts: list[KeyPart] = []
         for part, (score, _) in zip(found.parts, split, strict=True):
-            opened = self._with_product(dataclasses.replace(part, score=score), dtype)
-            if isinstance(opened, Refusal):
-                return opened
-            parts.append(opened)
+            whole = dataclasses.replace(part, score=score)
+            for piece in split_by_product(self.meaning, whole) if apart else [whole]:
+                opened = self._with_product(piece, dtype)
+                if isinstance(opened, Refusal):
+                    return opened
+                parts.append(opened)
         return WeightedSum(tuple(parts), sink and self._look_into(parts[0], sink, dtype))
 
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:

@@ -18,6 +18,7 @@ from . import (
     near_misses,
     padding,
     products,
+    score_sets,
     scores,
     sinks,
     softmax,
@@ -27,8 +28,8 @@ from . import (
 from .registry import COUNT, MUST_FUSE, MUST_NOT, MUTANTS, NOT_YET, TOLERANCE, size, with_padding
 
 TOPICS = (
-    scores, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts, sums,
-    near_misses, mutated_masks, mutated_operands,
+    scores, score_sets, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts,
+    sums, near_misses, mutated_masks, mutated_operands,
 )  # fmt: skip
 
 __all__ = [
