@@ -107,6 +107,8 @@ class Builder:
                     node = self.call(aten.select.int, node, dim, sizes[0])
                 case "permute":
                     node = self.call(aten.permute.default, node, list(step.dims))
+                case "zeros":
+                    node = self.call(aten.new_zeros.default, node, sizes)
                 case "unsqueeze":
                     node = self.call(aten.unsqueeze.default, node, dim)
                 case "expand":

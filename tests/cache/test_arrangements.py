@@ -109,6 +109,26 @@ def test_every_arrangement_has_a_decoder_that_keeps_each_key_head_once(name: str
     assert compiled.report.cache.bytes_per_token == 2 * key_heads * BYTES
 
 
+@pytest.mark.parametrize("by_softmax", [True, False])
+def test_a_bag_of_words_has_a_decoder_that_keeps_values_alone(by_softmax: bool) -> None:
+    def average(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        t = v.shape[1]
+        seen = torch.ones(t, t).tril()
+        if by_softmax:
+            return torch.zeros(t, t).masked_fill(seen == 0, -torch.inf).softmax(-1) @ v
+        return (seen / seen.sum(1, keepdim=True)) @ v
+
+    model = Layer(average, HEADS).eval()
+    ids = torch.randint(0, 40, (3, 9))
+    compiled = attngraph.compile(model, cache=True)
+    logits, state = compiled.prefill(ids[:, :4])
+    pieces = [logits, *(compiled.decode(ids[:, n : n + 1], state) for n in range(4, 9))]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(pieces, 1), model(ids), rtol=1e-5, atol=1e-5)
+    assert compiled.report.cache is not None
+    assert compiled.report.cache.bytes_per_token == HEADS * BYTES
+
+
 def test_the_list_of_heads_may_be_an_argument() -> None:
     """The list is an argument: other sequences may come with another one."""
 

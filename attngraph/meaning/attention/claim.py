@@ -140,7 +140,8 @@ class _Writer:
         self.meaning, self.output, self.sink = meaning, output, found.sink
         self.found, self.values = found, list(values)
         self.parts = [
-            dataclasses.replace(p, keys=_in_order(p.keys, p.products[0].k[0][0])) for p in found.parts
+            dataclasses.replace(p, keys=_in_order(p.keys, p.products[0].k[0][0] if p.products else p.value))
+            for p in found.parts
         ]
         self.products = [product for part in self.parts for product in part.products]
         chains = [p.q for p in self.products], [p.k for p in self.products], self.values
@@ -173,16 +174,25 @@ class _Writer:
         )
         return roles.assign(
             tuple(self.cut(o) for o in self.output), frozenset(self.cut(*self.summed)),
-            q=self.free(self.q), k=self.free(self.k), v=self.free(self.v),
+            q=self.free(self.q), k=self.free(self.k) | self._of_keys(), v=self.free(self.v),
             scores=self.free(x for part in self.parts for x in (part.score, part.weight)),
             beside_keys=frozenset().union(*beside),
         )  # fmt: skip
 
+    def _of_keys(self) -> frozenset[Expr]:
+        """Where there is no product, only the last dimension of the result counts as the width of values: the
+        batch stays one."""
+        alone = [v for v, part in zip(self.v, self.parts, strict=True) if not part.products]
+        return self.free(alone) - frozenset(self.cut(self.output[-1]))
+
     def write(self, node: fx.Node, assigned: Roles) -> Attention | Refusal:
-        sides = [self._sides(part, assigned) for part in self.parts]
         values = [
             self._view(chain, assigned, assigned.kv_heads, self.cut(*part.keys), assigned.values)
             for part, chain in zip(self.parts, self.values, strict=True)
+        ]
+        sides = [
+            self._sides(part, assigned) if part.products else self._no_sides(value, assigned)
+            for part, value in zip(self.parts, values, strict=True)
         ]
         queries, keys, scales = zip(*sides, strict=True)
         widths = [M.add(*(extent(self.cut(*p.inner)) for p in part.products)) for part in self.parts]
@@ -229,6 +239,13 @@ class _Writer:
             dataclasses.replace(q, factor=f / factors[0]) for q, f in zip(queries, factors, strict=True)
         )
         return tuple(scaled), tuple(map(_plain, keys)), factors[0]
+
+    def _no_sides(self, value: View, assigned: Roles) -> tuple[tuple[View, ...], tuple[View, ...], float]:
+        """Queries and keys of no width, for scores without a product."""
+        rows = (assigned.batch, assigned.heads, assigned.queries)
+        query = ViewOp("zeros", (), (*map(extent, rows), E.ZERO))
+        key = ViewOp("narrow", (3,), (E.ZERO, E.ZERO))
+        return (View(value.base, (query,)),), (View(value.base, (*value.steps, key)),), 1.0
 
     def _view(self, chain: Chain, assigned: Roles, heads: Digits, rows: Digits, columns: Digits) -> View:
         """An operand as `[batch, heads, rows, columns]`, from the deepest tensor that allows it."""

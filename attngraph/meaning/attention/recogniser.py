@@ -21,6 +21,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
 from attngraph.meaning.attention.normaliser import split_by
+from attngraph.meaning.attention.positional import PositionWeights, as_exponentials, has_no_product
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.score_sets import join_equal_products, split_by_product
 from attngraph.meaning.attention.weighted_sums import (
@@ -64,10 +65,11 @@ class Recogniser:
         self.unnormalised: set[fx.Node] = set()
         self._too_long: set[fx.Node] = set()
         self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.positions = PositionWeights(meaning)
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
-        an opaque op in between."""
+        an opaque op in between. Weights that follow from positions alone count as such."""
         if node not in self._near:
             self._near[node] = self._find_near(node)
         return self._near[node]
@@ -77,6 +79,8 @@ class Recogniser:
             return frozenset()
         if str(node.target) in _EXPONENTIALS:
             return frozenset(() if self.is_index(node) else (node,))
+        if self.positions.are_divided(node):
+            return frozenset((node,))
         category = self.meaning.category(node)
         if category is None and not is_part(node):
             return frozenset()
@@ -116,6 +120,8 @@ class Recogniser:
             found = Refusal(str(problem))
         if isinstance(found, (Refusal, tuple)) and not adds_parts:
             self._parts[node] = frozenset((node,))
+        if isinstance(found, Refusal) and all(map(self.positions.follow, self.exponentials(node))):
+            return None  # a table, not weights: nothing that a user would call attention
         if isinstance(found, Refusal) and self.meaning.obstacles:
             return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
         if isinstance(found, Unnormalised):
@@ -165,11 +171,14 @@ class Recogniser:
         output, at = meaning.places(node)
         # The weights' divisor may be a factor of the result: then both operands are looked into.
         looks_below = adds_parts or self.is_product(node)
-        lifted = meaning.lift(
-            meaning.element(node, at),
-            lambda r: bool(self.near(r.value) or (looks_below and self._parts_below(r.value))),
-            most=budgets.FORMULA_WORDS,
-        )
+        averages = any(map(self.positions.are_divided, self.exponentials(node)))
+
+        def through(read: Expr) -> bool:
+            below = looks_below and self._parts_below(read.value)
+            return bool(self.near(read.value) or below) or (averages and self.positions.follow(read.value))
+
+        lifted = meaning.lift(meaning.element(node, at), through, most=budgets.FORMULA_WORDS)
+        lifted = as_exponentials(lifted) if averages else lifted
         sums = weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums
@@ -249,6 +258,9 @@ class Recogniser:
         found = dots.find_dot(meaning, part.score, part.keys, of_value) or dots.dot_of_width_one(
             part.score, part.keys, of_value, part.value.value.meta["val"].dtype
         )
+        if found is None and has_no_product(part):
+            weight = self._look_into(part, part.weight, dtype)
+            return dataclasses.replace(part, weight=weight)
         if found is None:
             return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
         dot, score = found
@@ -267,6 +279,8 @@ class Recogniser:
     def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
         """The part with one more of the products in its scores joined to the dot: one whose key side is
         computed from keys, not a table of distances."""
+        if not part.products:
+            return []
         of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)
         return [
             dataclasses.replace(part, score=rest, products=(*part.products, other))

@@ -9,6 +9,7 @@ A new spelling is a function in the file of its topic, under one of the decorato
 """
 
 from . import (
+    averages,
     biases,
     causal_masks,
     heads,
@@ -29,7 +30,7 @@ from .registry import COUNT, MUST_FUSE, MUST_NOT, MUTANTS, NOT_YET, TOLERANCE, s
 
 TOPICS = (
     scores, score_sets, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts,
-    sums, near_misses, mutated_masks, mutated_operands,
+    sums, averages, near_misses, mutated_masks, mutated_operands,
 )  # fmt: skip
 
 __all__ = [
