@@ -75,7 +75,7 @@ def reindex(shape: Indices, source: Indices, at: Indices) -> Indices:
                 grow_new = i < len(shape)
             if grow_new or j >= len(source):
                 if i >= len(shape):
-                    raise Unliftable("shapes of a view do not match")
+                    raise Unliftable("a view between shapes whose sizes are not known to match")
                 new, i = M.mul(new, shape[i]), i + 1
             else:
                 old, j = M.mul(old, source[j]), j + 1

@@ -252,6 +252,8 @@ class Tokens:
         index = at[place]
         if self.space.moves(index):
             return f"token t reads token {index!r}"
+        if M.sub(index, self.space.tokens) is E.const(-1):
+            return "only the last token is read; return the logits of all tokens"
         return "every token is read" if index.free else f"token {index!r} is read"
 
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:

@@ -84,6 +84,12 @@ def tiles_of_different_scale(q, k, v):
     return torch.cat(rows, 2).softmax(-1) @ v
 
 
+@spelling(lambda: normals("BH8D BH8D BH8D"))
+def tiles_of_different_tensors(q, k, v):
+    keys, queries = (k[:, :, :4], k[:, :, 4:].tanh()), (q[:, :, :4], q[:, :, 4:].sin())
+    return torch.cat([torch.cat([a @ b.mT for b in keys], -1) for a in queries], 2).softmax(-1) @ v
+
+
 @near_miss(lambda: normals(FIVE))
 def two_sets_of_which_one_is_returned(q, k, g, h, v):
     s = g @ h.mT
