@@ -129,6 +129,30 @@ def test_a_bag_of_words_has_a_decoder_that_keeps_values_alone(by_softmax: bool) 
     assert compiled.report.cache.bytes_per_token == HEADS * BYTES
 
 
+def test_two_products_that_a_mask_chooses_between_are_told_as_several_keys_for_each_token() -> None:
+    def near_and_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.shape[1])
+        scores = torch.where(i[:, None] - i < 3, q @ k.mT, q.sin() @ k.sin().mT)
+        return causal(scores) @ v
+
+    model = Layer(near_and_far, HEADS).eval()
+    with pytest.raises(attngraph.NoDecoderError, match="it has several keys for each token, in parts"):
+        attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_only_the_last_logits_are_told_with_what_to_return() -> None:
+    class Last(Layer):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids)[:, [-1], :]
+
+    with pytest.raises(
+        attngraph.NoDecoderError, match="only the last token is read; return the logits of all"
+    ):
+        attngraph.compile(Last(heads_first, HEADS).eval(), cache=True).prefill(
+            torch.zeros(1, 5, dtype=torch.int64)
+        )
+
+
 def test_the_list_of_heads_may_be_an_argument() -> None:
     """The list is an argument: other sequences may come with another one."""
 
