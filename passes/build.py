@@ -107,6 +107,8 @@ class Builder:
                     node = self.call(aten.select.int, node, dim, sizes[0])
                 case "permute":
                     node = self.call(aten.permute.default, node, list(step.dims))
+                case "zeros":
+                    node = self.call(aten.new_zeros.default, node, sizes)
                 case "unsqueeze":
                     node = self.call(aten.unsqueeze.default, node, dim)
                 case "expand":
@@ -126,7 +128,9 @@ class Builder:
         node = self.view(view.base, view.steps)
         if dtype is not None and node.meta["val"].dtype != dtype:
             node = self.call(aten._to_copy.default, node, dtype=dtype)
-        return node if view.factor == 1 else self.call(aten.mul.Tensor, node, view.factor)
+        node = node if view.factor == 1 else self.call(aten.mul.Tensor, node, view.factor)
+        zeros = [self.size(extent) for extent in view.zeros]
+        return node if zeros == [0, 0] else self.call(aten.constant_pad_nd.default, node, zeros)
 
     def _side_by_side(self, parts: list[fx.Node], dim: int) -> fx.Node:
         return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, dim)

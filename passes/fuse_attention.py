@@ -38,6 +38,7 @@ from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
+from attngraph.meaning.masks.blind import blind_query, warn
 from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
@@ -232,11 +233,13 @@ class _Fusion:
             f"fused attention at {source}, checked in float64"
             f"{' at ' + shown if shown else ''} (max error {verdict.error:.0e})"
         )
+        heads, call = self._number(claim.heads), _call(whole, self.graph.hints)
+        blind = blind_query(claim.program, call.batch, heads, call.queries, call.keys, call.numbers)
         return AttentionEntry(
-            name=module_of(claim.node), program=str(claim.program), heads=self._number(claim.heads),
+            name=module_of(claim.node), program=str(claim.program), heads=heads,
             kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
-            value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
-            kernel=KernelEntry(), error=verdict.error, call=_call(whole, self.graph.hints),
+            value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program) + warn(blind),
+            source=source, kernel=KernelEntry(), error=verdict.error, call=call,
         )  # fmt: skip
 
     def _adopt(self, node: fx.Node) -> None:

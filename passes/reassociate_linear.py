@@ -28,8 +28,10 @@ from attngraph.meaning.attention import linear
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import Recogniser
+from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
+from attngraph.meaning.masks import words
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 
@@ -63,8 +65,12 @@ class _Reassociation:
         for node in list(self.graph.graph.nodes):
             try:
                 if linear.is_root(self.meaning, node):
-                    claim = linear.examine(self.recogniser, node, self._ones(node, ones))
-                    if claim is not None and self._pays(claim):
+                    claim = linear.examine(self.recogniser, node, self._ones(node, ones), self._is_weight)
+                    if isinstance(claim, Attention):
+                        claim = self._why_not(claim) or claim if self._is_of_tokens(claim) else None
+                    if isinstance(claim, Refusal):
+                        outcome.notes.append(f"left as it is: {source_of(node)}: {claim.reason}")
+                    elif claim is not None:
                         claims.append(claim)
             except Exception as problem:  # a bug in this pass leaves the node unchanged
                 log.exception("could not examine %s at %s", node, source_of(node))
@@ -94,25 +100,30 @@ class _Reassociation:
             made[scores] = ones  # type: ignore[index]
         return made[scores]  # type: ignore[index]
 
-    def _pays(self, claim: Attention) -> bool:
-        """Whether the linear form applies and costs less; for symbolic lengths it is taken to."""
-        if any(not isinstance(s, (Score, Keep, Weight)) for s in claim.program.statements):
-            return False
-        if claim.program.scale is None or any(isinstance(r, Seed) for r in claim.reads):
-            return False
-        if any(k.predicate is not _CAUSAL or not k.is_hard for k in claim.program.keeps):
-            return False
-        if any("k" in _indices(s.value) for s in claim.program.statements if isinstance(s, Weight)):
-            return False
-        if not claim.scores or any(self._is_weight(b) for o in (claim.k, claim.v) for b in o.bases):
-            return False
-        rows, columns = self.meaning.shape(claim.scores[0])[-2:]
+    def _is_of_tokens(self, claim: Attention) -> bool:
+        """Whether neither keys nor values are parameters: layers in a row are linear in the tokens as they
+        are."""
+        bases = (b for o in (claim.k, claim.v) for b in o.bases)
+        return bool(claim.scores) and not any(map(self._is_weight, bases))
+
+    def _why_not(self, claim: Attention) -> Refusal | None:
+        """Why the linear form does not apply, or costs more; for symbolic lengths it counts as cheaper."""
+        program = claim.program
+        plain = all(isinstance(s, (Score, Keep, Weight)) for s in program.statements)
+        if not plain or program.scale is None or any(isinstance(r, Seed) for r in claim.reads):
+            return Refusal("its weights are not just a multiple of the scores")
+        if any(k.predicate is not _CAUSAL or not k.is_hard for k in program.keeps):
+            return Refusal(f"its mask is neither causal nor none ({words.describe(program)})")
+        if any("k" in _indices(s.value) for s in program.statements if isinstance(s, Weight)):
+            return Refusal("its weights are multiplied by something that depends on the key")
+        rows, columns = (E.ONE, *self.meaning.shape(claim.scores[0]))[-2:]
         if rows.op != "const" and columns.op != "const":
-            return True
+            return None
         q, k, d, e = (
             int(evaluate_size(x, self.graph.hints)) for x in (rows, columns, claim.head_dim, claim.value_dim)
         )
-        return 2 * (q + k) * d * e < q * k * (d + e)
+        dearer = 2 * (q + k) * d * e >= q * k * (d + e)
+        return Refusal("it would take more operations at these sizes") if dearer else None
 
     def _is_weight(self, node: fx.Node) -> bool:
         """Whether a tensor is computed from the model's own tensors alone (a vector of ones does not

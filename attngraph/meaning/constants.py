@@ -1,8 +1,9 @@
 """The values of a known tensor as a formula of the index.
 
-A buffer that holds a lower triangle, a band, equal blocks, a range or a single number is read as that
-formula. The formula must give every value of the tensor exactly: one entry that differs, and there is none.
-An element of integers or booleans at constant indices is a constant, whatever the pattern.
+A buffer that holds a lower triangle, a band, equal blocks, a range, a range whose numbers are repeated, or
+a single number is read as that formula. The formula must give every value of the tensor exactly: one entry
+that differs, and there is none. An element of integers or booleans at constant indices is a constant,
+whatever the pattern.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def describe(values: Tensor, at: tuple[Expr, ...]) -> Expr | None:
     kept = [d for d, extent in enumerate(values.shape) if extent > 1]
     squeezed = values.squeeze()
     if len(kept) == 1:
-        return _progression(squeezed, at[kept[0]])
+        return _progression(squeezed, at[kept[0]]) or _repeated(squeezed, at[kept[0]])
     if len(kept) == 2:
         row, column = at[kept[0]], at[kept[1]]
         return _band(squeezed, row, column) or _blocks(squeezed, row, column)
@@ -47,6 +48,26 @@ def _progression(values: Tensor, place: Expr) -> Expr | None:
     if last != int(values[-1]) or not torch.equal(values.to(torch.int64), start + step * steps):
         return None
     return M.add(E.const(start), M.mul(E.const(step), place))
+
+
+def _repeated(values: Tensor, place: Expr) -> Expr | None:
+    """A range in which each number stands several times in a row (0 0 1 1), or which begins anew again and
+    again (0 1 0 1): integers only."""
+    if values.is_floating_point() or values.dtype == torch.bool:
+        return None
+    numbers = values.to(torch.int64)
+    changes = (numbers[1:] != numbers[:-1]).nonzero().flatten()
+    each = int(changes[0]) + 1
+    again = (numbers[1:] == numbers[0]).nonzero().flatten()
+    steps = torch.arange(len(numbers), device=values.device)
+    start, step = int(numbers[0]), int(numbers[each] - numbers[0])
+    if each > 1 and torch.equal(numbers, start + step * (steps // each)):
+        digit = M.floordiv(place, E.const(each))
+    elif each == 1 and len(again) and torch.equal(numbers, start + step * (steps % (int(again[0]) + 1))):
+        digit = M.mod(place, E.const(int(again[0]) + 1))
+    else:
+        return None
+    return M.add(E.const(start), M.mul(E.const(step), digit))
 
 
 def _band(values: Tensor, row: Expr, column: Expr) -> Expr | None:

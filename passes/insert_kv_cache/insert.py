@@ -30,7 +30,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept
+from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
@@ -218,7 +218,7 @@ class _Insertion:
             if node in stop:
                 found.append(node)
             else:
-                stack += [n for n in node.all_input_nodes if n in self.tokens.facts]
+                stack += moved_operands(self.tokens, node)
         return found
 
     # --- positions ---
@@ -299,7 +299,7 @@ class _Insertion:
             if node in self.stores:
                 done[node] = self.inputs.pages(self.stores[node])
                 return done[node]
-            copies = {n: replay(n) for n in node.all_input_nodes if n in self.tokens.facts}
+            copies = {n: replay(n) for n in moved_operands(self.tokens, node)}
             first = next(iter(copies))
             sizes = self._page_sizes(builder, done, first)
             for size in (n for n in node.all_input_nodes if is_size(n)):

@@ -40,7 +40,11 @@ OWN_SIZES = {
     "gumbel_like_straight_through": "one_hot wants the number of classes as a number",
 }
 """Spellings of one size for another reason than that they write it."""
-WITHOUT_SOFTMAX = {"sigmoid_attention", "linear_attention", "linear_attention_normalised"}
+WITHOUT_SOFTMAX = {
+    "sigmoid_attention", "linear_attention", "linear_attention_normalised",
+    "a_table_divided_by_the_sum_of_its_columns", "a_triangle_that_is_not_divided",
+    "a_table_with_negative_entries_over_its_sum",
+}  # fmt: skip
 NEAR_ANOTHER = {
     "no_scale", "scale_divides_scores", "scale_in_k", "einsum_ellipsis", "torchs_own",
     "stable_exp_over_sum", "causal_additive", "causal_equals_zero", "causal_smallest_float",

@@ -126,7 +126,55 @@ def test_a_function_of_the_scores_is_no_linear_attention(power: int) -> None:
     compiled = attngraph.compile(curved)
     inputs = qkv(7)
     assert torch.allclose(compiled(*inputs), curved(*inputs), atol=1e-10)
-    assert not notes(compiled)
+    (note,) = notes(compiled)
+    assert "its weights are a function of the scores other than a multiple" in note
+
+
+def test_a_decay_is_told_as_what_stands_in_the_way() -> None:
+    def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.shape[2])
+        behind = i[:, None] - i
+        return (q @ k.mT * torch.where(behind >= 0, 0.9 ** behind.to(q.dtype), 0.0)) @ v
+
+    compiled = attngraph.compile(retention)
+    inputs = qkv(7)
+    assert torch.allclose(compiled(*inputs), retention(*inputs), atol=1e-10)
+    (note,) = notes(compiled)
+    assert "depends on query and key together (a decay, say)" in note
+
+
+def test_a_window_is_told_as_what_stands_in_the_way() -> None:
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).tril().triu(-2) @ v
+
+    compiled = attngraph.compile(windowed)
+    inputs = qkv(7)
+    assert torch.allclose(compiled(*inputs), windowed(*inputs), atol=1e-10)
+    (note,) = notes(compiled)
+    assert "its mask is neither causal nor none (causal & window(3))" in note
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 16), (7, 16)], ids=str)
+def test_values_that_are_a_product_themselves_are_not_taken_for_scores(shape: tuple[int, ...]) -> None:
+    """Without a head axis the values are a projection, with nothing moved after it."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+            self.register_buffer("tril", torch.ones(32, 32).tril())
+
+        def forward(self, x: Tensor) -> Tensor:
+            t = x.shape[-2]
+            q, k = F.elu(self.q(x)) + 1, F.elu(self.k(x)) + 1
+            weights = (q @ k.mT / 4).masked_fill(self.tril[:t, :t] == 0, 0)  # type: ignore[index]
+            return weights @ self.v(x) / weights.sum(-1, keepdim=True)
+
+    layer = Layer().double()
+    compiled = attngraph.compile(layer)
+    x = torch.randn(*shape, dtype=torch.float64)
+    assert torch.allclose(compiled(x), layer(x), atol=1e-10)
+    assert [n.split(": ")[1] for n in notes(compiled)] == ["causal, keys and values are summed first"] * 2
 
 
 def test_products_with_joined_products_are_left_without_a_fault() -> None:

@@ -34,11 +34,13 @@ from attngraph.meaning.element import Meaning
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A tensor of the graph, the views that present it as `[B, H, S, D]`, and a number to multiply it by."""
+    """A tensor of the graph, the views that present it as `[B, H, S, D]`, a number to multiply it by, and how
+    many columns of zeros stand before and after it."""
 
     base: fx.Node
     steps: tuple[ViewOp, ...]
     factor: float = 1.0
+    zeros: tuple[Expr, Expr] = (E.ZERO, E.ZERO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,21 +92,58 @@ def write_claim(
     Args:
         output: the index variables of `node`'s dimensions; `found` is the element there.
     """
-    writer = _Writer(meaning, output, found)
-    assigned = writer.assign_roles()
-    return assigned if isinstance(assigned, Refusal) else writer.write(node, assigned)
+    values = [dots.chain(meaning, part.value) for part in found.parts]
+    writer = _Writer(meaning, output, found, values)
+    refused = Refusal("its queries, keys or values are no view of a tensor of the model", writer.divisors())
+    while True:
+        assigned = writer.assign_roles()
+        if isinstance(assigned, Refusal):
+            return assigned
+        try:
+            return writer.write(node, assigned)
+        except _NotSeen as operand:
+            # Roles followed from a tensor that the operand is no view of: try the one before it.
+            if len(operand.chain) == 1:
+                return refused
+            writer = _Writer(meaning, output, *_without_deepest(found, values, operand.chain))
+            found, values = writer.found, writer.values
+
+
+class _NotSeen(layout.NoView):
+    """An operand is a view of no tensor in its chain."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+
+
+def _without_deepest(
+    found: WeightedSum, values: Sequence[Chain], chain: Chain
+) -> tuple[WeightedSum, list[Chain]]:
+    """The same sum, where an operand's chain ends one tensor earlier."""
+
+    def shorter(other: Chain) -> Chain:
+        return other[:-1] if other is chain else other
+
+    def of(part: KeyPart) -> KeyPart:
+        products = (dataclasses.replace(p, q=shorter(p.q), k=shorter(p.k)) for p in part.products)
+        return dataclasses.replace(part, products=tuple(products))
+
+    return dataclasses.replace(found, parts=tuple(map(of, found.parts))), [shorter(v) for v in values]
 
 
 class _Writer:
     """Builds one claim: holds its parts, and the digits into which index variables are cut."""
 
-    def __init__(self, meaning: Meaning, output: tuple[Expr, ...], found: WeightedSum) -> None:
+    def __init__(
+        self, meaning: Meaning, output: tuple[Expr, ...], found: WeightedSum, values: Sequence[Chain]
+    ) -> None:
         self.meaning, self.output, self.sink = meaning, output, found.sink
+        self.found, self.values = found, list(values)
         self.parts = [
-            dataclasses.replace(p, keys=_in_order(p.keys, p.products[0].k[0][0])) for p in found.parts
+            dataclasses.replace(p, keys=_in_order(p.keys, p.products[0].k[0][0] if p.products else p.value))
+            for p in found.parts
         ]
         self.products = [product for part in self.parts for product in part.products]
-        self.values = [dots.chain(meaning, part.value) for part in self.parts]
         chains = [p.q for p in self.products], [p.k for p in self.products], self.values
         self.q, self.k, self.v = ([chain[-1][0] for chain in side] for side in chains)
         keys, inner = (p.keys for p in self.parts), (p.inner for p in self.products)
@@ -123,32 +162,41 @@ class _Writer:
         """The digits that some of the expressions depend on."""
         return frozenset().union(*(M.substitute(x, self.spelled).free for x in expressions))
 
+    def divisors(self) -> frozenset[str]:
+        """Sizes that divide indices of operands: if they were numbers, the indices could become digits."""
+        reads = (*self.q, *self.k, *self.v)
+        divided = [n.args[1] for r in reads for n in E.walk(r) if n.op in ("floordiv", "mod")]
+        return frozenset(n.value for divisor in divided for n in E.walk(divisor) if n.op == "size")
+
     def assign_roles(self) -> Roles | Refusal:
         beside = (
             roles.beside_keys(M.substitute(p.score, self.spelled), self.cut(*p.keys)) for p in self.parts
         )
         return roles.assign(
             tuple(self.cut(o) for o in self.output), frozenset(self.cut(*self.summed)),
-            q=self.free(self.q), k=self.free(self.k), v=self.free(self.v),
+            q=self.free(self.q), k=self.free(self.k) | self._of_keys(), v=self.free(self.v),
             scores=self.free(x for part in self.parts for x in (part.score, part.weight)),
             beside_keys=frozenset().union(*beside),
         )  # fmt: skip
 
+    def _of_keys(self) -> frozenset[Expr]:
+        """Where there is no product, only the last dimension of the result counts as the width of values: the
+        batch stays one."""
+        alone = [v for v, part in zip(self.v, self.parts, strict=True) if not part.products]
+        return self.free(alone) - frozenset(self.cut(self.output[-1]))
+
     def write(self, node: fx.Node, assigned: Roles) -> Attention | Refusal:
-        try:
-            sides = [self._sides(part, assigned) for part in self.parts]
-            values = [
-                self._view(chain, assigned, assigned.kv_heads, self.cut(*part.keys), assigned.values)
-                for part, chain in zip(self.parts, self.values, strict=True)
-            ]
-        except layout.NoView:
-            reads = (*self.q, *self.k, *self.v)
-            return Refusal(
-                "its queries, keys or values are no view of a tensor of the model", _divisors(reads)
-            )
+        values = [
+            self._view(chain, assigned, assigned.kv_heads, self.cut(*part.keys), assigned.values)
+            for part, chain in zip(self.parts, self.values, strict=True)
+        ]
+        sides = [
+            self._sides(part, assigned) if part.products else self._no_sides(value, assigned)
+            for part, value in zip(self.parts, values, strict=True)
+        ]
         queries, keys, scales = zip(*sides, strict=True)
-        if any(q != queries[0] for q in queries):
-            return Refusal("parts of its keys are multiplied with different queries")
+        widths = [M.add(*(extent(self.cut(*p.inner)) for p in part.products)) for part in self.parts]
+        query, keys, width = _one_query(queries, keys, widths)
         starts = [E.ZERO, *itertools.accumulate((extent(self.cut(*p.keys)) for p in self.parts), M.add)]
         key = E.var("k", starts.pop())
         names = [
@@ -171,10 +219,10 @@ class _Writer:
         built = program.build(score, weight, sink)
         return Attention(
             node, tuple(p.node for p in self.products if p.node is not None),
-            Operand((queries[0],)), Operand(keys), Operand(tuple((_plain(v),) for v in values)),
+            Operand((query,)), Operand(keys), Operand(tuple((_plain(v),) for v in values)),
             built.program, built.reads, built.sizes, self._output(assigned),
             heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
-            head_dim=M.add(*(extent(self.cut(*p.inner)) for p in self.parts[0].products)),
+            head_dim=width,
             value_dim=extent(assigned.values),
         )  # fmt: skip
 
@@ -192,6 +240,13 @@ class _Writer:
         )
         return tuple(scaled), tuple(map(_plain, keys)), factors[0]
 
+    def _no_sides(self, value: View, assigned: Roles) -> tuple[tuple[View, ...], tuple[View, ...], float]:
+        """Queries and keys of no width, for scores without a product."""
+        rows = (assigned.batch, assigned.heads, assigned.queries)
+        query = ViewOp("zeros", (), (*map(extent, rows), E.ZERO))
+        key = ViewOp("narrow", (3,), (E.ZERO, E.ZERO))
+        return (View(value.base, (query,)),), (View(value.base, (*value.steps, key)),), 1.0
+
     def _view(self, chain: Chain, assigned: Roles, heads: Digits, rows: Digits, columns: Digits) -> View:
         """An operand as `[batch, heads, rows, columns]`, from the deepest tensor that allows it."""
         wanted = (assigned.batch, heads, rows, columns)
@@ -199,7 +254,7 @@ class _Writer:
             index = tuple(M.substitute(i, self.spelled) for i in read.args)
             with contextlib.suppress(layout.NoView):
                 return View(read.value, layout.solve(self.meaning.shape(read.value), index, wanted), factor)
-        raise layout.NoView
+        raise _NotSeen(chain)
 
     def _output(self, assigned: Roles) -> tuple[ViewOp, ...]:
         """The views from `[B, Hq, Sq, Dv]` to the shape of the node."""
@@ -230,8 +285,34 @@ class _Writer:
         return mapping | {v: M.substitute(spelled, mapping) for v, spelled in self.spelled.items()}
 
 
+def _one_query(
+    queries: Sequence[tuple[View, ...]], keys: Sequence[tuple[View, ...]], widths: Sequence[Expr]
+) -> tuple[tuple[View, ...], tuple[tuple[View, ...], ...], Expr]:
+    """The queries of all parts, the keys of each, and their width. Where parts have different queries, these
+    stand side by side, and the keys of a part have zeros where the queries of another part are."""
+    own = dict(zip(queries, widths, strict=True))
+    starts = dict(zip(own, itertools.accumulate(own.values(), M.add, initial=E.ZERO), strict=False))
+    width = M.add(*own.values())
+    padded = []
+    for query, (first, *rest) in zip(queries, keys, strict=True):
+        before = starts[query]
+        wide = [dataclasses.replace(first, zeros=(before, E.ZERO)), *rest]
+        after = M.sub(width, M.add(before, own[query]))
+        wide[-1] = dataclasses.replace(wide[-1], zeros=(wide[-1].zeros[0], after))
+        padded.append(tuple(wide))
+    return tuple(view for query in own for view in query), tuple(padded), width
+
+
 def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Expr:
-    """The formula of the part that the key lies in: terms of all parts, plus a selection of the others."""
+    """The formula of the part that the key lies in: one mask over all parts, and in it the terms of all parts
+    plus a selection of the others."""
+    masked = [f for f in formulas if f.op == "where" and E.NEG_INF in f.args[1:]]
+    if masked and starts[1:]:
+        kept, inside = zip(*map(_without_mask, formulas), strict=True)
+        shown = kept[-1]
+        for start, predicate in zip(reversed(starts[1:]), reversed(kept[:-1]), strict=True):
+            shown = M.where(M.lt(key, start), predicate, shown)
+        return M.where(shown, _by_part(key, starts, inside), E.NEG_INF)
     terms = [f.args if f.op == "add" else (f,) for f in formulas]
     common = [t for t in terms[0] if all(t in others for others in terms)]
     own = [M.add(*(t for t in found if t not in common)) for found in terms]
@@ -240,6 +321,15 @@ def _by_part(key: Expr, starts: Sequence[Expr], formulas: Sequence[Expr]) -> Exp
         if formula is not found:
             found = M.where(M.lt(key, start), formula, found)
     return M.add(*common, found)
+
+
+def _without_mask(formula: Expr) -> tuple[Expr, Expr]:
+    """What a mask keeps, and the score there."""
+    if formula.op == "where" and formula.args[2] is E.NEG_INF:
+        return formula.args[0], formula.args[1]
+    if formula.op == "where" and formula.args[1] is E.NEG_INF:
+        return M.not_(formula.args[0]), formula.args[2]
+    return E.TRUE, formula
 
 
 def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal | None:
@@ -257,12 +347,6 @@ def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal 
         if too_long
         else None
     )
-
-
-def _divisors(reads: Iterable[Expr]) -> frozenset[str]:
-    """The sizes that divide indices of the reads: if they were numbers, the indices could become digits."""
-    divided = [n.args[1] for r in reads for n in E.walk(r) if n.op in ("floordiv", "mod")]
-    return frozenset(n.value for divisor in divided for n in E.walk(divisor) if n.op == "size")
 
 
 def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:

@@ -151,7 +151,7 @@ def find_dot(
     contraction too), and one whose query side varies over more than the values do comes first.
     """
     found: list[tuple[Dot, Expr]] = []
-    for node in _outermost_first(score):
+    for node in outermost_first(score):
         if node.free.isdisjoint(keys):
             continue
         if node.op == "sum":
@@ -160,7 +160,7 @@ def find_dot(
                 found.append((dot, M.substitute(score, {node: DOT})))
         elif node.op == "read" and isinstance(node.value, fx.Node):
             opened = _open(meaning, node)
-            for part in _outermost_first(opened) if opened is not None else ():
+            for part in outermost_first(opened) if opened is not None else ():
                 dot = _as_dot(meaning, part, keys) if part.op == "sum" else None
                 if dot is not None and opened is not None:
                     inside = M.substitute(opened, {part: DOT})
@@ -178,7 +178,7 @@ NO_DOT = "the scores contain no product of queries and keys, summed over a share
 
 def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: torch.dtype) -> str:
     """What separates the scores from a contraction that they are computed from, if anything does."""
-    for read in (n for n in _outermost_first(score) if n.op == "read" and isinstance(n.value, fx.Node)):
+    for read in (n for n in outermost_first(score) if n.op == "read" and isinstance(n.value, fx.Node)):
         node: fx.Node = read.value
         if read.free.isdisjoint(keys) or node.op != "call_function" or not _holds_contraction(meaning, node):
             continue
@@ -254,7 +254,7 @@ def other_dots(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> list[tu
     return found
 
 
-def _outermost_first(node: Expr) -> list[Expr]:
+def outermost_first(node: Expr) -> list[Expr]:
     """Every distinct node, breadth first from the top."""
     order: dict[Expr, None] = {node: None}
     queue = [node]
@@ -264,6 +264,15 @@ def _outermost_first(node: Expr) -> list[Expr]:
                 order[arg] = None
                 queue.append(arg)
     return list(order)
+
+
+def open_product(meaning: Meaning, read: Expr, keys: tuple[Expr, ...]) -> Dot | None:
+    """An element of a contraction as a number times a sum of products of a side of the queries and one of
+    the keys; None where it is not just that."""
+    opened = _open(meaning, read)
+    factor, whole = M.coefficient(opened) if opened is not None else (1.0, read)
+    found = _as_dot(meaning, whole, keys) if whole.op == "sum" else None
+    return None if found is None else dataclasses.replace(found, node=read.value, factor=factor)
 
 
 def _open(meaning: Meaning, node: Expr) -> Expr | None:

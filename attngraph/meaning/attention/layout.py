@@ -155,6 +155,10 @@ def _slice(steps: list[ViewOp], dim: int, extent: Expr, start: Expr, variable: E
         return
     if not whole and not _fits(M.add(start, length), extent):
         raise NoView
+    if ranges.is_positive(
+        ranges.subtract(ranges.polynomial(M.add(start, length)), ranges.polynomial(extent))
+    ):
+        raise NoView  # a part of the tensor that only some of the indices belong to
     if "mod" in {n.op for n in E.walk(start)}:
         raise NoView
     steps.append(ViewOp("narrow", (dim,), (start, length)))

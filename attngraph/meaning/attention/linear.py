@@ -7,6 +7,8 @@ Without an exponential in between, the sum over keys can be taken first, at a co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from attngraph.ir import budgets
@@ -35,11 +37,22 @@ def is_root(meaning: Meaning, node: fx.Node) -> bool:
     return any(meaning.contracts(n) for n in node.all_input_nodes)
 
 
-def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Attention | None:
-    """The sum as an attention whose weights are the scores, or None if it is not one.
+_SO = "so the sum over the keys cannot be taken first"
+VARYING = (
+    f"its scores are multiplied by something that depends on query and key together (a decay, say), {_SO}"
+)
+NOT_LINEAR = f"its weights are a function of the scores other than a multiple, {_SO}"
+
+
+def examine(
+    recogniser: Recogniser, node: fx.Node, ones: fx.Node | None, is_weight: Callable[[fx.Node], bool]
+) -> Attention | Refusal | None:
+    """The sum as an attention whose weights are the scores, why it is none, or None where it does not look
+    like one.
 
     Args:
         ones: a vector of ones as long as there are keys, for the values of a sum of scores alone.
+        is_weight: whether a tensor follows from the model's own tensors alone: such products are layers.
     """
     meaning = recogniser.meaning
     try:
@@ -54,27 +67,46 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
     if len(sums) != 1:
         return None
     keys, body = open_sums(sums[0])
+    if len(keys) != 1:
+        return None
     body, causal = _unmasked(body)
-    scores, values, fixed = _scores(meaning, factors_of(body), keys)
-    if scores is None or len(keys) != 1:
-        return None
-    if not values and ones is not None:
-        values = [E.read(ones, keys, "float")]
-    found = dots.find_dot(meaning, scores, keys, values[0].free if len(values) == 1 else frozenset())
-    if found is None or len(values) != 1 or values[0].op != "read":
-        return None
-    dot, score = found
-    if any(n is not DOT and n.op == "read" for n in E.walk(score)):
-        return None
+    fixed = [f for f in factors_of(body) if f.free.isdisjoint(keys)]
+    moving = [f for f in factors_of(body) if not f.free.isdisjoint(keys)]
     outer = M.mul(*(f for f in factors if f is not sums[0]), *fixed)
-    masked = score if causal is None else M.where(causal, score, E.NEG_INF)
-    try:
-        weight = dots.look_into(meaning, M.mul(WEIGHT, outer), keys, values[0].free, node.meta["val"].dtype)
-        part = KeyPart(keys, masked, weight, values[0], (dot,))
-        claim = write_claim(meaning, node, output, WeightedSum((part,)))
-    except Unliftable:
-        return None
-    return None if isinstance(claim, Refusal) else claim
+    refused: Refusal | None = None
+    for place, scores in enumerate(moving):
+        # Where values are a product too, either factor may be the scores.
+        values = [*moving[:place], *moving[place + 1 :]]
+        if not values and ones is not None:
+            values = [E.read(ones, keys, "float")]
+        of_value = values[0].free if len(values) == 1 else frozenset[Expr]()
+        opened = dots.find_dot(meaning, scores, keys, of_value)
+        if opened is None or not values:
+            continue
+        dot, score = opened
+        if not is_product(meaning, scores) or len(values) != 1 or values[0].op != "read":
+            sides = (dot.q[-1][0], dot.k[-1][0])
+            if not any(is_weight(side.value) for side in sides) and dot.q[0][0].free - set(dot.inner):
+                once = is_product(meaning, scores) and scores not in values
+                refused = Refusal(VARYING if once else NOT_LINEAR)
+            continue
+        if any(n is not DOT and n.op == "read" for n in E.walk(score)):
+            continue
+        masked = score if causal is None else M.where(causal, score, E.NEG_INF)
+        try:
+            weight = dots.look_into(meaning, M.mul(WEIGHT, outer), keys, of_value, node.meta["val"].dtype)
+            part = KeyPart(keys, masked, weight, values[0], (dot,))
+            claim = write_claim(meaning, node, output, WeightedSum((part,)))
+        except Unliftable:
+            continue
+        if isinstance(claim, Attention):
+            return claim
+    return refused
+
+
+def is_product(meaning: Meaning, scores: Expr) -> bool:
+    """Whether scores are an element of a contraction as it is."""
+    return scores.op == "read" and meaning.category(scores.value) is Category.CONTRACTION
 
 
 def _is_scores(recogniser: Recogniser, node: fx.Node) -> bool:
@@ -97,21 +129,3 @@ def _unmasked(body: Expr) -> tuple[Expr, Expr | None]:
         if E.is_const(yes, 0):
             return M.mul(no, *rest), M.not_(condition)
     return body, None
-
-
-def _scores(
-    meaning: Meaning, factors: tuple[Expr, ...], keys: tuple[Expr, ...]
-) -> tuple[Expr | None, list[Expr], list[Expr]]:
-    """Of a body's factors: the scores, what else depends on the keys, and what does not."""
-    scores: Expr | None = None
-    values: list[Expr] = []
-    fixed: list[Expr] = []
-    for factor in factors:
-        is_score = factor.op == "read" and meaning.category(factor.value) is Category.CONTRACTION
-        if factor.free.isdisjoint(keys):
-            fixed.append(factor)
-        elif is_score and scores is None:
-            scores = factor
-        else:
-            values.append(factor)
-    return scores, values, fixed

@@ -284,8 +284,9 @@ def _within(index: Expr, extent: Expr) -> Expr:
         return index  # the model itself reads this element
     last = ranges.subtract(ranges.polynomial(extent), {(): 1})
     low, high = ranges.bounds(ranges.polynomial(index))
-    if index.op == "var" and high is not None and not ranges.is_positive(ranges.subtract(high, last)):
-        return index  # it runs over a whole dimension, unless its extent is known to be larger
+    sizes = index.op == "var" and index.args[0].op == extent.op == "size"
+    if sizes and high is not None and not ranges.is_positive(ranges.subtract(high, last)):
+        return index  # it runs over a whole dimension: two names of sizes may stand for one number
     if low is None or not ranges.is_nonnegative(low):
         index = M.function("max", index, E.ZERO)
     if high is None or not ranges.is_nonnegative(ranges.subtract(last, high)):

@@ -25,7 +25,9 @@ from attngraph.meaning.attention.claim import Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import logarithm, split_by
 from attngraph.meaning.attention.partial_sums import PartialSums
+from attngraph.meaning.attention.positional import PositionWeights, as_exponentials, has_no_product
 from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.score_sets import join_equal_products, split_by_product
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
     Unnormalised,
@@ -68,10 +70,11 @@ class Recogniser:
         self.unnormalised: set[fx.Node] = set()
         self._too_long: set[fx.Node] = set()
         self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.positions = PositionWeights(meaning)
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
-        an opaque op in between."""
+        an opaque op in between. Weights that follow from positions alone count as such."""
         if node not in self._near:
             self._near[node] = self._find_near(node)
         return self._near[node]
@@ -81,6 +84,8 @@ class Recogniser:
             return frozenset()
         if str(node.target) in _EXPONENTIALS:
             return frozenset(() if self.is_index(node) else (node,))
+        if self.positions.are_divided(node):
+            return frozenset((node,))
         category = self.meaning.category(node)
         if category is None and not is_part(node):
             return frozenset()
@@ -120,6 +125,8 @@ class Recogniser:
             found = Refusal(str(problem))
         if isinstance(found, (Refusal, tuple)) and not adds_parts:
             self._parts[node] = frozenset((node,))
+        if isinstance(found, Refusal) and all(map(self.positions.follow, self.exponentials(node))):
+            return None  # a table, not weights: nothing that a user would call attention
         if isinstance(found, Refusal) and self.meaning.obstacles:
             return dataclasses.replace(found, sizes=found.sizes | self.meaning.obstacles)
         if isinstance(found, Unnormalised):
@@ -204,11 +211,14 @@ class Recogniser:
         output, at = meaning.places(node)
         # The weights' divisor may be a factor of the result: then both operands are looked into.
         looks_below = adds_parts or self.is_product(node)
-        lifted = meaning.lift(
-            meaning.element(node, at),
-            lambda r: bool(self.near(r.value) or (looks_below and self._parts_below(r.value))),
-            most=budgets.FORMULA_WORDS,
-        )
+        averages = any(map(self.positions.are_divided, self.exponentials(node)))
+
+        def through(read: Expr) -> bool:
+            below = looks_below and self._parts_below(read.value)
+            return bool(self.near(read.value) or below) or (averages and self.positions.follow(read.value))
+
+        lifted = meaning.lift(meaning.element(node, at), through, most=budgets.FORMULA_WORDS)
+        lifted = as_exponentials(lifted) if averages else lifted
         sums = weighted_sums(lifted, meaning.elementwise)
         if not isinstance(sums, tuple):
             return sums
@@ -221,10 +231,20 @@ class Recogniser:
         return tuple(claims)
 
     def _claim(self, node: fx.Node, output: tuple[Expr, ...], found: WeightedSum) -> Attention | Refusal:
-        """The claim for one sum weighted by one softmax."""
+        """The claim for one sum weighted by one softmax. Products that a condition chooses between are parts
+        of the keys, or (if these are no views) all but one are read from what the model computed."""
         opened = self._with_products(found, node.meta["val"].dtype)
         if isinstance(opened, Refusal):
             return opened
+        apart = self._with_products(found, node.meta["val"].dtype, apart=True)
+        if isinstance(apart, WeightedSum) and len(apart.parts) > len(opened.parts):
+            claim = self._widest(node, output, apart)
+            if isinstance(claim, Attention):
+                return claim
+        return self._widest(node, output, opened)
+
+    def _widest(self, node: fx.Node, output: tuple[Expr, ...], opened: WeightedSum) -> Attention | Refusal:
+        """The claim in which as many products as possible are joined to the dot."""
         claim = write_claim(self.meaning, node, output, opened)
         while True:
             for parts in itertools.product(*map(self._with_another_product, opened.parts)):
@@ -236,9 +256,18 @@ class Recogniser:
             else:
                 return claim
 
-    def _with_products(self, found: WeightedSum, dtype: torch.dtype) -> WeightedSum | Refusal:
-        """The sum with the dot found in the scores of each part, or why there is none."""
+    def _with_products(
+        self, found: WeightedSum, dtype: torch.dtype, apart: bool = False
+    ) -> WeightedSum | Refusal:
+        """The sum with the dot found in the scores of each part, or why there is none.
+
+        Args:
+            apart: whether a part of which a condition chooses the products becomes several.
+        """
         scores = [dots.one_name(self._look_into(part, part.score, dtype)) for part in found.parts]
+        scores = [
+            join_equal_products(self.meaning, s, p.keys) for s, p in zip(scores, found.parts, strict=True)
+        ]
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
         split = [split_by(score, part.keys) for score, part in zip(scores, found.parts, strict=True)]
         shift = split[0][1]
@@ -256,10 +285,12 @@ class Recogniser:
             sink = M.sub(sink, shift)
         parts: list[KeyPart] = []
         for part, (score, _) in zip(found.parts, split, strict=True):
-            opened = self._with_product(dataclasses.replace(part, score=score), dtype)
-            if isinstance(opened, Refusal):
-                return opened
-            parts.append(opened)
+            whole = dataclasses.replace(part, score=score)
+            for piece in split_by_product(self.meaning, whole) if apart else [whole]:
+                opened = self._with_product(piece, dtype)
+                if isinstance(opened, Refusal):
+                    return opened
+                parts.append(opened)
         return WeightedSum(tuple(parts), sink and self._look_into(parts[0], sink, dtype))
 
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
@@ -267,6 +298,9 @@ class Recogniser:
         found = dots.find_dot(meaning, part.score, part.keys, of_value) or dots.dot_of_width_one(
             part.score, part.keys, of_value, part.value.value.meta["val"].dtype
         )
+        if found is None and has_no_product(part):
+            weight = self._look_into(part, part.weight, dtype)
+            return dataclasses.replace(part, weight=weight)
         if found is None:
             return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
         dot, score = found
@@ -285,6 +319,8 @@ class Recogniser:
     def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
         """The part with one more of the products in its scores joined to the dot: one whose key side is
         computed from keys, not a table of distances."""
+        if not part.products:
+            return []
         of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)
         return [
             dataclasses.replace(part, score=rest, products=(*part.products, other))

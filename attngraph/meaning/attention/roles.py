@@ -64,12 +64,22 @@ def assign(
             return Refusal("its result has a dimension that its queries, keys and values lack")
     row = [d for d in queries if d in beside_keys] or queries[-1:]
     groups = [d for d in queries if d not in row]
-    first = output[0][:1] if len(output) > 1 else ()
-    batch = tuple(d for d in shared if d in first)
+    batch = _batch(output, shared)
     heads = tuple(d for d in shared if d not in batch)
     if set(q | k | v) - set(shared + queries + values) - summed:
         return Refusal("its queries, keys or values vary with something that is no dimension of the result")
     return Roles(batch, heads, tuple(groups), tuple(row), tuple(values))
+
+
+def _batch(output: tuple[Digits, ...], shared: Digits | list[Expr]) -> Digits:
+    """The digit that counts sequences: the leading one of the result, if keys or values have it too. A number
+    of heads is a number, and a batch usually a varying size: the first varying one comes before a leading
+    number, so that heads may lead (`[H, B, T, D]`), and it may follow an axis of the queries alone."""
+    leading = tuple(d for d in output[0][:1] if d in shared) if len(output) > 1 else ()
+    if any(d.args[0].op != "const" for d in leading):
+        return leading
+    varying = [d for d in shared if d.args[0].op != "const"] if len(output) > 1 else []
+    return tuple(varying[:1]) or leading
 
 
 def beside_keys(score: Expr, keys: Digits) -> frozenset[Expr]:

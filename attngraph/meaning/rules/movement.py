@@ -75,7 +75,7 @@ def reindex(shape: Indices, source: Indices, at: Indices) -> Indices:
                 grow_new = i < len(shape)
             if grow_new or j >= len(source):
                 if i >= len(shape):
-                    raise Unliftable("shapes of a view do not match")
+                    raise Unliftable("a view between shapes whose sizes are not known to match")
                 new, i = M.mul(new, shape[i]), i + 1
             else:
                 old, j = M.mul(old, source[j]), j + 1
@@ -279,8 +279,15 @@ def index(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         if pick is None:
             places.append(next(others))
         else:
-            places.append(wrapped(context.read_broadcast(pick, picked), source[d]))
+            own = picked[rank - len(context.shape(pick)) :]
+            places.append(wrapped(listed_place(context, pick, own), source[d]))
     return context.read(node.args[0], tuple(places))
+
+
+def listed_place(context: Meaning, places: fx.Node, at: Indices) -> Expr:
+    """An element of a list of places: as a formula of where it stands in the list, if no data decide it."""
+    known = context.index_expression(places, at)
+    return context.read(places, at) if known is None else known
 
 
 def first_picked(dims: list[int]) -> int:
@@ -306,7 +313,8 @@ def wrapped(place: Expr, extent: Expr) -> Expr:
 @rule(MOVEMENT, "index_select.default")
 def index_select(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     dim = axis(argument(node, 1, "dim"), len(at))
-    place = context.read(node.args[2], at[dim : dim + 1] if context.shape(node.args[2]) else ())
+    places: Any = node.args[2]
+    place = listed_place(context, places, at[dim : dim + 1] if context.shape(places) else ())
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
 
 
@@ -318,7 +326,7 @@ def embedding(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 @rule(MOVEMENT, "gather.default")
 def gather(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     dim = axis(argument(node, 1, "dim"), len(at))
-    place = context.read(node.args[2], at)
+    place = listed_place(context, node.args[2], at)  # type: ignore[arg-type]
     return context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 
 import networkx as nx
+import torch
 from torch import Tensor, fx
 
 from attngraph.meaning.rule import RULES, Category
@@ -68,12 +69,25 @@ def bytes_per_token(tokens: Tokens, node: fx.Node) -> int | None:
     return math.prod(own) * value.dtype.itemsize
 
 
+def moved_operands(tokens: Tokens, node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node rearranges, without those that only say how: the places that it picks."""
+    operands = [n for n in node.all_input_nodes if n in tokens.facts]
+    return [n for n in operands if not _picks(tokens, n)]
+
+
+def _picks(tokens: Tokens, node: fx.Node) -> bool:
+    """Whether a value holds integers that are the same for all tokens and sequences: a list of heads, say."""
+    fact, value = tokens[node], node.meta.get("val")
+    fixed = fact.kind is Kind.FIXED and not any(fact.axes)
+    return fixed and isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64)
+
+
 def _moved_from(tokens: Tokens, node: fx.Node) -> list[fx.Node]:
     """The token-wise values that this one only rearranges; empty if it computes something."""
     name = str(node.target)
     if node.op != "call_function" or name not in RULES or RULES[name].category is not Category.MOVEMENT:
         return []
-    before = [n for n in node.all_input_nodes if n in tokens.facts]
+    before = moved_operands(tokens, node)
     dtypes = {n.meta["val"].dtype for n in (*before, node)}
     if len(dtypes) > 1 or any(tokens[n].kind is not Kind.TOKEN for n in before):
         return []

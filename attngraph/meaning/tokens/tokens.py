@@ -252,6 +252,8 @@ class Tokens:
         index = at[place]
         if self.space.moves(index):
             return f"token t reads token {index!r}"
+        if M.sub(index, self.space.tokens) is E.const(-1):
+            return "only the last token is read; return the logits of all tokens"
         return "every token is read" if index.free else f"token {index!r} is read"
 
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
@@ -315,6 +317,12 @@ class Tokens:
         keys_are_tokens = Kind.FIXED not in (k.kind, v.kind)
         if q.kind is Kind.FIXED and k.kind is v.kind is Kind.FIXED:
             return Fact(Kind.FIXED, q.axes, "attention among fixed values")
+        keys = self.meaning.shape(view.keys[0])[2]
+        times = M.floordiv(keys, self.space.tokens)
+        if times.op == "const" and times.value > 1 and M.mul(times, self.space.tokens) is keys:
+            return Fact(
+                Kind.MIXING, reason="it has several keys for each token, in parts one after the other"
+            )
         problem = self._layout_problem(q, k, v)
         problem = problem or self._reads_problem(view.program.expressions, facts, keys_are_tokens)
         if problem:

@@ -9,6 +9,7 @@ A new spelling is a function in the file of its topic, under one of the decorato
 """
 
 from . import (
+    averages,
     biases,
     causal_masks,
     heads,
@@ -19,6 +20,7 @@ from . import (
     near_misses,
     padding,
     products,
+    score_sets,
     scores,
     sinks,
     softmax,
@@ -28,8 +30,8 @@ from . import (
 from .registry import COUNT, MUST_FUSE, MUST_NOT, MUTANTS, NOT_YET, TOLERANCE, size, with_padding
 
 TOPICS = (
-    scores, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts, key_loops,
-    sums, near_misses, mutated_masks, mutated_operands,
+    scores, score_sets, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts,
+    key_loops, sums, averages, near_misses, mutated_masks, mutated_operands,
 )  # fmt: skip
 
 __all__ = [

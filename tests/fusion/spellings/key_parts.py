@@ -69,7 +69,7 @@ def parts_of_which_a_key_counts_twice(q, k, v, more_k, more_v):
     return p[..., :n] @ more_v + p[..., n - 1 :] @ F.pad(v, (0, 0, 1, 0))
 
 
-@near_miss(prefixed)
+@spelling(prefixed)
 def parts_with_queries_of_their_own(q, k, v, more_k, more_v):
     p = torch.cat([q @ more_k.mT, (q + 1).tanh() @ k.mT], -1).softmax(-1)
     return p[..., : more_k.shape[2]] @ more_v + p[..., more_k.shape[2] :] @ v

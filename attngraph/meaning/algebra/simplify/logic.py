@@ -186,7 +186,26 @@ def _junction(op: str, unit: Expr, zero: Expr, args: tuple[Expr, ...]) -> Expr:
         del kept[weaker]
     if len(kept) <= 1:
         return next(iter(kept), unit)
+    joined = _joined(op, list(kept))
+    if joined is not None:
+        return _junction(op, unit, zero, joined)
     return E.make(op, tuple(sorted(kept, key=lambda a: a.serial)), None, "bool")
+
+
+def _joined(op: str, parts: list[Expr]) -> tuple[Expr, ...] | None:
+    """(x and y) or (x and not y) is x, and the same with "and" and "or" exchanged: the parts with the first
+    two of this form joined, or None where there are none, or many parts."""
+    inner, make = ("and", and_) if op == "or" else ("or", or_)
+    nested = [p for p in parts if p.op == inner]
+    if not 1 < len(nested) <= budgets.COMPARISONS:
+        return None
+    for place, a in enumerate(nested):
+        for b in nested[place + 1 :]:
+            (mine, theirs) = ([x for x in one.args if x not in other.args] for one, other in ((a, b), (b, a)))
+            if len(mine) == len(theirs) == 1 and not_(mine[0]) is theirs[0]:
+                common = make(*(x for x in a.args if x in b.args))
+                return (*(p for p in parts if p not in (a, b)), common)
+    return None
 
 
 def _implied(op: str, parts: list[Expr]) -> list[Expr]:
