@@ -35,6 +35,7 @@ from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
+from attngraph.passes.insert_kv_cache.running_sums import gather_running_sums
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.pipeline import Outcome
@@ -61,8 +62,8 @@ class InsertKVCache:
             node for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
-        tokens = _analyse(graph, ids)
         outcome = Outcome()
+        tokens = _analyse(graph, ids, outcome)
         _Insertion(graph, ids, tokens, outcome).run()
         return outcome
 
@@ -79,8 +80,9 @@ def _only_result(graph: ProgramGraph, result: int) -> None:
     graph.clean()
 
 
-def _analyse(graph: ProgramGraph, ids: fx.Node) -> Tokens:
+def _analyse(graph: ProgramGraph, ids: fx.Node, outcome: Outcome) -> Tokens:
     """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
+    Running sums become attention, so that what follows them can be analysed.
 
     Raises:
         NoDecoderError: the input has another shape, or a token sees a later one.
@@ -93,6 +95,9 @@ def _analyse(graph: ProgramGraph, ids: fx.Node) -> Tokens:
         if isinstance(shape[dim], int):
             raise NoDecoderError(f"it fixes how many {what} there are to {shape[dim]}.")
     found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
+    while places := gather_running_sums(graph, found):
+        outcome.notes += [f"the running sum at {place} is computed as attention" for place in places]
+        found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
     _require_token_wise(graph, found)
     return found
 

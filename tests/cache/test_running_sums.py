@@ -1,0 +1,76 @@
+"""A decoder of a model that adds up tokens as they come: running sums are computed as attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+
+VOCABULARY, NEW = 16, 12
+
+
+class Sums(nn.Module):
+    """An embedding, something that adds up tokens, and logits."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.logits, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits(self.mix(self.embed(ids)))
+
+
+class Counting(nn.Module):
+    """Positions that count the tokens before that are no padding, as in RoBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, 8), nn.Embedding(40, 8, padding_idx=1)
+        self.logits = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        real = ids.ne(1).int()
+        x = self.embed(ids) + self.places((real.cumsum(1).type_as(real) * real).long() + 1)
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        return self.logits((x @ x.mT).masked_fill(later, -torch.inf).softmax(-1) @ x)
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of vectors": lambda x: x.cumsum(1),
+    "of numbers": lambda x: x * x.sum(-1).cumsum(1).tanh()[..., None],
+    "of heads": lambda x: x.unflatten(-1, (2, 4)).transpose(1, 2).cumsum(2).transpose(1, 2).flatten(2),
+    "of counts": lambda x: x + (x > 0).cumsum(1) % 7,
+    "of a running sum": lambda x: x.cumsum(1).tanh().cumsum(1),
+    "a running mean": lambda x: x.cumsum(1) / (1 + torch.arange(x.shape[1])[:, None]),
+    "a running log-sum-exp": lambda x: x.exp().cumsum(1).log(),
+}
+
+
+def assert_as_the_whole_sequence(model: nn.Module, ids: Tensor) -> attngraph.CompileReport:
+    decoder = attngraph.compile(model, cache=True)
+    found, whole = decoder.generate(ids, NEW), ids
+    for _ in range(NEW):
+        whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, whole)
+    report = decoder.report
+    assert report.cache is not None
+    assert (report.cache.error or 0.0) < 1e-12
+    return report
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_running_sum_gives_the_tokens_of_the_whole_sequence(name: str) -> None:
+    torch.manual_seed(0)
+    report = assert_as_the_whole_sequence(Sums(SUMS[name]).eval(), torch.randint(0, VOCABULARY, (2, 5)))
+    assert any("running sum" in note for record in report.passes for note in record.notes)
+
+
+def test_positions_that_count_tokens_are_exact_whatever_the_tokens_are() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (3, 7))
+    ids[0, 2:4] = 1  # tokens that are not counted
+    assert_as_the_whole_sequence(Counting().eval(), ids)
