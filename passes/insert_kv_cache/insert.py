@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -92,14 +94,35 @@ def _analyse(graph: ProgramGraph, ids: fx.Node, outcome: Outcome) -> Tokens:
     if rank != 2:
         raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
     for dim, what in enumerate(("sequences", "tokens")):
-        if isinstance(shape[dim], int):
-            raise NoDecoderError(f"it fixes how many {what} there are to {shape[dim]}.")
+        number = _fixed_number(shape[dim])
+        if number is not None:
+            raise NoDecoderError(f"it fixes how many {what} there are to {number}{_fixed_at(graph, number)}.")
     found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
     while places := gather_running_sums(graph, found):
         outcome.notes += [f"the running sum at {place} is computed as attention" for place in places]
         found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
     _require_token_wise(graph, found)
     return found
+
+
+def _fixed_number(extent: int | torch.SymInt) -> int | None:
+    """The number, if the trace allows no other for this size."""
+    if isinstance(extent, int):
+        return extent
+    return int(extent.node.expr) if extent.node.expr.is_number else None
+
+
+def _fixed_at(graph: ProgramGraph, number: int) -> str:
+    """The line of the model where a size became this number, as torch recorded it, or else the first
+    operation that takes tokens one by one."""
+    mode = graph.fake_mode()
+    for guard in getattr(getattr(mode, "shape_env", None), "guards", ()):
+        if isinstance(guard.expr, sympy.Eq) and number in guard.expr.args:
+            found = re.search(r"([^\s(]+:\d+)", str(getattr(guard.sloc, "user_loc", None)))
+            if found:
+                return f", at {found[1]}"
+    one_by_one = (n for n in graph.graph.nodes if n.target in (aten.unbind.int, aten.select.int))
+    return next((f", at {op_name(n)} at {source_of(n)}" for n in one_by_one if source_of(n)), "")
 
 
 def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
@@ -114,16 +137,39 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
     if fact.kind is Kind.MIXING:
         culprit = tokens.cause(result)
         source = source_of(culprit) or "an unknown line"
-        pair = tokens.witness(culprit) or tokens.witness(result)
+        pair = tokens.witness(culprit, result)
         seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
         raise NoDecoderError(
-            f"{name} at {source}: {tokens[culprit].reason}.{seen}\n"
+            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention looks at earlier ones."
         )
     if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
+
+
+def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
+    """Why the first operation that mixes tokens is no obstacle that could be passed by."""
+    reason, value = tokens[culprit].reason, culprit.meta.get("val")
+    if sees_later:
+        return reason
+    if culprit.target in (aten.conv1d.default, aten.convolution.default):
+        before = (int(culprit.args[1].meta["val"].shape[-1]) - 1) * _dilation(culprit)  # type: ignore[union-attr]
+        return f"it needs the last {before} inputs, a state that is not keys and values"
+    if isinstance(value, torch.Tensor):
+        extents = [tokens.meaning.renamed(size_expression(n)) for n in value.shape]
+        if sum(tokens.space.tokens in E.walk(n) for n in extents) > 1:
+            return (
+                f"{reason}: it has a value for each pair of tokens, and a decoder keeps values of single "
+                "tokens (a mask that data choose is such a value)"
+            )
+    return reason
+
+
+def _dilation(node: fx.Node) -> int:
+    given = [*node.args, *([1] * 8)][5]
+    return int(given[0]) if isinstance(given, (list, tuple)) and given else 1
 
 
 class _Insertion:

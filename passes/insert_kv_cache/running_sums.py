@@ -1,9 +1,10 @@
 """A running sum over the tokens as attention: the mean of the tokens seen so far, times their number.
 
 `x.cumsum(tokens)` adds up all earlier tokens, so it needs them as attention does. It is attention: with the
-same score for all of them each weighs 1 / n, and n times that mean is the sum. Sums of integers are computed in
-float64 and rounded, so counts are exact (positions of RoBERTa count the tokens before that are no padding).
-Used by `insert_kv_cache`, where a decoder is derived; graphs of whole sequences keep their `cumsum`.
+same score for all of them each weighs 1 / n, and n times that mean is the sum. Sums of integers are computed
+in float64 and rounded, so counts are exact (positions of RoBERTa count the tokens before that are no
+padding). Used by `insert_kv_cache`, where a decoder is derived; graphs of whole sequences keep their
+`cumsum`.
 """
 
 from __future__ import annotations

@@ -74,3 +74,70 @@ def test_positions_that_count_tokens_are_exact_whatever_the_tokens_are() -> None
     ids = torch.randint(0, VOCABULARY, (3, 7))
     ids[0, 2:4] = 1  # tokens that are not counted
     assert_as_the_whole_sequence(Counting().eval(), ids)
+
+
+class SortedExperts(nn.Module):
+    """Tokens are sorted by the expert that they choose; how many chose each is read as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.route = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.logits = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).reshape(-1, 8)
+        _, chosen = self.route(x).topk(2, dim=1)
+        counts = torch.zeros(x.shape[0], 3).scatter(1, chosen, 1).long().sum(0).tolist()
+        order = chosen.flatten().sort(0)[1]
+        token = order.div(2, rounding_mode="trunc")
+        parts = x[token].split(counts)
+        found = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        mixed = torch.zeros_like(x).index_add(0, token, found).reshape(*ids.shape, 8)
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        return self.logits((mixed @ mixed.mT).masked_fill(later, -torch.inf).softmax(-1) @ mixed)
+
+
+def test_experts_that_count_their_tokens_treat_each_token_by_itself() -> None:
+    torch.manual_seed(0)
+    assert_as_the_whole_sequence(SortedExperts().eval(), torch.randint(0, VOCABULARY, (2, 5)))
+
+
+class Convolved(nn.Module):
+    """A convolution over earlier tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.convolve = nn.Conv1d(8, 8, 4, padding=3, groups=8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits(self.convolve(self.embed(ids).mT)[..., : ids.shape[1]].mT)
+
+
+def test_a_causal_convolution_is_said_to_need_earlier_inputs_and_no_later_token() -> None:
+    with pytest.raises(attngraph.NoDecoderError, match=r"conv1d.*the last 3 inputs, a state") as found:
+        attngraph.compile(Convolved().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    assert "Token 0 sees" not in str(found.value)
+
+
+class Looped(nn.Module):
+    """A loop over the tokens, which fixes their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state, found = torch.zeros(ids.shape[0], 8), []
+        for token in self.embed(ids).unbind(1):
+            state = torch.tanh(state + token)
+            found.append(state)
+        return self.logits(torch.stack(found, 1))
+
+
+def test_a_loop_over_tokens_is_named_with_its_line() -> None:
+    with pytest.raises(
+        attngraph.NoDecoderError, match=r"how many tokens there are to \d+, at .*test_running"
+    ):
+        attngraph.compile(Looped().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
