@@ -54,6 +54,10 @@ CHECK_BYTES = 4 << 30
 PROBE_NODES, PROBES = 80, 400
 """Ops that one probe runs on permuted tokens, and probes per graph. Beyond either, an op that no element rule
 covers is assumed to mix tokens."""
+PROBE_BYTES = 1 << 28
+"""Bytes, in float64, of a whole model that is run to find a token that sees a later one, for an error."""
+PROBE_ATTEMPTS = 8
+"""How often a probe is begun further back, where what it begins with is computed from the same integers."""
 
 # --- calls ---
 

@@ -21,29 +21,17 @@ from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
 from attngraph.ir import budgets
 from attngraph.report.report import CompileReport
-from attngraph.runtime import generate as generating
+from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.generate import generate
+from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options
 from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
+from attngraph.runtime.rolling import rolling
 from attngraph.runtime.step import Step
 
-Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
-MASK, DECODER_IDS = "attention_mask", "decoder_input_ids"
+MASK = "attention_mask"
 EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """Packed tokens of several rows. `ids`: `[1, N]` (or `[1, N, C]`); `counts`: tokens of each row; `mask`:
-    their places in the caller's layout, `[B, T]`."""
-
-    ids: Tensor
-    counts: list[int]
-    mask: Tensor
-
-    def last(self) -> Tensor:
-        """The packed index of each row's last token, for rows that have tokens."""
-        ends = torch.tensor(self.counts).cumsum(0) - 1
-        return ends[torch.tensor(self.counts) > 0].to(self.ids.device)
 
 
 class Decoder(nn.Module):
@@ -117,7 +105,7 @@ class Decoder(nn.Module):
         state = self._begin(step, packed, inputs)
         with torch.no_grad():
             logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
-        return _unpacked(logits, packed), state
+        return unpacked(logits, packed), state
 
     def decode(
         self, next_ids: Ids, state: KVCache, attention_mask: Tensor | None = None, **inputs: Any
@@ -146,68 +134,110 @@ class Decoder(nn.Module):
             return step.nothing(state, packed.mask.shape)
         with torch.no_grad():
             logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
-        return _unpacked(logits, packed)
+        return unpacked(logits, packed)
 
     def generate(
-        self, ids: Ids, max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None,
-        top_p: float | None = None, num_beams: int = 1, eos_token_id: int | Sequence[int] | None = None,
-        seed: int | None = None, pad_token_id: int | None = None, length_penalty: float = 1.0,
-        attention_mask: Tensor | None = None, **inputs: Any,
+        self, ids: Ids | None = None, max_new_tokens: int | None = None, temperature: float | None = None,
+        top_k: int | None = None, top_p: float | None = None, num_beams: int = 1,
+        eos_token_id: int | Sequence[int] | None = None, seed: int | None = None,
+        pad_token_id: int | None = None, length_penalty: float = 1.0, attention_mask: Tensor | None = None, *,
+        min_p: float | None = None, min_new_tokens: int | None = None,
+        early_stopping: bool | str = False, on_token: Callable[[Tensor], Any] | None = None,
+        context: str | None = None, **inputs: Any,
     ) -> Tensor:  # fmt: skip
         """Continue prompts.
 
         Args:
-            ids, attention_mask, inputs: as for `prefill`.
-            temperature: 0 takes the most likely token; otherwise logits are divided by it and sampled.
+            ids, attention_mask, inputs: as for `prefill`; the prompts may also be given by the name that the
+                model has for them.
+            max_new_tokens: 64 by default. min_new_tokens: no end token before so many.
+            temperature: 0 (the default) takes the most likely token; otherwise logits are divided by it and
+                sampled.
             top_k: sample from the k most likely tokens. top_p: from the fewest tokens whose probabilities sum
-                to at least p.
+                to at least p. min_p: from those at least min_p times as likely as the likeliest. Applied in
+                this order, each to what the one before leaves, as in transformers.
             num_beams: more than 1 means beam search: beams are ranked by the sum of log-probabilities divided
-                by length ** length_penalty, with the number of new tokens as length.
+                by length ** length_penalty, with the number of new tokens as length. early_stopping: as in
+                transformers; True ends a row when num_beams beams have ended.
             eos_token_id: one or more tokens that end a row. pad_token_id: fills rows that ended earlier
                 (default: the first end token if there is one, else 0).
             seed: of sampling; the same seed gives the same tokens.
+            on_token: is called with each row's new token, `[B]`; returning True ends the generation.
+            context: "roll" goes on past the model's own context, by computing each token anew from the last
+                tokens that fit; None is an error there.
+            inputs: also `max_length`, `min_length`, `do_sample`, `streamer` and `stopping_criteria`, which
+                mean what they mean in transformers.
 
         Returns:
             int64 `[B, T + new]`: the prompts as given (a list: padded on the left), then the new tokens.
 
         Raises:
-            ValueError: an option is out of range. NoDecoderError, CacheError: as for `prefill`.
+            ValueError: an option is out of range, or asks for something that is not done here; says what to
+                write instead. NoDecoderError, CacheError: as for `prefill`.
         """
-        options = generating.Options(
-            max_new_tokens, temperature, top_k, top_p, num_beams,
-            generating.as_tokens(eos_token_id), seed, pad_token_id, length_penalty,
-        )  # fmt: skip
+        ids = prompts_of(self._model, self._name({}), inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
+        given = {
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
+            "num_beams": num_beams, "eos_token_id": eos_token_id, "seed": seed, "pad_token_id": pad_token_id,
+            "length_penalty": length_penalty, "min_p": min_p, "min_new_tokens": min_new_tokens,
+            "early_stopping": early_stopping, "on_token": on_token,
+        }  # fmt: skip
+        options = read_options(packed.mask.shape[1], given, inputs, self._signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
+        prompts = as_given(ids, packed, options.pad)
         step = self._step(packed, inputs)
-        state = self._begin(step, packed, inputs)
-        extra = step.arguments - {step.name}
-        unknown = extra - {MASK}
+        unknown = step.arguments - {step.name, MASK}
         if unknown:
             raise ValueError(
                 f"generate cannot make up what the model's argument(s) {', '.join(sorted(unknown))} bring "
                 "for new tokens; call prefill and decode."
             )
         with torch.no_grad():
-            arguments = self._arguments(step, packed, inputs)
-            first = step.advance(state, packed.counts, arguments, packed.last())[0]
+            limit = self._rolls(step, context, num_beams)
+            if limit is not None:
+                packed = self.pack([row[-limit:] for row in packed.rows()], None)
+            return torch.cat([prompts, self._continued(step, packed, inputs, prompts, options, limit)], 1)
 
-            def advance(tokens: Tensor, counts: list[int]) -> Tensor:
-                one = Packed(tokens.unsqueeze(0), counts, torch.ones(1))
-                return step.advance(state, counts, self._arguments(step, one, {}))[0]
+    def _continued(
+        self, step: Step, packed: Packed, inputs: dict[str, Any], prompts: Tensor, options: Options,
+        limit: int | None,
+    ) -> Tensor:  # fmt: skip
+        """The new tokens, `[B, new]`. `limit`: the length at which a row's context rolls."""
+        first, state = self._first(step, packed, inputs)
 
-            new = generating.generate(first, advance, state, options)
-        return torch.cat([self._given(ids, packed, options), new], 1)
+        def advance(tokens: Tensor, counts: list[int]) -> Tensor:
+            one = Packed(tokens.unsqueeze(0), counts, torch.ones(1))
+            return step.advance(state, counts, self._arguments(step, one, {}))[0]
 
-    def _given(self, ids: Ids, packed: Packed, options: Any) -> Tensor:
-        if isinstance(ids, Tensor):
-            return ids.unsqueeze(0) if ids.ndim == 1 else ids
-        rows = torch.split(packed.ids[0], packed.counts)
-        longest = max(packed.counts)
-        return torch.stack([nn.functional.pad(r, (longest - len(r), 0), value=options.pad) for r in rows])
+        if options.num_beams > 1:
+            return beams.search(first, advance, state, options)
+        if limit is None:
+            return generate(first, advance, prompts, options)
+
+        def restart(rows: list[Tensor]) -> Tensor:
+            return self._first(step, self.pack(rows, None), {})[0]
+
+        return generate(first, rolling(advance, restart, state, packed.rows(), limit), prompts, options)
 
     # --- parts ---
+
+    def _first(self, step: Step, packed: Packed, inputs: dict[str, Any]) -> tuple[Tensor, KVCache]:
+        """The logits of the prompts' last tokens, and a state that holds the prompts."""
+        state = self._begin(step, packed, inputs)
+        arguments = self._arguments(step, packed, inputs)
+        return step.advance(state, packed.counts, arguments, packed.last())[0], state
+
+    def _rolls(self, step: Step, context: str | None, num_beams: int) -> int | None:
+        """The length at which a row's context begins to roll; None if it does not."""
+        if context is None:
+            return None
+        if context != "roll":
+            raise ValueError(f'context is "roll" or None, found {context!r}.')
+        if num_beams > 1 or step.prompt_arguments:
+            raise ValueError('context="roll" goes with one beam and a model without an encoder.')
+        return min((n for n in (step.limit, self.config_of_cache.max_length) if n is not None), default=None)
 
     def _mask(self, mask: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
         """The mask of the tokens. In an encoder-decoder model `attention_mask` is an ordinary input, and the
@@ -225,29 +255,7 @@ class Decoder(nn.Module):
         Raises:
             ValueError: the shapes do not fit.
         """
-        if not isinstance(ids, Tensor):
-            if mask is not None:
-                raise ValueError("a list of prompts has no padding, so no attention_mask.")
-            rows = [torch.as_tensor(row) for row in ids]
-            rows = [torch.stack(rows)] if rows and rows[0].ndim == 0 else rows
-            counts = [len(row) for row in rows]
-            if not rows:
-                raise ValueError("there are no prompts.")
-            kept = torch.arange(max(counts)) < torch.tensor(counts).unsqueeze(1)
-            device = self._device()
-            return Packed(torch.cat(rows).unsqueeze(0).to(device), counts, kept.to(device))
-        rank = 3 if ids.is_floating_point() else 2
-        if ids.ndim == rank - 1:
-            ids, mask = ids.unsqueeze(0), None if mask is None else mask.reshape(1, -1)
-        if ids.ndim != rank or 0 in ids.shape[:1]:
-            raise ValueError(f"tokens must be [batch, tokens], found {tuple(ids.shape)}.")
-        if mask is None:
-            kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
-            return Packed(ids.flatten(0, 1).unsqueeze(0), [ids.shape[1]] * ids.shape[0], kept)
-        if mask.shape != ids.shape[:2]:
-            raise ValueError(f"attention_mask is {tuple(mask.shape)}, the tokens are {tuple(ids.shape[:2])}.")
-        kept = mask.to(device=ids.device) != 0
-        return Packed(ids[kept].unsqueeze(0), kept.sum(1).tolist(), kept)
+        return pack(ids, mask, self._device())
 
     def _device(self) -> torch.device:
         parameters = self._model.parameters() if isinstance(self._model, nn.Module) else iter(())
@@ -382,13 +390,3 @@ class Decoder(nn.Module):
             else:
                 raise ValueError(f"the model needs {name} for every token; give it to decode as well.")
         return found
-
-
-def _unpacked(logits: Tensor, packed: Packed) -> Tensor:
-    """The logits `[1, N, V]` in the caller's layout, `[B, T, V]`, with zeros at padding."""
-    rows, width = packed.mask.shape
-    if len(set(packed.counts)) == 1 and packed.counts[0] == width:
-        return logits[0].reshape(rows, width, *logits.shape[2:])
-    found = logits.new_zeros((rows, width, *logits.shape[2:]))
-    found[packed.mask] = logits[0]
-    return found

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
-from attngraph.runtime.decoder import Decoder, Packed
-from attngraph.runtime.generate import Options, as_tokens
+from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
+from attngraph.runtime.packing import Packed
 from attngraph.runtime.sampling import sample
 
 

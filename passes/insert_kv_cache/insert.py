@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -35,6 +37,7 @@ from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
+from attngraph.passes.insert_kv_cache.running_sums import gather_running_sums
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.pipeline import Outcome
@@ -61,8 +64,8 @@ class InsertKVCache:
             node for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
-        tokens = _analyse(graph, ids)
         outcome = Outcome()
+        tokens = _analyse(graph, ids, outcome)
         _Insertion(graph, ids, tokens, outcome).run()
         return outcome
 
@@ -79,8 +82,9 @@ def _only_result(graph: ProgramGraph, result: int) -> None:
     graph.clean()
 
 
-def _analyse(graph: ProgramGraph, ids: fx.Node) -> Tokens:
+def _analyse(graph: ProgramGraph, ids: fx.Node, outcome: Outcome) -> Tokens:
     """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
+    Running sums become attention, so that what follows them can be analysed.
 
     Raises:
         NoDecoderError: the input has another shape, or a token sees a later one.
@@ -90,11 +94,35 @@ def _analyse(graph: ProgramGraph, ids: fx.Node) -> Tokens:
     if rank != 2:
         raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
     for dim, what in enumerate(("sequences", "tokens")):
-        if isinstance(shape[dim], int):
-            raise NoDecoderError(f"it fixes how many {what} there are to {shape[dim]}.")
+        number = _fixed_number(shape[dim])
+        if number is not None:
+            raise NoDecoderError(f"it fixes how many {what} there are to {number}{_fixed_at(graph, number)}.")
     found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
+    while places := gather_running_sums(graph, found):
+        outcome.notes += [f"the running sum at {place} is computed as attention" for place in places]
+        found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
     _require_token_wise(graph, found)
     return found
+
+
+def _fixed_number(extent: int | torch.SymInt) -> int | None:
+    """The number, if the trace allows no other for this size."""
+    if isinstance(extent, int):
+        return extent
+    return int(extent.node.expr) if extent.node.expr.is_number else None
+
+
+def _fixed_at(graph: ProgramGraph, number: int) -> str:
+    """The line of the model where a size became this number, as torch recorded it, or else the first
+    operation that takes tokens one by one."""
+    mode = graph.fake_mode()
+    for guard in getattr(getattr(mode, "shape_env", None), "guards", ()):
+        if isinstance(guard.expr, sympy.Eq) and number in guard.expr.args:
+            found = re.search(r"([^\s(]+:\d+)", str(getattr(guard.sloc, "user_loc", None)))
+            if found:
+                return f", at {found[1]}"
+    one_by_one = (n for n in graph.graph.nodes if n.target in (aten.unbind.int, aten.select.int))
+    return next((f", at {op_name(n)} at {source_of(n)}" for n in one_by_one if source_of(n)), "")
 
 
 def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
@@ -109,16 +137,39 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
     if fact.kind is Kind.MIXING:
         culprit = tokens.cause(result)
         source = source_of(culprit) or "an unknown line"
-        pair = tokens.witness(culprit) or tokens.witness(result)
+        pair = tokens.witness(culprit, result)
         seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
         raise NoDecoderError(
-            f"{name} at {source}: {tokens[culprit].reason}.{seen}\n"
+            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention looks at earlier ones."
         )
     if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
+
+
+def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
+    """Why the first operation that mixes tokens is no obstacle that could be passed by."""
+    reason, value = tokens[culprit].reason, culprit.meta.get("val")
+    if sees_later:
+        return reason
+    if culprit.target in (aten.conv1d.default, aten.convolution.default):
+        before = (int(culprit.args[1].meta["val"].shape[-1]) - 1) * _dilation(culprit)  # type: ignore[union-attr]
+        return f"it needs the last {before} inputs, a state that is not keys and values"
+    if isinstance(value, torch.Tensor):
+        extents = [tokens.meaning.renamed(size_expression(n)) for n in value.shape]
+        if sum(tokens.space.tokens in E.walk(n) for n in extents) > 1:
+            return (
+                f"{reason}: it has a value for each pair of tokens, and a decoder keeps values of single "
+                "tokens (a mask that data choose is such a value)"
+            )
+    return reason
+
+
+def _dilation(node: fx.Node) -> int:
+    given = [*node.args, *([1] * 8)][5]
+    return int(given[0]) if isinstance(given, (list, tuple)) and given else 1
 
 
 class _Insertion:

@@ -107,7 +107,7 @@ def test_mixing_is_seen_and_shown(name: str) -> None:
     assert fact.kind is Kind.MIXING
     (result,) = found.graph.graph.output_node().args[0]  # type: ignore[misc, union-attr]
     if pair is not None:
-        assert (found.witness(found.cause(result)) or found.witness(result)) is not None
+        assert found.witness(found.cause(result), result) is not None
 
 
 def test_what_does_not_follow_the_tokens_is_fixed() -> None:

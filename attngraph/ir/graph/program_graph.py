@@ -22,6 +22,7 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.ops import nodes
@@ -215,6 +216,12 @@ def is_size(node: fx.Node) -> bool:
     """Whether the node is a number (a size), not a tensor."""
     value = node.meta.get("val")
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_measured(node: fx.Node) -> bool:
+    """Whether the node is a number that follows from the contents of tensors, such as how many tokens chose
+    an expert."""
+    return is_size(node) and bool(free_unbacked_symbols(node.meta["val"]))
 
 
 _KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert_async.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.graph.program_graph import is_measured, is_size
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.region import shape_at
@@ -62,7 +62,7 @@ class Sample:
         """The values of the wanted nodes, by the oracle."""
         known = dict(given)
         for node in order:
-            if node not in known and is_size(node):
+            if node not in known and is_size(node) and not is_measured(node):
                 known[node] = evaluate_size(size_expression(node.meta["val"]), self.sizes)
             elif node not in known and node.op == "placeholder":
                 known[node] = self.draw(node)

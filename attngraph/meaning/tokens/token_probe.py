@@ -16,18 +16,22 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
-from attngraph.meaning.check.region import fingerprint
+from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Space
 
 ROWS, TOKENS = 2, 5
 EQUAL = elementwise(1e-10)
+SEEN = elementwise(1e-6)
+"""A larger difference than this shows that a token is seen; a smaller one may be the rounding of a model that
+computes a part of itself in float32."""
 Pick = tuple[int, int]
 """A sequence of the batch and a token in it."""
 
@@ -43,13 +47,19 @@ class TokenProbe:
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         """How many operations were run to see that the node treats each token (and each sequence) by
-        itself; 0 if it does not, or if that cannot be tested. If the region begins with integers, a second
-        attempt computes them as the model does: random ones may be invalid indices."""
-        found = self._is_token_wise(node, axes, resolved)
-        made = [n for n in self.region(node, resolved)[1] if n.op == "call_function" and _is_integer(n)]
-        if found or not made:
-            return found
-        return self._is_token_wise(node, axes, {n: a for n, a in resolved.items() if n not in made})
+        itself; 0 if it does not, or if that cannot be tested. If the region begins with integers, further
+        attempts compute them as the model does, and what else follows from them: random ones may be invalid
+        indices, or contradict each other."""
+        computed: set[fx.Node] = set()
+        for _ in range(budgets.PROBE_ATTEMPTS):
+            found = self._is_token_wise(node, axes, {n: a for n, a in resolved.items() if n not in computed})
+            leaves = self.region(node, {n: a for n, a in resolved.items() if n not in computed})[1]
+            more = {n for n in leaves if n.op == "call_function" and n not in computed
+                    and (_is_integer(n) or self._is_one_number(n) or _follows_from(n, computed))}  # fmt: skip
+            if found or not more:
+                return found
+            computed |= more
+        return 0
 
     def _is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         order, leaves = self.region(node, resolved)
@@ -63,6 +73,16 @@ class TokenProbe:
             self.known[key] = len(steps) if self._try(node, axes, order, leaves, resolved) else 0
         return self.known[key]
 
+    def _is_one_number(self, node: fx.Node) -> bool:
+        """Whether all elements are the same number, as in `zeros`."""
+        if any(not is_size(n) for n in node.all_input_nodes):
+            return False
+        try:
+            at = tuple(E.var(f"o{d}", extent) for d, extent in enumerate(self.meaning.shape(node)))
+            return bool(self.meaning.element(node, at).op == "const")
+        except Unliftable:
+            return False
+
     def region(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The nodes that compute this one from values of known axes, in order, and those values."""
         order: dict[fx.Node, None] = {}
@@ -73,7 +93,7 @@ class TokenProbe:
                 return
             if current is not node and (current in resolved or current.op == "placeholder"):
                 leaves[current] = None
-            elif not is_size(current):
+            elif not is_size(current) or is_measured(current):
                 for operand in current.all_input_nodes:
                     visit(operand)
             order[current] = None
@@ -124,10 +144,12 @@ class TokenProbe:
     # --- who sees whom ---
 
     def witness(self, node: fx.Node, resolved: Mapping[fx.Node, Axes]) -> tuple[int, int] | None:
-        """A token of the node's value that changes when a later token of an operand does; where the value
-        has no token axis, token 0 stands for all of it. Also None where an axis is longer or shorter than the
-        sequence (a padded convolution's), as its places cannot be matched with tokens."""
-        order, leaves = self.region(node, {n: a for n, a in resolved.items() if n is not node})
+        """A token of the node's value that changes when a later token of the inputs does, all operations from
+        the inputs on being computed; where the value has no token axis, token 0 stands for all of it. Also
+        None where an axis is longer or shorter than the sequence (a padded convolution's), as its places
+        cannot be matched with tokens, and where the computation is too large."""
+        leaves = [n for n in self.graph.placeholders() if n in resolved]
+        order = region([node], leaves)
         with_tokens = [
             n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None
         ]
@@ -135,16 +157,17 @@ class TokenProbe:
         if own is None and any(self.space.tokens in E.walk(extent) for extent in self._extents(node)):
             return None
         try:
-            run, given = self._inputs(leaves, ROWS, TOKENS, 0)
+            run, given = self._inputs([n for n in leaves if n in order], ROWS, TOKENS, 0)
+            if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
+                return None
             (before,) = run.evaluate(order, given, node)
             for later in range(1, TOKENS):
                 changed = {n: self._changed(t, resolved[n], later) if n in with_tokens else t
                            for n, t in given.items()}  # fmt: skip
-                again, _ = self._inputs((), ROWS, TOKENS, 0)
-                (after,) = again.evaluate(order, changed, node)
+                (after,) = run.evaluate(order, changed, node)
                 for token in range(later) if own is not None else (0,):
                     a, b = (t if own is None else t.select(own, token) for t in (before, after))
-                    if not compare(a, b, EQUAL).holds:
+                    if not compare(a, b, SEEN).holds:
                         return token, later
         except Exception:  # the error message is then given without a pair
             return None
@@ -199,6 +222,19 @@ def digits_of(
         if not digits:
             shape.append(extent)
     return tensor.reshape(shape), place
+
+
+def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:
+    """Whether a node is computed from one of the values by a few operations."""
+    stack, seen = [node], {node}
+    while stack and len(seen) < budgets.PROBE_NODES:
+        for operand in stack.pop().all_input_nodes:
+            if operand in values:
+                return True
+            if operand not in seen:
+                seen.add(operand)
+                stack.append(operand)
+    return False
 
 
 def _is_integer(node: fx.Node) -> bool:

@@ -384,12 +384,13 @@ class Tokens:
 
     # --- for the error message ---
 
-    def witness(self, node: fx.Node) -> tuple[int, int] | None:
-        """A pair (t, later) for which token t of the node's value changes when a later token does."""
+    def witness(self, node: fx.Node, result: fx.Node) -> tuple[int, int] | None:
+        """A pair (t, later) for which token t of the result changes when a later token does; for an attention
+        node, of which its mask hides nothing."""
         fact = self.facts[node]
         if fact.causality is not None and fact.causality.witness is not None:
             return fact.causality.witness
-        return self.probe.witness(node, {n: f.axes for n, f in self._resolved()})
+        return self.probe.witness(result, {n: f.axes for n, f in self._resolved()})
 
 
 def _is_pointwise(node: fx.Node) -> bool:

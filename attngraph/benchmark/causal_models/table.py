@@ -1,0 +1,51 @@
+"""The rows as a page of the documentation: what became of every class, and why."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_HEAD = """# Causal language models of transformers
+
+Every class that `AutoModelForCausalLM` of transformers {version} can make, as a decoder. Each is built
+small from its default configuration, by rules about the names of settings, with random weights. The decoder's
+greedy tokens ({new} for each of two prompts) are compared with those of a loop that calls the whole model for
+each token. One command makes this page:
+
+    python -m attngraph.benchmark.causal_models --json rows.jsonl --table docs/transformers.md
+
+"""
+_MEANING = {
+    "equal": "the decoder's tokens are those of the whole model",
+    "wrong": "they are not",
+    "refused": "no decoder is derived; the reason says why",
+    "not causal": "the class itself lets a token see a later one",
+    "not built": "no small model could be built, or run with tokens alone; what stood in the way",
+    "failed": "an error that is no refusal",
+    "out of time": "longer than the time limit",
+}
+
+
+def table(rows: Sequence[dict[str, Any]], version: str, new: int) -> str:
+    """The page."""
+    counts = collections.Counter(row["outcome"] for row in rows)
+    lines = [_HEAD.format(version=version, new=new), "| outcome | classes | meaning |\n|---|---|---|\n"]
+    lines += [f"| {name} | {counts[name]} of {len(rows)} | {said} |\n" for name, said in _MEANING.items()
+              if counts[name]]  # fmt: skip
+    for name in _MEANING:
+        found = [row for row in rows if row["outcome"] == name]
+        if found and name == "equal":
+            lines.append("\n## equal\n\n" + ", ".join(f"{row['class']}" for row in found) + ".\n")
+        elif found:
+            lines.append(f"\n## {name}\n\n| class | reason |\n|---|---|\n")
+            lines += [f"| {row['class']} | {_cell(row.get('reason', ''))} |\n" for row in found]
+    return "".join(lines)
+
+
+def _cell(reason: str) -> str:
+    """A reason in one cell: without what all refusals say."""
+    reason = re.sub(r"^\w+Error: (no decoder can be derived from this model: )?", "", reason)
+    reason = reason.split(" A decoder needs every token")[0].split(" What to do:")[0]
+    return reason.replace("|", "\\|").replace("<", "&lt;").strip()

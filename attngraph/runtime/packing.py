@@ -1,0 +1,82 @@
+"""Prompts of any lengths as one sequence without padding, and results back in the caller's layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Packed tokens of several rows. `ids`: `[1, N]` (or `[1, N, C]`); `counts`: tokens of each row; `mask`:
+    their places in the caller's layout, `[B, T]`."""
+
+    ids: Tensor
+    counts: list[int]
+    mask: Tensor
+
+    def last(self) -> Tensor:
+        """The packed index of each row's last token, for rows that have tokens."""
+        ends = torch.tensor(self.counts).cumsum(0) - 1
+        return ends[torch.tensor(self.counts) > 0].to(self.ids.device)
+
+    def rows(self) -> list[Tensor]:
+        """The tokens of each row, `[T]`."""
+        return list(torch.split(self.ids[0], self.counts))
+
+
+def pack(ids: Ids, mask: Tensor | None, device: torch.device) -> Packed:
+    """All real tokens, packed.
+
+    Args:
+        device: of the model, where lists of prompts are put.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if not isinstance(ids, Tensor):
+        if mask is not None:
+            raise ValueError("a list of prompts has no padding, so no attention_mask.")
+        rows = [torch.as_tensor(row) for row in ids]
+        rows = [torch.stack(rows)] if rows and rows[0].ndim == 0 else rows
+        counts = [len(row) for row in rows]
+        if not rows:
+            raise ValueError("there are no prompts.")
+        kept = torch.arange(max(counts)) < torch.tensor(counts).unsqueeze(1)
+        return Packed(torch.cat(rows).unsqueeze(0).to(device), counts, kept.to(device))
+    rank = 3 if ids.is_floating_point() else 2
+    if ids.ndim == rank - 1:
+        ids, mask = ids.unsqueeze(0), None if mask is None else mask.reshape(1, -1)
+    if ids.ndim != rank or 0 in ids.shape[:1]:
+        raise ValueError(f"tokens must be [batch, tokens], found {tuple(ids.shape)}.")
+    if mask is None:
+        kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+        return Packed(ids.flatten(0, 1).unsqueeze(0), [ids.shape[1]] * ids.shape[0], kept)
+    if mask.shape != ids.shape[:2]:
+        raise ValueError(f"attention_mask is {tuple(mask.shape)}, the tokens are {tuple(ids.shape[:2])}.")
+    kept = mask.to(device=ids.device) != 0
+    return Packed(ids[kept].unsqueeze(0), kept.sum(1).tolist(), kept)
+
+
+def unpacked(logits: Tensor, packed: Packed) -> Tensor:
+    """The logits `[1, N, V]` in the caller's layout, `[B, T, V]`, with zeros at padding."""
+    rows, width = packed.mask.shape
+    if len(set(packed.counts)) == 1 and packed.counts[0] == width:
+        return logits[0].reshape(rows, width, *logits.shape[2:])
+    found = logits.new_zeros((rows, width, *logits.shape[2:]))
+    found[packed.mask] = logits[0]
+    return found
+
+
+def as_given(ids: Ids, packed: Packed, pad: int) -> Tensor:
+    """The prompts as they were given, `[B, T]`; a list of prompts is padded on the left."""
+    if isinstance(ids, Tensor):
+        return ids.unsqueeze(0) if ids.ndim == 1 else ids
+    longest = max(packed.counts)
+    rows = [torch.nn.functional.pad(r, (longest - len(r), 0), value=pad) for r in packed.rows()]
+    return torch.stack(rows)

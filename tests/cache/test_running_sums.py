@@ -1,0 +1,143 @@
+"""A decoder of a model that adds up tokens as they come: running sums are computed as attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+
+VOCABULARY, NEW = 16, 12
+
+
+class Sums(nn.Module):
+    """An embedding, something that adds up tokens, and logits."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.logits, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits(self.mix(self.embed(ids)))
+
+
+class Counting(nn.Module):
+    """Positions that count the tokens before that are no padding, as in RoBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCABULARY, 8), nn.Embedding(40, 8, padding_idx=1)
+        self.logits = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        real = ids.ne(1).int()
+        x = self.embed(ids) + self.places((real.cumsum(1).type_as(real) * real).long() + 1)
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        return self.logits((x @ x.mT).masked_fill(later, -torch.inf).softmax(-1) @ x)
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of vectors": lambda x: x.cumsum(1),
+    "of numbers": lambda x: x * x.sum(-1).cumsum(1).tanh()[..., None],
+    "of heads": lambda x: x.unflatten(-1, (2, 4)).transpose(1, 2).cumsum(2).transpose(1, 2).flatten(2),
+    "of counts": lambda x: x + (x > 0).cumsum(1) % 7,
+    "of a running sum": lambda x: x.cumsum(1).tanh().cumsum(1),
+    "a running mean": lambda x: x.cumsum(1) / (1 + torch.arange(x.shape[1])[:, None]),
+    "a running log-sum-exp": lambda x: x.exp().cumsum(1).log(),
+}
+
+
+def assert_as_the_whole_sequence(model: nn.Module, ids: Tensor) -> attngraph.CompileReport:
+    decoder = attngraph.compile(model, cache=True)
+    found, whole = decoder.generate(ids, NEW), ids
+    for _ in range(NEW):
+        whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, whole)
+    report = decoder.report
+    assert report.cache is not None
+    assert (report.cache.error or 0.0) < 1e-12
+    return report
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_running_sum_gives_the_tokens_of_the_whole_sequence(name: str) -> None:
+    torch.manual_seed(0)
+    report = assert_as_the_whole_sequence(Sums(SUMS[name]).eval(), torch.randint(0, VOCABULARY, (2, 5)))
+    assert any("running sum" in note for record in report.passes for note in record.notes)
+
+
+def test_positions_that_count_tokens_are_exact_whatever_the_tokens_are() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (3, 7))
+    ids[0, 2:4] = 1  # tokens that are not counted
+    assert_as_the_whole_sequence(Counting().eval(), ids)
+
+
+class SortedExperts(nn.Module):
+    """Tokens are sorted by the expert that they choose; how many chose each is read as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.route = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.logits = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).reshape(-1, 8)
+        _, chosen = self.route(x).topk(2, dim=1)
+        counts = torch.zeros(x.shape[0], 3).scatter(1, chosen, 1).long().sum(0).tolist()
+        order = chosen.flatten().sort(0)[1]
+        token = order.div(2, rounding_mode="trunc")
+        parts = x[token].split(counts)
+        found = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        mixed = torch.zeros_like(x).index_add(0, token, found).reshape(*ids.shape, 8)
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        return self.logits((mixed @ mixed.mT).masked_fill(later, -torch.inf).softmax(-1) @ mixed)
+
+
+def test_experts_that_count_their_tokens_treat_each_token_by_itself() -> None:
+    torch.manual_seed(0)
+    assert_as_the_whole_sequence(SortedExperts().eval(), torch.randint(0, VOCABULARY, (2, 5)))
+
+
+class Convolved(nn.Module):
+    """A convolution over earlier tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.convolve = nn.Conv1d(8, 8, 4, padding=3, groups=8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits(self.convolve(self.embed(ids).mT)[..., : ids.shape[1]].mT)
+
+
+def test_a_causal_convolution_is_said_to_need_earlier_inputs_and_no_later_token() -> None:
+    with pytest.raises(attngraph.NoDecoderError, match=r"conv1d.*the last 3 inputs, a state") as found:
+        attngraph.compile(Convolved().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    assert "Token 0 sees" not in str(found.value)
+
+
+class Looped(nn.Module):
+    """A loop over the tokens, which fixes their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state, found = torch.zeros(ids.shape[0], 8), []
+        for token in self.embed(ids).unbind(1):
+            state = torch.tanh(state + token)
+            found.append(state)
+        return self.logits(torch.stack(found, 1))
+
+
+def test_a_loop_over_tokens_is_named_with_its_line() -> None:
+    with pytest.raises(
+        attngraph.NoDecoderError, match=r"how many tokens there are to \d+, at .*test_running"
+    ):
+        attngraph.compile(Looped().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
