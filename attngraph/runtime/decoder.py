@@ -317,12 +317,19 @@ class Decoder(nn.Module):
         with torch.no_grad():
             try:
                 return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
-            except AttnGraphError:
-                if not as_long or width in (1, EXAMPLE_TOKENS):
+            except AttnGraphError as problem:
+                if as_long and width not in (1, EXAMPLE_TOKENS):
+                    with contextlib.suppress(AttnGraphError):
+                        return self._derive(name, self._example(name, packed, inputs, width))
+                spread = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_spread(v, width)]
+                if not spread:
                     raise
-                with contextlib.suppress(AttnGraphError):
-                    return self._derive(name, self._example(name, packed, inputs, width))
-                raise
+                shape = list(inputs[spread[0]].shape)
+                raise NoDecoderError(
+                    f"its argument {spread[0]} is {shape}, with the tokens last. A decoder takes what belongs "
+                    "to tokens as [B, T]: give it so, and let the model insert the other dimensions "
+                    f"({spread[0]}[:, None, None])."
+                ) from problem
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""
@@ -390,3 +397,8 @@ class Decoder(nn.Module):
             else:
                 raise ValueError(f"the model needs {name} for every token; give it to decode as well.")
         return found
+
+
+def _is_spread(value: Tensor, tokens: int) -> bool:
+    """Whether this has an entry for each token in its last dimension, as a mask `[B, 1, 1, T]` has."""
+    return value.ndim >= 3 and value.shape[-1] == tokens and all(n == 1 for n in value.shape[1:-1])

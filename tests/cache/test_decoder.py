@@ -616,3 +616,21 @@ def test_a_buffer_that_changes_its_values_is_noticed() -> None:
     model.mask[5, 2] = False
     with pytest.raises(NoDecoderError):
         compiled.prefill(tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_mask_with_the_tokens_in_its_last_dimension_is_told_what_to_be(tokens: int) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(20, 8)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            place = torch.arange(ids.shape[1])
+            s = (x @ x.mT).unsqueeze(1).masked_fill(place > place[:, None], -torch.inf) + mask
+            return s.softmax(-1)[:, 0] @ x
+
+    decoder = attngraph.compile(Masked().eval(), cache=True)
+    with pytest.raises(NoDecoderError, match=r"its argument mask is \[2, 1, 1, \d\], with the tokens last"):
+        decoder.prefill(torch.ones(2, tokens, dtype=torch.long), mask=torch.zeros(2, 1, 1, tokens))
