@@ -326,8 +326,8 @@ class Decoder(nn.Module):
                     raise
                 shape = list(inputs[spread[0]].shape)
                 raise NoDecoderError(
-                    f"its argument {spread[0]} is {shape}, with the tokens last. A decoder takes what belongs "
-                    "to tokens as [B, T]: give it so, and let the model insert the other dimensions "
+                    f"its argument {spread[0]} is {shape}, with the tokens last. A decoder takes what "
+                    "belongs to tokens as [B, T]: give it so, and let the model insert the other dimensions "
                     f"({spread[0]}[:, None, None])."
                 ) from problem
 

@@ -628,8 +628,9 @@ def test_a_mask_with_the_tokens_in_its_last_dimension_is_told_what_to_be(tokens:
         def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
             x = self.embedding(ids)
             place = torch.arange(ids.shape[1])
-            s = (x @ x.mT).unsqueeze(1).masked_fill(place > place[:, None], -torch.inf) + mask
-            return s.softmax(-1)[:, 0] @ x
+            heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+            s = (heads @ heads.mT).masked_fill(place > place[:, None], -torch.inf) + mask
+            return (s.softmax(-1) @ heads).transpose(1, 2).flatten(2)
 
     decoder = attngraph.compile(Masked().eval(), cache=True)
     with pytest.raises(NoDecoderError, match=r"its argument mask is \[2, 1, 1, \d\], with the tokens last"):
