@@ -635,3 +635,27 @@ def test_a_mask_with_the_tokens_in_its_last_dimension_is_told_what_to_be(tokens:
     decoder = attngraph.compile(Masked().eval(), cache=True)
     with pytest.raises(NoDecoderError, match=r"its argument mask is \[2, 1, 1, \d\], with the tokens last"):
         decoder.prefill(torch.ones(2, tokens, dtype=torch.long), mask=torch.zeros(2, 1, 1, tokens))
+
+
+@pytest.mark.parametrize(("low", "problem"), [(-3.4e38, ""), (-50.0, "it sees later tokens")])
+def test_a_score_that_is_raised_to_the_fill_stays_masked_only_if_that_is_low(
+    low: float, problem: str
+) -> None:
+    class Raised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(20, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embedding(ids)
+            place = torch.arange(ids.shape[1])
+            s = x @ x.mT + torch.where(place <= place[:, None], 0.0, low)
+            return torch.maximum(s, torch.tensor(low)).softmax(-1) @ x
+
+    model = Raised().eval()
+    decoder, ids = attngraph.compile(model, cache=True), torch.arange(12).view(2, 6)
+    if problem:
+        with pytest.raises(NoDecoderError, match=problem):
+            decoder.prefill(ids)
+    else:
+        torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))

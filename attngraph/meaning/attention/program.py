@@ -29,6 +29,8 @@ from attngraph.meaning.masks.fold import UNDERFLOWS
 
 LOWERED = M.add(SCORE, E.NEG_INF)
 """A score to which a mask adds minus infinity."""
+LOST = 2.0**100
+"""Scores of ordinary size do not change a number beyond this one when they are added to it in float64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,8 @@ def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
         if _is_fill(difference) and difference.op == "const":
             return M.not_(condition), no, M.add(SCORE, difference)
         return None
+    if score.op == "max":
+        return _at_least(*score.args)
     if score.op != "add":
         return None
     for place, term in enumerate(score.args):
@@ -146,6 +150,20 @@ def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
         if _is_fill(yes) and not _is_fill(no):
             return M.not_(condition), M.add(rest, no), M.add(SCORE, M.sub(yes, no))
     return None
+
+
+def _at_least(score: Expr, floor: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """The mask of a score that is raised to a lowest number, as transformers models write it: what the mask
+    hides becomes that number, next to which the score itself is below the resolution of float64."""
+    masked = _as_mask(score) if _is_fill(floor) and floor is not E.NEG_INF else None
+    if masked is None:
+        return None
+    condition, whole, fill = masked
+    added = M.sub(fill, SCORE) if fill is not LOWERED else E.NEG_INF
+    lowest = fill if fill.op == "const" else added
+    if lowest.op != "const" or max(lowest.value, floor.value) > -LOST:
+        return None
+    return condition, M.function("max", whole, floor), M.function("max", lowest, floor)
 
 
 def _is_fill(node: Expr) -> bool:

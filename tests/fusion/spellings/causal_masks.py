@@ -134,3 +134,10 @@ def minus_infinity_filled_into_zeros(q, k, v):
 def finite_entries_of_a_mask_are_kept(q, k, v):
     mask = torch.full((q.shape[-2], k.shape[-2]), -INF).triu(1)
     return torch.where(torch.isfinite(mask), q @ k.mT, -1e9).softmax(-1) @ v
+
+
+@spelling(qkv)
+def raised_to_the_lowest_number_after_the_mask_is_added(q, k, v):
+    low = torch.finfo(torch.float32).min
+    mask = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype).masked_fill(~causal(q.shape[2]), low)
+    return torch.maximum(q @ k.mT + mask, torch.tensor(low, dtype=q.dtype)).softmax(-1) @ v
