@@ -87,6 +87,10 @@ class Meaning:
         self._shapes: dict[fx.Node, Indices] = {}
         self._contracts: dict[fx.Node, bool] = {}
 
+    def forget_elements(self) -> None:
+        """Forget what elements equal: nodes that they were computed from have been replaced."""
+        self._elements.clear()
+
     # --- facts about nodes ---
 
     def is_tensor(self, value: Any) -> bool:

@@ -147,6 +147,11 @@ class _Writer:
                 "its queries, keys or values are no view of a tensor of the model", _divisors(reads)
             )
         queries, keys, scales = zip(*sides, strict=True)
+        if not assigned.queries and all(any(map(_repeats, side)) for side in (sum(keys, ()), values)):
+            return Refusal(
+                "its keys and its values vary with different dimensions of the result, as where each pair of "
+                "tokens has a value of its own: as an attention, both would be copied for each query"
+            )
         if any(q != queries[0] for q in queries):
             return Refusal("parts of its keys are multiplied with different queries")
         starts = [E.ZERO, *itertools.accumulate((extent(self.cut(*p.keys)) for p in self.parts), M.add)]
@@ -273,6 +278,12 @@ def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
 
 def _times(factor: float, node: Expr) -> Expr:
     return node if factor == 1 else M.mul(E.const(factor), node)
+
+
+def _repeats(view: View) -> bool:
+    """Whether a view copies its tensor: a dimension is expanded and then joined with others."""
+    steps = [step.op for step in view.steps]
+    return "expand" in steps and "reshape" in steps[steps.index("expand") :]
 
 
 def _plain(view: View) -> View:

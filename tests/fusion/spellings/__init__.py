@@ -19,6 +19,7 @@ from . import (
     padding,
     products,
     scores,
+    shared_scores,
     sinks,
     softmax,
     sums,
@@ -28,7 +29,7 @@ from .registry import COUNT, MUST_FUSE, MUST_NOT, MUTANTS, NOT_YET, TOLERANCE, s
 
 TOPICS = (
     scores, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts, sums,
-    near_misses, mutated_masks, mutated_operands,
+    shared_scores, near_misses, mutated_masks, mutated_operands,
 )  # fmt: skip
 
 __all__ = [
