@@ -46,6 +46,7 @@ from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, Traced
 log = logging.getLogger(__name__)
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
 UNNORMALISED = "exponentials of scores weigh a sum that is not divided by their own sum over the same keys"
+AS_VALUES = "it computes values that another softmax weighs, and is no softmax over keys itself"
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 
@@ -212,6 +213,7 @@ class _Fusion:
             if str(node.target) in SOFTMAX_LIKE and node not in self.reasons:
                 # The sum of values may follow a view that was not traced through.
                 unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
+                unseen = Refusal(AS_VALUES) if node in self.recogniser.in_values else unseen
                 self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
         for node, why in self.reasons.items():
             if node not in alive:

@@ -63,6 +63,7 @@ class Recogniser:
         self.unnormalised: set[fx.Node] = set()
         self._too_long: set[fx.Node] = set()
         self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._of_values: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
@@ -105,7 +106,14 @@ class Recogniser:
         if not adds_parts and not self._is_root(node):
             return None
         try:
-            found = self._examine(node, adds_parts)
+            found = self._examine(node, adds_parts, frozenset())
+            for of_values in self._may_be_values(node) if isinstance(found, Refusal) else ():
+                again = self._examine(node, adds_parts, of_values)
+                if isinstance(again, (tuple, Unnormalised)):
+                    found = again
+                    if isinstance(again, tuple):
+                        self._of_values[node] = of_values
+                    break
         except TooLong as problem:
             softmaxes = [n for n in self.exponentials(node) if str(n.target) in SOFTMAX_LIKE]
             self._near[node] = frozenset()
@@ -123,8 +131,29 @@ class Recogniser:
             return None
         return found
 
+    def _may_be_values(self, node: fx.Node) -> list[frozenset[fx.Node]]:
+        """Exponentials that may belong to what is weighed (`p @ v.exp()`) and not to the weights: those that
+        reach only one of the operands where results of exponentials are first multiplied with each other."""
+        while True:
+            sides = [self.near(n) for n in node.all_input_nodes if self.near(n)]
+            if len(sides) != 1:
+                break
+            node = next(n for n in node.all_input_nodes if self.near(n))
+            if str(node.target) in _EXPONENTIALS:
+                return []
+        own = [side.difference(*(other for other in sides if other is not side)) for side in sides]
+        return [side for side in reversed(own) if side]
+
+    @property
+    def in_values(self) -> frozenset[fx.Node]:
+        """The exponentials that turned out to belong to what attentions weigh."""
+        return frozenset().union(*self._of_values.values())
+
     def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that are weights in the sum of `node`, or in its parts."""
+        return self._exponentials(node) - self._of_values.get(node, frozenset())
+
+    def _exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         if str(node.target) in SOFTMAX_LIKE:
             return frozenset((node,))
         places = [node]
@@ -158,15 +187,16 @@ class Recogniser:
         return may_be and any(self.near(n) for n in node.all_input_nodes)
 
     def _examine(
-        self, node: fx.Node, adds_parts: bool
+        self, node: fx.Node, adds_parts: bool, of_values: frozenset[fx.Node]
     ) -> tuple[Attention, ...] | Refusal | Unnormalised | None:
+        """As `examine`, with what is computed from the exponentials `of_values` alone left as it is."""
         meaning = self.meaning
         output, at = meaning.places(node)
         # The weights' divisor may be a factor of the result: then both operands are looked into.
         looks_below = adds_parts or self.is_product(node)
         lifted = meaning.lift(
             meaning.element(node, at),
-            lambda r: bool(self.near(r.value) or (looks_below and self._parts_below(r.value))),
+            lambda r: bool(self.near(r.value) - of_values or (looks_below and self._parts_below(r.value))),
             most=budgets.FORMULA_WORDS,
         )
         sums = weighted_sums(lifted, meaning.elementwise)

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .registry import INF, H, causal, cross, normal, not_yet, qkv, spelling, with_padding
+from .registry import INF, H, causal, cross, near_miss, normal, not_yet, qkv, spelling, with_padding
 
 
 @spelling(cross)
@@ -113,6 +113,29 @@ def nan_to_num(q, k, v, keep):
 @spelling(qkv)
 def value_gated_after(q, k, v):
     return ((q @ k.mT).softmax(-1) @ v) * torch.sigmoid(q)
+
+
+@spelling(cross)
+def exponentials_are_weighed(q, k, v):
+    return ((q @ k.mT).softmax(-1) @ v.exp()).log()
+
+
+@spelling(cross)
+def values_gated_by_hand(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e @ (v / (1 + (-v).exp()))) / e.sum(-1, keepdim=True)
+
+
+@spelling(cross)
+def hyperbolic_values_in_a_broadcast_product(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return (p[..., None] * (v.exp() + (-v).exp())[:, :, None]).sum(3)
+
+
+@near_miss(cross)
+def exponentials_of_keys_gate_the_weights(q, k, v):
+    s = q @ k.mT
+    return (s.softmax(-1) * (s * s).exp()) @ v.exp()
 
 
 @not_yet(qkv)
