@@ -117,7 +117,10 @@ def attend(
     Returns:
         The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
     """
-    blocks = [evaluate.scores(program, _dot(q, k), env, skip) for k, _, env, skip in parts]
+    dots = [_dot(q, k) for k, *_ in parts]
+    blocks = [
+        evaluate.scores(program, d, env, skip) for d, (_, _, env, skip) in zip(dots, parts, strict=True)
+    ]
     top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
     sink = evaluate.sink(program, parts[0][2])
     if sink is not None:
@@ -130,8 +133,8 @@ def attend(
         total = total + (sink - top).exp()
     has_weights = program.changes_weights
     out = None
-    for weight, (_, v, env, _) in zip(weights, parts, strict=True):
-        p = evaluate.weights(program, weight / total, env) if has_weights else weight
+    for weight, dot, (_, v, env, _) in zip(weights, dots, parts, strict=True):
+        p = evaluate.weights(program, weight / total, env, dot) if has_weights else weight
         part = _weigh(p, v)
         out = part if out is None else out + part
     assert out is not None

@@ -161,12 +161,12 @@ class _Writer:
             for part, start in zip(self.parts, starts, strict=True)
         ]
         scores = [
-            M.substitute(part.score, {**own, DOT: _times(scale, DOT)})
+            M.substitute(part.score, own | {DOT: _times(scale, DOT)})
             for part, own, scale in zip(self.parts, names, scales, strict=True)
         ]
         weights = [
-            M.substitute(_times(value.factor, part.weight), own)
-            for part, own, value in zip(self.parts, names, values, strict=True)
+            M.substitute(_times(value.factor, part.weight), own | {DOT: _times(scale, DOT)})
+            for part, own, value, scale in zip(self.parts, names, values, scales, strict=True)
         ]
         score, weight = _by_part(key, starts, scores), _by_part(key, starts, weights)
         sink = None if self.sink is None else M.substitute(self.sink, names[0])

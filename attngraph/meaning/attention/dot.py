@@ -34,6 +34,10 @@ Chain = tuple[tuple[Expr, float], ...]
 (read, factor): the first read equals factor times this one."""
 
 
+Spelled = dict[Expr, Expr]
+"""What a dot is called where it was found: the elements that contain it, by `dot`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Dot:
     """factor * sum over `inner` of q * k. `node` computes the sum, if the graph has such a node."""
@@ -144,20 +148,21 @@ def one_name(score: Expr) -> Expr:
 
 def find_dot(
     meaning: Meaning, score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]
-) -> tuple[Dot, Expr] | None:
-    """The dot of a lifted score, and the score with `dot` in its place; None where there is none.
+) -> tuple[Dot, Spelled] | None:
+    """The dot of a lifted score, and what has to be replaced to have `dot` in its place; None where there is
+    none.
 
     Outer contractions come before those nested in their operands (a projection of the keys is a
     contraction too), and one whose query side varies over more than the values do comes first.
     """
-    found: list[tuple[Dot, Expr]] = []
+    found: list[tuple[Dot, Spelled]] = []
     for node in _outermost_first(score):
         if node.free.isdisjoint(keys):
             continue
         if node.op == "sum":
             dot = _as_dot(meaning, node, keys)
             if dot is not None:
-                found.append((dot, M.substitute(score, {node: DOT})))
+                found.append((dot, {node: DOT}))
         elif node.op == "read" and isinstance(node.value, fx.Node):
             opened = _open(meaning, node)
             for part in _outermost_first(opened) if opened is not None else ():
@@ -165,7 +170,7 @@ def find_dot(
                 if dot is not None and opened is not None:
                     inside = M.substitute(opened, {part: DOT})
                     dot = dataclasses.replace(dot, node=node.value)
-                    found.append((dot, M.substitute(score, {node: inside})))
+                    found.append((dot, {node: inside}))
                     break
     # A contraction inside another sum is a part of that sum's terms.
     found = [f for f in found if f[0].q[0][0].free | f[0].k[0][0].free <= score.free | set(f[0].inner)]
@@ -209,7 +214,7 @@ def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
 
 def dot_of_width_one(
     score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr], dtype: torch.dtype
-) -> tuple[Dot, Expr] | None:
+) -> tuple[Dot, Spelled] | None:
     """The two sides of scores without a contraction: one number per query and one per key. If they are
     multiplied, that is the dot; if not (added, say, under a function), the score reads them."""
 
@@ -221,11 +226,11 @@ def dot_of_width_one(
         k = [f for f in product.args if is_side(f) and not f.free.isdisjoint(keys)]
         if len(q) == 1 and len(k) == 1:
             rest = (f for f in product.args if f not in (q[0], k[0]))
-            return _sides_alone(q[0], k[0]), M.substitute(score, {product: M.mul(DOT, *rest)})
+            return _sides_alone(q[0], k[0]), {product: M.mul(DOT, *rest)}
     sides = [n for n in E.walk(score) if is_side(n)]
     query = next((n for n in sides if n.free.isdisjoint(keys) and n.free - of_value), None)
     key = next((n for n in sides if not n.free.isdisjoint(keys) and not n.free - of_value - set(keys)), None)
-    return None if query is None or key is None else (_sides_alone(query, key), score)
+    return None if query is None or key is None else (_sides_alone(query, key), {})
 
 
 def _sides_alone(q: Expr, k: Expr) -> Dot:

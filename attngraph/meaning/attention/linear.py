@@ -63,7 +63,8 @@ def examine(recogniser: Recogniser, node: fx.Node, ones: fx.Node | None) -> Atte
     found = dots.find_dot(meaning, scores, keys, values[0].free if len(values) == 1 else frozenset())
     if found is None or len(values) != 1 or values[0].op != "read":
         return None
-    dot, score = found
+    dot, spelled = found
+    score = M.substitute(scores, spelled)
     if any(n is not DOT and n.op == "read" for n in E.walk(score)):
         return None
     outer = M.mul(*(f for f in factors if f is not sums[0]), *fixed)

@@ -17,6 +17,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import DOT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.claim import Attention, write_claim
@@ -259,14 +260,14 @@ class Recogniser:
         )
         if found is None:
             return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
-        dot, score = found
+        dot, spelled = found
         # A term that the contraction itself adds (baddbmm's bias) has not been looked into yet.
-        score = self._look_into(part, score, dtype)
-        if any(n.op == "read" and n.value is dot.node for n in E.walk(score)):
+        weight = self._look_into(part, part.weight, dtype)
+        score, weight = (self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, weight))
+        if any(n.op == "read" and n.value is dot.node for x in (score, weight) for n in E.walk(x)):
             return Refusal(
                 "its scores are also used at other places than their own, so they are needed anyway"
             )
-        weight = self._look_into(part, part.weight, dtype)
         return dataclasses.replace(part, score=score, weight=weight, products=(dot,))
 
     def _look_into(self, part: KeyPart, formula: Expr, dtype: torch.dtype) -> Expr:
@@ -275,6 +276,8 @@ class Recogniser:
     def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
         """The part with one more of the products in its scores joined to the dot: one whose key side is
         computed from keys, not a table of distances."""
+        if any(n is DOT for n in E.walk(part.weight)):
+            return []  # the weights depend on this product alone
         of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)
         return [
             dataclasses.replace(part, score=rest, products=(*part.products, other))

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .registry import INF, H, causal, cross, near_miss, normal, not_yet, qkv, spelling, with_padding
+from .registry import INF, D, H, causal, cross, near_miss, normal, not_yet, qkv, spelling, with_padding
 
 
 @spelling(cross)
@@ -130,6 +130,25 @@ def values_gated_by_hand(q, k, v):
 def hyperbolic_values_in_a_broadcast_product(q, k, v):
     p = (q @ k.mT).softmax(-1)
     return (p[..., None] * (v.exp() + (-v).exp())[:, :, None]).sum(3)
+
+
+@spelling(cross)
+def weights_with_the_sign_of_their_score(q, k, v):
+    s = torch.einsum("bhid,bhjd->bhij", q, k) * D**-0.5
+    return torch.einsum("bhij,bhjd->bhid", s.sign() * s.abs().softmax(-1), v)
+
+
+@spelling(lambda: (*qkv(), normal(H, 1, 1)))
+def weights_gated_by_their_score(q, k, v, threshold):
+    s = q @ k.mT / math.sqrt(D)
+    p = s.masked_fill(~causal(q.shape[2]), -INF).softmax(-1)
+    return (p * torch.sigmoid(s - threshold)) @ v
+
+
+@near_miss(cross)
+def weights_with_the_sign_of_another_key(q, k, v):
+    s = q @ k.mT
+    return (s.abs().softmax(-1) * s.flip(-1).sign()) @ v
 
 
 @near_miss(cross)
