@@ -150,7 +150,8 @@ class _Writer:
         if not assigned.queries and all(any(map(_repeats, side)) for side in (sum(keys, ()), values)):
             return Refusal(
                 "its keys and its values vary with different dimensions of the result, as where each pair of "
-                "tokens has a value of its own: as an attention, both would be copied for each query"
+                "tokens has a value of its own or where scores are mixed between heads: as an attention, "
+                "both would be copied for each query"
             )
         if any(q != queries[0] for q in queries):
             return Refusal("parts of its keys are multiplied with different queries")
