@@ -236,6 +236,13 @@ class Meaning:
             raise Unliftable("a tensor whose values follow no known pattern")
         return self._by_its_rule(node, at)
 
+    def known(self, node: fx.Node) -> Tensor | None:
+        """The values of a tensor that depends on no input, which are then taken not to change."""
+        values = self._constants.values(node)
+        if values is not None:
+            self.assumed |= self._constants.sources(node)
+        return values
+
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
         """The element by a formula of known values, whose sources are then added to `assumed`."""
         values = self._constants.values(node)
