@@ -650,6 +650,9 @@ ROWS: list[Row] = [
     T("linear", lambda x, w: F.linear(x, w), f(2, 3, 4), f(5, 4)),
     T("linear", lambda x, w, b: F.linear(x, w, b), f(2, 4), f(3, 4), f(3)),
     H("linear.default", f(4), f(3, 4), f(3)),
+    H("linalg_vector_norm.default", f(2, 3), 1, [-1], True),
+    H("linalg_vector_norm.default", f(2, 3, 4), 2.0, [0, 2]),
+    T("linalg_vector_norm", lambda x: torch.linalg.vector_norm(x), f(2, 3)),
     T("conv1d", lambda x, w, b: F.conv1d(x, w, b), f(2, 4, 5), f(3, 4, 1), f(3)),
     T("conv2d", lambda x, w: F.conv2d(x, w), f(2, 4, 5, 3), f(6, 4, 1, 1)),
     H("conv2d.default", f(4, 5, 3), f(6, 2, 1, 1), f(6), [1, 1], [0, 0], [1, 1], 2),
@@ -1023,6 +1026,7 @@ UNLIFTABLE = {
     "reflected padding": lambda x, mask: F.pad(x[None], (1, 1), mode="reflect"),
     "running sum": lambda x, mask: x.cumsum(0),
     "place of a maximum": lambda x, mask: x.max(0).indices,
+    "norm of another order": lambda x, mask: torch.linalg.vector_norm(x, 3, dim=0),
     "second difference": lambda x, mask: x.diff(n=2),
     "bitwise on integers": lambda x, mask: (x > 0).long() & 3,
 }

@@ -47,6 +47,12 @@ def _is_mean_of_stack(node: fx.Node) -> bool:
     return is_mean and str(stack.target).startswith(("aten.stack.", "aten.cat."))  # type: ignore[union-attr]
 
 
+def _adds_up(node: fx.Node) -> bool:
+    """Whether a reduction is a sum, for weights that are never negative."""
+    is_norm = str(node.target).startswith("aten.linalg_vector_norm.") and node.args[1:2] == (1,)
+    return "sum" in str(node.target) or _is_mean_of_stack(node) or is_norm
+
+
 def _is_sum(node: fx.Node) -> bool:
     """Whether a node adds up tensors, which may be the results of parts of the keys."""
     return node.op == "call_function" and str(node.target).startswith("aten.add.")
@@ -83,7 +89,7 @@ class Recogniser:
             return frozenset()
         if category is Category.CONTRACTION and node not in self.unnormalised:
             return frozenset()
-        if category is Category.REDUCTION and not ("sum" in str(node.target) or _is_mean_of_stack(node)):
+        if category is Category.REDUCTION and not _adds_up(node):
             return frozenset()
         found = frozenset().union(*(self.near(n) for n in node.all_input_nodes))
         if not self._too_long.isdisjoint(node.all_input_nodes):

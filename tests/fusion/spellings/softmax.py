@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .registry import INF, D, H, causal, cross, near_miss, normal, not_yet, qkv, spelling, with_padding
+from .registry import INF, D, H, causal, cross, near_miss, normal, not_yet, qkv, size, spelling, with_padding
 
 
 @spelling(cross)
@@ -130,6 +130,28 @@ def values_gated_by_hand(q, k, v):
 def hyperbolic_values_in_a_broadcast_product(q, k, v):
     p = (q @ k.mT).softmax(-1)
     return (p[..., None] * (v.exp() + (-v).exp())[:, :, None]).sum(3)
+
+
+@spelling(cross)
+def weights_normalised_once_more(q, k, v):
+    return F.normalize((q @ k.mT).softmax(-1), p=1, dim=-1) @ v
+
+
+@spelling(cross)
+def a_small_number_added_before_weights_are_normalised_once_more(q, k, v):
+    p = (q @ k.mT).softmax(-1) + 1e-6
+    return (p / p.sum(dim=-1, keepdim=True)) @ v
+
+
+@spelling(lambda: (*cross(), torch.rand(size.B, size.S) < 0.7))
+def padding_gets_a_small_weight_after_the_softmax(q, k, v, keep):
+    p = (q @ k.mT).masked_fill(~keep[:, None, None], -1e9).softmax(-1) + 1e-3
+    return (p @ v) / p.sum(dim=-1, keepdim=True)
+
+
+@near_miss(cross)
+def weights_of_length_one(q, k, v):
+    return F.normalize((q @ k.mT).softmax(-1), p=2, dim=-1) @ v
 
 
 @spelling(cross)

@@ -59,7 +59,7 @@ def power(base: Expr, exponent: Expr) -> Expr:
 
 def absolute(node: Expr) -> Expr:
     node = M.number(node)
-    if node.op == "exp":
+    if _is_never_negative(node):
         return node
     if node.kind == "int":
         low, high = ranges.bounds(ranges.polynomial(node))
@@ -68,6 +68,20 @@ def absolute(node: Expr) -> Expr:
         if high is not None and ranges.is_nonnegative(ranges.subtract({}, high)):
             return M.neg(node)
     return function("abs", node)
+
+
+def _is_never_negative(node: Expr) -> bool:
+    """Whether a real number is zero or more by the form of its formula: a weight of a softmax, say."""
+    match node.op:
+        case "exp" | "sigmoid" | "sqrt" | "abs":
+            return True
+        case "const":
+            return node is not E.NAN and bool(node.value >= 0)
+        case "sum" | "where":
+            return all(map(_is_never_negative, node.args[1:]))
+        case "add" | "mul" | "recip":
+            return all(map(_is_never_negative, node.args))
+    return False
 
 
 _PYTHON: dict[str, Callable[[float], float]] = {
