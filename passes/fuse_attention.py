@@ -23,7 +23,7 @@ from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, sor
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import ProgramError
+from attngraph.ir.language.score import ProgramError, ScoreProgram
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_sympy
@@ -31,12 +31,13 @@ from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.routing import describe_routing
+from attngraph.meaning.attention.routing import describe_edges, describe_routing
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
+from attngraph.meaning.masks.blind_rows import warn_of_blind_rows
 from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shared_scores import Found, fusible, join_values, side_by_side, used_elsewhere
@@ -176,6 +177,10 @@ class _Fusion:
     def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)
         self.fused += 1
+        call = _call(whole, self.graph.hints)
+        warning = _warning(claim.program, self._number(claim.heads), call)
+        if warning:
+            self.outcome.notes.append(f"look at {source}: {warning}")
         # The names that the text gives to sizes: in order of the inputs' dimensions.
         names = {symbol: f"s{number}" for number, symbol in enumerate(self.graph.hints)}
         shown = " and ".join(
@@ -191,7 +196,7 @@ class _Fusion:
             name=module_of(claim.node), program=str(claim.program), heads=self._number(claim.heads),
             kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
             value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
-            kernel=KernelEntry(), error=verdict.error, call=_call(whole, self.graph.hints),
+            kernel=KernelEntry(), error=verdict.error, call=call, warning=warning,
         )  # fmt: skip
 
     def _adopt(self, node: fx.Node) -> None:
@@ -215,6 +220,9 @@ class _Fusion:
                 unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
                 unseen = Refusal(AS_VALUES) if node in self.recogniser.in_values else unseen
                 self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
+            edges = describe_edges(self.meaning, node) if str(node.target) == "aten.exp.default" else None
+            if edges is not None:
+                self.reasons[node] = Refusal(edges)
         for node, why in self.reasons.items():
             if node not in alive:
                 continue
@@ -258,11 +266,17 @@ def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
     heads, kv_heads, head_dim, value_dim = (
         _number(size_expression(s), hints) for s in (q[1], k[1], q[3], v[3])
     )
+    call = _call(node, hints)
     return AttentionEntry(
         name=module_of(node), program=str(found.program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         value_dim=value_dim, mask=masks.describe(found.program), source=source_of(node), kernel=KernelEntry(),
-        error=0.0, numerics="exact", call=_call(node, hints),
+        error=0.0, numerics="exact", call=call,
+        warning=_warning(found.program, heads, call),
     )  # fmt: skip
+
+
+def _warning(program: ScoreProgram, heads: int, call: TracedCall) -> str:
+    return warn_of_blind_rows(program, (call.batch, heads, call.queries, call.keys), call.numbers)
 
 
 def _call(whole: fx.Node, hints: Mapping[str, int]) -> TracedCall:

@@ -75,3 +75,91 @@ def test_a_convolution_over_neighbouring_scores_is_told() -> None:
 
     (reason,) = why(model, *qkv(), normal(4, 4, 3, 3))
     assert reason.endswith("a convolution over several places")
+
+
+def masked(keep: Callable[[Tensor, Tensor], Tensor], fill: float = -torch.inf) -> Callable[..., Tensor]:
+    def model(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+        return (q @ k.mT).masked_fill(~keep(rows, columns), fill).softmax(-1) @ v
+
+    return model
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, -1e9])
+def test_an_inverted_mask_is_warned_of(fill: float) -> None:
+    report = attngraph.explain(masked(lambda q, k: k > q, fill), *(normal(2, 4, 7, 8) for _ in "qkv"))
+    (entry,) = report.attention
+    assert entry.warning == "1 of 7 queries see no key (query 6 is the first): is the mask inverted?"
+    assert entry.warning in str(report)
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda q, k: k <= q, lambda q, k: (q - k).abs() < 2, lambda q, k: q // 2 == k // 2]
+)
+def test_a_mask_under_which_every_query_sees_a_key_is_not_warned_of(
+    keep: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    (entry,) = attngraph.explain(masked(keep), *(normal(2, 4, 7, 8) for _ in "qkv")).attention
+    assert not entry.warning
+
+
+def test_a_mask_that_data_decide_is_not_warned_of() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~keep[:, None, None], -torch.inf).softmax(-1) @ v
+
+    report = attngraph.explain(model, *qkv(), torch.zeros(2, 9, dtype=torch.bool))
+    assert not report.attention[0].warning
+
+
+def test_scores_that_are_a_tensor_are_told() -> None:
+    (reason,) = why(lambda bias, v: bias.softmax(-1) @ v, normal(7, 9), normal(2, 9, 6))
+    assert reason.startswith("its scores are a tensor that the model is given")
+    q, k, v = qkv()
+    (reason,) = why(
+        lambda q, k, v: (q[:, :, :, None] + k[:, :, None]).tanh().sum(-1).softmax(-1) @ v, q, k, v
+    )
+    assert reason.startswith("its scores are computed without a product of queries and keys (")
+
+
+def test_a_softmax_over_edges_is_told() -> None:
+    def model(nodes: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        scores = (nodes[source] * nodes[target]).sum(-1)
+        most = torch.full(nodes.shape[:2], -torch.inf, dtype=nodes.dtype)
+        at = target[:, None].expand(-1, nodes.shape[1])
+        weights = (scores - most.scatter_reduce(0, at, scores, "amax")[target]).exp()
+        total = torch.zeros_like(most).index_add(0, target, weights)
+        weights = weights / (total[target] + 1e-16)
+        return torch.zeros_like(nodes).index_add(0, target, weights[..., None] * nodes[source])
+
+    (reason,) = why(model, normal(7, 4, 8), torch.randint(0, 7, (2, 30)))
+    assert "a softmax over the edges of a graph" in reason
+
+
+def test_counts_by_an_index_are_no_softmax() -> None:
+    def model(values: Tensor, index: Tensor) -> Tensor:
+        return torch.zeros(7, dtype=values.dtype).index_add(0, index, values.exp()).log()
+
+    assert not why(model, normal(30), torch.randint(0, 7, (30,)))
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cdist": lambda q, k: torch.cdist(q, k),
+    "squared cdist": lambda q, k: torch.cdist(q, k) ** 2,
+    "sum of squares": lambda q, k: (q[:, :, :, None] - k[:, :, None]).pow(2).sum(-1),
+    "norm": lambda q, k: (q[:, :, :, None] - k[:, :, None]).norm(dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_are_told_with_what_to_write_instead(name: str) -> None:
+    (reason,) = why(lambda q, k, v: (-DISTANCES[name](q, k)).softmax(-1) @ v, *qkv())
+    assert reason.startswith("its scores are distances (") and "are fused" in reason
+
+
+def test_squared_distances_by_a_product_are_fused() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        squares = (q * q).sum(-1, keepdim=True) + (k * k).sum(-1)[..., None, :]
+        return (2 * (q @ k.mT) - squares).softmax(-1) @ v
+
+    assert len(attngraph.explain(model, *qkv()).attention) == 1

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT
@@ -195,7 +196,39 @@ def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: tor
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps:
             rounded, whole = (str(d).removeprefix("torch.") for d in (own, dtype))
             return f"its scores are rounded to {rounded} inside a {whole} computation"
-    return NO_DOT
+    return _tensor_of_scores(meaning, score, keys) or NO_DOT
+
+
+def _tensor_of_scores(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> str | None:
+    """The reason for scores that are elements of one tensor that the model has, not products."""
+    pairs = [
+        n for n in E.walk(score) if n.op == "read" and not n.free.isdisjoint(keys) and n.free - set(keys)
+    ]
+    if len(pairs) != 1 or not isinstance(pairs[0].value, fx.Node):
+        return None
+    node = pairs[0].value
+    if _is_distance(node):
+        return (
+            f"its scores are distances ({source_of(node)}), which are computed for each pair without a "
+            "product: written as q.q + k.k - 2 * (q @ k.mT), squared distances are fused"
+        )
+    place = f"computed without a product of queries and keys ({source_of(node)})"
+    made = place if node.op == "call_function" else "a tensor that the model is given"
+    return f"its scores are {made}: the weights are no larger than these, so fusing would save little"
+
+
+def _is_distance(node: fx.Node) -> bool:
+    """Whether a node is a norm, or a sum of squares, of differences."""
+    name, source = str(node.target).split(".")[1:2], node
+    if name == ["cdist"] or name == ["_cdist_forward"]:
+        return True
+    if name not in (["sum"], ["linalg_vector_norm"]):
+        return False
+    for _ in range(3):
+        source = source.all_input_nodes[0] if source.all_input_nodes else source
+        if str(source.target).startswith("aten.sub."):
+            return True
+    return False
 
 
 def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
