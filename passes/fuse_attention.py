@@ -134,7 +134,7 @@ class _Fusion:
         if elsewhere:
             self.waiting.append(found)
             sharing = [w for w in self.waiting if not w.starts.keys().isdisjoint(found.starts)]
-            together = fusible(self.graph, self.meaning, sharing)
+            together = fusible(self.graph, self.meaning, sharing) if len(sharing) > 1 else []
             if found not in together:
                 return Refusal(elsewhere[old])
         builders: list[Builder] = []
@@ -172,7 +172,9 @@ class _Fusion:
         if len(together) > 1:
             sort(self.graph.graph)  # joined attentions stand where the last of them stood
             self.meaning.forget_elements()
-            self.waiting = [w for w in self.waiting if (w.bases | w.reads).isdisjoint(replaced)]
+            self.waiting = [
+                w for w in self.waiting if w.node not in replaced and (w.bases | w.reads).isdisjoint(replaced)
+            ]
 
     def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)

@@ -13,6 +13,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression
@@ -57,6 +58,8 @@ def pick_results(
                 value = tokens.meaning.renamed(size_expression(size.meta["val"]))
                 if space.counts(value):
                     user.replace_input_with(size, built(Builder(graph, user), value, sizes))
+            # Later passes build sizes from the shape that a value is said to have.
+            user.meta["val"] = infer(user.target, user.args, user.kwargs, graph.fake_mode())
         return
 
 

@@ -4,9 +4,10 @@ That they answer as eager does is tested with the spellings (`spellings/shared_s
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import attngraph
 
@@ -49,3 +50,36 @@ def test_a_sum_that_is_left_keeps_its_weights_and_is_named() -> None:
     assert not report.attention
     (missed,) = report.missed
     assert "its weights are also used in another product (" in missed.reason
+
+
+class TwoValues(nn.Module):
+    """One layer whose weights, given the sign of their score if `signed`, weigh two tensors."""
+
+    def __init__(self, signed: bool) -> None:
+        super().__init__()
+        self.signed = signed
+        self.embed, self.project, self.head = nn.Embedding(20, 16), nn.Linear(16, 56), nn.Linear(24, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v, more = (
+            self.project(self.embed(ids)).unflatten(-1, (2, 28)).transpose(1, 2).split((8, 8, 8, 4), -1)
+        )
+        s = q @ k.mT / 3
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        p = (s.abs() if self.signed else s).masked_fill(later, -torch.inf).softmax(-1)
+        p = p * s.sign() if self.signed else p
+        sums = ((p @ x).transpose(1, 2).flatten(2) for x in (v, more))
+        logits: Tensor = self.head(torch.cat(list(sums), -1))
+        return logits
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_decoder_of_joined_values_gives_the_tokens_of_the_model(signed: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoValues(signed).eval()
+    ids = torch.randint(0, 20, (2, 5))
+    with torch.no_grad():
+        found = attngraph.compile(model, cache=True).generate(ids, max_new_tokens=6)
+        for _ in range(6):
+            ids = torch.cat([ids, model(ids)[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, ids)
