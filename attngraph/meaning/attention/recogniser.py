@@ -116,6 +116,8 @@ class Recogniser:
             found = self._examine(node, adds_parts, frozenset())
             for of_values in self._may_be_values(node) if isinstance(found, Refusal) else ():
                 again = self._examine(node, adds_parts, of_values)
+                if isinstance(again, tuple) and not of_values.isdisjoint(self._read_by(again)):
+                    continue  # they belong to the weights after all
                 if isinstance(again, (tuple, Unnormalised)):
                     found = again
                     if isinstance(again, tuple):
@@ -150,6 +152,11 @@ class Recogniser:
                 return []
         own = [side.difference(*(other for other in sides if other is not side)) for side in sides]
         return [side for side in reversed(own) if side]
+
+    def _read_by(self, claims: tuple[Attention, ...]) -> frozenset[fx.Node]:
+        """The exponentials that masks and weights of claims are computed from."""
+        reads = (read for claim in claims for read in claim.reads if isinstance(read, fx.Node))
+        return frozenset().union(*map(self.near, reads))
 
     @property
     def in_values(self) -> frozenset[fx.Node]:
