@@ -44,6 +44,9 @@ LISTED_PLACES = 16
 ROUTING_OPS = 12
 """Largest distance, in ops, between a softmax and a top-k for the report to call the softmax a router. A
 top-k farther away is not mentioned."""
+PAIRS_LOOKED_AT = 1 << 20
+"""Pairs of a query and a key among which the report looks for queries that see no key. In larger calls it
+looks at the first and the last query."""
 TOKEN_PAIRS = 24
 """Tokens that are searched for a pair that breaks causality. If none is found, the reason names no pair."""
 

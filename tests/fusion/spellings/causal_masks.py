@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .registry import INF, D, causal, cross, qkv, spelling
+from .registry import INF, D, causal, cross, near_miss, normals, qkv, size, spelling
 
 
 @spelling(qkv)
@@ -134,3 +134,29 @@ def minus_infinity_filled_into_zeros(q, k, v):
 def finite_entries_of_a_mask_are_kept(q, k, v):
     mask = torch.full((q.shape[-2], k.shape[-2]), -INF).triu(1)
     return torch.where(torch.isfinite(mask), q @ k.mT, -1e9).softmax(-1) @ v
+
+
+@spelling(qkv)
+def written_to_the_indices_of_a_triangle(q, k, v):
+    s = q @ k.mT
+    rows, columns = torch.triu_indices(size.T, size.T, offset=1)
+    s[:, :, rows, columns] = -INF
+    return s.softmax(-1) @ v
+
+
+@spelling(lambda: normals("BTD BTD BTD"))
+def written_to_the_diagonal_and_to_a_triangle(q, k, v):
+    s = q @ k.mT
+    i = torch.arange(s.shape[1])
+    s[:, i, i] = 0.5
+    later = torch.triu_indices(size.T, size.T, 1)
+    s[:, later[0], later[1]] = -1e9
+    return s.softmax(-1) @ v
+
+
+@near_miss(qkv)
+def written_to_indices_without_a_pattern(q, k, v):
+    s = q @ k.mT
+    places = torch.arange(20) ** 2 % (size.T * size.T)
+    s[:, :, places // size.T, places % size.T] = -1e9
+    return s.softmax(-1) @ v
