@@ -71,7 +71,7 @@ class RecurrentEncoder(nn.Module):
         self.rnn = nn.GRU(config.width, config.width // 2, batch_first=True, bidirectional=True)
 
     def forward(self, source: Tensor) -> Tensor:
-        states, _ = self.rnn(self.embedding(source))
+        states: Tensor = self.rnn(self.embedding(source))[0]
         return states
 
 
@@ -121,4 +121,5 @@ class LuongSeq2Seq(nn.Module):
         states, _ = self.rnn(self.embedding(target))
         context = self.attention(states, memory, keep)
         joined = torch.tanh(self.join(torch.cat([states, context], dim=-1)))
-        return self.output(joined)
+        scores: Tensor = self.output(joined)
+        return scores

@@ -16,38 +16,41 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
-import networkx as nx
 import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, dependence, memory_of
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, sort
 from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import ProgramError
+from attngraph.ir.language.score import ProgramError, ScoreProgram
 from attngraph.ir.ops import nodes
+from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_sympy
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.routing import describe_routing
+from attngraph.meaning.attention.routing import describe_edges, describe_routing
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.blind import blind_query, warn
+from attngraph.meaning.masks.blind_rows import warn_of_blind_rows
 from attngraph.meaning.rule import Category
 from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.shared_scores import Found, fusible, join_values, side_by_side, used_elsewhere
 from attngraph.pipeline import Outcome
-from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall, binary
+from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall
 
 log = logging.getLogger(__name__)
 Recognise = Callable[[fx.Node], tuple[Attention, ...] | Refusal | None]
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
 UNNORMALISED = "exponentials of scores weigh a sum that is not divided by their own sum over the same keys"
+AS_VALUES = "it computes values that another softmax weighs, and is no softmax over keys itself"
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 
@@ -59,6 +62,10 @@ class FuseAttention:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         return _Fusion(graph).run()
+
+
+class _DiffersError(Exception):
+    """A claim that does not compute what it would replace."""
 
 
 class _Fusion:
@@ -73,6 +80,8 @@ class _Fusion:
         self.reasons: dict[fx.Node, Refusal] = {}
         self.in_pieces: set[fx.Node] = set()
         self.checks = Checks(graph)
+        # Attentions whose weights or scores had another use when they were found.
+        self.waiting: list[Found] = []
 
     def run(self) -> Outcome:
         for node in self.graph.attentions():
@@ -160,68 +169,60 @@ class _Fusion:
 
     def _fuse(self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]) -> Refusal | None:
         """Check the claims, whose sum should equal the node, and apply them; or return why not."""
-        elsewhere = self._used_elsewhere(old, claims, weights)
-        if elsewhere is not None:
-            return Refusal(elsewhere)
-        builder = Builder(self.graph, old)
+        found = Found(old, tuple(claims), weights)
+        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found])
+        if elsewhere:
+            self.waiting = [*(w for w in self.waiting if w.node is not old), found]
+            sharing = [w for w in self.waiting if not w.starts.keys().isdisjoint(found.starts)]
+            together = fusible(self.graph, self.meaning, sharing) if len(sharing) > 1 else []
+            if found not in together:
+                return Refusal(elsewhere[old])
+        builders: list[Builder] = []
         try:
-            new, leaves = _build(builder, claims)
-            verdict = self.checks.same_value(old, new, leaves)
-        except (NoSize, ProgramError) as problem:
-            builder.discard()
+            self._build_and_check(together, builders)
+        except Exception as problem:
+            for builder in reversed(builders):
+                builder.discard()
+            if not isinstance(problem, (NoSize, ProgramError, _DiffersError)):
+                raise
             return Refusal(str(problem))
-        except Exception:
-            builder.discard()
-            raise
-        if verdict.problem:
-            builder.discard()
-            log.warning("refused %s at %s: %s", old, source_of(old), verdict.problem)
-            return Refusal(f"a fused node would not compute the same: {verdict.problem}")
-        old.replace_all_uses_with(new)
-        self.graph.graph.erase_node(old)
-        wholes = [n for n in builder.made if nodes.view(n) is not None]
-        for claim, whole in zip(claims, wholes, strict=True):
+        return None
+
+    def _build_and_check(self, together: Sequence[Found], builders: list[Builder]) -> None:
+        """Build the attentions of these nodes, check all, and only then replace the nodes."""
+        seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout use the same random numbers
+        replaced: dict[fx.Node, fx.Node] = {}
+        entries: list[tuple[fx.Node, Attention, Verdict]] = []
+        for group in join_values(together):
+            builders.append(Builder(self.graph, max(each.node for each in group)))
+            results, claims, leaves = _build(builders[-1], group, seeds)
+            for old, new in results.items():
+                verdict = self.checks.same_value(old, new, leaves)
+                if verdict.problem:
+                    log.warning("refused %s at %s: %s", old, source_of(old), verdict.problem)
+                    raise _DiffersError(f"a fused node would not compute the same: {verdict.problem}")
+            wholes = [n for n in builders[-1].made if nodes.view(n) is not None]
+            entries += [(whole, claim, verdict) for whole, claim in zip(wholes, claims, strict=True)]
+            replaced |= results
+        for old, new in replaced.items():
+            old.replace_all_uses_with(new)
+            self.graph.graph.erase_node(old)
+        for whole, claim, verdict in entries:
             whole.meta["attention"] = self._entry(claim, verdict, whole)
-        return None
-
-    def _used_elsewhere(
-        self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]
-    ) -> str | None:
-        """The other use for which weights or scores would still be computed after fusing, or None."""
-        view = dependence(self.graph.graph)
-        view.remove_node(old)
-        starts = [("weights", n) for n in weights if n is not old]
-        starts += [("scores", node) for claim in claims for node in claim.scores]
-        reads = {read for claim in claims for read in claim.reads}
-        sinks = {read for claim in claims for read in claim.sinks}
-        for what, start in starts:
-            for node in nx.descendants(view, start):
-                if node.op == "output":
-                    results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
-                    place = f"the model's results ({', '.join(map(source_of, results))})"
-                elif node in sinks and what == "scores":
-                    return (
-                        "a number is added to its normaliser after its scores were shifted by a number "
-                        f"computed from them ({source_of(node)}): leave out the one or the other"
-                    )
-                elif node in reads:
-                    place = f"its own mask or bias ({source_of(node)})"
-                else:
-                    continue
-                words = f"its {what} are also used in {place}, so fusing would not remove them"
-                return words + (self._cost_of(start, what) if node.op == "output" else "")
-        return None
-
-    def _cost_of(self, node: fx.Node, what: str) -> str:
-        """What keeping a value costs, and what to do instead."""
-        value = node.meta["val"]
-        size = _number(size_expression(value.numel()), self.graph.hints) * value.dtype.itemsize
-        found = f": they take {binary(size)} in this call"
-        return f"{found} (compiled.weights computes them on demand)" if what == "weights" else found
+        if len(together) > 1:
+            sort(self.graph.graph)  # joined attentions stand where the last of them stood
+            self.meaning.forget_elements()
+        self.waiting = [
+            w for w in self.waiting if w.node not in replaced and (w.bases | w.reads).isdisjoint(replaced)
+        ]
 
     def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
         source = source_of(claim.node)
         self.fused += 1
+        heads, call = self._number(claim.heads), _call(whole, self.graph.hints)
+        warning = _warning(claim.program, heads, call)
+        if warning:
+            self.outcome.notes.append(f"look at {source}: {warning}")
         # The names that the text gives to sizes: in order of the inputs' dimensions.
         names = {symbol: f"s{number}" for number, symbol in enumerate(self.graph.hints)}
         shown = " and ".join(
@@ -233,13 +234,11 @@ class _Fusion:
             f"fused attention at {source}, checked in float64"
             f"{' at ' + shown if shown else ''} (max error {verdict.error:.0e})"
         )
-        heads, call = self._number(claim.heads), _call(whole, self.graph.hints)
-        blind = blind_query(claim.program, call.batch, heads, call.queries, call.keys, call.numbers)
         return AttentionEntry(
             name=module_of(claim.node), program=str(claim.program), heads=heads,
             kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
-            value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program) + warn(blind),
-            source=source, kernel=KernelEntry(), error=verdict.error, call=call,
+            value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
+            kernel=KernelEntry(), error=verdict.error, call=call, warning=warning,
         )  # fmt: skip
 
     def _adopt(self, node: fx.Node) -> None:
@@ -261,7 +260,11 @@ class _Fusion:
             if str(node.target) in SOFTMAX_LIKE and node not in {*self.reasons, *self.in_pieces}:
                 # The sum of values may follow a view that was not traced through.
                 unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
+                unseen = Refusal(AS_VALUES) if node in self.recogniser.in_values else unseen
                 self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
+            edges = describe_edges(self.meaning, node) if str(node.target) == "aten.exp.default" else None
+            if edges is not None:
+                self.reasons[node] = Refusal(edges)
         for node, why in self.reasons.items():
             if node not in alive:
                 continue
@@ -307,11 +310,17 @@ def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
     heads, kv_heads, head_dim, value_dim = (
         _number(size_expression(s), hints) for s in (q[1], k[1], q[3], v[3])
     )
+    call = _call(node, hints)
     return AttentionEntry(
         name=module_of(node), program=str(found.program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         value_dim=value_dim, mask=masks.describe(found.program), source=source_of(node), kernel=KernelEntry(),
-        error=0.0, numerics="exact", call=_call(node, hints),
+        error=0.0, numerics="exact", call=call,
+        warning=_warning(found.program, heads, call),
     )  # fmt: skip
+
+
+def _warning(program: ScoreProgram, heads: int, call: TracedCall) -> str:
+    return warn_of_blind_rows(program, (call.batch, heads, call.queries, call.keys), call.numbers)
 
 
 def _call(whole: fx.Node, hints: Mapping[str, int]) -> TracedCall:
@@ -332,23 +341,39 @@ def _number(extent: Expr, hints: Mapping[str, int]) -> int:
     return int(evaluate_size(extent, hints))
 
 
-def _build(builder: Builder, claims: Sequence[Attention]) -> tuple[fx.Node, list[fx.Node]]:
-    """The nodes of the claims' sum, and the tensors of the model that they are computed from."""
+def _build(
+    builder: Builder, group: Sequence[Found], seeds: dict[Seed, fx.Node]
+) -> tuple[dict[fx.Node, fx.Node], Sequence[Attention], list[fx.Node]]:
+    """What replaces each node of a group that shares one attention, or one node that is a sum of several; the
+    claims that were built; and the tensors of the model that they are computed from."""
     leaves: list[fx.Node] = []
-    seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout use the same random numbers
-    results = [_build_one(builder, claim, leaves, seeds) for claim in claims]
-    whole = results[0]
-    for result in results[1:]:
-        whole = builder.call(torch.ops.aten.add.Tensor, whole, result)
-    wanted = claims[0].node.meta["val"].dtype
-    if whole.meta["val"].dtype != wanted:
-        whole = builder.call(torch.ops.aten._to_copy.default, whole, dtype=wanted)
-    return whole, list(dict.fromkeys(leaves))
+    results: dict[fx.Node, fx.Node] = {}
+    if len(group) > 1:
+        claims: Sequence[Attention] = [side_by_side([each.claims[0] for each in group])]
+        whole, start = _build_one(builder, claims[0], leaves, seeds), E.ZERO
+        for each in group:
+            width = each.claims[0].value_dim
+            place = builder.size(start), builder.size(width)
+            part, start = builder.call(torch.ops.aten.narrow.default, whole, 3, *place), M.add(start, width)
+            results[each.node] = builder.view(part, each.claims[0].output)
+    else:
+        (found,) = group
+        claims = found.claims
+        parts = [builder.view(_build_one(builder, c, leaves, seeds), c.output) for c in claims]
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = builder.call(torch.ops.aten.add.Tensor, whole, part)
+        results[found.node] = whole
+    for old, new in results.items():
+        if new.meta["val"].dtype != old.meta["val"].dtype:
+            results[old] = builder.call(torch.ops.aten._to_copy.default, new, dtype=old.meta["val"].dtype)
+    return results, claims, list(dict.fromkeys(leaves))
 
 
 def _build_one(
     builder: Builder, claim: Attention, leaves: list[fx.Node], seeds: dict[Seed, fx.Node]
 ) -> fx.Node:
+    """The result of one attention, `[B, Hq, Sq, Dv]`."""
     bases = [base for operand in (claim.q, claim.k, claim.v) for base in operand.bases]
     widest = functools.reduce(torch.promote_types, (n.meta["val"].dtype for n in bases))
     q, k, v = (builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v))
@@ -364,4 +389,4 @@ def _build_one(
             leaves.append(read)
     sizes = [builder.size(s) for s in claim.sizes]
     whole = builder.attention(nodes.Attention(q=q, k=k, v=v, reads=reads, sizes=sizes, program=claim.program))
-    return builder.view(builder.call(operator.getitem, whole, 0), claim.output)
+    return builder.call(operator.getitem, whole, 0)

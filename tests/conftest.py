@@ -218,7 +218,7 @@ def attend_by_loops(
         return found
 
     for b, h, i in itertools.product(range(B), range(Hq), range(Sq)):
-        scores, names = [], {f"n{n}": s for n, s in enumerate(sizes)} | {"b": b, "h": h, "q": i}
+        scores, dots, names = [], [], {f"n{n}": s for n, s in enumerate(sizes)} | {"b": b, "h": h, "q": i}
         for j in range(k.shape[2]):
             dot = math.fsum(qs[b][h][i][d] * ks[b][h // group][j][d] for d in range(D))
             score = dot
@@ -229,6 +229,7 @@ def attend_by_loops(
                 elif isinstance(statement, Keep) and not value_of(statement.predicate, here, read):
                     score = value_of(statement.fill, here, read)
             scores.append(float(score))
+            dots.append(dot)
         sink = -math.inf if program.sink is None else float(value_of(program.sink, names, read))
         top = max([*scores, sink]) if not any(s != s for s in scores) else math.nan
         weights = [math.exp(s - top) if s - top == s - top else math.nan for s in scores]
@@ -237,7 +238,7 @@ def attend_by_loops(
             p = weight / mass
             for statement in program.statements:
                 if isinstance(statement, Weight):
-                    p = value_of(statement.value, {**names, "k": j, "p": p}, read)
+                    p = value_of(statement.value, {**names, "k": j, "dot": dots[j], "p": p}, read)
             for d in range(v.shape[3]):
                 out[b, h, i, d] += p * vs[b][h // group][j][d]
     return out

@@ -37,8 +37,8 @@ FLOORS_INSIDE = {
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
-        {"build", "canonicalize", "fuse_attention", "merge_heads", "absorb_mla", "reassociate_linear",
-         "insert_kv_cache", "tidy", "select_kernels", "convert_heads"},
+        {"build", "shared_scores", "canonicalize", "fuse_attention", "merge_heads", "absorb_mla",
+         "reassociate_linear", "insert_kv_cache", "tidy", "select_kernels", "convert_heads"},
         {"__init__"},
     ),
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 Window partitions, strides and paddings of an image's sides give formulas of nested quotients and
 remainders. torch compares them at every operation, which takes seconds for each. With numbers in place of
-these sizes, the same trace takes milliseconds.
+these sizes, the same trace takes milliseconds. Sums and products of sizes are cheap however long they are, so
+only what is inside of a quotient or a remainder counts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from attngraph.ir import budgets
 
 
 class LongFormula(Exception):
-    """A formula of sizes is longer than the budget. `symbols`: the names of the sizes in its innermost
-    quotients and remainders, or of all where there are none."""
+    """A quotient or remainder of sizes is longer than the budget. `symbols`: the names of the sizes in the
+    innermost quotients and remainders of its formula."""
 
     def __init__(self, symbols: frozenset[str]) -> None:
         super().__init__("formulas of its sizes become too long")
@@ -35,10 +36,10 @@ def short_formulas() -> Iterator[None]:
 
     def evaluated(self: ShapeEnv, formula: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(formula, sympy.Basic) and formula not in short:
-            if formula.count_ops() > budgets.SIZE_OPS:
-                parts = formula.atoms(sympy.Function)
+            parts = formula.atoms(sympy.Function)
+            if any(part.count_ops() > budgets.SIZE_OPS for part in parts):
                 innermost = [p for p in parts if not any(arg.has(sympy.Function) for arg in p.args)]
-                symbols = {s for part in innermost or (formula,) for s in part.free_symbols}
+                symbols = {s for part in innermost for s in part.free_symbols}
                 raise LongFormula(frozenset(map(str, symbols)))
             short.add(formula)
         return evaluate(self, formula, *args, **kwargs)

@@ -44,6 +44,9 @@ LISTED_PLACES = 16
 ROUTING_OPS = 12
 """Largest distance, in ops, between a softmax and a top-k for the report to call the softmax a router. A
 top-k farther away is not mentioned."""
+PAIRS_LOOKED_AT = 1 << 20
+"""Pairs of a query and a key among which the report looks for queries that see no key. In larger calls it
+looks at the first and the last query."""
 TOKEN_PAIRS = 24
 """Tokens that are searched for a pair that breaks causality. If none is found, the reason names no pair."""
 
@@ -65,8 +68,8 @@ GRAPHS_KEPT = 8
 """Graphs that a compiled model, or a decoder, keeps. The least recently used one is dropped, and traced again
 if it is needed."""
 SIZE_OPS = 16
-"""Operations of a formula of symbolic sizes that torch evaluates during a trace. With more, the sizes in it
-are taken as numbers, and calls with other sizes are traced again."""
+"""Operations in a quotient or remainder of symbolic sizes that torch evaluates during a trace. With more, the
+sizes in it are taken as numbers, and calls with other sizes are traced again."""
 SETTLING_CALLS = 4
 """Calls of a model that ran as they are because the model filled a table for later calls. After them, a model
 that goes on changing its attributes is captured in pieces."""

@@ -87,6 +87,10 @@ class Meaning:
         self._shapes: dict[fx.Node, Indices] = {}
         self._contracts: dict[fx.Node, bool] = {}
 
+    def forget_elements(self) -> None:
+        """Forget what elements equal: nodes that they were computed from have been replaced."""
+        self._elements.clear()
+
     # --- facts about nodes ---
 
     def is_tensor(self, value: Any) -> bool:
@@ -231,6 +235,13 @@ class Meaning:
         if node.op == "placeholder" or len(writers) > budgets.TABLE_OPS:
             raise Unliftable("a tensor whose values follow no known pattern")
         return self._by_its_rule(node, at)
+
+    def known(self, node: fx.Node) -> Tensor | None:
+        """The values of a tensor that depends on no input, which are then taken not to change."""
+        values = self._constants.values(node)
+        if values is not None:
+            self.assumed |= self._constants.sources(node)
+        return values
 
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
         """The element by a formula of known values, whose sources are then added to `assumed`."""

@@ -111,7 +111,7 @@ class AttentionEntry:
     `call` its other sizes. `kernel` is what computes it, `numerics` how the result relates to the
     eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
     attentions of the model (one per head, say) it stands for. `latent` is set where keys and values are
-    computed from a narrower value, or nearly so.
+    computed from a narrower value, or nearly so. `warning` is what looks like a mistake of the model.
     """
 
     name: str
@@ -128,6 +128,7 @@ class AttentionEntry:
     merged: int = 1
     latent: LatentEntry | None = None
     call: TracedCall | None = None
+    warning: str = ""
 
     @property
     def kind(self) -> tuple[object, ...]:

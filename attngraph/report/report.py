@@ -116,6 +116,7 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         f"  attention{times}   {first.source}   {names}",
         f"      {heads} of width {width}, mask: {first.mask}",
         *(f"      | {line}" for line in first.program.splitlines()),
+        *([f"      look: {first.warning}"] if first.warning else []),
         *_latent_lines(first.latent),
         f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
         *(f"        {remark}" for remark in first.kernel.remarks),

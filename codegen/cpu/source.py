@@ -17,7 +17,7 @@ import torch
 from attngraph.codegen.cpu.expression import Writer
 from attngraph.codegen.cpu.soft import UNDERFLOW
 from attngraph.codegen.scalar.form import Place
-from attngraph.codegen.scalar.weights import is_multiple
+from attngraph.codegen.scalar.weights import is_multiple, refuse_dots
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -112,6 +112,7 @@ def write(plan: Plan) -> Source:
     """
     draft = Draft(plan)
     after = [s for s in plan.program.statements if isinstance(s, Weight)]
+    refuse_dots(plan.program)
     if after:
         draft.parts.append(_weigh(after, draft.writer()))
         draft.defines.append("HAS_WEIGHTS")

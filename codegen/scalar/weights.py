@@ -14,7 +14,7 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.score import WEIGHT, ScoreProgram, Weight
+from attngraph.ir.language.score import DOT, WEIGHT, ScoreProgram, Weight
 
 _ONE = E.const(1.0)
 
@@ -43,6 +43,7 @@ def weight_multiple(program: ScoreProgram) -> Multiple:
         UnsupportedError: one of them is not a multiple of p.
     """
     found = Multiple()
+    refuse_dots(program)
     for statement in program.statements:
         if isinstance(statement, Weight):
             part = _part(statement.value, found)
@@ -50,6 +51,13 @@ def weight_multiple(program: ScoreProgram) -> Multiple:
                 raise _refusal(statement.value)
             found = part
     return found
+
+
+def refuse_dots(program: ScoreProgram) -> None:
+    """Raise UnsupportedError where weights depend on the dot: a tile holds exponentials in its place then."""
+    for statement in program.statements:
+        if isinstance(statement, Weight) and DOT in E.walk(statement.value):
+            raise UnsupportedError(f"weights that depend on the dot: `{format_expr(statement.value)}`")
 
 
 def is_multiple(node: Expr) -> bool:

@@ -58,6 +58,7 @@ def pick_results(
                 value = tokens.meaning.renamed(size_expression(size.meta["val"]))
                 if space.counts(value):
                     user.replace_input_with(size, built(Builder(graph, user), value, sizes))
+            # Later passes build sizes from the shape that a value is said to have.
             user.meta["val"] = infer(user.target, user.args, user.kwargs, graph.fake_mode())
         return
 

@@ -97,6 +97,8 @@ def test_the_reference_equals_loops_over_python_floats(
         "keep k < q\nsink q / 3",
         "keep k < q\np = where(isnan(p), 0, p)",
         "p = p * (k + 1) / 3",
+        "s = abs(dot)\nkeep k <= q\np = p * sign(dot)",
+        "s = 3 * dot\np = p * dot",
         "s = where(k <= q, dot, -inf)",
         "s = where(k < q, dot, nan)\nkeep not isnan(s)",
         "keep k <= q\ns = s * 2 + 1",

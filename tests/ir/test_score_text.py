@@ -218,7 +218,6 @@ def test_the_caret_stands_below_the_word_also_behind_tabs() -> None:
         ("sink k", "k"),
         ("sink r0[k]", "k"),
         ("sink r0[b, h + k]", "k"),
-        ("p = dot", "dot"),
         ("p = s", "s"),
         ("p = p * where(s > 0, 1, 0)", "s"),
     ],

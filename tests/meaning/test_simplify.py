@@ -415,3 +415,15 @@ def test_constants_stay_real_numbers(number: Callable[..., Any]) -> None:
     assert number(M.exp(E.NEG_INF), {}, None) == 0
     assert number(M.exp(E.const(705.0)), {}, None) == pytest.approx(math.exp(705.0))
     assert number(M.exp(E.const(800.0)), {}, None) == math.inf
+
+
+def test_a_fraction_times_sums_of_integers_stays_a_fraction(number: Callable[..., Any]) -> None:
+    tree: Tree = ("mul", E.const(0.5), ("add", I, E.ONE), ("add", J, E.ONE))
+    agree(number, tree, simplified(tree), ALL_SIZES, exact=True)
+
+
+def test_a_large_multiple_of_a_mask_of_integers_is_exactly_zero_where_the_mask_is() -> None:
+    mask = E.read("mask", (I,), "int")
+    dropped = M.mul(M.sub(E.ONE, mask), E.const(-(10**9)))
+    assert dropped.op == "mul" and dropped.args[1] is M.sub(E.ONE, mask)
+    assert M.mul(E.const(1000), M.add(I, E.const(5))) is M.add(M.mul(E.const(1000), I), E.const(5000))

@@ -79,11 +79,13 @@ def scores(
     return s.expand(dot.shape)
 
 
-def weights(program: ScoreProgram, p: Tensor, env: Environment) -> Tensor:
-    """The weights after the program's `p = ...` statements, in the shape of `p`."""
+def weights(program: ScoreProgram, p: Tensor, env: Environment, dot: Tensor | None = None) -> Tensor:
+    """The weights after the program's `p = ...` statements, in the shape of `p`. `dot` may be left out if
+    none of them depends on it."""
+    given: dict[str, Value] = {} if dot is None else {"dot": dot}
     for statement in program.statements:
         if isinstance(statement, Weight):
-            p = tensor(evaluate(statement.value, env, {"p": p}), env).expand(p.shape)
+            p = tensor(evaluate(statement.value, env, {**given, "p": p}), env).expand(p.shape)
     return p
 
 

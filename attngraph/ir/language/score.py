@@ -67,7 +67,7 @@ class Sink:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """`p = value`: the normalised weight becomes `value`."""
+    """`p = value`: the normalised weight becomes `value`, which may depend on the dot."""
 
     value: Expr
 
@@ -180,7 +180,7 @@ NAMES: dict[type[Statement], frozenset[str]] = {
     Score: frozenset({"dot", "s", *INDICES}),
     Keep: frozenset({"dot", "s", *INDICES}),
     Sink: frozenset({"b", "h", "q"}),
-    Weight: frozenset({"p", *INDICES}),
+    Weight: frozenset({"p", "dot", *INDICES}),
 }
 """The names defined in each kind of statement, besides sizes and reads."""
 

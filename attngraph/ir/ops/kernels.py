@@ -117,7 +117,11 @@ def attend(
     Returns:
         The output `[B, Hq, S, Dv]` and the log-sum-exp `[B, Hq, S]`.
     """
-    blocks = [evaluate.scores(program, dot(q, k), env, skip) for k, _, env, skip in parts]
+    products = [dot(q, k) for k, *_ in parts]
+    blocks = [
+        evaluate.scores(program, product, env, skip)
+        for product, (_, _, env, skip) in zip(products, parts, strict=True)
+    ]
     top = torch.stack([b.amax(-1, keepdim=True) for b in blocks]).amax(0)
     sink = evaluate.sink(program, parts[0][2])
     if sink is not None:
@@ -130,8 +134,8 @@ def attend(
         total = total + (sink - top).exp()
     has_weights = program.changes_weights
     out = None
-    for weight, (_, v, env, _) in zip(weights, parts, strict=True):
-        p = evaluate.weights(program, weight / total, env) if has_weights else weight
+    for weight, product, (_, v, env, _) in zip(weights, products, parts, strict=True):
+        p = evaluate.weights(program, weight / total, env, product) if has_weights else weight
         part = _weigh(p, v)
         out = part if out is None else out + part
     assert out is not None

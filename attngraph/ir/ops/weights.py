@@ -63,7 +63,8 @@ def _block(
     env = kernels.environment(tile, reads, sizes, q)
     if 0 in tile.shape:
         return q.new_empty(tile.shape, dtype=env.dtype)
-    scores = evaluate.scores(program, kernels.dot(q.to(env.dtype), k.to(env.dtype)), env)
+    dot = kernels.dot(q.to(env.dtype), k.to(env.dtype))
+    scores = evaluate.scores(program, dot, env)
     top = scores.amax(-1, keepdim=True)
     sink = evaluate.sink(program, env)
     if sink is not None:
@@ -72,7 +73,7 @@ def _block(
     total = weights.sum(-1, keepdim=True)
     if sink is not None:
         total = total + (sink - top).exp()
-    return evaluate.weights(program, weights / total, env)
+    return evaluate.weights(program, weights / total, env, dot)
 
 
 def _places(selection: Places, extent: int, what: str) -> list[int]:

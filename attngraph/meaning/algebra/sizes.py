@@ -19,6 +19,9 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.rule import Unliftable
 
+NO_FORMULA = "a size that is no formula of whole numbers"
+_LARGEST_DIVISOR = 1 << 10
+
 
 def size_expression(value: Any) -> Expr:
     """A size (int, SymInt or sympy expression) as an expression over named sizes."""
@@ -39,9 +42,7 @@ def from_sympy(value: Any) -> Expr:
     name = type(value).__name__
     if name in ("CeilToInt", "FloorToInt", "TruncToInt", "RoundToInt"):
         whole = _without_floats(value.args[0])
-        if whole is None:
-            raise Unliftable(f"a size of the form {value}")
-        return from_sympy(whole)
+        return _rounded_quotient(name, value.args[0]) if whole is None else from_sympy(whole)
     args = [from_sympy(a) for a in value.args]
     if isinstance(value, sympy.Add):
         return M.add(*args)
@@ -63,7 +64,28 @@ def from_sympy(value: Any) -> Expr:
         return args[0]
     if name == "OpaqueUnaryFn_sqrt":
         return M.function("sqrt", args[0])
-    raise Unliftable(f"a size of the form {value}")
+    raise Unliftable(NO_FORMULA)
+
+
+def _rounded_quotient(name: str, value: Any) -> Expr:
+    """A quotient of sizes, rounded down or up (`math.ceil(n / 4)`), in whole numbers."""
+    kind = type(value).__name__
+    if kind in ("IntTrueDiv", "FloatTrueDiv"):
+        above, below = map(_without_floats, value.args)
+    elif isinstance(value, sympy.Mul) and value.args[0].is_Float:
+        # A number of few binary digits times a size: other products would be rounded before.
+        number, divisor = float(value.args[0]).as_integer_ratio()
+        rest = _without_floats(value / value.args[0]) if divisor <= _LARGEST_DIVISOR else None
+        above, below = None if rest is None else number * rest, sympy.Integer(divisor)
+    else:
+        above = below = None
+    rounds_down = name == "FloorToInt" or (
+        name == "TruncToInt" and above is not None and above.is_nonnegative
+    )
+    if above is None or below is None or not (rounds_down or name == "CeilToInt"):
+        raise Unliftable(NO_FORMULA)
+    whole, by = from_sympy(above), from_sympy(below)
+    return M.floordiv(whole, by) if rounds_down else M.neg(M.floordiv(M.neg(whole), by))
 
 
 def _without_floats(value: Any) -> Any:
@@ -94,7 +116,7 @@ def to_sympy(node: Expr) -> Any:
         "min": sympy.Min, "max": sympy.Max,
     }  # fmt: skip
     if node.op not in functions:
-        raise Unliftable(f"a size of the form {node!r}")
+        raise Unliftable(NO_FORMULA)
     return functions[node.op](*args)
 
 
@@ -115,5 +137,5 @@ def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> Any:
         "min": min, "max": max,
     }  # fmt: skip
     if node.op not in functions:
-        raise Unliftable(f"a size of the form {node!r}")
+        raise Unliftable(NO_FORMULA)
     return functions[node.op](*(evaluate_size(a, sizes) for a in node.args))

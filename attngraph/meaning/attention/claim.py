@@ -31,6 +31,12 @@ from attngraph.meaning.attention.roles import Roles
 from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum
 from attngraph.meaning.element import Meaning
 
+COPIED = (
+    "its keys and its values vary with different dimensions of the result, as where each pair of tokens has "
+    "a value of its own or where scores are mixed between heads: as an attention, both would be copied for "
+    "each query"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -195,6 +201,8 @@ class _Writer:
             for part, value in zip(self.parts, values, strict=True)
         ]
         queries, keys, scales = zip(*sides, strict=True)
+        if self.products and not assigned.queries and _all_repeat(keys) and _all_repeat([values]):
+            return Refusal(COPIED)
         widths = [M.add(*(extent(self.cut(*p.inner)) for p in part.products)) for part in self.parts]
         query, keys, width = _one_query(queries, keys, widths)
         starts = [E.ZERO, *itertools.accumulate((extent(self.cut(*p.keys)) for p in self.parts), M.add)]
@@ -204,12 +212,12 @@ class _Writer:
             for part, start in zip(self.parts, starts, strict=True)
         ]
         scores = [
-            M.substitute(part.score, {**own, DOT: _times(scale, DOT)})
+            M.substitute(part.score, own | {DOT: _times(scale, DOT)})
             for part, own, scale in zip(self.parts, names, scales, strict=True)
         ]
         weights = [
-            M.substitute(_times(value.factor, part.weight), own)
-            for part, own, value in zip(self.parts, names, values, strict=True)
+            M.substitute(_times(value.factor, part.weight), own | {DOT: _times(scale, DOT)})
+            for part, own, value, scale in zip(self.parts, names, values, scales, strict=True)
         ]
         score, weight = _by_part(key, starts, scores), _by_part(key, starts, weights)
         sink = None if self.sink is None else M.substitute(self.sink, names[0])
@@ -357,6 +365,17 @@ def _in_order(keys: tuple[Expr, ...], read: Expr) -> tuple[Expr, ...]:
 
 def _times(factor: float, node: Expr) -> Expr:
     return node if factor == 1 else M.mul(E.const(factor), node)
+
+
+def _all_repeat(operands: Iterable[Iterable[View]]) -> bool:
+    """Whether one of each operand's views copies its tensor."""
+    return all(any(map(_repeats, views)) for views in operands)
+
+
+def _repeats(view: View) -> bool:
+    """Whether a view copies its tensor: a dimension is expanded and then joined with others."""
+    steps = [step.op for step in view.steps]
+    return "expand" in steps and "reshape" in steps[steps.index("expand") :]
 
 
 def _plain(view: View) -> View:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT
@@ -32,6 +33,10 @@ _COSTLY = (
 Chain = tuple[tuple[Expr, float], ...]
 """An element of a tensor, then the element that it is a view or multiple of, and so on, as pairs
 (read, factor): the first read equals factor times this one."""
+
+
+Spelled = dict[Expr, Expr]
+"""What a dot is called where it was found: the elements that contain it, by `dot`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,20 +149,21 @@ def one_name(score: Expr) -> Expr:
 
 def find_dot(
     meaning: Meaning, score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr]
-) -> tuple[Dot, Expr] | None:
-    """The dot of a lifted score, and the score with `dot` in its place; None where there is none.
+) -> tuple[Dot, Spelled] | None:
+    """The dot of a lifted score, and what has to be replaced to have `dot` in its place; None where there is
+    none.
 
     Outer contractions come before those nested in their operands (a projection of the keys is a
     contraction too), and one whose query side varies over more than the values do comes first.
     """
-    found: list[tuple[Dot, Expr]] = []
+    found: list[tuple[Dot, Spelled]] = []
     for node in outermost_first(score):
         if node.free.isdisjoint(keys):
             continue
         if node.op == "sum":
             dot = _as_dot(meaning, node, keys)
             if dot is not None:
-                found.append((dot, M.substitute(score, {node: DOT})))
+                found.append((dot, {node: DOT}))
         elif node.op == "read" and isinstance(node.value, fx.Node):
             opened = _open(meaning, node)
             for part in outermost_first(opened) if opened is not None else ():
@@ -165,7 +171,7 @@ def find_dot(
                 if dot is not None and opened is not None:
                     inside = M.substitute(opened, {part: DOT})
                     dot = dataclasses.replace(dot, node=node.value)
-                    found.append((dot, M.substitute(score, {node: inside})))
+                    found.append((dot, {node: inside}))
                     break
     # A contraction inside another sum is a part of that sum's terms.
     found = [f for f in found if f[0].q[0][0].free | f[0].k[0][0].free <= score.free | set(f[0].inner)]
@@ -190,7 +196,39 @@ def why_no_dot(meaning: Meaning, score: Expr, keys: tuple[Expr, ...], dtype: tor
         if own.is_floating_point and torch.finfo(own).eps > torch.finfo(dtype).eps:
             rounded, whole = (str(d).removeprefix("torch.") for d in (own, dtype))
             return f"its scores are rounded to {rounded} inside a {whole} computation"
-    return NO_DOT
+    return _tensor_of_scores(meaning, score, keys) or NO_DOT
+
+
+def _tensor_of_scores(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> str | None:
+    """The reason for scores that are elements of one tensor that the model has, not products."""
+    pairs = [
+        n for n in E.walk(score) if n.op == "read" and not n.free.isdisjoint(keys) and n.free - set(keys)
+    ]
+    if len(pairs) != 1 or not isinstance(pairs[0].value, fx.Node):
+        return None
+    node = pairs[0].value
+    if _is_distance(node):
+        return (
+            f"its scores are distances ({source_of(node)}), which are computed for each pair without a "
+            "product: written as q.q + k.k - 2 * (q @ k.mT), squared distances are fused"
+        )
+    place = f"computed without a product of queries and keys ({source_of(node)})"
+    made = place if node.op == "call_function" else "a tensor that the model is given"
+    return f"its scores are {made}: the weights are no larger than these, so fusing would save little"
+
+
+def _is_distance(node: fx.Node) -> bool:
+    """Whether a node is a norm, or a sum of squares, of differences."""
+    name, source = str(node.target).split(".")[1:2], node
+    if name == ["cdist"] or name == ["_cdist_forward"]:
+        return True
+    if name not in (["sum"], ["linalg_vector_norm"]):
+        return False
+    for _ in range(3):
+        source = source.all_input_nodes[0] if source.all_input_nodes else source
+        if str(source.target).startswith("aten.sub."):
+            return True
+    return False
 
 
 def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
@@ -209,7 +247,7 @@ def _holds_contraction(meaning: Meaning, node: fx.Node) -> bool:
 
 def dot_of_width_one(
     score: Expr, keys: tuple[Expr, ...], of_value: frozenset[Expr], dtype: torch.dtype
-) -> tuple[Dot, Expr] | None:
+) -> tuple[Dot, Spelled] | None:
     """The two sides of scores without a contraction: one number per query and one per key. If they are
     multiplied, that is the dot; if not (added, say, under a function), the score reads them."""
 
@@ -221,11 +259,11 @@ def dot_of_width_one(
         k = [f for f in product.args if is_side(f) and not f.free.isdisjoint(keys)]
         if len(q) == 1 and len(k) == 1:
             rest = (f for f in product.args if f not in (q[0], k[0]))
-            return _sides_alone(q[0], k[0]), M.substitute(score, {product: M.mul(DOT, *rest)})
+            return _sides_alone(q[0], k[0]), {product: M.mul(DOT, *rest)}
     sides = [n for n in E.walk(score) if is_side(n)]
     query = next((n for n in sides if n.free.isdisjoint(keys) and n.free - of_value), None)
     key = next((n for n in sides if not n.free.isdisjoint(keys) and not n.free - of_value - set(keys)), None)
-    return None if query is None or key is None else (_sides_alone(query, key), score)
+    return None if query is None or key is None else (_sides_alone(query, key), {})
 
 
 def _sides_alone(q: Expr, k: Expr) -> Dot:

@@ -83,7 +83,8 @@ def examine(
         opened = dots.find_dot(meaning, scores, keys, of_value)
         if opened is None or not values:
             continue
-        dot, score = opened
+        dot, spelled = opened
+        score = M.substitute(scores, spelled)
         if not is_product(meaning, scores) or len(values) != 1 or values[0].op != "read":
             sides = (dot.q[-1][0], dot.k[-1][0])
             if not any(is_weight(side.value) for side in sides) and dot.q[0][0].free - set(dot.inner):

@@ -18,6 +18,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import DOT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
@@ -53,6 +54,12 @@ def _is_mean_of_stack(node: fx.Node) -> bool:
     return is_mean and str(stack.target).startswith(("aten.stack.", "aten.cat."))  # type: ignore[union-attr]
 
 
+def _adds_up(node: fx.Node) -> bool:
+    """Whether a reduction is a sum, for weights that are never negative."""
+    is_norm = str(node.target).startswith("aten.linalg_vector_norm.") and node.args[1:2] == (1,)
+    return "sum" in str(node.target) or _is_mean_of_stack(node) or is_norm
+
+
 def _is_sum(node: fx.Node) -> bool:
     """Whether a node adds up tensors, which may be the results of parts of the keys."""
     return node.op == "call_function" and str(node.target).startswith("aten.add.")
@@ -71,6 +78,7 @@ class Recogniser:
         self._too_long: set[fx.Node] = set()
         self._parts: dict[fx.Node, frozenset[fx.Node]] = {}
         self.positions = PositionWeights(meaning)
+        self._of_values: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
@@ -91,7 +99,7 @@ class Recogniser:
             return frozenset()
         if category is Category.CONTRACTION and node not in self.unnormalised:
             return frozenset()
-        if category is Category.REDUCTION and not ("sum" in str(node.target) or _is_mean_of_stack(node)):
+        if category is Category.REDUCTION and not _adds_up(node):
             return frozenset()
         found = frozenset().union(*(self.near(n) for n in node.all_input_nodes))
         if not self._too_long.isdisjoint(node.all_input_nodes):
@@ -115,7 +123,16 @@ class Recogniser:
         if not adds_parts and not self._is_root(node):
             return None
         try:
-            found = self._examine(node, adds_parts)
+            found = self._examine(node, adds_parts, frozenset())
+            for of_values in self._may_be_values(node) if isinstance(found, Refusal) else ():
+                again = self._examine(node, adds_parts, of_values)
+                if isinstance(again, tuple) and not of_values.isdisjoint(self._read_by(again)):
+                    continue  # they belong to the weights after all
+                if isinstance(again, (tuple, Unnormalised)):
+                    found = again
+                    if isinstance(again, tuple):
+                        self._of_values[node] = of_values
+                    break
         except TooLong as problem:
             softmaxes = [n for n in self.exponentials(node) if str(n.target) in SOFTMAX_LIKE]
             self._near[node] = frozenset()
@@ -170,8 +187,34 @@ class Recogniser:
         keys = piece.keys or tuple(formula.free - of_value)
         return dots.look_into(self.meaning, formula, keys, of_value, node.meta["val"].dtype)
 
+    def _may_be_values(self, node: fx.Node) -> list[frozenset[fx.Node]]:
+        """Exponentials that may belong to what is weighed (`p @ v.exp()`) and not to the weights: those that
+        reach only one of the operands where results of exponentials are first multiplied with each other."""
+        while True:
+            sides = [self.near(n) for n in node.all_input_nodes if self.near(n)]
+            if len(sides) != 1:
+                break
+            node = next(n for n in node.all_input_nodes if self.near(n))
+            if str(node.target) in _EXPONENTIALS:
+                return []
+        own = [side.difference(*(other for other in sides if other is not side)) for side in sides]
+        return [side for side in reversed(own) if side]
+
+    def _read_by(self, claims: tuple[Attention, ...]) -> frozenset[fx.Node]:
+        """The exponentials that masks and weights of claims are computed from."""
+        reads = (read for claim in claims for read in claim.reads if isinstance(read, fx.Node))
+        return frozenset().union(*map(self.near, reads))
+
+    @property
+    def in_values(self) -> frozenset[fx.Node]:
+        """The exponentials that turned out to belong to what attentions weigh."""
+        return frozenset().union(*self._of_values.values())
+
     def exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that are weights in the sum of `node`, or in its parts."""
+        return self._exponentials(node) - self._of_values.get(node, frozenset())
+
+    def _exponentials(self, node: fx.Node) -> frozenset[fx.Node]:
         if str(node.target) in SOFTMAX_LIKE:
             return frozenset((node,))
         places = [node]
@@ -205,17 +248,19 @@ class Recogniser:
         return may_be and any(self.near(n) for n in node.all_input_nodes)
 
     def _examine(
-        self, node: fx.Node, adds_parts: bool
+        self, node: fx.Node, adds_parts: bool, of_values: frozenset[fx.Node]
     ) -> tuple[Attention, ...] | Refusal | Unnormalised | None:
+        """As `examine`, with what is computed from the exponentials `of_values` alone left as it is."""
         meaning = self.meaning
         output, at = meaning.places(node)
         # The weights' divisor may be a factor of the result: then both operands are looked into.
         looks_below = adds_parts or self.is_product(node)
-        averages = any(map(self.positions.are_divided, self.exponentials(node)))
+        averages = any(map(self.positions.are_divided, self.exponentials(node) - of_values))
 
         def through(read: Expr) -> bool:
             below = looks_below and self._parts_below(read.value)
-            return bool(self.near(read.value) or below) or (averages and self.positions.follow(read.value))
+            weights = self.near(read.value) - of_values
+            return bool(weights or below) or (averages and self.positions.follow(read.value))
 
         lifted = meaning.lift(meaning.element(node, at), through, most=budgets.FORMULA_WORDS)
         lifted = as_exponentials(lifted) if averages else lifted
@@ -303,14 +348,14 @@ class Recogniser:
             return dataclasses.replace(part, weight=weight)
         if found is None:
             return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
-        dot, score = found
+        dot, spelled = found
         # A term that the contraction itself adds (baddbmm's bias) has not been looked into yet.
-        score = self._look_into(part, score, dtype)
-        if any(n.op == "read" and n.value is dot.node for n in E.walk(score)):
+        weight = self._look_into(part, part.weight, dtype)
+        score, weight = (self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, weight))
+        if any(n.op == "read" and n.value is dot.node for x in (score, weight) for n in E.walk(x)):
             return Refusal(
                 "its scores are also used at other places than their own, so they are needed anyway"
             )
-        weight = self._look_into(part, part.weight, dtype)
         return dataclasses.replace(part, score=score, weight=weight, products=(dot,))
 
     def _look_into(self, part: KeyPart, formula: Expr, dtype: torch.dtype) -> Expr:
@@ -319,8 +364,8 @@ class Recogniser:
     def _with_another_product(self, part: KeyPart) -> list[KeyPart]:
         """The part with one more of the products in its scores joined to the dot: one whose key side is
         computed from keys, not a table of distances."""
-        if not part.products:
-            return []
+        if not part.products or any(n is DOT for n in E.walk(part.weight)):
+            return []  # the weights depend on this product alone
         of_keys = part.products[0].k[0][0].free | part.value.free | set(part.keys)
         return [
             dataclasses.replace(part, score=rest, products=(*part.products, other))

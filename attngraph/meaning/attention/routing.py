@@ -1,6 +1,7 @@
-"""Softmaxes of which only the largest few are used: routers of experts, samplers, matchings.
+"""Softmaxes over what the data select: routers of experts, samplers, matchings, edges of a graph.
 
-They weight items that the data select, not keys, so they are not attention, and the report says just that.
+Only the largest few of their weights are used, or an index says which exponentials are added up. They do not
+weight keys, so they are not attention, and the report says just that.
 Used only for softmaxes that were not fused; never decides what is fused.
 """
 
@@ -16,6 +17,8 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, is_part
 
 _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
+
+_ADDING = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_reduce", "index_put"})
 
 
 def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
@@ -41,6 +44,31 @@ def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
             "experts: data choose what they weigh, so this is no attention over keys and is left as it is"
         )
     return None
+
+
+def describe_edges(meaning: Meaning, exponential: fx.Node) -> str | None:
+    """The reason for exponentials that an index adds up for each node of a graph, and that are divided by
+    those sums; None for others."""
+
+    def next_users(node: fx.Node) -> Iterable[fx.Node]:
+        return [user for user in node.users if _passes(meaning, user)]
+
+    def adds(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if _adds_by_index(user)]
+
+    summed = _nearest([exponential], next_users, lambda n: bool(adds(n)))
+    for total in [] if summed is None else adds(summed):
+        if _nearest([total], next_users, lambda n: str(n.target).startswith("aten.div.")) is not None:
+            return (
+                f"its exponentials are added up where an index says ({source_of(total)}), as in a softmax "
+                "over the edges of a graph: data choose what each node weighs, so it is left as it is"
+            )
+    return None
+
+
+def _adds_by_index(node: fx.Node) -> bool:
+    name = str(node.target).split(".")
+    return node.op == "call_function" and name[0] == "aten" and name[1] in _ADDING
 
 
 def _passes(meaning: Meaning, node: fx.Node) -> bool:

@@ -68,7 +68,7 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
     where no sum is weighted by an exponential."""
     if meaning.op == "add":
         whole = _sum_over_parts(meaning.args, look)
-        return None if whole is None else (whole,)
+        return _why_no_term(meaning.args, look) if whole is None else (whole,)
     opened = _open_sum(meaning)
     if opened is None:
         return None
@@ -85,6 +85,13 @@ def weighted_sums(meaning: Expr, look: Look) -> tuple[WeightedSum, ...] | Refusa
             return taken
         found.append(taken)
     return tuple(found)
+
+
+def _why_no_term(terms: Sequence[Expr], look: Look) -> Refusal | None:
+    """Why the only one of the terms that is a sum weighted by exponentials is no attention."""
+    opened = [term for term in terms if _open_sum(term) is not None]
+    found = weighted_sums(opened[0], look) if len(opened) == 1 else None
+    return found if isinstance(found, Refusal) else None
 
 
 def _sum_over_parts(terms: Sequence[Expr], look: Look) -> WeightedSum | None:
@@ -202,6 +209,11 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
                 "its softmax runs over places that depend on query and key together, such as distances in a "
                 "band: give each query a score for each key, and mask those outside the band"
             )
+        if _is_over_another_dimension(body, keys):
+            return Refusal(
+                "its weights are summed over another dimension than the one that the softmax runs over, as "
+                "where heads are mixed after it or where it normalises over the queries"
+            )
         return Refusal(
             "exponentials are summed, but what they are divided by is not their sum over the same keys"
         )
@@ -212,6 +224,20 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
         return Refusal("its weights are computed from two softmaxes, but are not a sum of them")
     part = key_part(weighted, keys, score)
     return part if isinstance(part, Refusal) else WeightedSum((part,), sink)
+
+
+def _is_over_another_dimension(body: Expr, keys: tuple[Expr, ...]) -> bool:
+    """Whether an exponential is divided by the sum over a dimension of the result, not over the keys."""
+    weights = {n for n in E.walk(body) if n.op == "exp" and not n.free.isdisjoint(keys)}
+    for divisor in (n.args[0] for n in E.walk(body) if n.op == "recip" and n.args[0].op == "sum"):
+        variables, inner = open_sums(divisor)
+        if len(variables) != 1 or divisor.free.isdisjoint(keys):
+            continue
+        for weight in weights:
+            places = weight.free - divisor.free - set(keys)
+            if any(M.substitute(inner, {variables[0]: place}) is weight for place in places):
+                return True
+    return False
 
 
 def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:

@@ -133,11 +133,17 @@ def added_to_score(fill: Expr) -> float:
     return float(fill.args[1].value if fill.op == "add" else -fill.args[1].value)
 
 
+_BOUNDED = frozenset({"sign", "sigmoid", "tanh"})
+
+
 def keeps_zero(weight: Expr) -> bool:
     """Whether a changed weight is zero where the weight was zero, and NaN only where the weight was: p times
-    or divided by a number, a selection between that and zero, or zero in place of NaN."""
+    or divided by a number, times a function of bounded values, a selection between that and zero, or zero
+    in place of NaN."""
     if weight is WEIGHT or E.is_const(weight, 0):
         return True
+    if weight.op == "mul" and any(factor.op in _BOUNDED for factor in weight.args):
+        return any(map(keeps_zero, weight.args))
     if weight.op in ("mul", "div"):
         a, b = weight.args
         number, other = (a, b) if a.op == "const" and weight.op == "mul" else (b, a)

@@ -10,11 +10,13 @@ import itertools
 import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.meaning import constants
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
@@ -44,7 +46,10 @@ def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     picks = {d: pick for d, pick in enumerate(listed) if pick is not None}
     first, covered = first_picked(list(picks)), set(picks)
     if not any(is_mask(pick) for pick in picks.values()):
-        entries = _entries(context, node, picks, at)
+        try:
+            entries = _entries(context, node, picks, at)
+        except Unliftable:
+            entries = [(_listed(context, node, picks, at), (E.var("listed"),))]
     elif len(picks) > 1:
         raise Unliftable("a mask beside another index")
     else:
@@ -58,12 +63,36 @@ def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     for condition, entry in entries:
         value = context.read_broadcast(node.args[2], (*others[:first], *entry, *others[first:]))
         if not value.free <= result.free.union(condition.free):
-            raise Unliftable("a value for each place that a mask marks")
+            raise Unliftable("a value for each place that a mask or a list of indices marks")
         if adds:
             result = M.add(result, M.where(condition, value, E.ZERO))
         else:
             result = M.where(condition, value, result)
     return result
+
+
+def _listed(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> Expr:
+    """The condition that index tensors of known values (such as a triangle's) name the place `at`, by the
+    pattern of all places that they name.
+
+    Raises:
+        Unliftable: their values are not known or follow no pattern, or several values may be added up.
+    """
+    many = Unliftable("an index of many places that is no range")
+    known = [context.known(pick) for pick in picks.values()]
+    lists = [x.cpu() for x in known if x is not None and x.numel() and int(x.min()) >= 0]
+    if len(lists) < len(picks) or argument(node, 3, "accumulate"):
+        raise many
+    extents = [
+        extent.value if extent.op == "const" else int(x.max()) + 1
+        for extent, x in zip((context.shape(node)[d] for d in picks), lists, strict=True)
+    ]
+    named = torch.zeros(extents, dtype=torch.bool)
+    named[tuple(lists)] = True
+    condition = constants.describe(named, tuple(at[d] for d in picks))
+    if condition is None:
+        raise many
+    return M.and_(condition, *(M.lt(at[d], E.const(x)) for d, x in zip(picks, extents, strict=True)))
 
 
 def _entries(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> list[Entry]:

@@ -88,6 +88,25 @@ def linear(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return value if bias is None else M.add(value, context.read_broadcast(bias, at))
 
 
+@rule(CONTRACTION, "conv1d.default", "conv2d.default", "conv3d.default")
+def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """A convolution with a kernel of one place mixes channels: a product with its weight."""
+    source, weight = node.args[:2]
+    outputs, channels, *kernel = context.shape(weight)
+    stride, padding = argument(node, 3, "stride", 1), argument(node, 4, "padding", 0)
+    numbers = [(value if isinstance(value, (list, tuple)) else [value]) for value in (stride, padding)]
+    if any(extent is not E.ONE for extent in kernel) or set(numbers[0]) != {1} or set(numbers[1]) != {0}:
+        raise Unliftable("a convolution over several places")
+    spatial = at[len(at) - len(kernel) :]
+    batch, place = at[: len(at) - len(kernel) - 1], at[len(at) - len(kernel) - 1]
+    inner = context.fresh(channels)
+    group = M.floordiv(place, M.floordiv(outputs, E.const(argument(node, 6, "groups", 1))))
+    element = context.read(source, (*batch, M.add(M.mul(group, channels), inner), *spatial))
+    weighed = M.mul(element, context.read(weight, (place, inner, *(E.ZERO for _ in kernel))))
+    bias, value = argument(node, 2, "bias"), M.total(inner, weighed)
+    return value if bias is None else M.add(value, context.read(bias, (place,)))
+
+
 @rule(CONTRACTION, "einsum.default")
 def einsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     tensors: list[Any] = list(node.args[1])  # type: ignore[arg-type]

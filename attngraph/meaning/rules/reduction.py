@@ -47,6 +47,20 @@ def total(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return value
 
 
+@rule(REDUCTION, "linalg_vector_norm.default")
+def vector_norm(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """The sum of sizes (order 1), or the root of the sum of squares (order 2)."""
+    order = argument(node, 1, "ord", 2)
+    if order not in (1, 2):
+        raise Unliftable("a norm of another order than 1 or 2")
+    dims, keepdim = argument(node, 2, "dim"), argument(node, 3, "keepdim", False)
+    variables, value = _open(context, node.args[0], dims, keepdim, at)
+    value = M.absolute(value) if order == 1 else M.mul(value, value)
+    for variable in variables:
+        value = M.total(variable, value)
+    return value if order == 1 else M.function("sqrt", value)
+
+
 def _extreme(context: Meaning, source: Any, dims: Any, keepdim: bool, at: Indices, binder: str) -> Expr:
     variables, value = _open(context, source, dims, keepdim, at)
     for variable in variables:

@@ -22,6 +22,7 @@ from . import (
     products,
     score_sets,
     scores,
+    shared_scores,
     sinks,
     softmax,
     sums,
@@ -31,7 +32,7 @@ from .registry import COUNT, MUST_FUSE, MUST_NOT, MUTANTS, NOT_YET, TOLERANCE, s
 
 TOPICS = (
     scores, score_sets, products, softmax, causal_masks, windows, padding, biases, sinks, heads, key_parts,
-    key_loops, sums, averages, near_misses, mutated_masks, mutated_operands,
+    key_loops, sums, averages, shared_scores, near_misses, mutated_masks, mutated_operands,
 )  # fmt: skip
 
 __all__ = [

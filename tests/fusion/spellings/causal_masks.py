@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .registry import INF, D, causal, cross, qkv, spelling
+from .registry import INF, D, causal, cross, near_miss, normals, qkv, size, spelling
 
 
 @spelling(qkv)
@@ -141,3 +141,28 @@ def raised_to_the_lowest_number_after_the_mask_is_added(q, k, v):
     low = torch.finfo(torch.float32).min
     mask = torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype).masked_fill(~causal(q.shape[2]), low)
     return torch.maximum(q @ k.mT + mask, torch.tensor(low, dtype=q.dtype)).softmax(-1) @ v
+
+
+def written_to_the_indices_of_a_triangle(q, k, v):
+    s = q @ k.mT
+    rows, columns = torch.triu_indices(size.T, size.T, offset=1)
+    s[:, :, rows, columns] = -INF
+    return s.softmax(-1) @ v
+
+
+@spelling(lambda: normals("BTD BTD BTD"))
+def written_to_the_diagonal_and_to_a_triangle(q, k, v):
+    s = q @ k.mT
+    i = torch.arange(s.shape[1])
+    s[:, i, i] = 0.5
+    later = torch.triu_indices(size.T, size.T, 1)
+    s[:, later[0], later[1]] = -1e9
+    return s.softmax(-1) @ v
+
+
+@near_miss(qkv)
+def written_to_indices_without_a_pattern(q, k, v):
+    s = q @ k.mT
+    places = torch.arange(20) ** 2 % (size.T * size.T)
+    s[:, :, places // size.T, places % size.T] = -1e9
+    return s.softmax(-1) @ v

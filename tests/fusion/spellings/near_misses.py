@@ -29,6 +29,22 @@ def talking_heads_before_softmax(q, k, v, mix):
     return torch.einsum("bhqk,hg->bgqk", q @ k.mT, mix).softmax(-1) @ v
 
 
+@near_miss(lambda: (*qkv(), normal(H, H, 1, 1), normal(H)))
+def heads_mixed_by_a_convolution_before_the_softmax(q, k, v, mix, bias):
+    return F.conv2d(q @ k.mT, mix, bias).softmax(-1) @ v
+
+
+@near_miss(lambda: (*qkv(), normal(H, H, 1, 1), normal(H)))
+def heads_mixed_by_a_convolution_after_the_softmax(q, k, v, mix, bias):
+    return F.conv2d((q @ k.mT).softmax(-1), mix, bias) @ v
+
+
+@near_miss(lambda: (*qkv(), normal(H, H), normal(H)))
+def heads_mixed_by_a_linear_map_after_the_softmax(q, k, v, mix, bias):
+    p = F.linear((q @ k.mT).softmax(-1).permute(0, 2, 3, 1), mix, bias)
+    return p.permute(0, 3, 1, 2) @ v
+
+
 @near_miss(qkv)
 def sigmoid_attention(q, k, v):
     return (q @ k.mT).sigmoid() @ v

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .registry import INF, D, causal, normal, qkv, size, spelling, with_padding
+from .registry import INF, D, H, causal, normal, qkv, size, spelling, with_padding
 
 
 @spelling(with_padding)
@@ -101,6 +101,30 @@ def padding_of_integers_times_the_smallest_float(q, k, v, mask):
 @spelling(lambda: (*qkv(), (torch.rand(size.B, size.T) > 0.3).to(torch.float64)))
 def padding_of_numbers_times_a_million(q, k, v, mask):
     return (q @ k.mT - 1e6 * (1 - mask[:, None, None])).softmax(-1) @ v
+
+
+def flat_heads_and_integers():
+    """Heads folded into the batch, and a mask of ones and zeros `[B, T]`."""
+    flat = (t.flatten(0, 1) for t in qkv())
+    return (*flat, (torch.rand(size.B, size.T) > 0.3).long())
+
+
+@spelling(flat_heads_and_integers)
+def integers_times_a_billion_repeated_for_each_head(q, k, v, mask):
+    drop = ((mask - 1) * 1000000000).repeat_interleave(H, 0).unsqueeze(1)
+    return (q @ k.mT + drop).softmax(-1) @ v
+
+
+@spelling(flat_heads_and_integers)
+def integers_repeated_for_each_head_times_a_billion(q, k, v, mask):
+    shown = torch.repeat_interleave(mask, H, dim=0)[:, None]
+    return (q @ k.mT - 1e9 * (1 - shown)).softmax(-1) @ v
+
+
+@spelling(flat_heads_and_integers)
+def integers_that_multiply_and_add(q, k, v, mask):
+    shown = mask.repeat_interleave(H, 0)[:, None]
+    return (q @ k.mT * shown + (1 - shown) * -1e30).softmax(-1) @ v
 
 
 @spelling(with_padding)

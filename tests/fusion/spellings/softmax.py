@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .registry import INF, H, causal, cross, normal, qkv, spelling, with_padding
+from .registry import INF, D, H, causal, cross, near_miss, normal, qkv, size, spelling, with_padding
 
 
 @spelling(cross)
@@ -113,3 +113,67 @@ def nan_to_num(q, k, v, keep):
 @spelling(qkv)
 def value_gated_after(q, k, v):
     return ((q @ k.mT).softmax(-1) @ v) * torch.sigmoid(q)
+
+
+@spelling(cross)
+def exponentials_are_weighed(q, k, v):
+    return ((q @ k.mT).softmax(-1) @ v.exp()).log()
+
+
+@spelling(cross)
+def values_gated_by_hand(q, k, v):
+    e = (q @ k.mT).exp()
+    return (e @ (v / (1 + (-v).exp()))) / e.sum(-1, keepdim=True)
+
+
+@spelling(cross)
+def hyperbolic_values_in_a_broadcast_product(q, k, v):
+    p = (q @ k.mT).softmax(-1)
+    return (p[..., None] * (v.exp() + (-v).exp())[:, :, None]).sum(3)
+
+
+@spelling(cross)
+def weights_normalised_once_more(q, k, v):
+    return F.normalize((q @ k.mT).softmax(-1), p=1, dim=-1) @ v
+
+
+@spelling(cross)
+def a_small_number_added_before_weights_are_normalised_once_more(q, k, v):
+    p = (q @ k.mT).softmax(-1) + 1e-6
+    return (p / p.sum(dim=-1, keepdim=True)) @ v
+
+
+@spelling(lambda: (*cross(), torch.rand(size.B, size.S) < 0.7))
+def padding_gets_a_small_weight_after_the_softmax(q, k, v, keep):
+    p = (q @ k.mT).masked_fill(~keep[:, None, None], -1e9).softmax(-1) + 1e-3
+    return (p @ v) / p.sum(dim=-1, keepdim=True)
+
+
+@near_miss(cross)
+def weights_of_length_one(q, k, v):
+    return F.normalize((q @ k.mT).softmax(-1), p=2, dim=-1) @ v
+
+
+@spelling(cross)
+def weights_with_the_sign_of_their_score(q, k, v):
+    s = torch.einsum("bhid,bhjd->bhij", q, k) * D**-0.5
+    return torch.einsum("bhij,bhjd->bhid", s.sign() * s.abs().softmax(-1), v)
+
+
+@spelling(lambda: (*qkv(), normal(H, 1, 1)))
+def weights_gated_by_their_score(q, k, v, threshold):
+    s = q @ k.mT / math.sqrt(D)
+    p = s.masked_fill(~causal(q.shape[2]), -INF).softmax(-1)
+    return (p * torch.sigmoid(s - threshold)) @ v
+
+
+@near_miss(cross)
+def weights_with_the_sign_of_another_key(q, k, v):
+    s = q @ k.mT
+    return (s.abs().softmax(-1) * s.flip(-1).sign()) @ v
+
+
+@near_miss(cross)
+def exponentials_of_keys_gate_the_weights(q, k, v):
+    s = q @ k.mT
+    return (s.softmax(-1) * (s * s).exp()) @ v.exp()

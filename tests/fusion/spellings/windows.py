@@ -3,7 +3,10 @@ columns that are written."""
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from .registry import INF, cross, qkv, size, spelling
 
@@ -103,3 +106,25 @@ def the_diagonal_is_filled(q, k, v):
     scores = q @ k.mT
     scores.diagonal(dim1=-2, dim2=-1).fill_(-1e9)
     return scores.softmax(-1) @ v
+
+
+@spelling(qkv)
+def four_blocks_rounded_up(q, k, v):
+    width = math.ceil(q.shape[2] / 4)
+    i = torch.arange(q.shape[2])
+    return (q @ k.mT).masked_fill(i[:, None] // width != i // width, -INF).softmax(-1) @ v
+
+
+@spelling(qkv)
+def blocks_of_four_after_padding(q, k, v):
+    t = q.shape[2]
+    blocks = math.ceil(t / 4)
+    q, k, v = (F.pad(x, (0, 0, 0, 4 * blocks - t)).unflatten(2, (blocks, 4)) for x in (q, k, v))
+    missing = torch.arange(4 * blocks).view(blocks, 1, 4) >= t
+    return ((q @ k.mT).masked_fill(missing, -1e9).softmax(-1) @ v).flatten(2, 3)[:, :, :t]
+
+
+@spelling(cross)
+def the_first_half_of_the_keys_rounded_up(q, k, v):
+    half = math.ceil(k.shape[2] * 0.5)
+    return (q @ k[:, :, :half].mT).softmax(-1) @ v[:, :, :half]

@@ -151,9 +151,13 @@ def mul(*factors: Expr) -> Expr:
     selected = _distribute_selection(constant, rest)
     if selected is not None:
         return selected
-    if len(rest) == 1 and rest[0].op == "add" and math.isfinite(constant) and not _drowns(constant, rest[0]):
+    one_sum = len(rest) == 1 and rest[0].op == "add"
+    if one_sum and math.isfinite(constant) and not _drowns(constant, rest[0]):
         return add(*(mul(E.const(constant), t) for t in rest[0].args)) if constant != 1 else rest[0]
-    if all(r.kind == "int" for r in rest) and any(r.op == "add" for r in rest):
+    # A mask of integers stays zero where it is zero; a formula of indices is always multiplied out.
+    is_mask = one_sum and any(n.op == "read" for n in E.walk(rest[0]))
+    is_whole = all(r.kind == "int" for r in rest) and any(r.op == "add" for r in rest)
+    if isinstance(constant, int) and is_whole and not is_mask:
         return _multiply_out(constant, rest)
     if constant == 1 and len(rest) == 1:
         return rest[0]
@@ -224,8 +228,8 @@ def _distribute_selection(constant: float, rest: list[Expr]) -> Expr | None:
     return None
 
 
-def _multiply_out(constant: float, factors: list[Expr]) -> Expr:
-    product: Polynomial = {(): int(constant)}
+def _multiply_out(constant: int, factors: list[Expr]) -> Expr:
+    product: Polynomial = {(): constant}
     for factor in factors:
         product = ranges.multiply(product, ranges.polynomial(factor))
     return from_polynomial(product)

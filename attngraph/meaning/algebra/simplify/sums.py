@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
@@ -12,13 +13,20 @@ from attngraph.meaning.algebra import simplify as M
 
 
 def total(variable: Expr, body: Expr) -> Expr:
-    """The sum of `body` over the variable's extent; factors that do not vary are moved out of it."""
+    """The sum of `body` over the variable's extent; what does not vary is moved out of it."""
     if variable not in body.free:
         return M.mul(variable.args[0], body)
     if body.op == "mul":
         fixed = [f for f in body.args if variable not in f.free]
         if fixed:
             return M.mul(*fixed, total(variable, M.mul(*(f for f in body.args if variable in f.free))))
+    if body.op == "add" and body.kind == "float":
+        fixed = [
+            t for t in body.args if variable not in t.free and t.op == "const" and math.isfinite(t.value)
+        ]
+        if fixed:
+            rest = M.add(*(t for t in body.args if t not in fixed))
+            return M.add(total(variable, rest), M.mul(variable.args[0], *fixed))
     return E.make("sum", (variable, body), None, "int" if body.kind == "int" else "float")
 
 

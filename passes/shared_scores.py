@@ -1,0 +1,154 @@
+"""Attentions that share weights or scores: which of them are worth fusing, and which become one.
+
+Fusing saves nothing where the weights or the scores have another use and are computed anyway. But if that
+use is an attention too (one softmax that weighs several tensors, one matrix of scores with a softmax over its
+rows and another over its columns), all of them are fused together. Those with the same queries, keys and
+program become one attention, whose values stand side by side. Used by `fuse_attention.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import networkx as nx
+from torch import fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph, dependence, operands_first
+from attngraph.ir.graph.source import source_of
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.attention.claim import Attention, Operand
+from attngraph.meaning.attention.program import Source
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category
+from attngraph.report.entries import binary
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A node that equals the sum of `claims`, and the exponentials that are weights in it."""
+
+    node: fx.Node
+    claims: tuple[Attention, ...]
+    weights: frozenset[fx.Node]
+
+    @property
+    def starts(self) -> dict[fx.Node, str]:
+        """What fusing should remove, and what that is."""
+        scores = {node: "scores" for claim in self.claims for node in claim.scores}
+        return scores | dict.fromkeys(self.weights - {self.node}, "weights")
+
+    @property
+    def bases(self) -> frozenset[fx.Node]:
+        """What queries, keys and values are views of."""
+        return frozenset(n for c in self.claims for n in (*c.q.bases, *c.k.bases, *c.v.bases))
+
+    @property
+    def reads(self) -> frozenset[Source]:
+        """What masks, biases and sinks read."""
+        return frozenset(n for c in self.claims for n in c.reads)
+
+
+def used_elsewhere(graph: ProgramGraph, meaning: Meaning, found: Sequence[Found]) -> dict[fx.Node, str]:
+    """For each node, the use for which its weights or scores would still be computed after fusing all of
+    them; nodes without such a use are left out."""
+    view = dependence(graph.graph)
+    view.remove_nodes_from([each.node for each in found])
+    reasons = {each.node: _other_use(graph, view, meaning, each, found) for each in found}
+    return {node: reason for node, reason in reasons.items() if reason is not None}
+
+
+def fusible(graph: ProgramGraph, meaning: Meaning, found: Sequence[Found]) -> list[Found]:
+    """The most of these that can be fused together without a use of their weights or scores elsewhere."""
+    left = list(found)
+    while left:
+        kept = used_elsewhere(graph, meaning, left)
+        if not kept:
+            break
+        left = [each for each in left if each.node not in kept]
+    return left
+
+
+def _other_use(
+    graph: ProgramGraph, view: nx.DiGraph, meaning: Meaning, found: Found, others: Sequence[Found]
+) -> str | None:
+    reads: frozenset[Source] = frozenset().union(*(each.reads for each in others))
+    used = reads.union(*(each.bases for each in others))
+    sinks = {read for each in others for claim in each.claims for read in claim.sinks}
+    for start, what in sorted(found.starts.items(), key=lambda s: s[1], reverse=True):
+        if start not in view:
+            continue
+        for node in nx.descendants(view, start):
+            if node in sinks and what == "scores":
+                return (
+                    "a number is added to its normaliser after its scores were shifted by a number "
+                    f"computed from them ({source_of(node)}): leave out the one or the other"
+                )
+            if node.op != "output" and node not in used:
+                continue
+            used_in = "its {} are also used in {}, so fusing would not remove them"
+            product = _product_between(view, meaning, start, node)
+            if product is not None:
+                return used_in.format(what, f"another product ({source_of(product)})")
+            if node.op == "output":
+                results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
+                place = f"the model's results ({', '.join(map(source_of, results))})"
+                return used_in.format(what, place) + _cost_of(graph, start, what)
+            operand = "mask or bias" if node in reads else "keys or values"
+            return used_in.format(what, f"its own {operand} ({source_of(node)})")
+    return None
+
+
+def _product_between(view: nx.DiGraph, meaning: Meaning, start: fx.Node, end: fx.Node) -> fx.Node | None:
+    """The first contraction on the way from weights or scores to a result of the model or to what is read."""
+    path: list[fx.Node] = nx.shortest_path(view, start, end)
+    return next((node for node in path[1:-1] if meaning.category(node) is Category.CONTRACTION), None)
+
+
+def _cost_of(graph: ProgramGraph, node: fx.Node, what: str) -> str:
+    """What keeping a value costs, and what to do instead."""
+    value = node.meta["val"]
+    size = int(evaluate_size(size_expression(value.numel()), graph.hints)) * value.dtype.itemsize
+    found = f": they take {binary(size)} in this call"
+    return f"{found} (compiled.weights computes them on demand)" if what == "weights" else found
+
+
+def join_values(found: Iterable[Found]) -> list[tuple[Found, ...]]:
+    """Groups of attentions that differ in their values alone, so one attention can compute each group."""
+    groups: dict[object, list[Found]] = {}
+    for each in found:
+        kind = _without_values(each.claims[0]) if len(each.claims) == 1 else each.node
+        groups.setdefault(kind, []).append(each)
+    alike = [group for group in groups.values() if not _depend(group)]
+    return [
+        *map(tuple, alike),
+        *((each,) for group in groups.values() if group not in alike for each in group),
+    ]
+
+
+def _without_values(claim: Attention) -> object:
+    """Equal for attentions that differ in their values alone."""
+    dtypes = {n.meta["val"].dtype for n in (claim.node, *claim.v.bases)}
+    return (
+        claim.q, claim.k, claim.program, claim.reads, claim.sizes, claim.heads, claim.kv_heads,
+        len(claim.v.parts), frozenset(dtypes),
+    )  # fmt: skip
+
+
+def _depend(group: Sequence[Found]) -> bool:
+    """Whether what one attention weighs is computed from the result of another."""
+    nodes = {each.node for each in group}
+    values = operands_first(
+        (base for each in group for claim in each.claims for base in claim.v.bases),
+        lambda node: node.all_input_nodes,
+    )
+    return len(group) > 1 and not nodes.isdisjoint(values)
+
+
+def side_by_side(claims: Sequence[Attention]) -> Attention:
+    """Attentions that differ in their values as one, which has the values of all."""
+    parts = zip(*(claim.v.parts for claim in claims), strict=True)
+    values = Operand(tuple(tuple(itertools.chain.from_iterable(part)) for part in parts))
+    return dataclasses.replace(claims[0], v=values, value_dim=M.add(*(c.value_dim for c in claims)))

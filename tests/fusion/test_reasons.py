@@ -1,0 +1,131 @@
+"""What the report says of softmaxes that are left alone: true, and in the words of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import attngraph
+
+
+def why(model: Callable[..., Any], *operands: Tensor) -> list[str]:
+    """The reasons for what was left alone."""
+    return [missed.reason for missed in attngraph.explain(model, *operands).missed]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def qkv() -> tuple[Tensor, Tensor, Tensor]:
+    return normal(2, 4, 7, 8), normal(2, 4, 9, 8), normal(2, 4, 9, 6)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_a_softmax_in_the_values_is_told_as_that(dim: int) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v.softmax(dim)
+
+    report = attngraph.explain(model, *qkv())
+    assert len(report.attention) == 1
+    assert [m.reason for m in report.missed] == [
+        "it computes values that another softmax weighs, and is no softmax over keys itself"
+    ]
+
+
+ANOTHER_DIMENSION = "its weights are summed over another dimension than the one that the softmax runs over"
+MIXERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda p, mix: torch.einsum("bhqk,hg->bgqk", p, mix),
+    "convolution": lambda p, mix: F.conv2d(p, mix[:, :, None, None]),
+    "linear": lambda p, mix: F.linear(p.permute(0, 2, 3, 1), mix, mix[0]).permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_heads_that_are_mixed_after_the_softmax_are_told(name: str) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, mix: Tensor) -> Tensor:
+        return MIXERS[name]((q @ k.mT).softmax(-1), mix) @ v
+
+    (reason,) = why(model, *qkv(), normal(4, 4))
+    assert reason.startswith(ANOTHER_DIMENSION)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_heads_that_are_mixed_before_the_softmax_are_told(name: str) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, mix: Tensor) -> Tensor:
+        return MIXERS[name](q @ k.mT, mix).softmax(-1) @ v
+
+    (reason,) = why(model, *qkv(), normal(4, 4))
+    assert "scores are mixed between heads" in reason
+
+
+def test_a_softmax_over_the_queries_is_told() -> None:
+    (reason,) = why(lambda q, k, v: (q @ k.mT).softmax(-2) @ v, *qkv())
+    assert reason.startswith(ANOTHER_DIMENSION)
+
+
+def test_a_convolution_over_neighbouring_scores_is_told() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, kernel: Tensor) -> Tensor:
+        return F.conv2d(q @ k.mT, kernel, padding=1).softmax(-1) @ v
+
+    (reason,) = why(model, *qkv(), normal(4, 4, 3, 3))
+    assert reason.endswith("a convolution over several places")
+
+
+def test_scores_that_are_a_tensor_are_told() -> None:
+    (reason,) = why(lambda bias, v: bias.softmax(-1) @ v, normal(2, 7, 9), normal(2, 9, 6))
+    assert reason.startswith("its scores are a tensor that the model is given")
+    q, k, v = qkv()
+    (reason,) = why(
+        lambda q, k, v: (q[:, :, :, None] + k[:, :, None]).tanh().sum(-1).softmax(-1) @ v, q, k, v
+    )
+    assert reason.startswith("its scores are computed without a product of queries and keys (")
+
+
+def test_a_softmax_over_edges_is_told() -> None:
+    def model(nodes: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        scores = (nodes[source] * nodes[target]).sum(-1)
+        most = torch.full(nodes.shape[:2], -torch.inf, dtype=nodes.dtype)
+        at = target[:, None].expand(-1, nodes.shape[1])
+        weights = (scores - most.scatter_reduce(0, at, scores, "amax")[target]).exp()
+        total = torch.zeros_like(most).index_add(0, target, weights)
+        weights = weights / (total[target] + 1e-16)
+        return torch.zeros_like(nodes).index_add(0, target, weights[..., None] * nodes[source])
+
+    (reason,) = why(model, normal(7, 4, 8), torch.randint(0, 7, (2, 30)))
+    assert "a softmax over the edges of a graph" in reason
+
+
+def test_counts_by_an_index_are_no_softmax() -> None:
+    def model(values: Tensor, index: Tensor) -> Tensor:
+        return torch.zeros(7, dtype=values.dtype).index_add(0, index, values.exp()).log()
+
+    assert not why(model, normal(30), torch.randint(0, 7, (30,)))
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cdist": lambda q, k: torch.cdist(q, k),
+    "squared cdist": lambda q, k: torch.cdist(q, k) ** 2,
+    "sum of squares": lambda q, k: (q[:, :, :, None] - k[:, :, None]).pow(2).sum(-1),
+    "norm": lambda q, k: (q[:, :, :, None] - k[:, :, None]).norm(dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_are_told_with_what_to_write_instead(name: str) -> None:
+    (reason,) = why(lambda q, k, v: (-DISTANCES[name](q, k)).softmax(-1) @ v, *qkv())
+    assert reason.startswith("its scores are distances (") and "are fused" in reason
+
+
+def test_squared_distances_by_a_product_are_fused() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        squares = (q * q).sum(-1, keepdim=True) + (k * k).sum(-1)[..., None, :]
+        return (2 * (q @ k.mT) - squares).softmax(-1) @ v
+
+    assert len(attngraph.explain(model, *qkv()).attention) == 1

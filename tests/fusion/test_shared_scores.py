@@ -1,0 +1,85 @@
+"""Attentions that share weights or scores: joined where only the values differ, and told where one is left.
+
+That they answer as eager does is tested with the spellings (`spellings/shared_scores.py`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attngraph
+
+
+def operands() -> tuple[Tensor, ...]:
+    q, k, v, more = (
+        torch.randn(2, 4, s, d, dtype=torch.float64) for s, d in ((7, 8), (9, 8), (9, 6), (9, 3))
+    )
+    return q, k, v, more
+
+
+def test_values_weighed_by_one_softmax_are_joined() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        p = (q @ k.mT).softmax(-1)
+        return p @ v, p @ more
+
+    report = attngraph.explain(model, *operands())
+    assert [entry.value_dim for entry in report.attention] == [9]
+    assert not report.missed
+
+
+def test_two_sums_under_one_dropout_lose_the_same_weights() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> Tensor:
+        p = F.dropout((q @ k.mT).softmax(-1), 0.5)
+        return p @ v - (p @ other)
+
+    q, k, v, _ = operands()
+    compiled = attngraph.compile(model)
+    assert torch.equal(compiled(q, k, v, v.clone()), torch.zeros(2, 4, 7, 6, dtype=torch.float64))
+    assert len(compiled.report.attention) == 1
+
+
+def test_a_sum_that_is_left_keeps_its_weights_and_is_named() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        p = (q @ k.mT).softmax(-1)
+        return p @ v, torch.einsum("bhij,bijc->bihc", p, pairs)
+
+    q, k, v, _ = operands()
+    report = attngraph.explain(model, q, k, v, torch.randn(2, 7, 9, 5, dtype=torch.float64))
+    assert not report.attention
+    (missed,) = report.missed
+    assert "its weights are also used in another product (" in missed.reason
+
+
+class TwoValues(nn.Module):
+    """One layer whose weights, given the sign of their score if `signed`, weigh two tensors."""
+
+    def __init__(self, signed: bool) -> None:
+        super().__init__()
+        self.signed = signed
+        self.embed, self.project, self.head = nn.Embedding(20, 16), nn.Linear(16, 56), nn.Linear(24, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v, more = (
+            self.project(self.embed(ids)).unflatten(-1, (2, 28)).transpose(1, 2).split((8, 8, 8, 4), -1)
+        )
+        s = q @ k.mT / 3
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        p = (s.abs() if self.signed else s).masked_fill(later, -torch.inf).softmax(-1)
+        p = p * s.sign() if self.signed else p
+        sums = ((p @ x).transpose(1, 2).flatten(2) for x in (v, more))
+        logits: Tensor = self.head(torch.cat(list(sums), -1))
+        return logits
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_decoder_of_joined_values_gives_the_tokens_of_the_model(signed: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoValues(signed).eval()
+    ids = torch.randint(0, 20, (2, 5))
+    with torch.no_grad():
+        found = attngraph.compile(model, cache=True).generate(ids, max_new_tokens=6)
+        for _ in range(6):
+            ids = torch.cat([ids, model(ids)[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, ids)

@@ -1,0 +1,36 @@
+"""Sizes that a model rounds are formulas of whole numbers, and equal to Python's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import sympy
+from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorToInt, IntTrueDiv, ToFloat
+
+from attngraph.meaning.algebra.sizes import evaluate_size, from_sympy
+from attngraph.meaning.rule import Unliftable
+
+N, M = sympy.symbols("n m", integer=True, positive=True)
+ROUNDED: dict[str, tuple[sympy.Expr, Callable[[int, int], int]]] = {
+    "ceil(n / 4)": (CeilToInt(IntTrueDiv(N, 4)), lambda n, m: math.ceil(n / 4)),
+    "ceil(n / m)": (CeilToInt(IntTrueDiv(N, M)), lambda n, m: math.ceil(n / m)),
+    "ceil(n * 0.75)": (CeilToInt(0.75 * ToFloat(N)), lambda n, m: math.ceil(n * 0.75)),
+    "floor(n / m)": (FloorToInt(IntTrueDiv(N, M)), lambda n, m: n // m),
+    "floor(float(n) / 3)": (FloorToInt(FloatTrueDiv(ToFloat(N), sympy.Integer(3))), lambda n, m: n // 3),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_rounded_quotient_is_what_python_computes(name: str) -> None:
+    formula, wanted = ROUNDED[name]
+    found = from_sympy(formula)
+    for n in range(1, 30):
+        for m in range(1, 9):
+            assert evaluate_size(found, {"n": n, "m": m}) == wanted(n, m)
+
+
+def test_a_product_that_is_rounded_before_is_refused_in_plain_words() -> None:
+    with pytest.raises(Unliftable, match="a size that is no formula of whole numbers"):
+        from_sympy(CeilToInt(0.1 * ToFloat(N)))
