@@ -121,7 +121,8 @@ def test_a_failure_inside_the_compiler_is_found_out_though_the_answer_is_right(
     def fails(*args: Any) -> None:
         raise KeyError("s94")
 
-    monkeypatch.setattr("attngraph.meaning.attention.recogniser.Recogniser.examine", fails)
+    for way in ("examine", "examine_pieces"):
+        monkeypatch.setattr(f"attngraph.meaning.attention.recogniser.Recogniser.{way}", fails)
     outcome = check(Case())
     assert outcome.failed
     assert (outcome.kind, outcome.fused) == ("the compiler fails inside", 0)

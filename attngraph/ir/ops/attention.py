@@ -225,8 +225,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        out, lse, q, k, v, *reads = ctx.saved_tensors
-        if torch.is_grad_enabled() or has_tangent((*ctx.saved_tensors, *grads)) or are_batched(grads):
+        saved = ctx.saved_tensors  # checkpointing allows this once
+        out, lse, q, k, v, *reads = saved
+        if torch.is_grad_enabled() or has_tangent((*saved, *grads)) or are_batched(grads):
             found = _differentiated_formula(ctx, (q, k, v), reads, grads)
         else:
             grad_out, grad_lse = grads

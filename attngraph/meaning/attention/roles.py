@@ -74,7 +74,10 @@ def assign(
 def _batch(output: tuple[Digits, ...], shared: Digits | list[Expr]) -> Digits:
     """The digit that counts sequences: the leading one of the result, if keys or values have it too. A number
     of heads is a number, and a batch usually a varying size: the first varying one comes before a leading
-    number, so that heads may lead (`[H, B, T, D]`), and it may follow an axis of the queries alone."""
+    number, so that heads may lead (`[H, B, T, D]`), and it may follow an axis of the queries alone. A leading
+    dimension of one is a batch of one."""
+    if not output[0]:
+        return ()
     leading = tuple(d for d in output[0][:1] if d in shared) if len(output) > 1 else ()
     if any(d.args[0].op != "const" for d in leading):
         return leading
