@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
@@ -39,6 +39,7 @@ from attngraph.capture.size_formulas import LongFormula, short_formulas
 from attngraph.capture.state import Snapshot, has_hooks
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 from attngraph.errors import CaptureError
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import short_path
 from attngraph.ir.graph.verify import accept
 
@@ -202,17 +203,7 @@ def capture(
                 {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
                 for place, t in enumerate(tensors)
             )
-            dynamic = (shapes,) if tensors else None
-            with (
-                _whole_stack_traces(),
-                _quiet(),
-                _without_looking_at_masks(),
-                _without_notes(),
-                numpy_of_sizes(),
-                short_formulas(),
-                views_taken_apart(),
-            ):
-                program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
+            program = _export(flat, tensors, (shapes,) if tensors else None)
             structure = flat.trace.structure
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
@@ -233,6 +224,25 @@ def capture(
     accept(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise refusal("forward() writes to an argument that shares its memory with another")
+    return _with_sizes(graph, program, structure)
+
+
+def _export(flat: _Flat, tensors: tuple[Tensor, ...], dynamic: Any) -> ExportedProgram:
+    """torch.export's trace of the call, with what it cannot follow by itself replaced."""
+    with (
+        _whole_stack_traces(),
+        _quiet(),
+        _without_looking_at_masks(),
+        _without_notes(),
+        numpy_of_sizes(),
+        short_formulas(),
+        views_taken_apart(),
+    ):
+        return torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
+
+
+def _with_sizes(graph: ProgramGraph, program: ExportedProgram, structure: Structure) -> Captured:
+    """What was captured, with the conditions and the example numbers of the graph's symbolic sizes."""
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = tuple(tuple(exported.size_of(s) for s in n.meta["val"].shape) for n in arguments)
     graph.conditions = tuple(exported.conditions(program, arguments))

@@ -53,6 +53,8 @@ class Attention(nn.Module):
             weights = nn.functional.dropout(weights, 0.5, self.training)
         if self.form == "gated":
             weights = weights * self.bias.sigmoid()
+        if self.form == "signed":
+            weights = weights * scores.sign()
         self.seen(weights)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
@@ -83,7 +85,18 @@ def eager_weights(model: Model, *args: Tensor) -> list[Tensor]:
     return found
 
 
-FORMS = ("plain", "causal", "filled", "alibi", "padding", "sees nothing", "sink", "dropout", "gated")
+FORMS = (
+    "plain",
+    "causal",
+    "filled",
+    "alibi",
+    "padding",
+    "sees nothing",
+    "sink",
+    "dropout",
+    "gated",
+    "signed",
+)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -309,12 +309,9 @@ class Recogniser:
         Args:
             apart: whether a part of which a condition chooses the products becomes several.
         """
-        scores = [dots.one_name(self._look_into(part, part.score, dtype)) for part in found.parts]
-        scores = [
-            join_equal_products(self.meaning, s, p.keys) for s, p in zip(scores, found.parts, strict=True)
-        ]
+        opened = [self._opened(part, dtype) for part in found.parts]
         # A term that is the same for all keys (a subtracted maximum) changes no weight, except beside a sink.
-        split = [split_by(score, part.keys) for score, part in zip(scores, found.parts, strict=True)]
+        split = [split_by(part.score, part.keys) for part in opened]
         shift = split[0][1]
         kept = [
             self._sources(x)
@@ -329,14 +326,21 @@ class Recogniser:
         elif sink is not None:
             sink = M.sub(sink, shift)
         parts: list[KeyPart] = []
-        for part, (score, _) in zip(found.parts, split, strict=True):
+        for part, (score, _) in zip(opened, split, strict=True):
             whole = dataclasses.replace(part, score=score)
             for piece in split_by_product(self.meaning, whole) if apart else [whole]:
-                opened = self._with_product(piece, dtype)
-                if isinstance(opened, Refusal):
-                    return opened
-                parts.append(opened)
+                with_product = self._with_product(piece, dtype)
+                if isinstance(with_product, Refusal):
+                    return with_product
+                parts.append(with_product)
         return WeightedSum(tuple(parts), sink and self._look_into(parts[0], sink, dtype))
+
+    def _opened(self, part: KeyPart, dtype: torch.dtype) -> KeyPart:
+        """The part with scores and weights in terms of contractions, each of which has one name."""
+        score, weight = (self._look_into(part, x, dtype) for x in (part.score, part.weight))
+        return join_equal_products(
+            self.meaning, dataclasses.replace(part, score=dots.one_name(score), weight=weight)
+        )
 
     def _with_product(self, part: KeyPart, dtype: torch.dtype) -> KeyPart | Refusal:
         meaning, of_value = self.meaning, part.value.free
@@ -344,14 +348,14 @@ class Recogniser:
             part.score, part.keys, of_value, part.value.value.meta["val"].dtype
         )
         if found is None and has_no_product(part):
-            weight = self._look_into(part, part.weight, dtype)
-            return dataclasses.replace(part, weight=weight)
+            return part
         if found is None:
             return Refusal(dots.why_no_dot(meaning, part.score, part.keys, dtype))
         dot, spelled = found
         # A term that the contraction itself adds (baddbmm's bias) has not been looked into yet.
-        weight = self._look_into(part, part.weight, dtype)
-        score, weight = (self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, weight))
+        score, weight = (
+            self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, part.weight)
+        )
         if any(n.op == "read" and n.value is dot.node for x in (score, weight) for n in E.walk(x)):
             return Refusal(
                 "its scores are also used at other places than their own, so they are needed anyway"

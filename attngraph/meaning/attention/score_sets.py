@@ -18,6 +18,7 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import WEIGHT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention.weighted_sums import KeyPart
@@ -25,11 +26,12 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
 
 
-def join_equal_products(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -> Expr:
-    """The score with one name for all products that sum the same elements, up to a number."""
-    reads = _products(meaning, score, keys)
+def join_equal_products(meaning: Meaning, part: KeyPart) -> KeyPart:
+    """The part with one name for all products that sum the same elements, up to a number."""
+    keys = part.keys
+    reads = list(dict.fromkeys(p for x in (part.score, part.weight) for p in _products(meaning, x, keys)))
     if len(reads) < 2:
-        return score
+        return part
     first: dict[Expr, tuple[Expr, float]] = {}
     named: dict[Expr, Expr] = {}
     for read in reads:
@@ -43,7 +45,8 @@ def join_equal_products(meaning: Meaning, score: Expr, keys: tuple[Expr, ...]) -
         one, own = first.setdefault(M.canonical_binders(whole), (read, factor))
         if one is not read and own:
             named[read] = M.mul(E.const(factor / own), one) if factor != own else one
-    return M.substitute(score, named) if named else score
+    score, weight = (M.substitute(x, named) for x in (part.score, part.weight))
+    return dataclasses.replace(part, score=score, weight=weight)
 
 
 def split_by_product(meaning: Meaning, part: KeyPart) -> list[KeyPart]:
@@ -60,14 +63,20 @@ def _split(meaning: Meaning, part: KeyPart) -> list[KeyPart]:
         condition, *branches = node.args
         one, other = (frozenset(_products(meaning, branch, part.keys)) for branch in branches)
         if one and other and one != other and not _products(meaning, condition, part.keys):
-            scores = (M.substitute(part.score, {node: branch}) for branch in branches)
-            shown = (condition, M.not_(condition))
-            return [
-                piece
-                for kept, score in zip(shown, scores, strict=True)
-                for piece in _split(meaning, dataclasses.replace(part, score=M.where(kept, score, E.NEG_INF)))
-            ]
+            kept = [(condition, 1), (M.not_(condition), 2)]
+            return [p for shown, branch in kept for p in _split(meaning, _where(part, node, shown, branch))]
     return [part]
+
+
+def _where(part: KeyPart, choice: Expr, shown: Expr, branch: int) -> KeyPart:
+    """The part at the keys that are shown, where what a condition chooses is this branch of the choice. Other
+    keys have no weight, whatever is added to weights after the softmax."""
+    score = M.substitute(part.score, {choice: choice.args[branch]})
+    same = [n for n in E.walk(part.weight) if n.op == "where" and n.args[0] is choice.args[0]]
+    weight = M.substitute(part.weight, {n: n.args[branch] for n in same})
+    if not E.is_const(M.substitute(weight, {WEIGHT: E.ZERO}), 0):
+        weight = M.where(shown, weight, E.ZERO)
+    return dataclasses.replace(part, score=M.where(shown, score, E.NEG_INF), weight=weight)
 
 
 def _products(meaning: Meaning, node: Expr, keys: tuple[Expr, ...]) -> list[Expr]:

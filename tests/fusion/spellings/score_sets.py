@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .registry import INF, causal, near_miss, normals, size, spelling
+from .registry import INF, causal, near_miss, normals, qkv, size, spelling
 
 FIVE = "BHTD BHTD BHTD BHTD BHTD"
 
@@ -34,6 +34,23 @@ def two_sets_of_queries(q, g, k, v):
 @spelling(lambda: normals("BHTD BHTD BHTD BHTD"))
 def two_sets_of_keys(q, k, h, v):
     return torch.where(near(q.shape[2]), q @ k.mT, q @ h.mT).softmax(-1) @ v
+
+
+@spelling(lambda: normals(FIVE))
+def two_sets_whose_weights_have_the_sign_of_their_score(q, k, g, h, v):
+    s = torch.where(near(q.shape[2]), q @ k.mT, g @ h.mT)
+    return (s.sign() * s.abs().softmax(-1)) @ v
+
+
+@spelling(lambda: normals(FIVE))
+def two_sets_and_a_number_added_to_each_weight(q, k, g, h, v):
+    return (torch.where(near(q.shape[2]), q @ k.mT, g @ h.mT).softmax(-1) + 0.01) @ v
+
+
+@spelling(qkv)
+def tiles_of_scores_whose_sign_the_weights_have(q, k, v):
+    s = torch.cat([q[:, :, :3] @ k.mT, q[:, :, 3:] @ k.mT], 2)
+    return (s.sign() * s.abs().softmax(-1)) @ v
 
 
 @spelling(lambda: (*normals(FIVE), torch.rand(size.B, size.T, size.T) > 0.5))

@@ -32,6 +32,18 @@ def invariant_points(q, k, v, q_points, k_points, v_points, weight):
     return torch.cat([values, points.flatten(2), points.norm(dim=-1).flatten(2)], -1)
 
 
+@spelling(lambda: (*cross(), *normals("BHS3")))
+def two_values_in_a_loop_over_blocks_of_keys(q, k, v, more):
+    most, total, out, other = torch.full_like(q[..., :1], -torch.inf), 0.0, 0.0, 0.0
+    for keys, values, others in zip(k.chunk(2, 2), v.chunk(2, 2), more.chunk(2, 2), strict=True):
+        s = q @ keys.mT
+        now = torch.maximum(most, s.amax(-1, keepdim=True))
+        p, kept, most = (s - now).exp(), (most - now).exp(), now
+        total = kept * total + p.sum(-1, keepdim=True)
+        out, other = kept * out + p @ values, kept * other + p @ others
+    return out / total, other / total
+
+
 @spelling(qkv, count=2)
 def weights_applied_twice_in_turn(q, k, v):
     p = (q @ k.mT).softmax(-1)
