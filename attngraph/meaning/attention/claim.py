@@ -38,6 +38,9 @@ COPIED = (
 )
 
 
+SECOND_SUM = "its weights depend on a second sum over the keys, besides that of the softmax"
+
+
 @dataclasses.dataclass(frozen=True)
 class View:
     """A tensor of the graph, the views that present it as `[B, H, S, D]`, a number to multiply it by, and how
@@ -344,7 +347,7 @@ def _refuse_as_program(score: Expr, weight: Expr, sink: Expr | None) -> Refusal 
     """Why these formulas cannot be a score program, or None if they can."""
     beside = (weight,) if sink is None else (weight, sink)
     if any(n.op == "sum" for x in beside for n in E.walk(x)):
-        return Refusal("its weights depend on a second sum over the keys, besides that of the softmax")
+        return Refusal(SECOND_SUM)
     for x in (score, *beside):
         if any(v.value not in INDICES for v in x.free) or any(n.op in E.BINDERS for n in E.walk(x)):
             return Refusal("the scores vary with something other than batch, head, query and key")

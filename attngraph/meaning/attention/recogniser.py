@@ -22,7 +22,7 @@ from attngraph.ir.language.score import DOT
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.fractions import NotASum
 from attngraph.meaning.attention import dot as dots
-from attngraph.meaning.attention.claim import Attention, write_claim
+from attngraph.meaning.attention.claim import SECOND_SUM, Attention, write_claim
 from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import logarithm, split_by
 from attngraph.meaning.attention.partial_sums import PartialSums
@@ -356,9 +356,12 @@ class Recogniser:
         score, weight = (
             self._look_into(part, M.substitute(x, spelled), dtype) for x in (part.score, part.weight)
         )
-        if any(n.op == "read" and n.value is dot.node for x in (score, weight) for n in E.walk(x)):
+        if _reads(dot.node, score, weight):
+            totals = [n for x in (score, weight) for n in E.walk(x) if n.op in ("sum", "amax", "amin")]
             return Refusal(
-                "its scores are also used at other places than their own, so they are needed anyway"
+                SECOND_SUM
+                if _reads(dot.node, *totals)
+                else "its scores are also used at other places than their own, so they are needed anyway"
             )
         return dataclasses.replace(part, score=score, weight=weight, products=(dot,))
 
@@ -388,3 +391,8 @@ class Recogniser:
         if node not in self._roots:
             self._roots[node] = frozenset().union(*map(self._sources_of, node.all_input_nodes))
         return self._roots[node]
+
+
+def _reads(node: fx.Node, *formulas: Expr) -> bool:
+    """Whether an element of a value is read in one of these formulas."""
+    return any(n.op == "read" and n.value is node for x in formulas for n in E.walk(x))
