@@ -398,3 +398,17 @@ def test_inspect_opens_the_page_that_it_wrote(
 def test_inspect_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(tmp_path)]) == 2
     assert "there is no dump in" in capsys.readouterr().err
+
+
+def test_what_the_report_warns_of_and_which_sizes_are_numbers_stand_in_the_page(tmp_path: Path) -> None:
+    def inverted(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scale = {(5, (1,)): 2.0}[x.shape[1], (1,)]
+        return (scale * x @ x.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ x
+
+    report = attngraph.explain(inverted, torch.randn(2, 5, 8))
+    (entry,), (number,) = report.attention, report.numbers
+    texts = " ".join(Structure(report.to_html(tmp_path / "page.html").read_text("utf-8")).texts)
+    assert "is the mask inverted?" in entry.warning
+    assert entry.warning in texts
+    assert number.reason in texts

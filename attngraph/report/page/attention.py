@@ -61,6 +61,8 @@ def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[
         sizes = f"{plural(call.queries, 'query', 'queries')} and {plural(call.keys, 'key')}"
         yield "Traced call", f"{plural(call.batch, 'row')} of {sizes}, {call.dtype}"
     yield "Mask", first.mask
+    if first.warning:
+        yield "Look", first.warning
     kernel = str(first.kernel)
     yield "Kernel", joined([kernel if " " in kernel else tag("code", kernel), f", {first.numerics}"])
     worst = max(entry.error for entry in group)
