@@ -49,6 +49,9 @@ TOKEN_PAIRS = 24
 
 # --- trials ---
 
+SAMPLE_BYTES = 1 << 26
+"""Bytes, in float64, of a sample for the numerical check. Above them the sizes that can be chosen are chosen
+as small as possible; where none can be, and no mask is among the values, there is one sample, not two."""
 CHECK_BYTES = 4 << 30
 """Bytes, in float64, of the numerical check of a fusion. One that needs more at every size is refused."""
 PROBE_NODES, PROBES = 80, 400

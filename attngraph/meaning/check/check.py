@@ -20,7 +20,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.rounding import factors, rounding
-from attngraph.meaning.check.sample import Sample, choose_sizes
+from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
 TOLERANCE = 1e-10
 """Largest accepted difference, relative to 1 + |value|, in float64."""
@@ -49,10 +49,16 @@ def _one_thread() -> Iterator[None]:
 @_one_thread()
 def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
     """Whether `new` equals `old` as functions of `leaves`, for random values of these, at two choices of
-    sizes. The sizes of the example are tried where the model runs at none of the others."""
+    sizes. The sizes of the example are tried where the model runs at none of the others. Where all sizes are
+    the model's own and large, one sample has values enough."""
     values, example = graph.known_values(), graph.hints
-    sizes = choose_sizes(leaves, graph.admits, example)
     order = region((old, new), leaves)
+    sizes = choose_sizes(leaves, graph.admits, example)
+    if bytes_in_float64(order, {**example, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
+        # Most sizes are the model's own and large: the others are as small as can be.
+        sizes = choose_sizes(leaves, graph.admits, example, SMALLEST)
+        if sizes == [{}, {}] and not any(n.meta["val"].dtype == torch.bool for n in leaves):
+            del sizes[1]
     tolerance = TOLERANCE + rounding(order)
     steep = {f"gradient for {leaf}": factor for leaf, factor in factors(order).items()}
     worst = 0.0
@@ -65,7 +71,8 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
         if bytes_in_float64(order, at) > budgets.CHECK_BYTES:
             return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
         try:
-            pairs = _both_ways(old, new, leaves, order, Sample(values, at, number), graph.gradients)
+            sample = Sample(values, at, number)
+            pairs = _both_ways(old, new, leaves, order, sample, graph.gradients)
         except (IndexError, RuntimeError, ValueError) as cause:
             # For example, a table is read beyond its end: the model does not allow these sizes together.
             problem = f"cannot be run at small sizes: {cause}"
@@ -80,8 +87,7 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
                 return Verdict(result.error, tuple(tried), f"its {what} differs at sizes ({shown}): {result}")
             worst = max(worst, result.error)
         if len(tried) == 1:
-            in_float32 = Sample(values, at, number, torch.float32)
-            problem = _drowned(old, new, leaves, order, in_float32, pairs[0][1])
+            problem = _drowned(old, new, leaves, order, sample.in_float32(), pairs[0][1])
             if problem:
                 return Verdict(worst, tuple(tried), problem)
     return Verdict(worst, tuple(tried), "" if tried else problem)

@@ -19,6 +19,9 @@ from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.oracle import Oracle
 from attngraph.meaning.check.region import shape_at
 
+DIFFERENT = ((3, 5, 7, 2, 4, 6, 8, 16), (17, 13, 19, 12, 16, 10, 24, 32))
+SMALLEST = ((2, 3, 4, 5, 6, 8, 16), (3, 2, 4, 5, 6, 8, 16))
+
 
 class Sample:
     """One assignment of sizes, and what is drawn at it.
@@ -36,12 +39,24 @@ class Sample:
         self.values, self.sizes, self.number = values, sizes, number
         self.generator = torch.Generator().manual_seed(number)
         self.oracle = Oracle(dtype, torch.device("cpu"), number)
+        self._drawn: dict[fx.Node, Tensor] = {}
+
+    def in_float32(self) -> Sample:
+        """The same sample, computed in float32."""
+        found = Sample(self.values, self.sizes, self.number, torch.float32)
+        found._drawn = self._drawn
+        return found
 
     def draw(self, node: fx.Node, gradients: bool = False) -> Tensor:
-        """A tensor for a node that is not computed here; the known one if there is one."""
+        """A tensor for a node that is not computed here, always the same; the known one if there is one."""
         if node in self.values:
             return self.oracle.widened(self.values[node])  # type: ignore[no-any-return]
-        value = node.meta["val"]
+        if node not in self._drawn:
+            self._drawn[node] = self._random(node.meta["val"])
+        drawn: Tensor = self.oracle.widened(self._drawn[node])
+        return drawn.detach().requires_grad_() if gradients and drawn.is_floating_point() else drawn
+
+    def _random(self, value: Tensor) -> Tensor:
         shape = shape_at(value, self.sizes)
         if value.dtype == torch.bool:
             drawn = torch.rand(shape, generator=self.generator) < 0.7
@@ -55,8 +70,7 @@ class Sample:
             return torch.randn(shape, generator=self.generator, dtype=torch.complex128)
         if not value.is_floating_point():
             return torch.randint(0, 2, shape, generator=self.generator, dtype=value.dtype)
-        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.oracle.dtype)
-        return drawn.requires_grad_(gradients)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def evaluate(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any], *wanted: fx.Node) -> list[Any]:
         """The values of the wanted nodes, by the oracle."""
@@ -70,10 +84,15 @@ class Sample:
 
 
 def choose_sizes(
-    nodes: Iterable[fx.Node], admissible: Callable[[Mapping[str, int]], bool], example: Mapping[str, int]
-) -> list[dict[str, int]]:
+    nodes: Iterable[fx.Node], admissible: Callable[[Mapping[str, int]], bool], example: Mapping[str, int],
+    candidates: Sequence[tuple[int, ...]] = DIFFERENT,
+) -> list[dict[str, int]]:  # fmt: skip
     """Two assignments of small, different numbers to every symbolic size of `nodes` that satisfy the
-    trace's assumptions. If there is only one, it is given twice, to be tested with other values."""
+    trace's assumptions. If there is only one, it is given twice, to be tested with other values.
+
+    Args:
+        candidates: the numbers for each assignment, in order of preference.
+    """
     names: dict[str, None] = {}
     for node in nodes:
         value = node.meta.get("val")
@@ -84,8 +103,8 @@ def choose_sizes(
     if not names:
         return [{}, {}]
     found: list[dict[str, int]] = []
-    for candidates in ((3, 5, 7, 2, 4, 6, 8, 16), (17, 13, 19, 12, 16, 10, 24, 32)):
-        tries = itertools.islice(itertools.product(candidates, repeat=len(names)), 5000)
+    for numbers in candidates:
+        tries = itertools.islice(itertools.product(numbers, repeat=len(names)), 5000)
         distinct = sorted(tries, key=lambda c: -len(set(c)))
         for choice in distinct:
             assignment = dict(zip(names, choice, strict=True))
