@@ -317,3 +317,24 @@ def test_python_that_depends_on_values_is_told_with_its_line(same: Same) -> None
     ]
     with pytest.raises(CaptureError, match="depends on the values of a tensor: if not mask"):
         attngraph.compile(model, strict=True)(x, mask)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_hook_of_the_backward_pass_matters_where_gradients_are_recorded(
+    register: str, same: Same, attention: Attend
+) -> None:
+    model, x, seen = Shared(attention), torch.randn(2, 5, 8), []
+    getattr(model.layers[0][0], register)(lambda *grads: seen.append(1))
+    compiled = attngraph.compile(model)
+    with torch.no_grad():
+        same(compiled(x), model(x))
+    assert not compiled.report.breaks
+    compiled(x).sum().backward()
+    assert len(seen) == 1
+    assert [stop.reason for stop in compiled.report.breaks] == ["modules have hooks"]
+    forward = attngraph.compile(Shared(attention))
+    forward._orig_mod.act.register_forward_hook(lambda *_: seen.append(2))
+    with torch.no_grad():
+        forward(x)
+    assert seen.count(2) == 3
+    assert [stop.reason for stop in forward.report.breaks] == ["modules have hooks"]

@@ -30,7 +30,7 @@ One command makes this page, and goes on where it was cut off. The list of model
   {close:.0e}, both are compared with the model in float64.
 - *attngraph*, *torch.compile*: seconds of CPU of the first call, which compiles (torch.compile: with
   Inductor), each in a process of its own whose caches of kernels are empty; after the plus sign, seconds of
-  the C and C++ compilers that it started. What is done once per process or machine, as imports, is not counted.
+  the C and C++ compilers that it started. What is done once per process, as imports, is not counted.
 
 Machine: {machine}; Python {python}, PyTorch {torch}.
 """
