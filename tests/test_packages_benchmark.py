@@ -89,7 +89,7 @@ def test_the_page_prints_lost_rows_and_packages_that_are_missing(monkeypatch: py
     assert "- M: in pieces: because" in found
     assert "| M | out of time |" in found
     assert "## gone\n\nNot installed here, so not run: M." in found
-    assert "1 take over 20 s" in summary(models, rows)
+    assert "timed on 1; of these, 1 take attngraph over 20 s" in summary(models, rows)
     assert not is_slow(ours, {"seconds": 40.0, "building": 0.0})
 
 
