@@ -63,8 +63,10 @@ def fingerprint(targets: Iterable[Any], weights: Mapping[int, int] | None = None
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Whether any module of the model has hooks that a call would run."""
-    return any(getattr(module, name) for module in model.modules() for name in _HOOKS)
+    """Whether any module of the model has hooks that a call would run, or its backward pass if gradients are
+    recorded."""
+    names = [name for name in _HOOKS if torch.is_grad_enabled() or "backward" not in name]
+    return any(getattr(module, name) for module in model.modules() for name in names)
 
 
 class Place(NamedTuple):

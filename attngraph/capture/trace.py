@@ -14,6 +14,7 @@ import enum
 import functools
 import inspect
 import io
+import linecache
 import logging
 import os
 import re
@@ -345,6 +346,9 @@ def _capture_error(problem: Exception, dimensions: frozenset[tuple[int, int]]) -
                 frames.append((path, str(trace.tb_lineno)))
             trace = trace.tb_next
     source = f"{short_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    if isinstance(problem, GuardOnDataDependentSymNode):
+        line = linecache.getline(frames[-1][0], int(frames[-1][1])).strip() if frames else ""
+        reason = f"what Python does depends on the values of a tensor{f': {line}' if line else ''}"
     return CaptureError(
         f"torch.export cannot capture the model{' at ' + source if source else ''}: {reason}\n"
         "What to do: make the control flow at that line independent of tensor values (torch.where, a "

@@ -296,3 +296,45 @@ def test_only_what_torch_vmap_batches_is_traced_again(same: Same) -> None:
             same(compiled(x), model(x))
             assert [entry.mask for entry in compiled.report.attention] == ["causal", "causal"]
             assert "flash" not in compiled.report.captured
+
+
+class ByValue(nn.Module):
+    """Leaves a mask out where it masks nothing, as libraries do."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not mask.any():
+            return F.scaled_dot_product_attention(x, x, x)
+        return F.scaled_dot_product_attention(x, x, x, ~mask[:, None])
+
+
+def test_python_that_depends_on_values_is_told_with_its_line(same: Same) -> None:
+    model, x = ByValue(), torch.randn(2, 5, 8)
+    compiled = attngraph.compile(model)
+    for mask in (torch.zeros(2, 5, dtype=torch.bool), torch.arange(5).expand(2, 5) > 3):
+        same(compiled(x, mask), model(x, mask))
+    assert [stop.reason for stop in compiled.report.breaks] == [
+        "what Python does depends on the values of a tensor: if not mask.any():"
+    ]
+    with pytest.raises(CaptureError, match="depends on the values of a tensor: if not mask"):
+        attngraph.compile(model, strict=True)(x, mask)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_hook_of_the_backward_pass_matters_where_gradients_are_recorded(
+    register: str, same: Same, attention: Attend
+) -> None:
+    model, x, seen = Shared(attention), torch.randn(2, 5, 8), []
+    getattr(model.layers[0][0], register)(lambda *grads: seen.append(1))
+    compiled = attngraph.compile(model)
+    with torch.no_grad():
+        same(compiled(x), model(x))
+    assert not compiled.report.breaks
+    compiled(x).sum().backward()
+    assert len(seen) == 1
+    assert [stop.reason for stop in compiled.report.breaks] == ["modules have hooks"]
+    forward = attngraph.compile(Shared(attention))
+    forward._orig_mod.act.register_forward_hook(lambda *_: seen.append(2))
+    with torch.no_grad():
+        forward(x)
+    assert seen.count(2) == 3
+    assert [stop.reason for stop in forward.report.breaks] == ["modules have hooks"]

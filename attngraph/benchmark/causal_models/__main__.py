@@ -7,9 +7,12 @@ import collections
 import sys
 from pathlib import Path
 
-from attngraph.benchmark.causal_models.one import NEW
-from attngraph.benchmark.causal_models.run import classes, run, version
+from attngraph.benchmark.causal_models.classes import classes, version
+from attngraph.benchmark.causal_models.one import NEW, work
 from attngraph.benchmark.causal_models.table import table
+from attngraph.benchmark.processes import Tasks
+
+TASKS = Tasks("class", work, "attngraph.benchmark.causal_models.preload")
 
 
 def main() -> int:
@@ -19,7 +22,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table here")
     parser.add_argument("--seconds", type=float, default=240, help="time limit of a class (default: 240)")
     options = parser.parse_args()
-    rows = run(
+    rows = TASKS.run(
         options.only or classes(), options.json, options.seconds,
         lambda text: print(text, file=sys.stderr, flush=True),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """One class: build it small, see whether it is causal, and compare a derived decoder with it.
 
 The decoder's tokens are compared with a loop that calls the whole model for each token, and with the
-`generate` of transformers. Run by `run.py`, in a process of its own.
+`generate` of transformers. Run in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every process needs, imported once: the processes of `run.py` are copies of one that imported this."""
+"""What every process needs, imported once: a process per class is a copy of one that imported this."""
 
 import importlib
 

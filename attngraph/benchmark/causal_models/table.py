@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from attngraph.benchmark.processes import cell
+
 _HEAD = """# Causal language models of transformers
 
 Every class that `AutoModelForCausalLM` of transformers {version} can make, as a decoder. Each is built
@@ -48,4 +50,4 @@ def _cell(reason: str) -> str:
     """A reason in one cell: without what all refusals say."""
     reason = re.sub(r"^\w+Error: (no decoder can be derived from this model: )?", "", reason)
     reason = reason.split(" A decoder needs every token")[0].split(" What to do:")[0]
-    return reason.replace("|", "\\|").replace("<", "&lt;").strip()
+    return cell(reason)

@@ -1,0 +1,95 @@
+"""Gives every task of a benchmark a process with a time limit, and keeps the rows in a file.
+
+A row that the file has already is not computed again, so a run that was cut off goes on. The processes are
+copies of one that has imported what all of them need.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What is run: `work(name, answer)` sends the row of a task through `answer`.
+
+    Attributes:
+        key: the entry of a row that has the task's name.
+        work: the target of a process, which a new process can import.
+        preload: the module that imports what all processes need.
+    """
+
+    key: str
+    work: Callable[[str, Connection], None]
+    preload: str
+
+    def known(self, file: Path | None) -> list[Row]:
+        """The rows of an earlier run; a later row of a task replaces an earlier one."""
+        if file is None or not file.exists():
+            return []
+        rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+        return list({row[self.key]: row for row in rows}.values())
+
+    def run(
+        self, names: Sequence[str], file: Path | None, limit: float, tell: Callable[[str], None],
+        at_once: int = 1,
+    ) -> list[Row]:  # fmt: skip
+        """The rows of these tasks; new ones are appended to the file at once.
+
+        Args:
+            limit: seconds that a task may take.
+            at_once: how many processes run at a time.
+        """
+        found = {row[self.key]: row for row in self.known(file)}
+        writing = Lock()
+
+        def compute(name: str) -> None:
+            if name in found:
+                return
+            tell(f"{names.index(name) + 1} of {len(names)}: {name}")
+            row = self._one(name, limit)
+            with writing:
+                found[name] = row
+                if file is not None:
+                    with file.open("a") as out:
+                        out.write(json.dumps(row) + "\n")
+
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(compute, names))
+        return [found[name] for name in names]
+
+    def _one(self, name: str, limit: float) -> Row:
+        """The row of one task, from a process that has everything imported already when it starts."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([self.preload])
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=self.work, args=(name, theirs))
+        process.start()
+        theirs.close()
+        try:
+            if mine.poll(limit):
+                row: Row = mine.recv()
+                return row
+            return {self.key: name, "outcome": "out of time", "reason": f"longer than {limit:.0f} s"}
+        except EOFError:
+            process.join(5)
+            reason = f"its process ended with {process.exitcode}"
+            return {self.key: name, "outcome": "failed", "reason": reason}
+        finally:
+            process.kill()
+            process.join()
+
+
+def cell(text: str) -> str:
+    """Text in one cell of a table of a page."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
