@@ -393,6 +393,6 @@ class Recogniser:
         return self._roots[node]
 
 
-def _reads(node: fx.Node, *formulas: Expr) -> bool:
+def _reads(node: fx.Node | None, *formulas: Expr) -> bool:
     """Whether an element of a value is read in one of these formulas."""
     return any(n.op == "read" and n.value is node for x in formulas for n in E.walk(x))
