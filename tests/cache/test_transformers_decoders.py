@@ -218,11 +218,18 @@ def test_beams_are_those_of_transformers(layout: str, penalty: float) -> None:
             assert torch.equal(found, wanted), (seed, end)
 
 
-def test_a_running_sum_of_the_tokens_is_refused_with_its_line() -> None:
+def test_positions_that_count_the_tokens_before_them_have_a_decoder() -> None:
     model = build("M2M100ForConditionalGeneration", "M2M100Config", BART)
-    source, start = torch.randint(3, 60, (2, 9)), torch.ones(2, 1, dtype=torch.int64)
-    with pytest.raises(attngraph.NoDecoderError, match=r"cumsum at transformers/models/m2m_100"):
-        attngraph.compile(model, cache=True).prefill(start, input_ids=source)
+    decoder = attngraph.compile(model, cache=True)
+    source, target = torch.randint(3, 60, (2, 9)), torch.randint(3, 60, (2, 8))
+    target[0, 4] = model.config.pad_token_id  # is not counted
+    with torch.no_grad():
+        wanted = model(input_ids=source, decoder_input_ids=target).logits
+    first, state = decoder.prefill(target[:, :3], input_ids=source)
+    rest = [decoder.decode(target[:, n : n + 1], state) for n in range(3, 8)]
+    torch.testing.assert_close(torch.cat([first, *rest], 1), wanted, rtol=1e-4, atol=1e-5)
+    start = torch.ones(2, 1, dtype=torch.int64)
+    assert torch.equal(decoder.generate(start, NEW, input_ids=source), theirs(model, input_ids=source))
 
 
 def test_a_static_encoder_has_no_decoder() -> None:
