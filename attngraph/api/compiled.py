@@ -136,7 +136,12 @@ class CompiledModule(nn.Module):
         with LOCK.call():
             key = call_key(leaves, spec, self._target)
             found = self._find(key, tensors)
-        found = found or self._trace(key, tensors, args, kwargs)
+        try:
+            found = found or self._trace(key, tensors, args, kwargs)
+        except _Settling:
+            with torch.no_grad():
+                self(*args, **kwargs)  # fills the model's table, as any first call does
+            return self.weights(*args, at=at, rows=rows, queries=queries, **kwargs)
         if found is None:
             reason = (self._pieces.get(ALWAYS) or self._pieces[key]).breaks[0].reason
             raise CaptureError(

@@ -219,6 +219,13 @@ def test_a_table_for_later_calls_is_filled_once_and_the_model_captured_whole(sam
     assert not compiled.report.breaks
 
 
+def test_weights_of_a_model_that_fills_a_table_are_shown_before_its_first_call(same: Same) -> None:
+    x = torch.randn(2, 5, 8)
+    weights = attngraph.compile(Table()).weights(x, at="attention")
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    same(weights[:, 0], (x @ x.mT).masked_fill(~mask, -torch.inf).softmax(-1))
+
+
 def test_whether_a_model_settles_is_found_without_touching_its_tensors() -> None:
     class Writing(nn.Module):
         """Fills a table once, and writes to tensors wherever they are."""
