@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attngraph.capture.attributes import Described, Settings, can_be_watched
 from attngraph.capture.guards import things
 from attngraph.capture.state import Place, Snapshot, fingerprint
 from attngraph.capture.structure import flatten, unflatten
@@ -49,6 +50,11 @@ class SideEffects:
     """Whether only this call's arguments are changed, so that other calls may be captured."""
     of_state: bool = False
     """Whether nothing but attributes of the model or values around it are changed."""
+    settings: Settings
+    """The attributes that are changed, and to what."""
+
+    def __init__(self) -> None:
+        self.settings = {}
 
     def note(self, what: str, line: str = "", of_arguments: bool = False, of_state: bool = False) -> None:
         self.of_arguments = of_arguments and (self.of_arguments or not self.what)
@@ -71,16 +77,18 @@ class SideEffects:
         if given != fingerprint(arguments):
             self.note(f"forward() changes an argument's attributes{_named(kept, target)}", of_arguments=True)
         if held != weights() or model != fingerprint([target], weights()):
-            place = kept.first_change()
-            self.note(
-                "forward() changes attributes of the model, or values around it"
-                if place is None
-                else f"forward() changes {name_of(place, target)}",
-                "" if place is None else line_of(place, target),
-                of_state=True,
-            )
+            self.settings = _settings(kept.changed_attributes())
+            self.note_change(kept.first_change(), target)
         if self.what:
             kept.restore()
+
+    def note_change(self, place: Place | None, target: Callable[..., Any]) -> None:
+        """Note that the target changes its state; `place` is where, if it is known."""
+        if place is None:
+            self.note("forward() changes attributes of the model, or values around it", of_state=True)
+        else:
+            line = line_of(place, target)
+            self.note(f"forward() changes {name_of(place, target)}", line, of_state=True)
 
     @contextlib.contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -106,7 +114,9 @@ class SideEffects:
             yield
 
     def error(self) -> CaptureError:
-        return refusal(self.what, self.line, lasting=not self.of_arguments, changes_state=self.of_state)
+        found = refusal(self.what, self.line, lasting=not self.of_arguments, changes_state=self.of_state)
+        found.settings = self.settings if self.of_state else {}
+        return found
 
 
 def refusal(what: str, line: str = "", lasting: bool = True, changes_state: bool = False) -> CaptureError:
@@ -169,6 +179,12 @@ def name_of(place: Place, target: Callable[..., Any]) -> str:
     return f"the attribute {name} of a {type(owner).__name__}" if name else f"a {type(owner).__name__}"
 
 
+def label_of(place: Place, target: Callable[..., Any]) -> str:
+    """The attribute as a graph's text names it, with the prefix of capture's wrapper: `model.h.0.attn`."""
+    path = next((p for p, m in _modules(target) if m is place.owner), type(place.owner).__name__)
+    return ".".join(part for part in ("model", path, place.name) if part)
+
+
 def line_of(place: Place, target: Callable[..., Any]) -> str:
     """The line, "file:line", where the code of the model changes this place; empty if none is found. The
     owner's own methods are searched first, then those of the model's modules."""
@@ -189,6 +205,14 @@ def line_of(place: Place, target: Callable[..., Any]) -> str:
         if found is not None:
             return f"{short_path(inspect.getfile(code))}:{first + found - 1}"
     return ""
+
+
+def _settings(places: Iterable[Place]) -> Settings:
+    """What these attributes are now; none if one of them cannot be watched."""
+    found = list(places)
+    if not all(can_be_watched(place) for place in found):
+        return {}
+    return {place: Described.of(vars(place.owner).get(place.name)) for place in found}
 
 
 def _named(kept: Snapshot, target: Callable[..., Any]) -> str:

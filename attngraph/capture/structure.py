@@ -57,7 +57,7 @@ def is_value(leaf: Any) -> bool:
     return isinstance(leaf, plain)
 
 
-def _attributes(leaf: Any) -> dict[str, Any] | None:
+def attributes_of(leaf: Any) -> dict[str, Any] | None:
     """The attributes of an object that has no other state; None for any other object."""
     if is_value(leaf) or isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
         return None
@@ -68,7 +68,7 @@ def _attributes(leaf: Any) -> dict[str, Any] | None:
 
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
     """Whether a tensor is reachable through the object's attributes. `seen`: objects already visited."""
-    attributes = _attributes(leaf)
+    attributes = attributes_of(leaf)
     if not attributes or id(leaf) in seen:
         return False
     seen.add(id(leaf))
@@ -81,7 +81,7 @@ def _open(leaf: Any, above: frozenset[int]) -> Any:
     if id(leaf) in above or not _holds_tensors(leaf, set()):
         return leaf
     above |= {id(leaf)}
-    attributes = _attributes(leaf) or {}
+    attributes = attributes_of(leaf) or {}
     values = tuple(pytree.tree_map(lambda x: _open(x, above), value) for value in attributes.values())
     return _Object(type(leaf), tuple(attributes), values)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.guards import call_key
+from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
@@ -289,8 +290,12 @@ class Decoder(nn.Module):
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
         leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
+        width = tuple(packed.ids.shape[2:])
+
+        def key(left_out: LeftOut) -> Any:
+            return left_out, call_key(leaves, spec, model, left_out), width
+
         with LOCK.call(), torch.no_grad():
-            key = call_key(leaves, spec, model), tuple(packed.ids.shape[2:])
             found = self._valid(key)
         if found is not None:
             return found
@@ -298,16 +303,22 @@ class Decoder(nn.Module):
             found = self._valid(key)  # another thread may have derived it meanwhile
             if found is None:
                 found = self._derived(name, packed, inputs)
-                self._steps.pop(key, None)
-                self._steps[key] = found
+                with torch.no_grad():
+                    kept_as = key(found.left_out)
+                self._steps.pop(kept_as, None)
+                self._steps[kept_as] = found
                 while len(self._steps) > budgets.GRAPHS_KEPT:
                     self._steps.pop(next(iter(self._steps)))
             return found
 
-    def _valid(self, key: Any) -> Step | None:
-        """The step that was derived for this key, if the buffers that it relies on are unchanged."""
-        found = self._steps.get(key)
-        return found if found is not None and found.is_valid() else None
+    def _valid(self, key: Callable[[LeftOut], Any]) -> Step | None:
+        """A step that was derived for this call, if the buffers that it relies on are unchanged. `key`: of
+        the call, without some attributes."""
+        for left_out in {step.left_out for step in tuple(self._steps.values())}:
+            found = self._steps.get(key(left_out))
+            if found is not None and found.is_valid():
+                return found
+        return None
 
     def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
         """A new step. Inputs as long as the prompt are cut to the example's length. They may be that long by

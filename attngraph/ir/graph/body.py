@@ -189,7 +189,7 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(?:(buffer|argument|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
+                r"(?:(?:(buffer|argument|attribute|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
             )
             assert found is not None  # the pattern matches any text
             results.append(self._resolved(found[3]))
