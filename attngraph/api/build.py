@@ -20,11 +20,12 @@ from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.first_call import answers_alike, fills_a_table
 from attngraph.capture.flat import closed_over_modules
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
@@ -64,7 +65,7 @@ def _rewritten(
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
-        captured, numbers = _captured(target, args, kwargs, fixed)
+        captured, numbers = _captured(target, args, kwargs, fixed, tables=only_logits)
         before = captured.graph.copy() if keep else None
         if only_logits:
             only_result(captured.graph, _place_of_logits(captured.structure))
@@ -88,22 +89,48 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fixed: frozenset[tuple[int, int]],
+    tables: bool,
 ) -> tuple[Captured, tuple[Break, ...]]:
     """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
-    call sets are taken as results where that is possible."""
+    call sets are taken as results where that is possible; with `tables` also those that a first call fills
+    for later ones, if what it fills them with follows from sizes and weights."""
     numbers: list[Break] = []
     settings: Settings = {}
+    first: CaptureError | None = None
     while True:
         try:
-            return capturing.capture(target, args, kwargs, fixed, settings), tuple(numbers)
+            found = capturing.capture(target, args, kwargs, fixed, settings, first is not None)
+            if first is not None and _attributes_follow_data(found):
+                raise first
+            return found, tuple(numbers)
         except CaptureError as problem:
             if problem.settings and not settings:
                 settings = problem.settings
+                continue
+            fills = tables and settings and first is None and fills_a_table(problem, target, args, kwargs)
+            if fills and answers_alike(target, args, kwargs):
+                first = problem
                 continue
             if not problem.dimensions - fixed:
                 raise
             fixed |= problem.dimensions
             numbers.append(Break(problem.reason, problem.source))
+
+
+def _attributes_follow_data(captured: Captured) -> bool:
+    """Whether what attributes are set to is computed from the values of arguments, not only from weights and
+    sizes."""
+    graph = captured.graph
+    results: Any = graph.graph.output_node().args[0]
+    stack = [n for n, o in zip(results, graph.outputs, strict=True) if o.kind == "attribute"]
+    arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen and not (is_size(node) and not is_measured(node)):
+            seen.add(node)
+            stack += node.all_input_nodes
+    return not seen.isdisjoint(arguments)
 
 
 @LOCK.trace()

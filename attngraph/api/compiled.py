@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
+from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
-from attngraph.capture.side_effects import settles
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError
@@ -189,7 +189,7 @@ class CompiledModule(nn.Module):
             except CaptureError as problem:
                 if problem.changes_state and not settled and self._settling < budgets.SETTLING_CALLS:
                     self._settling += 1
-                    if settles(self._target, args, kwargs):
+                    if fills_a_table(problem, self._target, args, kwargs):
                         raise _Settling from problem
                 if self._options.strict or not self._allow_pieces:
                     raise

@@ -83,11 +83,14 @@ class Watch:
     Args:
         places: the attributes, each as `can_be_watched` says.
         refuse: is called with an attribute that is read before it is set, or deleted.
+        reads: whether attributes may be read before; such are in `read`, and have their old values until they
+            are set.
     """
 
-    def __init__(self, places: Sequence[Place], refuse: Callable[[Place], None]) -> None:
-        self.places, self.refuse = places, refuse
+    def __init__(self, places: Sequence[Place], refuse: Callable[[Place], None], reads: bool) -> None:
+        self.places, self.refuse, self.reads = places, refuse, reads
         self.found: dict[Place, Any] = {}
+        self.read: set[Place] = set()
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:
@@ -126,13 +129,13 @@ class _Watched:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         place = None if owner is None else self.watched.get(id(vars(owner)))
-        if place is None:
-            found = self.of_class if owner is None else vars(owner).get(self.name, self.of_class)
-        elif place in self.watch.found:
-            found = self.watch.found[place]
-        else:
-            self.watch.refuse(place)
-            raise ReadFirst(self.name)
+        if place is not None and place not in self.watch.found:
+            self.watch.read.add(place)
+            if not self.watch.reads:
+                self.watch.refuse(place)
+                raise ReadFirst(self.name)
+        before = self.of_class if owner is None else vars(owner).get(self.name, self.of_class)
+        found = before if place is None else self.watch.found.get(place, before)
         if found is _UNSET:
             raise AttributeError(self.name)
         return found

@@ -23,12 +23,14 @@ class Structure:
 @dataclasses.dataclass(frozen=True)
 class Attribute:
     """An attribute that each call sets: its owner, its name there and in the text of the graph, and the
-    structure of its value. None: the value is the call's result itself."""
+    structure of its value. None: the value is the call's result itself. `read`: the call depends on what it
+    was before, so a graph is no use that sets it."""
 
     owner: Any
     name: str
     label: str
     structure: Structure | None
+    read: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Captured:
     """A program graph, the structure of its results, and the argument shapes.
 
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
-    each call; no call reads them before, so the graph does not depend on them.
+    each call; the graph does not depend on what they were before.
     """
 
     graph: ProgramGraph
@@ -47,7 +49,7 @@ class Captured:
     @property
     def left_out(self) -> LeftOut:
         """The state of the model on which the graph does not depend."""
-        return frozenset((id(a.owner), a.name) for a in self.attributes)
+        return frozenset((id(a.owner), a.name) for a in self.attributes if not a.read)
 
     def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
         """The dimensions, (argument, dimension), whose extents involve these symbolic sizes."""

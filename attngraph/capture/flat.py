@@ -12,7 +12,7 @@ import enum
 import functools
 import inspect
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,13 @@ from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 @dataclasses.dataclass
 class Trace:
     """What a trace is of, and what it recorded: the structure of the results, attributes that are set, and
-    side effects. `settings`: what an earlier trace found attributes to be set to."""
+    side effects. `settings`: what an earlier trace found attributes to be set to; `reads`: whether they may
+    be read before."""
 
     target: Callable[..., Any]
     weights: list[int]
     settings: Settings
+    reads: bool
     structure: Structure | None = None
     attributes: tuple[Attribute, ...] = ()
     effects: SideEffects = dataclasses.field(default_factory=SideEffects)
@@ -55,7 +57,8 @@ class Flat(nn.Module):
     """The user's callable over a flat list of tensors."""
 
     def __init__(
-        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, settings: Settings
+        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, settings: Settings,
+        reads: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(target, nn.Module):
@@ -67,7 +70,7 @@ class Flat(nn.Module):
         self.leaves, self.spec = list(leaves), spec
         # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
         # what must survive, or be the original, is in an object of its own.
-        self.trace = Trace(target, [id(t) for t in self._weights()], settings)
+        self.trace = Trace(target, [id(t) for t in self._weights()], settings, reads)
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         self.trace.shapes = tuple(t.shape for t in arguments)
@@ -77,7 +80,7 @@ class Flat(nn.Module):
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
         effects = self.trace.effects
-        watch = Watch(list(self.trace.settings), self._refuse)
+        watch = Watch(list(self.trace.settings), self._refuse, self.trace.reads)
         with (
             contextlib.redirect_stdout(printed),
             effects.watch(self.trace.target, things(leaves), self._originals),
@@ -92,7 +95,7 @@ class Flat(nn.Module):
         tensors: list[Tensor] = []
         self.trace.structure = _structure(result, tensors)
         if watch.found:
-            self._record(watch.found, result, {*containers((args, kwargs))}, tensors)
+            self._record(watch, result, {*containers((args, kwargs))}, tensors)
         return tuple(tensors)
 
     def _refuse(self, place: Place) -> None:
@@ -106,7 +109,7 @@ class Flat(nn.Module):
         return dict(zip((id(t) for t in self._weights()), self.trace.weights, strict=False))
 
     def _record(
-        self, found: Mapping[Place, Any], result: Any, others: set[int], tensors: list[Tensor]
+        self, watch: Watch, result: Any, others: set[int], tensors: list[Tensor]
     ) -> None:  # fmt: skip
         """Record what attributes were set to, and add the tensors in it.
 
@@ -116,7 +119,7 @@ class Flat(nn.Module):
         """
         others |= {*containers(result)} | Snapshot([self.trace.target]).containers()
         attributes: list[Attribute] = []
-        for place, value in found.items():
+        for place, value in watch.found.items():
             own = set(containers(value))
             try:
                 if value is not result and not own.isdisjoint(others):
@@ -129,7 +132,7 @@ class Flat(nn.Module):
                 continue
             others |= own
             label = label_of(place, self.trace.target)
-            attributes.append(Attribute(place.owner, place.name, label, structure))
+            attributes.append(Attribute(place.owner, place.name, label, structure, place in watch.read))
         self.trace.attributes = tuple(attributes)
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
-import functools
 import inspect
-import io
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,14 +19,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.attributes import Described, Settings, can_be_watched
-from attngraph.capture.guards import things
 from attngraph.capture.state import Place, Snapshot, fingerprint
-from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
 
@@ -130,39 +123,6 @@ def refusal(what: str, line: str = "", lasting: bool = True, changes_state: bool
     )
 
 
-class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses tensors with data, of which torch's FakeTensorMode computes with, and writes to, those of one
-    element."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        if not all(isinstance(t, FakeTensor) for t in tensors):
-            raise ValueError("a tensor with data")
-        return func(*args, **(kwargs or {}))
-
-
-def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the target changes its state in its first call alone, as code does that keeps a table for later
-    calls. Runs it twice on tensors without data; the state is restored."""
-    leaves, spec = flatten((args, kwargs))
-    kept = Snapshot([target, *things(leaves)])
-    try:
-        refusing = _NoData()  # type: ignore[no-untyped-call]
-        with FakeTensorMode() as mode, refusing, contextlib.redirect_stdout(io.StringIO()):
-            without_data = functools.partial(mode.from_tensor, static_shapes=True)
-            kept.replace_tensors(without_data)
-            fake = [without_data(x) if isinstance(x, Tensor) else x for x in leaves]
-            given, named = unflatten(fake, spec)
-            target(*given, **named)
-            once = fingerprint([target]), _weights(target)
-            target(*given, **named)
-            return once == (fingerprint([target]), _weights(target))
-    except Exception:  # for example, what it does depends on values
-        return False
-    finally:
-        kept.restore()
-
-
 def name_of(place: Place, target: Callable[..., Any]) -> str:
     """The attribute or variable as a user would name it: `h.0.attn.count` of a module, `Cache.used` of
     another object, `COUNT` of a file."""
@@ -222,10 +182,6 @@ def _named(kept: Snapshot, target: Callable[..., Any]) -> str:
 
 def _modules(target: Callable[..., Any]) -> Iterable[tuple[str, nn.Module]]:
     return target.named_modules() if isinstance(target, nn.Module) else ()
-
-
-def _weights(target: Callable[..., Any]) -> list[int]:
-    return [id(t) for _, m in _modules(target) for t in (*m._parameters.values(), *m._buffers.values())]
 
 
 def _methods(kinds: Iterable[type]) -> Iterator[types.FunctionType]:

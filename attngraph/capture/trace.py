@@ -63,12 +63,14 @@ def capture(
     kwargs: dict[str, Any],
     fixed: frozenset[tuple[int, int]] = frozenset(),
     settings: Settings | None = None,
+    reads: bool = False,
 ) -> Captured:
     """Trace one call of `target` on these inputs.
 
     Args:
         fixed: dimensions, (argument, dimension), that are not to be symbolic.
         settings: attributes that are taken as results, as the error of an earlier trace has them.
+        reads: whether the call may read them before it sets them. (Then a graph of it cannot serve calls.)
 
     Raises:
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
@@ -82,7 +84,7 @@ def capture(
         )
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     _refuse_what_a_graph_would_lose(target)
-    flat = Flat(target, leaves, spec, settings or {})
+    flat = Flat(target, leaves, spec, settings or {}, reads)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
     # torch.export replaces a module's lists and dicts by copies.
     kept = Snapshot([target, *things(leaves)])
