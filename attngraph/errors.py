@@ -70,6 +70,10 @@ class ConversionError(AttnGraphError):
     """A model's heads cannot be converted: says what prevents it, and where."""
 
 
+class CheckError(AttnGraphError):
+    """A condition on values that the model's forward checks does not hold: says at which line."""
+
+
 class CacheError(AttnGraphError):
     """A call of a decoder does not fit its state: too many tokens, or rows that do not match."""
 

@@ -242,6 +242,7 @@ def derive_decoder(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
         tuple(a.label.removeprefix("model.") for a in captured.attributes),
+        tuple(dict.fromkeys(captured.checks)),
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:

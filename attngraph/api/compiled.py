@@ -84,7 +84,7 @@ class CompiledModule(nn.Module):
             pieces = self._pieces.get(ALWAYS)
             found = None if pieces is not None else self._find(leaves, spec)
             if found is not None:
-                return found(tensors)
+                return self._run(found, tensors, args, kwargs)
             key = call_key(leaves, spec, self._target)
             pieces = pieces or self._pieces.get(key)
         if pieces is not None:
@@ -97,7 +97,7 @@ class CompiledModule(nn.Module):
             return result
         if found is not None:
             with LOCK.call():
-                return found(tensors)
+                return self._run(found, tensors, args, kwargs)
         where = ALWAYS if ALWAYS in self._pieces else key
         try:
             result = self._pieces[where](*args, **kwargs)
@@ -153,6 +153,17 @@ class CompiledModule(nn.Module):
         with LOCK.call():
             weights = weights_of(found, tensors, names, rows, queries)
         return weights[at] if isinstance(at, str) else weights
+
+    def _run(
+        self, found: Executable, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        """The graph's result; where a check of values fails, the model itself raises its error."""
+        try:
+            return found(tensors)
+        except Exception:
+            if not found.captured.checks:
+                raise
+        return self._target(*args, **kwargs)
 
     def _find(self, leaves: Sequence[Any], spec: Any) -> Executable | None:
         """A graph for this call. A graph does not depend on the attributes that it sets, so they are not part

@@ -38,13 +38,15 @@ class Captured:
     """A program graph, the structure of its results, and the argument shapes.
 
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
-    each call; the graph does not depend on what they were before.
+    each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
+    values that the graph checks: where one does not hold, the model itself raises an error.
     """
 
     graph: ProgramGraph
     structure: Structure
     shapes: tuple[tuple[Any, ...], ...]
     attributes: tuple[Attribute, ...] = ()
+    checks: tuple[str, ...] = ()
 
     @property
     def left_out(self) -> LeftOut:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
+from attngraph.capture.checks import Checks
 from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
 from attngraph.capture.state import Place, Snapshot
@@ -38,6 +39,9 @@ class Trace:
     reads: bool
     structure: Structure | None = None
     attributes: tuple[Attribute, ...] = ()
+    kinds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """The kinds and names of tensors that are not the call's own results, by number."""
+    checks: Checks = dataclasses.field(default_factory=Checks)
     effects: SideEffects = dataclasses.field(default_factory=SideEffects)
     shapes: tuple[torch.Size, ...] = ()
 
@@ -85,6 +89,7 @@ class Flat(nn.Module):
             contextlib.redirect_stdout(printed),
             effects.watch(self.trace.target, things(leaves), self._originals),
             watch,
+            self.trace.checks.watch(),
         ):
             result = target(*args, **kwargs)
         if printed.getvalue():
@@ -96,6 +101,9 @@ class Flat(nn.Module):
         self.trace.structure = _structure(result, tensors)
         if watch.found:
             self._record(watch, result, {*containers((args, kwargs))}, tensors)
+        for condition, line in self.trace.checks.found:
+            self.trace.kinds[len(tensors)] = "check", line
+            tensors.append(condition)
         return tuple(tensors)
 
     def _refuse(self, place: Place) -> None:
@@ -126,12 +134,13 @@ class Flat(nn.Module):
                     raise TypeError("a container that is also elsewhere")
                 if not self.trace.settings[place].agrees(Described.of(value)):
                     raise TypeError("not what an earlier trace found")
+                label, first = label_of(place, self.trace.target), len(tensors)
                 structure = None if value is result else _structure(value, tensors)
             except TypeError:
                 self._refuse(place)
                 continue
             others |= own
-            label = label_of(place, self.trace.target)
+            self.trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", label))
             attributes.append(Attribute(place.owner, place.name, label, structure, place in watch.read))
         self.trace.attributes = tuple(attributes)
 

@@ -19,7 +19,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from attngraph.capture import exported
 from attngraph.capture.attributes import Settings
-from attngraph.capture.captured import Attribute, Captured, Structure
+from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
@@ -41,7 +41,7 @@ from attngraph.capture.size_formulas import LongFormula, short_formulas
 from attngraph.capture.state import Snapshot, has_hooks
 from attngraph.capture.structure import flatten
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import Output, ProgramGraph
 from attngraph.ir.graph.source import short_path
 from attngraph.ir.graph.verify import accept
 
@@ -153,25 +153,22 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
         dataclasses.replace(a, structure=None if a.structure is None else simplified(a.structure))
         for a in trace.attributes
     ]
-    _name_attributes(graph, attributes)
-    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes))
+    _name_outputs(graph, trace.kinds)
+    checks = tuple(line for _, line in trace.checks.found)
+    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes), checks)
 
 
-def _name_attributes(graph: ProgramGraph, attributes: Sequence[Attribute]) -> None:
-    """Say which of the graph's results are what an attribute is set to."""
-    owners = {
-        place: attribute.label
-        for attribute in attributes
-        for kind, place in (attribute.structure.leaves if attribute.structure is not None else ())
-        if kind == "tensor"
-    }
+def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> None:
+    """Say which of the graph's results are what an attribute is set to, or a condition that is checked."""
     values = itertools.count()
-    graph.outputs = tuple(
-        dataclasses.replace(output, kind="attribute", name=owners[place])
-        if output.kind == "value" and (place := next(values)) in owners
-        else output
-        for output in graph.outputs
-    )
+
+    def named(output: Output) -> Output:
+        if output.kind != "value":
+            return output
+        kind, name = kinds.get(next(values), ("value", ""))
+        return dataclasses.replace(output, kind=kind, name=name)
+
+    graph.outputs = tuple(map(named, graph.outputs))
 
 
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:

@@ -71,9 +71,9 @@ class InsertKVCache:
 
 
 def only_result(graph: ProgramGraph, result: int) -> None:
-    """Of the model's results keep only the logits; attributes that its forward sets are not set. A model that
-    writes to its inputs has no decoder."""
-    written = [o for o in graph.outputs if o.kind not in ("value", "attribute")]
+    """Of the model's results keep only the logits; attributes that its forward sets are not set, and
+    conditions on values not checked. A model that writes to its inputs has no decoder."""
+    written = [o for o in graph.outputs if o.kind not in ("value", "attribute", "check")]
     if written:
         raise NoDecoderError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
     output = graph.graph.output_node()

@@ -65,8 +65,8 @@ class Input:
 @dataclasses.dataclass(frozen=True)
 class Output:
     """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
-    contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, or new
-    entries for the "pages" of a store.
+    contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, the
+    condition of a "check" that must be true, or new entries for the "pages" of a store.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
     may rely on its layout; empty if it is not dense.
