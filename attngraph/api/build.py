@@ -22,7 +22,7 @@ from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.first_call import answers_alike, fills_a_table
 from attngraph.capture.flat import closed_over_modules
-from attngraph.capture.structure import flatten, unflatten
+from attngraph.capture.structure import Spread, flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
@@ -206,6 +206,8 @@ def derive_decoder(
     captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
+    spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
+    arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
     rest = (InsertKVCache(names.index(name)), *later)
     try:
         last = run_passes(graph, rest, made.dump, options.progress)
@@ -231,7 +233,7 @@ def derive_decoder(
         captured=result.captured, numbers=made.numbers,
     )  # fmt: skip
     run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
-    step = Step(graph, _owner(target), name, names, report, run, captured.left_out)
+    step = Step(graph, _owner(target), name, names, report, run, captured.left_out, spread)
     error = None
     if whole is not None:
         if options.progress is not None:

@@ -50,10 +50,12 @@ def once_settled(
 def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the target's first call has the results of its second. Its attributes and containers are
     restored."""
-    kept = Snapshot([target, *things(flatten((args, kwargs))[0])])
+    leaves, spec = flatten((args, kwargs))
+    kept = Snapshot([target, *things(leaves)])
+    given, named = unflatten(leaves, spec)
     try:
         with torch.no_grad():
-            once, again = (flatten(target(*args, **kwargs))[0] for _ in range(2))
+            once, again = (flatten(target(*given, **named))[0] for _ in range(2))
     finally:
         kept.restore()
     return len(once) == len(again) and all(map(_equal, once, again))

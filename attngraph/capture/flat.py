@@ -81,6 +81,7 @@ class Flat(nn.Module):
         given = iter(arguments)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
+        before, _ = flatten((args, kwargs))
         target = self.model if hasattr(self, "model") else self.function
         printed = io.StringIO()
         effects = self.trace.effects
@@ -95,7 +96,7 @@ class Flat(nn.Module):
         if printed.getvalue():
             effects.note("forward() prints")
         after, _ = flatten((args, kwargs))
-        if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
+        if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
             effects.note("forward() changes the containers among its arguments", of_arguments=True)
         tensors: list[Tensor] = []
         self.trace.structure = _structure(result, tensors)

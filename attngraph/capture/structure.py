@@ -32,6 +32,28 @@ pytree.register_pytree_node(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """An argument with an entry for each token, `[B, T]`, that the model takes with `inner` dimensions of
+    size 1 between, such as a mask `[B, 1, 1, T]`. Flattened it is the one tensor; unflattened what the model
+    takes."""
+
+    tensor: Tensor
+    inner: int
+
+
+pytree.register_pytree_node(
+    Spread,
+    lambda spread: ([spread.tensor], spread.inner),
+    lambda leaves, inner: _spread(next(iter(leaves)), inner),
+    serialized_type_name="attngraph.capture.structure.Spread",
+)
+
+
+def _spread(leaf: Any, inner: int) -> Any:
+    return leaf[(slice(None), *[None] * inner)] if isinstance(leaf, Tensor) else leaf
+
+
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves and the structure of a tree; objects that hold tensors are flattened too."""
     leaves, spec = pytree.tree_flatten(tree)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.structure import unflatten
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, is_assertion
 from attngraph.report.report import CompileReport
 from attngraph.runtime.machine import Machine, Run
 
@@ -25,15 +25,17 @@ class Executable:
 
     Attributes:
         report: what was done to the graph; set once it is known.
+        asserts: whether a call may fail because of a condition on values that the model asserts.
     """
 
-    __slots__ = ("captured", "machine", "report", "sizes")
+    __slots__ = ("asserts", "captured", "machine", "report", "sizes")
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None
     ) -> None:
         self.captured, self.report = captured, CompileReport()
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
+        self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:

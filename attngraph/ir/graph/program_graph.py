@@ -229,8 +229,13 @@ _KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert
 """Assertions: they have no users, but dead-code elimination must keep them."""
 
 
+def is_assertion(node: fx.Node) -> bool:
+    """Whether the node raises an error for certain values, and does nothing else."""
+    return str(node.target).startswith(_KEPT)
+
+
 def _is_kept(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or str(node.target).startswith(_KEPT)
+    return node.op in ("placeholder", "output") or is_assertion(node)
 
 
 def dependence(graph: fx.Graph) -> nx.DiGraph:
