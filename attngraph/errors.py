@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -26,15 +27,18 @@ class CaptureError(AttnGraphError):
         dimensions: the dimensions of the tensor arguments, (argument, dimension), that were symbolic, if a
             capture might succeed where they are numbers.
         changes_state: the reason is that forward() changes attributes or variables.
+        settings: the attributes that it changed, and to what, if a capture might succeed that takes what they
+            are set to as results.
     """
 
     def __init__(
         self, message: str, reason: str, source: str = "", lasting: bool = False,
         dimensions: frozenset[tuple[int, int]] = frozenset(), changes_state: bool = False,
+        settings: Mapping[Any, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.reason, self.source, self.lasting = reason, source, lasting
-        self.dimensions, self.changes_state = dimensions, changes_state
+        self.dimensions, self.changes_state, self.settings = dimensions, changes_state, settings or {}
 
 
 class NotFusedError(AttnGraphError):
@@ -64,6 +68,10 @@ class NoDecoderError(AttnGraphError):
 
 class ConversionError(AttnGraphError):
     """A model's heads cannot be converted: says what prevents it, and where."""
+
+
+class CheckError(AttnGraphError):
+    """A condition on values that the model's forward checks does not hold: says at which line."""
 
 
 class CacheError(AttnGraphError):

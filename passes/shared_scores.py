@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -94,8 +95,7 @@ def _other_use(
                 return used_in.format(what, f"another product ({source_of(product)})")
             if node.op == "output":
                 results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
-                place = f"the model's results ({', '.join(map(source_of, results))})"
-                return used_in.format(what, place) + _cost_of(graph, start, what)
+                return used_in.format(what, _result_of(graph, results)) + _cost_of(graph, start, what)
             operand = "mask or bias" if node in reads else "keys or values"
             return used_in.format(what, f"its own {operand} ({source_of(node)})")
     return None
@@ -105,6 +105,17 @@ def _product_between(view: nx.DiGraph, meaning: Meaning, start: fx.Node, end: fx
     """The first contraction on the way from weights or scores to a result of the model or to what is read."""
     path: list[fx.Node] = nx.shortest_path(view, start, end)
     return next((node for node in path[1:-1] if meaning.category(node) is Category.CONTRACTION), None)
+
+
+def _result_of(graph: ProgramGraph, results: Sequence[fx.Node]) -> str:
+    """These results of the graph in words: what the model returns, or attributes that its forward sets."""
+    values: Any = graph.graph.output_node().args[0]
+    outputs = [o for node, o in zip(values, graph.outputs, strict=True) if node in results]
+    places = ", ".join(map(source_of, results))
+    if any(o.kind != "attribute" for o in outputs):
+        return f"the model's results ({places})"
+    names = " and ".join(sorted({o.name.rpartition(".")[2] for o in outputs}))
+    return f"what forward() sets {names} to ({places})"
 
 
 def _cost_of(graph: ProgramGraph, node: fx.Node, what: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
+from attngraph.capture.first_call import once_settled
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import PassError
@@ -86,7 +87,7 @@ def bisect(
 
 def _step(name: str, model: Callable[..., Any], args: Sequence[Any], options: Options) -> BisectionStep:
     try:
-        made = compile_graph(model, tuple(args), {}, options)
+        made = once_settled(lambda: compile_graph(model, tuple(args), {}, options), model, tuple(args), {})
     except PassError as problem:
         return BisectionStep(name, None, str(problem))
 

@@ -18,16 +18,19 @@ from torch import Tensor, fx, nn
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
+from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
-from attngraph.capture.structure import flatten, unflatten
+from attngraph.capture.first_call import answers_alike, fills_a_table
+from attngraph.capture.flat import closed_over_modules
+from attngraph.capture.structure import Spread, flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
-from attngraph.passes.insert_kv_cache.insert import InsertKVCache
+from attngraph.passes.insert_kv_cache.insert import InsertKVCache, only_result
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
@@ -54,16 +57,18 @@ class _Rewritten:
 
 def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
-    passes: Sequence[Pass], keep: bool = False,
+    passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
 ) -> _Rewritten:  # fmt: skip
     """Capture one call and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
-    again with that size as a number."""
+    again with that size as a number. `only_logits`: the model's other results are dropped before."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
-        captured, numbers = _captured(target, args, kwargs, fixed)
+        captured, numbers = _captured(target, args, kwargs, fixed, tables=only_logits)
         before = captured.graph.copy() if keep else None
+        if only_logits:
+            only_result(captured.graph, _place_of_logits(captured.structure))
         dump = None if options.dump is None else Dump(options.dump)
         result = run_passes(captured.graph, passes, dump, options.progress)
         return _Rewritten(captured, result, dump, before, numbers)
@@ -84,17 +89,48 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fixed: frozenset[tuple[int, int]],
+    tables: bool,
 ) -> tuple[Captured, tuple[Break, ...]]:
-    """One call, with numbers for the sizes that torch cannot follow as symbols, and why."""
+    """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
+    call sets are taken as results where that is possible; with `tables` also those that a first call fills
+    for later ones, if what it fills them with follows from sizes and weights."""
     numbers: list[Break] = []
+    settings: Settings = {}
+    first: CaptureError | None = None
     while True:
         try:
-            return capturing.capture(target, args, kwargs, fixed), tuple(numbers)
+            found = capturing.capture(target, args, kwargs, fixed, settings, first is not None)
+            if first is not None and _attributes_follow_data(found):
+                raise first
+            return found, tuple(numbers)
         except CaptureError as problem:
+            if problem.settings and not settings:
+                settings = problem.settings
+                continue
+            fills = tables and settings and first is None and fills_a_table(problem, target, args, kwargs)
+            if fills and answers_alike(target, args, kwargs):
+                first = problem
+                continue
             if not problem.dimensions - fixed:
                 raise
             fixed |= problem.dimensions
             numbers.append(Break(problem.reason, problem.source))
+
+
+def _attributes_follow_data(captured: Captured) -> bool:
+    """Whether what attributes are set to is computed from the values of arguments, not only from weights and
+    sizes."""
+    graph = captured.graph
+    results: Any = graph.graph.output_node().args[0]
+    stack = [n for n, o in zip(results, graph.outputs, strict=True) if o.kind == "attribute"]
+    arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen and not (is_size(node) and not is_measured(node)):
+            seen.add(node)
+            stack += node.all_input_nodes
+    return not seen.isdisjoint(arguments)
 
 
 @LOCK.trace()
@@ -136,7 +172,7 @@ def _owner(target: Callable[..., Any]) -> nn.Module:
     if isinstance(target, nn.Module):
         holder.model = target
     else:
-        for place, module in enumerate(capturing.closed_over_modules(target)):
+        for place, module in enumerate(closed_over_modules(target)):
             holder.add_module(f"closure_{place}", module)
     return holder
 
@@ -166,11 +202,13 @@ def derive_decoder(
     """
     start = time.perf_counter()
     first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
-    made = _rewritten(target, (), arguments, options, first, config.proof)
+    made = _rewritten(target, (), arguments, options, first, config.proof, only_logits=True)
     captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
-    rest = (InsertKVCache(names.index(name), logits), *later)
+    spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
+    arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
+    rest = (InsertKVCache(names.index(name)), *later)
     try:
         last = run_passes(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
@@ -195,7 +233,7 @@ def derive_decoder(
         captured=result.captured, numbers=made.numbers,
     )  # fmt: skip
     run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
-    step = Step(graph, _owner(target), name, names, report, run)
+    step = Step(graph, _owner(target), name, names, report, run, captured.left_out, spread)
     error = None
     if whole is not None:
         if options.progress is not None:
@@ -205,6 +243,8 @@ def derive_decoder(
     cache = CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
+        tuple(a.label.removeprefix("model.") for a in captured.attributes),
+        tuple(dict.fromkeys(captured.checks)),
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
+from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
-from attngraph.capture.side_effects import settles
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError
@@ -81,22 +81,23 @@ class CompiledModule(nn.Module):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():
-            key = call_key(leaves, spec, self._target)
-            pieces = self._pieces.get(ALWAYS) or self._pieces.get(key)
-            found = None if pieces is not None else self._find(key, tensors)
+            pieces = self._pieces.get(ALWAYS)
+            found = None if pieces is not None else self._find(leaves, spec)
             if found is not None:
-                return found(tensors)
+                return self._run(found, tensors, args, kwargs)
+            key = call_key(leaves, spec, self._target)
+            pieces = pieces or self._pieces.get(key)
         if pieces is not None:
             return pieces(*args, **kwargs)
         try:
-            found = self._trace(key, tensors, args, kwargs)
+            found = self._trace(leaves, spec, args, kwargs)
         except _Settling:
             result = self._target(*args, **kwargs)
-            self._trace(call_key(leaves, spec, self._target), tensors, args, kwargs, settled=True)
+            self._trace(leaves, spec, args, kwargs, settled=True)
             return result
         if found is not None:
             with LOCK.call():
-                return found(tensors)
+                return self._run(found, tensors, args, kwargs)
         where = ALWAYS if ALWAYS in self._pieces else key
         try:
             result = self._pieces[where](*args, **kwargs)
@@ -135,9 +136,9 @@ class CompiledModule(nn.Module):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():
             key = call_key(leaves, spec, self._target)
-            found = self._find(key, tensors)
+            found = self._find(leaves, spec)
         try:
-            found = found or self._trace(key, tensors, args, kwargs)
+            found = found or self._trace(leaves, spec, args, kwargs)
         except _Settling:
             with torch.no_grad():
                 self(*args, **kwargs)  # fills the model's table, as any first call does
@@ -153,14 +154,30 @@ class CompiledModule(nn.Module):
             weights = weights_of(found, tensors, names, rows, queries)
         return weights[at] if isinstance(at, str) else weights
 
-    def _find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
-        for executable in reversed(self._graphs.get(key, ())):
-            if executable.accepts(tensors):
-                return executable
+    def _run(
+        self, found: Executable, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        """The graph's result; where a check of values fails, the model itself raises its error."""
+        try:
+            return found(tensors)
+        except Exception:
+            if not found.asserts:
+                raise
+        return self._target(*args, **kwargs)
+
+    def _find(self, leaves: Sequence[Any], spec: Any) -> Executable | None:
+        """A graph for this call. A graph does not depend on the attributes that it sets, so they are not part
+        of its key."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for left_out in dict.fromkeys(left_out for left_out, _ in reversed(self._graphs)):
+            key = left_out, call_key(leaves, spec, self._target, left_out)
+            for executable in reversed(self._graphs.get(key, ())):
+                if executable.accepts(tensors):
+                    return executable
         return None
 
     def _trace(
-        self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
+        self, leaves: Sequence[Any], spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         settled: bool = False,
     ) -> Executable | None:  # fmt: skip
         """Trace for this call and keep the graph; None if the model must be captured in pieces.
@@ -171,26 +188,29 @@ class CompiledModule(nn.Module):
         # The caller's saved-tensor hooks and modes must not see the tensors and the ops of the trace.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with LOCK.trace(), unseen, _disable_current_modes():
-            found = self._find(key, tensors)
+            found = self._find(leaves, spec)
             if found is not None:
                 return found
             try:
                 found = compile_graph(self._target, args, kwargs, self._options)
-                if not found.accepts(tensors):
+                if not found.accepts([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
                     )
             except CaptureError as problem:
                 if problem.changes_state and not settled and self._settling < budgets.SETTLING_CALLS:
                     self._settling += 1
-                    if settles(self._target, args, kwargs):
+                    if fills_a_table(problem, self._target, args, kwargs):
                         raise _Settling from problem
                 if self._options.strict or not self._allow_pieces:
                     raise
                 log.warning("%s", problem)
                 part = functools.partial(CompiledModule, options=self._options, pieces=False)
-                self._pieces[ALWAYS if problem.lasting else key] = GraphBreaks(self._target, part, problem)
+                key = ALWAYS if problem.lasting else call_key(leaves, spec, self._target)
+                self._pieces[key] = GraphBreaks(self._target, part, problem)
                 return None
+            left_out = found.captured.left_out
+            key = left_out, call_key(leaves, spec, self._target, left_out)
             kept = self._graphs.setdefault(key, [])
             kept.append(found)
             self._graphs.move_to_end(key)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.captured import Captured
+from attngraph.capture.first_call import once_settled
 from attngraph.capture.trace import capture
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ConversionError
@@ -174,7 +175,7 @@ def convert_heads(
         )
     given = _sample(model, inputs, named)
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
-    captured = capture(model, (), given)
+    captured = once_settled(lambda: capture(model, (), given), model, (), given)
     graph = captured.graph
     result = run_passes(graph, split_at(DEFAULT_PIPELINE, AbsorbMLA.name)[0])
     if result.missed:

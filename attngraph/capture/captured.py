@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import TreeSpec
 from attngraph.ir.graph.program_graph import ProgramGraph
 
@@ -20,15 +21,37 @@ class Structure:
 
 
 @dataclasses.dataclass(frozen=True)
+class Attribute:
+    """An attribute that each call sets: its owner, its name there and in the text of the graph, and the
+    structure of its value. None: the value is the call's result itself. `read`: the call depends on what it
+    was before, so a graph is no use that sets it."""
+
+    owner: Any
+    name: str
+    label: str
+    structure: Structure | None
+    read: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Captured:
     """A program graph, the structure of its results, and the argument shapes.
 
-    `shapes` has the shape (numbers and sympy expressions) of each tensor argument.
+    `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
+    each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
+    values that the graph checks: where one does not hold, the model itself raises an error.
     """
 
     graph: ProgramGraph
     structure: Structure
     shapes: tuple[tuple[Any, ...], ...]
+    attributes: tuple[Attribute, ...] = ()
+    checks: tuple[str, ...] = ()
+
+    @property
+    def left_out(self) -> LeftOut:
+        """The state of the model on which the graph does not depend."""
+        return frozenset((id(a.owner), a.name) for a in self.attributes if not a.read)
 
     def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
         """The dimensions, (argument, dimension), whose extents involve these symbolic sizes."""

@@ -9,16 +9,18 @@ import sympy
 import torch
 from torch import Tensor
 
-from attngraph.capture.state import fingerprint
+from attngraph.capture.state import LeftOut, fingerprint
 from attngraph.capture.structure import is_value
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
 
 
-def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> Any:
+def call_key(
+    leaves: Sequence[Any], spec: Any, target: Callable[..., Any], left_out: LeftOut = frozenset()
+) -> Any:
     """A key of everything in a call that a trace depends on, except for tensor sizes and values: structure,
     dtypes, devices, numbers, which tensors are identical or share memory, global state of PyTorch, and the
-    state of the model."""
+    state of the model but for the attributes that are left out."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return (
         spec,
@@ -29,7 +31,7 @@ def call_key(leaves: Sequence[Any], spec: Any, target: Callable[..., Any]) -> An
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        fingerprint([target, *things(leaves)]),
+        fingerprint([target, *things(leaves)], left_out=left_out),
     )
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import ast
 import collections
 import contextlib
-import functools
 import inspect
-import io
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,13 +19,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from attngraph.capture.guards import things
+from attngraph.capture.attributes import Described, Settings, can_be_watched
 from attngraph.capture.state import Place, Snapshot, fingerprint
-from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
 
@@ -49,6 +43,11 @@ class SideEffects:
     """Whether only this call's arguments are changed, so that other calls may be captured."""
     of_state: bool = False
     """Whether nothing but attributes of the model or values around it are changed."""
+    settings: Settings
+    """The attributes that are changed, and to what."""
+
+    def __init__(self) -> None:
+        self.settings = {}
 
     def note(self, what: str, line: str = "", of_arguments: bool = False, of_state: bool = False) -> None:
         self.of_arguments = of_arguments and (self.of_arguments or not self.what)
@@ -71,16 +70,18 @@ class SideEffects:
         if given != fingerprint(arguments):
             self.note(f"forward() changes an argument's attributes{_named(kept, target)}", of_arguments=True)
         if held != weights() or model != fingerprint([target], weights()):
-            place = kept.first_change()
-            self.note(
-                "forward() changes attributes of the model, or values around it"
-                if place is None
-                else f"forward() changes {name_of(place, target)}",
-                "" if place is None else line_of(place, target),
-                of_state=True,
-            )
+            self.settings = _settings(kept.changed_attributes())
+            self.note_change(kept.first_change(), target)
         if self.what:
             kept.restore()
+
+    def note_change(self, place: Place | None, target: Callable[..., Any]) -> None:
+        """Note that the target changes its state; `place` is where, if it is known."""
+        if place is None:
+            self.note("forward() changes attributes of the model, or values around it", of_state=True)
+        else:
+            line = line_of(place, target)
+            self.note(f"forward() changes {name_of(place, target)}", line, of_state=True)
 
     @contextlib.contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -106,7 +107,9 @@ class SideEffects:
             yield
 
     def error(self) -> CaptureError:
-        return refusal(self.what, self.line, lasting=not self.of_arguments, changes_state=self.of_state)
+        found = refusal(self.what, self.line, lasting=not self.of_arguments, changes_state=self.of_state)
+        found.settings = self.settings if self.of_state else {}
+        return found
 
 
 def refusal(what: str, line: str = "", lasting: bool = True, changes_state: bool = False) -> CaptureError:
@@ -118,39 +121,6 @@ def refusal(what: str, line: str = "", lasting: bool = True, changes_state: bool
         lasting=lasting,
         changes_state=changes_state,
     )
-
-
-class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses tensors with data, of which torch's FakeTensorMode computes with, and writes to, those of one
-    element."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        if not all(isinstance(t, FakeTensor) for t in tensors):
-            raise ValueError("a tensor with data")
-        return func(*args, **(kwargs or {}))
-
-
-def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the target changes its state in its first call alone, as code does that keeps a table for later
-    calls. Runs it twice on tensors without data; the state is restored."""
-    leaves, spec = flatten((args, kwargs))
-    kept = Snapshot([target, *things(leaves)])
-    try:
-        refusing = _NoData()  # type: ignore[no-untyped-call]
-        with FakeTensorMode() as mode, refusing, contextlib.redirect_stdout(io.StringIO()):
-            without_data = functools.partial(mode.from_tensor, static_shapes=True)
-            kept.replace_tensors(without_data)
-            fake = [without_data(x) if isinstance(x, Tensor) else x for x in leaves]
-            given, named = unflatten(fake, spec)
-            target(*given, **named)
-            once = fingerprint([target]), _weights(target)
-            target(*given, **named)
-            return once == (fingerprint([target]), _weights(target))
-    except Exception:  # for example, what it does depends on values
-        return False
-    finally:
-        kept.restore()
 
 
 def name_of(place: Place, target: Callable[..., Any]) -> str:
@@ -167,6 +137,12 @@ def name_of(place: Place, target: Callable[..., Any]) -> str:
     if isinstance(owner, types.ModuleType):
         return f"the variable {name} of {owner.__name__}"
     return f"the attribute {name} of a {type(owner).__name__}" if name else f"a {type(owner).__name__}"
+
+
+def label_of(place: Place, target: Callable[..., Any]) -> str:
+    """The attribute as a graph's text names it, with the prefix of capture's wrapper: `model.h.0.attn`."""
+    path = next((p for p, m in _modules(target) if m is place.owner), type(place.owner).__name__)
+    return ".".join(part for part in ("model", path, place.name) if part)
 
 
 def line_of(place: Place, target: Callable[..., Any]) -> str:
@@ -191,6 +167,14 @@ def line_of(place: Place, target: Callable[..., Any]) -> str:
     return ""
 
 
+def _settings(places: Iterable[Place]) -> Settings:
+    """What these attributes are now; none if one of them cannot be watched."""
+    found = list(places)
+    if not all(can_be_watched(place) for place in found):
+        return {}
+    return {place: Described.of(vars(place.owner).get(place.name)) for place in found}
+
+
 def _named(kept: Snapshot, target: Callable[..., Any]) -> str:
     place = kept.first_change()
     return "" if place is None else f": {name_of(place, target)}"
@@ -198,10 +182,6 @@ def _named(kept: Snapshot, target: Callable[..., Any]) -> str:
 
 def _modules(target: Callable[..., Any]) -> Iterable[tuple[str, nn.Module]]:
     return target.named_modules() if isinstance(target, nn.Module) else ()
-
-
-def _weights(target: Callable[..., Any]) -> list[int]:
-    return [id(t) for _, m in _modules(target) for t in (*m._parameters.values(), *m._buffers.values())]
 
 
 def _methods(kinds: Iterable[type]) -> Iterator[types.FunctionType]:

@@ -35,6 +35,10 @@ _OPEN = (types.SimpleNamespace, argparse.Namespace, partial)
 _RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter)
 
 
+LeftOut = frozenset[tuple[int, str]]
+"""Attributes that a fingerprint skips: the identity of each owner, and the name."""
+
+
 class Same:
     """Compares an object by identity. It keeps the object alive, so that its address is not reused."""
 
@@ -50,7 +54,9 @@ class Same:
         return id(self.value)
 
 
-def fingerprint(targets: Iterable[Any], weights: Mapping[int, int] | None = None) -> tuple[Any, ...]:
+def fingerprint(
+    targets: Iterable[Any], weights: Mapping[int, int] | None = None, left_out: LeftOut = frozenset()
+) -> tuple[Any, ...]:
     """The state of everything reachable from the targets (modules, functions, values): numbers and strings by
     value; tensors by identity and metadata; modules by identity, training flag, weights' metadata, hooks and
     attributes; containers and plain objects by their contents, and by the plain attributes of their class.
@@ -58,8 +64,9 @@ def fingerprint(targets: Iterable[Any], weights: Mapping[int, int] | None = None
     Args:
         weights: during a trace, whose parameters and buffers are stand-ins: from the identity of each to
             that of the tensor that it stands for.
+        left_out: attributes that are skipped.
     """
-    return tuple(_walk(targets, weights).found)
+    return tuple(_walk(targets, weights, left_out).found)
 
 
 def has_hooks(model: nn.Module) -> bool:
@@ -105,6 +112,20 @@ class Snapshot:
                     if isinstance(value, Tensor):
                         container[name] = replacement(value)
 
+    def changed_attributes(self) -> list[Place]:
+        """All attributes that are other objects now."""
+        found: list[Place] = []
+        for (owner, whole), now, before in self._containers:
+            held: Any = getattr(owner, "__dict__", None)
+            if not whole and now is held:
+                names = dict.fromkeys((*before, *now))
+                found += (Place(owner, n) for n in names if now.get(n, now) is not before.get(n, now))
+        return found
+
+    def containers(self) -> set[int]:
+        """The identities of the containers."""
+        return {id(container) for _, container, _ in self._containers}
+
     def first_change(self) -> Place | None:
         """The first attribute or variable whose value is another one now, or whose container has changed."""
         for place, container, copy in self._containers:
@@ -138,8 +159,10 @@ def _assign(place: Place, value: Any) -> None:
         setattr(place.owner, place.name, value)
 
 
-def _walk(targets: Iterable[Any], weights: Mapping[int, int] | None = None) -> _Walk:
-    walk = _Walk(weights or {})
+def _walk(
+    targets: Iterable[Any], weights: Mapping[int, int] | None = None, left_out: LeftOut = frozenset()
+) -> _Walk:
+    walk = _Walk(weights or {}, left_out)
     for target in targets:
         walk.at = Place(target, "")
         walk.visit(target, 0)
@@ -147,8 +170,8 @@ def _walk(targets: Iterable[Any], weights: Mapping[int, int] | None = None) -> _
 
 
 class _Walk:
-    def __init__(self, weights: Mapping[int, int]) -> None:
-        self.weights = weights
+    def __init__(self, weights: Mapping[int, int], left_out: LeftOut) -> None:
+        self.weights, self.left_out = weights, left_out
         self.found: list[Any] = []
         self.at = Place(None, "")
         self.containers: list[tuple[Place, Any]] = []
@@ -215,8 +238,8 @@ class _Walk:
             self.visit(getattr(value, name, None), depth)
         passing = _set_on_entry(kind)
         around = self.at
-        for name, inner in (held or {}).items():
-            if name not in passing:
+        for name, inner in tuple((held or {}).items()):
+            if name not in passing and (id(value), name) not in self.left_out:
                 self.found.append(name)
                 self.at = Place(value, name)
                 self.visit(inner, depth)
@@ -285,8 +308,8 @@ class _Walk:
         whole, around = Place(module, ""), self.at
         own = vars(module)
         self.containers += ((whole, s) for s in (own, module._parameters, module._buffers, own["_modules"]))
-        for name, value in own.items():
-            if name not in _MODULES_OWN:
+        for name, value in tuple(own.items()):  # another thread's call may set a new one
+            if name not in _MODULES_OWN and (id(module), name) not in self.left_out:
                 found.append(name)
                 self.at = Place(module, name)
                 self.visit(value, depth)

@@ -32,6 +32,28 @@ pytree.register_pytree_node(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """An argument with an entry for each token, `[B, T]`, that the model takes with `inner` dimensions of
+    size 1 between, such as a mask `[B, 1, 1, T]`. Flattened it is the one tensor; unflattened what the model
+    takes."""
+
+    tensor: Tensor
+    inner: int
+
+
+pytree.register_pytree_node(
+    Spread,
+    lambda spread: ([spread.tensor], spread.inner),
+    lambda leaves, inner: _spread(next(iter(leaves)), inner),
+    serialized_type_name="attngraph.capture.structure.Spread",
+)
+
+
+def _spread(leaf: Any, inner: int) -> Any:
+    return leaf[(slice(None), *[None] * inner)] if isinstance(leaf, Tensor) else leaf
+
+
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves and the structure of a tree; objects that hold tensors are flattened too."""
     leaves, spec = pytree.tree_flatten(tree)
@@ -57,7 +79,7 @@ def is_value(leaf: Any) -> bool:
     return isinstance(leaf, plain)
 
 
-def _attributes(leaf: Any) -> dict[str, Any] | None:
+def attributes_of(leaf: Any) -> dict[str, Any] | None:
     """The attributes of an object that has no other state; None for any other object."""
     if is_value(leaf) or isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
         return None
@@ -68,7 +90,7 @@ def _attributes(leaf: Any) -> dict[str, Any] | None:
 
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
     """Whether a tensor is reachable through the object's attributes. `seen`: objects already visited."""
-    attributes = _attributes(leaf)
+    attributes = attributes_of(leaf)
     if not attributes or id(leaf) in seen:
         return False
     seen.add(id(leaf))
@@ -81,7 +103,7 @@ def _open(leaf: Any, above: frozenset[int]) -> Any:
     if id(leaf) in above or not _holds_tensors(leaf, set()):
         return leaf
     above |= {id(leaf)}
-    attributes = _attributes(leaf) or {}
+    attributes = attributes_of(leaf) or {}
     values = tuple(pytree.tree_map(lambda x: _open(x, above), value) for value in attributes.values())
     return _Object(type(leaf), tuple(attributes), values)
 

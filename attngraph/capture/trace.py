@@ -1,26 +1,25 @@
 """From a callable and example inputs to a program graph: the only caller of torch.export.
 
-The model is wrapped so that torch only sees a flat list of tensors; attngraph itself flattens and rebuilds
-the structures of inputs and outputs, with their numbers and None. Every tensor dimension is dynamic unless
-the model forbids it. In-place ops are functionalised; writes to buffers and arguments become results that the
-executable copies back. Regions without gradients become `detach`.
+The model is wrapped so that torch only sees a flat list of tensors (`flat.py`); attngraph itself flattens
+and rebuilds the structures of inputs and outputs, with their numbers and None. Every tensor dimension is
+dynamic unless the model forbids it. In-place ops are functionalised; writes to buffers and arguments become
+results that the executable copies back. Regions without gradients become `detach`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
-import functools
 import inspect
 import io
+import itertools
 import linecache
 import logging
 import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,17 +29,19 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture import exported
+from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
-from attngraph.capture.side_effects import SideEffects, refusal
+from attngraph.capture.side_effects import refusal
 from attngraph.capture.size_formulas import LongFormula, short_formulas
 from attngraph.capture.state import Snapshot, has_hooks
-from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
+from attngraph.capture.structure import flatten
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import Output, ProgramGraph
 from attngraph.ir.graph.source import short_path
 from attngraph.ir.graph.verify import accept
 
@@ -53,121 +54,7 @@ _CHATTY = (
 )
 
 
-@dataclasses.dataclass
-class _Trace:
-    """What a trace is of, and what it recorded: the structure of the results, and side effects."""
-
-    target: Callable[..., Any]
-    weights: list[int]
-    structure: Structure | None = None
-    effects: SideEffects = dataclasses.field(default_factory=SideEffects)
-    shapes: tuple[torch.Size, ...] = ()
-
-    def of(self, symbols: frozenset[str] | None) -> frozenset[tuple[int, int]]:
-        """The dimensions of the arguments, (argument, dimension), whose extents involve these symbols; all
-        symbolic ones for None."""
-        return frozenset(
-            (place, d)
-            for place, shape in enumerate(self.shapes)
-            for d, extent in enumerate(shape)
-            if isinstance(extent, torch.SymInt)
-            and (symbols is None or symbols & {str(s) for s in extent.node.expr.free_symbols})
-        )
-
-
 _PLANE, _VOLUME = (nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d)
-
-
-class _Flat(nn.Module):
-    """The user's callable over a flat list of tensors."""
-
-    def __init__(self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
-        super().__init__()
-        if isinstance(target, nn.Module):
-            self.model = target
-        else:
-            self.function = target
-            for place, module in enumerate(closed_over_modules(target)):
-                self.add_module(f"closure_{place}", module)
-        self.leaves, self.spec = list(leaves), spec
-        # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
-        # what must survive, or be the original, is in an object of its own.
-        self.trace = _Trace(target, [id(t) for t in self._weights()])
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self.trace.shapes = tuple(t.shape for t in tensors)
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        args, kwargs = unflatten(leaves, self.spec)
-        target = self.model if hasattr(self, "model") else self.function
-        printed = io.StringIO()
-        effects = self.trace.effects
-        with (
-            contextlib.redirect_stdout(printed),
-            effects.watch(self.trace.target, things(leaves), self._originals),
-        ):
-            result = target(*args, **kwargs)
-        if printed.getvalue():
-            effects.note("forward() prints")
-        after, _ = flatten((args, kwargs))
-        if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
-            effects.note("forward() changes the containers among its arguments", of_arguments=True)
-        return self._record(result)
-
-    def _weights(self) -> list[Tensor | None]:
-        return [t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
-
-    def _originals(self) -> dict[int, int]:
-        """From the identity of each parameter and buffer now to that of the one it stands for."""
-        return dict(zip((id(t) for t in self._weights()), self.trace.weights, strict=False))
-
-    def _record(self, result: Any) -> tuple[Tensor, ...]:
-        leaves, tree = flatten(result)
-        tensors: list[Tensor] = []
-        recorded: list[tuple[str, Any]] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                recorded.append(("tensor", len(tensors)))
-                tensors.append(leaf)
-            elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                recorded.append(("size", leaf.node.expr))
-            elif is_value(leaf) or isinstance(leaf, enum.Enum):
-                recorded.append(("fixed", leaf))
-            else:
-                raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
-        self.trace.structure = Structure(tree, tuple(recorded))
-        return tuple(tensors)
-
-
-def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a callable can reach: itself; a bound method's object; the contents of its closure,
-    its defaults and the globals that it names, also of functions found there; the contents of partial
-    applications and other callable objects."""
-    found: dict[nn.Module, None] = {}
-    seen: set[int] = set()
-    stack: list[Any] = [function]
-    while stack:
-        value = stack.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            found[value] = None
-        elif isinstance(value, functools.partial):
-            stack += [value.func, *value.args, *value.keywords.values()]
-        elif inspect.ismethod(value):
-            stack += [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-        elif inspect.isfunction(value):
-            if not value.__module__ or not value.__module__.startswith("torch"):
-                variables = inspect.getclosurevars(value)
-                stack += [*variables.nonlocals.values(), *variables.globals.values()]
-                stack += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-                stack.append(getattr(value, "__wrapped__", None))
-        elif isinstance(value, (list, tuple, dict)):
-            stack += value.values() if isinstance(value, dict) else value
-        elif callable(value) and not isinstance(value, type):
-            stack += getattr(value, "__dict__", {}).values()
-    return list(found)
 
 
 def capture(
@@ -175,11 +62,15 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fixed: frozenset[tuple[int, int]] = frozenset(),
+    settings: Settings | None = None,
+    reads: bool = False,
 ) -> Captured:
     """Trace one call of `target` on these inputs.
 
     Args:
         fixed: dimensions, (argument, dimension), that are not to be symbolic.
+        settings: attributes that are taken as results, as the error of an earlier trace has them.
+        reads: whether the call may read them before it sets them. (Then a graph of it cannot serve calls.)
 
     Raises:
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
@@ -193,7 +84,7 @@ def capture(
         )
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     _refuse_what_a_graph_would_lose(target)
-    flat = _Flat(target, leaves, spec)
+    flat = Flat(target, leaves, spec, settings or {}, reads)
     flat.training = getattr(target, "training", True)  # of the wrapper alone: submodules keep theirs
     # torch.export replaces a module's lists and dicts by copies.
     kept = Snapshot([target, *things(leaves)])
@@ -205,7 +96,6 @@ def capture(
                 for place, t in enumerate(tensors)
             )
             program = _export(flat, tensors, (shapes,) if tensors else None)
-            structure = flat.trace.structure
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
@@ -214,21 +104,22 @@ def capture(
     except LongFormula as problem:
         raise CaptureError(str(problem), str(problem), dimensions=flat.trace.of(problem.symbols)) from problem
     except Exception as problem:  # torch raises many types; all mean that the capture failed
+        if flat.trace.effects.what:
+            raise flat.trace.effects.error() from problem
         helps = not isinstance(problem, GuardOnDataDependentSymNode)
         raise _capture_error(problem, flat.trace.of(None) if helps else frozenset()) from problem
     finally:
         kept.restore()
-    assert structure is not None
     if flat.trace.effects.what:
         raise flat.trace.effects.error()
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise refusal("forward() writes to an argument that shares its memory with another")
-    return _with_sizes(graph, program, structure)
+    return _with_sizes(graph, program, flat.trace)
 
 
-def _export(flat: _Flat, tensors: tuple[Tensor, ...], dynamic: Any) -> ExportedProgram:
+def _export(flat: Flat, tensors: tuple[Tensor, ...], dynamic: Any) -> ExportedProgram:
     """torch.export's trace of the call, with what it cannot follow by itself replaced."""
     with (
         _whole_stack_traces(),
@@ -242,18 +133,42 @@ def _export(flat: _Flat, tensors: tuple[Tensor, ...], dynamic: Any) -> ExportedP
         return torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
 
 
-def _with_sizes(graph: ProgramGraph, program: ExportedProgram, structure: Structure) -> Captured:
+def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> Captured:
     """What was captured, with the conditions and the example numbers of the graph's symbolic sizes."""
+    assert trace.structure is not None
     arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
     sizes = tuple(tuple(exported.size_of(s) for s in n.meta["val"].shape) for n in arguments)
     graph.conditions = tuple(exported.conditions(program, arguments))
     graph.hints = exported.hints(arguments, graph.graph.nodes)
     env = exported.shape_env(arguments)
-    results = tuple(
-        (kind, env.simplify(value) if kind == "size" and env is not None else value)
-        for kind, value in structure.leaves
-    )
-    return Captured(graph, Structure(structure.tree, results), sizes)
+
+    def simplified(structure: Structure) -> Structure:
+        leaves = (
+            (kind, env.simplify(value) if kind == "size" and env is not None else value)
+            for kind, value in structure.leaves
+        )
+        return Structure(structure.tree, tuple(leaves))
+
+    attributes = [
+        dataclasses.replace(a, structure=None if a.structure is None else simplified(a.structure))
+        for a in trace.attributes
+    ]
+    _name_outputs(graph, trace.kinds)
+    checks = tuple(line for _, line in trace.checks.found)
+    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes), checks)
+
+
+def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> None:
+    """Say which of the graph's results are what an attribute is set to, or a condition that is checked."""
+    values = itertools.count()
+
+    def named(output: Output) -> Output:
+        if output.kind != "value":
+            return output
+        kind, name = kinds.get(next(values), ("value", ""))
+        return dataclasses.replace(output, kind=kind, name=name)
+
+    graph.outputs = tuple(map(named, graph.outputs))
 
 
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
@@ -308,7 +223,8 @@ def _whole_stack_traces() -> Iterator[None]:
 
     def below_wrapper(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         names = [(f.filename, f.name) for f in frames]
-        start = names.index((__file__, "forward")) + 1 if (__file__, "forward") in names else 0
+        wrapper = inspect.getfile(Flat), "forward"
+        start = names.index(wrapper) + 1 if wrapper in names else 0
         return traceback.StackSummary.from_list(frames[start:])
 
     with replaced(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):

@@ -208,6 +208,8 @@ class CacheEntry:
     prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
     largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
     Where a window is kept, so are `rollback` more tokens; a row's room is a multiple of `page` tokens.
+    `unset` are attributes that the model's forward sets and the decoder does not; `unchecked` are lines that
+    raise for certain values in the model, but not in the decoder.
     """
 
     bytes_per_token: int
@@ -219,6 +221,8 @@ class CacheEntry:
     error: float | None = None
     rollback: int = 0
     page: int = 1
+    unset: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     def bytes(self, batch: int, length: int) -> int:
         """Bytes that a cache needs for `batch` sequences of `length` tokens each.
@@ -259,6 +263,12 @@ class CacheEntry:
             found.append(f"      {self.fixed} value(s) computed once for a prompt")
         if self.most_tokens is not None:
             found.append(f"      at most {self.most_tokens:,} tokens in a sequence")
+        if self.unset:
+            found.append(f"      not set, unlike by the model's own forward(): {', '.join(self.unset)}")
+        if self.unchecked:
+            found.append(
+                f"      not checked, unlike by the model's own forward(): {', '.join(self.unchecked)}"
+            )
         shown = "not compared with whole sequences" if self.error is None else (
             f"equal to whole sequences in float64 (error {self.error:.0e})")  # fmt: skip
         return [*found, f"      {shown}"]

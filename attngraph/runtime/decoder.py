@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.guards import call_key
-from attngraph.capture.structure import flatten
+from attngraph.capture.state import LeftOut
+from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
 from attngraph.ir import budgets
@@ -289,8 +290,12 @@ class Decoder(nn.Module):
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
         leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
+        width = tuple(packed.ids.shape[2:])
+
+        def key(left_out: LeftOut) -> Any:
+            return left_out, call_key(leaves, spec, model, left_out), width
+
         with LOCK.call(), torch.no_grad():
-            key = call_key(leaves, spec, model), tuple(packed.ids.shape[2:])
             found = self._valid(key)
         if found is not None:
             return found
@@ -298,21 +303,31 @@ class Decoder(nn.Module):
             found = self._valid(key)  # another thread may have derived it meanwhile
             if found is None:
                 found = self._derived(name, packed, inputs)
-                self._steps.pop(key, None)
-                self._steps[key] = found
+                with torch.no_grad():
+                    kept_as = key(found.left_out)
+                self._steps.pop(kept_as, None)
+                self._steps[kept_as] = found
                 while len(self._steps) > budgets.GRAPHS_KEPT:
                     self._steps.pop(next(iter(self._steps)))
             return found
 
-    def _valid(self, key: Any) -> Step | None:
-        """The step that was derived for this key, if the buffers that it relies on are unchanged."""
-        found = self._steps.get(key)
-        return found if found is not None and found.is_valid() else None
+    def _valid(self, key: Callable[[LeftOut], Any]) -> Step | None:
+        """A step that was derived for this call, if the buffers that it relies on are unchanged. `key`: of
+        the call, without some attributes."""
+        for left_out in {step.left_out for step in tuple(self._steps.values())}:
+            found = self._steps.get(key(left_out))
+            if found is not None and found.is_valid():
+                return found
+        return None
 
     def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
         """A new step. Inputs as long as the prompt are cut to the example's length. They may be that long by
         coincidence, so if deriving fails, it is tried again with an example as long as the prompt."""
         width = packed.mask.shape[1]
+        inputs = {
+            n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
+            for n, v in inputs.items()
+        }
         as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
         with torch.no_grad():
             try:
@@ -321,14 +336,14 @@ class Decoder(nn.Module):
                 if as_long and width not in (1, EXAMPLE_TOKENS):
                     with contextlib.suppress(AttnGraphError):
                         return self._derive(name, self._example(name, packed, inputs, width))
-                spread = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_spread(v, width)]
-                if not spread:
+                pairs = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_of_pairs(v, width)]
+                if not pairs:
                     raise
-                shape = list(inputs[spread[0]].shape)
+                shape = list(inputs[pairs[0]].shape)
                 raise NoDecoderError(
-                    f"its argument {spread[0]} is {shape}, with the tokens last. A decoder takes what "
-                    "belongs to tokens as [B, T]: give it so, and let the model insert the other dimensions "
-                    f"({spread[0]}[:, None, None])."
+                    f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens. A decoder "
+                    "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
+                    "combine it with its causal mask."
                 ) from problem
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
@@ -341,12 +356,13 @@ class Decoder(nn.Module):
             name: packed.ids[0, places].reshape(EXAMPLE_ROWS, tokens, *packed.ids.shape[2:])
         }
         rows, width = packed.mask.shape
-        for other, value in inputs.items():
+        for other, given in inputs.items():
+            value = given.tensor if isinstance(given, Spread) else given
             if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == rows:
                 value = value[torch.arange(EXAMPLE_ROWS, device=value.device) % rows]
                 if value.ndim >= 2 and value.shape[1] == width:
                     value = value[:, torch.arange(tokens, device=value.device) % width]
-            example[other] = value
+            example[other] = Spread(value, given.inner) if isinstance(given, Spread) else value
         if "use_cache" in self._signature.parameters and "use_cache" not in inputs:
             example["use_cache"] = False
         return example
@@ -386,7 +402,7 @@ class Decoder(nn.Module):
             if name == step.name:
                 found[name] = packed.ids
             elif name in inputs:
-                value = inputs[name]
+                value = inputs[name].flatten(1) if name in step.spread else inputs[name]
                 if value.shape[:2] != packed.mask.shape:
                     raise ValueError(
                         f"{name} is {tuple(value.shape)}, the tokens {tuple(packed.mask.shape)}."
@@ -402,3 +418,8 @@ class Decoder(nn.Module):
 def _is_spread(value: Tensor, tokens: int) -> bool:
     """Whether this has an entry for each token in its last dimension, as a mask `[B, 1, 1, T]` has."""
     return value.ndim >= 3 and value.shape[-1] == tokens and all(n == 1 for n in value.shape[1:-1])
+
+
+def _is_of_pairs(value: Tensor, tokens: int) -> bool:
+    """Whether this has an entry for each pair of tokens, as a mask `[B, 1, T, T]` has."""
+    return value.ndim >= 3 and tokens > 1 and value.shape[-2:] == (tokens, tokens)

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attngraph.capture.captured import Captured
+from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.structure import unflatten
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, is_assertion
 from attngraph.report.report import CompileReport
 from attngraph.runtime.machine import Machine, Run
 
@@ -25,15 +25,17 @@ class Executable:
 
     Attributes:
         report: what was done to the graph; set once it is known.
+        asserts: whether a call may fail because of a condition on values that the model asserts.
     """
 
-    __slots__ = ("captured", "machine", "report", "sizes")
+    __slots__ = ("asserts", "captured", "machine", "report", "sizes")
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None
     ) -> None:
         self.captured, self.report = captured, CompileReport()
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
+        self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
@@ -45,29 +47,35 @@ class Executable:
         return self._sizes(tensors) is not None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """The call's result, once the attributes that the model's forward sets are set."""
         results = self.machine(tensors)
         values: list[Any] = []
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
-            if output.kind == "value":
+            if output.kind in ("value", "attribute"):
                 if id(result) not in laid:
                     laid[id(result)] = _laid_out(result, output.order)
                 values.append(laid[id(result)])
-        return self._assembled(values, tensors)
+        result = self._assembled(self.captured.structure, values, tensors)
+        for attribute in self.captured.attributes:
+            structure = attribute.structure
+            value = result if structure is None else self._assembled(structure, values, tensors)
+            vars(attribute.owner)[attribute.name] = value
+        return result
 
     def _sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:
         return self.sizes.bind(tuple(t.shape for t in tensors))
 
-    def _assembled(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    def _assembled(self, structure: Structure, values: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
         leaves: list[Any] = []
-        for kind, value in self.captured.structure.leaves:
+        for kind, value in structure.leaves:
             if kind == "tensor":
                 leaves.append(values[value])
             elif kind == "size" and hasattr(value, "free_symbols"):
                 leaves.append(size_value(value, self._sizes(tensors) or {}))
             else:
                 leaves.append(value)
-        return unflatten(leaves, self.captured.structure.tree)
+        return unflatten(leaves, structure.tree)
 
 
 def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:

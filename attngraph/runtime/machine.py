@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from attngraph.capture.guards import ValueGuard
 from attngraph.capture.trace_lock import LOCK
+from attngraph.errors import CheckError
 from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate
 
 Run = Callable[..., Sequence[Any]]
@@ -40,7 +41,7 @@ class Machine:
     """
 
     __slots__ = (
-        "_assumed", "_fetch", "_module", "_overwritten", "_run", "_values", "_weights", "_writers",
+        "_assumed", "_checks", "_fetch", "_module", "_overwritten", "_run", "_values", "_weights", "_writers",
         "arguments",
     )  # fmt: skip
 
@@ -61,6 +62,7 @@ class Machine:
         self._values = ValueGuard([fetch(None) for fetch in self._assumed])
         written = {(o.kind, o.name) for o in graph.outputs if o.kind in ("buffer", "argument")}
         self._overwritten = {n for n, i in enumerate(graph.inputs) if (i.kind, i.name) in written}
+        self._checks = [(n, o.name) for n, o in enumerate(graph.outputs) if o.kind == "check"]
         self._writers = [_writer(output, owner) for output in graph.outputs]
 
     def is_valid(self) -> bool:
@@ -78,6 +80,9 @@ class Machine:
             arguments: the call's tensors by number, or by name.
             state: the graph's other inputs, by name: pages, rows, results of the prompt stage.
             interpret: an interpreter to run the graph, and its weights stage, with instead.
+
+        Raises:
+            CheckError: a condition on values that the model checks does not hold; nothing is written.
         """
         with LOCK.call():
             weights = None if self._weights is None else self._weights.values(interpret)
@@ -91,6 +96,9 @@ class Machine:
                 inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
             with _without_autocast(inputs):
                 results = self._run(*inputs)
+            for number, line in self._checks:
+                if not results[number]:
+                    raise CheckError(f"what the model checks at {line} does not hold.")
             return [
                 result if write is None else write(arguments, result)
                 for result, write in zip(results, self._writers, strict=True)

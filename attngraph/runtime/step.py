@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attngraph.capture.state import LeftOut
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.report.report import CompileReport
@@ -23,15 +24,20 @@ class Step:
         owner: the module whose parameters and buffers the graph's inputs name.
         name: the model's argument that takes the tokens. names: the names of all its arguments, in order.
         run: makes the function that computes a graph's results.
+        left_out: attributes that the model's forward sets and never reads before, so the decoder does not
+            depend on them.
+        spread: arguments that calls may give with dimensions of size 1 between rows and tokens.
     """
 
     def __init__(
         self, graph: ProgramGraph, owner: nn.Module, name: str, names: Sequence[str], report: CompileReport,
-        run: Callable[[ProgramGraph], Run],
+        run: Callable[[ProgramGraph], Run], left_out: LeftOut = frozenset(),
+        spread: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         assert graph.state is not None
         self.graph, self.plan, self.report = graph, graph.state, report
-        self.name, self.names, self.owner = name, list(names), owner
+        self.name, self.names, self.owner, self.left_out = name, list(names), owner, left_out
+        self.spread = spread
         self._step = Machine(graph, owner, run, names)
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, names)

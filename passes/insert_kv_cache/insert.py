@@ -59,7 +59,7 @@ class InsertKVCache:
     yields: Level = Level.CACHED
 
     def run(self, graph: ProgramGraph) -> Outcome:
-        _only_result(graph, self.result)
+        only_result(graph, self.result)
         ids = next(
             node for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
             if given.kind == "argument" and int(given.name) == self.argument
@@ -70,9 +70,10 @@ class InsertKVCache:
         return outcome
 
 
-def _only_result(graph: ProgramGraph, result: int) -> None:
-    """Of the model's results keep only the logits. A model that writes to its inputs has no decoder."""
-    written = [o for o in graph.outputs if o.kind != "value"]
+def only_result(graph: ProgramGraph, result: int) -> None:
+    """Of the model's results keep only the logits; attributes that its forward sets are not set, and
+    conditions on values not checked. A model that writes to its inputs has no decoder."""
+    written = [o for o in graph.outputs if o.kind not in ("value", "attribute", "check")]
     if written:
         raise NoDecoderError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
     output = graph.graph.output_node()

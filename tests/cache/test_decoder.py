@@ -618,23 +618,58 @@ def test_a_buffer_that_changes_its_values_is_noticed() -> None:
         compiled.prefill(tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_mask_with_the_tokens_in_its_last_dimension_is_told_what_to_be(tokens: int) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(20, 8)
+class Masked(nn.Module):
+    """Adds a mask `[B, 1, 1, T]` of keys to its scores."""
 
-        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-            x = self.embedding(ids)
-            place = torch.arange(ids.shape[1])
-            heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
-            s = (heads @ heads.mT).masked_fill(place > place[:, None], -torch.inf) + mask
-            return (s.softmax(-1) @ heads).transpose(1, 2).flatten(2)
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
 
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        place = torch.arange(ids.shape[1])
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        s = (heads @ heads.mT).masked_fill(place > place[:, None], -torch.inf) + mask
+        return (s.softmax(-1) @ heads).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_a_mask_may_have_the_tokens_in_its_last_dimension(tokens: int) -> None:
+    model = Masked().eval()
+    decoder = attngraph.compile(model, cache=True)
+    prompts, mask = ids(2, tokens + 3) % 20, torch.zeros(2, 1, 1, tokens + 3)
+    mask[1, ..., 1:2] = -torch.inf
+    wanted = whole_logits(model, prompts, mask=mask)
+    logits, state = decoder.prefill(prompts[:, :tokens], mask=mask[..., :tokens])
+    torch.testing.assert_close(logits, wanted[:, :tokens], **CLOSE)
+    for at, end in ((tokens, tokens + 1), (tokens + 1, tokens + 3)):
+        logits = decoder.decode(prompts[:, at:end], state, mask=mask[..., at:end])
+        torch.testing.assert_close(logits, wanted[:, at:end], **CLOSE)
+
+
+def test_a_mask_of_pairs_of_tokens_is_told_what_to_be() -> None:
     decoder = attngraph.compile(Masked().eval(), cache=True)
-    with pytest.raises(NoDecoderError, match=r"its argument mask is \[2, 1, 1, \d\], with the tokens last"):
-        decoder.prefill(torch.ones(2, tokens, dtype=torch.long), mask=torch.zeros(2, 1, 1, tokens))
+    with pytest.raises(
+        NoDecoderError, match=r"its argument mask is \[2, 1, 3, 3\], with an entry for each pair"
+    ):
+        decoder.prefill(torch.ones(2, 3, dtype=torch.long), mask=torch.zeros(2, 1, 3, 3))
+
+
+def test_a_spread_attention_mask_marks_padding() -> None:
+    class Padded(Masked):
+        def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            mask = torch.zeros(()) if attention_mask is None else attention_mask
+            return super().forward(ids, mask)
+
+    model = Padded().eval()
+    decoder = attngraph.compile(model, cache=True)
+    prompts = ids(2, 5) % 20
+    kept = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    added = torch.where(kept[:, None, None] > 0, 0.0, -torch.inf)
+    wanted = whole_logits(model, prompts, attention_mask=added)
+    for mask in (added, kept[:, None, None], kept):
+        logits, _ = decoder.prefill(prompts, mask)
+        torch.testing.assert_close(logits[kept > 0], wanted[kept > 0], **CLOSE)
 
 
 @pytest.mark.parametrize(("low", "problem"), [(-3.4e38, ""), (-50.0, "it sees later tokens")])

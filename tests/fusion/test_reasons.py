@@ -69,6 +69,41 @@ def test_a_softmax_over_the_queries_is_told() -> None:
     assert reason.startswith(ANOTHER_DIMENSION)
 
 
+def test_a_softmax_over_all_pairs_is_told() -> None:
+    def over_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return scores.flatten(-2).softmax(-1).view_as(scores) @ v
+
+    (reason,) = why(over_pairs, *qkv())
+    assert reason.startswith("its softmax runs over all pairs of a query and a key at once")
+
+
+def test_features_that_are_exponentials_are_told() -> None:
+    def performer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = ((x - x.square().sum(-1, keepdim=True) / 2).exp() + 1e-4 for x in (q, k))
+        return q @ (k.mT @ v) / (q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+
+    assert all(
+        reason.startswith("it multiplies exponentials of two tensors") for reason in why(performer, *qkv())
+    )
+
+
+def test_exponentials_as_values_of_a_loop_over_keys_are_told() -> None:
+    def loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        maximum = torch.full((*q.shape[:-1], 1), -torch.inf, dtype=q.dtype)
+        total, found = torch.zeros_like(maximum), torch.zeros(())
+        for keys, values in zip(k.split(3, 2), v.split(3, 2), strict=True):
+            scores = q @ keys.mT
+            larger = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+            p, change = (scores - larger).exp(), (maximum - larger).exp()
+            total, found = total * change + p.sum(-1, keepdim=True), found * change + p @ values.exp()
+            maximum = larger
+        return found / total
+
+    (reason,) = why(loop, *qkv())
+    assert reason.startswith("its values are exponentials themselves, and where keys come in 3 blocks")
+
+
 def test_a_convolution_over_neighbouring_scores_is_told() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor, kernel: Tensor) -> Tensor:
         return F.conv2d(q @ k.mT, kernel, padding=1).softmax(-1) @ v

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.capture.side_effects import settles
+from attngraph.capture.first_call import settles
 from attngraph.errors import CaptureError
 
 Same = Callable[..., None]

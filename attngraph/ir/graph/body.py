@@ -189,7 +189,8 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(?:(buffer|argument|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?", part
+                r"(?:(?:(buffer|argument|attribute|check|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?",
+                part,
             )
             assert found is not None  # the pattern matches any text
             results.append(self._resolved(found[3]))
@@ -204,7 +205,7 @@ def _whole_name(kind: str, text: str) -> str:
     """The full name for a printed one: names in the model print without the prefix of capture's wrapper
     module; results of stages have no such prefix."""
     name = read_name(text, "$")
-    return name if kind in ("value", Rate.WEIGHTS.value) else f"model.{name}"
+    return name if kind in ("value", "check", Rate.WEIGHTS.value) else f"model.{name}"
 
 
 def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -65,7 +65,8 @@ class Input:
 @dataclasses.dataclass(frozen=True)
 class Output:
     """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
-    contents of a "buffer" or "argument", or new entries for the "pages" of a store.
+    contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, the
+    condition of a "check" that must be true, or new entries for the "pages" of a store.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
     may rely on its layout; empty if it is not dense.
@@ -228,8 +229,13 @@ _KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert
 """Assertions: they have no users, but dead-code elimination must keep them."""
 
 
+def is_assertion(node: fx.Node) -> bool:
+    """Whether the node raises an error for certain values, and does nothing else."""
+    return str(node.target).startswith(_KEPT)
+
+
 def _is_kept(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or str(node.target).startswith(_KEPT)
+    return node.op in ("placeholder", "output") or is_assertion(node)
 
 
 def dependence(graph: fx.Graph) -> nx.DiGraph:

@@ -47,6 +47,10 @@ NO_VALUES = "what divides it counts the exponentials of keys whose values are no
 NO_WEIGHTS = (
     "the values of some keys are added up, but what divides the sum does not count their exponentials"
 )
+VALUES_ARE_EXPONENTIALS = (
+    "its values are exponentials themselves, and where keys come in {} blocks these are not told from the "
+    "exponentials of the scores"
+)
 ONE_BY_ONE = (
     "some of its keys are taken one by one, and are not one formula of the key's place: compute the keys and "
     "values of all tokens before the loop"
@@ -174,6 +178,9 @@ def _mismatch(above: Sequence[_Term], below: Sum, count: int) -> Refusal:
     """Why terms above and below are no pairs."""
     for other in (n.value for _, rest in below for n in factors_of(rest) if n.op == "read"):
         return Refusal(CHANGED.format(op_name(other), source_of(other)))
+    counted = frozenset().union(*(exponent.free | rest.free for exponent, rest in below))
+    if any(not (x.moving.free | x.exponent.free) - set(x.keys) <= counted for x in above):
+        return Refusal(VALUES_ARE_EXPONENTIALS.format(count))
     have, want = {a.weights for a in above}, {rest for _, rest in below}
     if have == want and len(above) == len(below):
         return Refusal(NOT_ALIKE.format(count))

@@ -204,6 +204,11 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
     if found is None:
         if not any(f.op == "recip" for f in E.walk(body)):
             return Unnormalised()
+        if _is_over_pairs(body, keys):
+            return Refusal(
+                "its softmax runs over all pairs of a query and a key at once, so weights of one query do "
+                "not sum to one: attention has a softmax over the keys of each query"
+            )
         if _is_banded(body, keys):
             return Refusal(
                 "its softmax runs over places that depend on query and key together, such as distances in a "
@@ -213,6 +218,11 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
             return Refusal(
                 "its weights are summed over another dimension than the one that the softmax runs over, as "
                 "where heads are mixed after it or where it normalises over the queries"
+            )
+        if _multiplies_exponentials(body):
+            return Refusal(
+                "it multiplies exponentials of two tensors and sums the products, as linear attention with "
+                "exponential features does: no softmax of scores weighs its values"
             )
         return Refusal(
             "exponentials are summed, but what they are divided by is not their sum over the same keys"
@@ -240,10 +250,46 @@ def _is_over_another_dimension(body: Expr, keys: tuple[Expr, ...]) -> bool:
     return False
 
 
+def _multiplies_exponentials(body: Expr) -> bool:
+    """Whether a product has several factors with exponentials in them, besides what it is divided by."""
+
+    def has_exponential(factor: Expr) -> bool:
+        stack = [factor]
+        while stack:
+            node = stack.pop()
+            if node.op == "exp":
+                return True
+            stack += () if node.op == "recip" else (a for a in node.args if isinstance(a, Expr))
+        return False
+
+    return any(n.op == "mul" and sum(map(has_exponential, n.args)) > 1 for n in E.walk(body))
+
+
 def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
     """Whether exponentials are read at an index that combines a key with another variable, and their
     normaliser sums over that index as a whole."""
-    mixed: set[tuple[object, int]] = set()
+    return bool(_combined(body, keys))
+
+
+def _is_over_pairs(body: Expr, keys: tuple[Expr, ...]) -> bool:
+    """Whether such an index counts pairs: the key is one digit of it, and the other variables are another."""
+
+    def step(place: Expr, variable: Expr) -> Expr:
+        return M.sub(M.substitute(place, {variable: M.add(variable, E.ONE)}), place)
+
+    def counts(place: Expr) -> bool:
+        mine = [v for v in place.free if v in keys]
+        others = [v for v in place.free if v not in keys]
+        return len(mine) == len(others) == 1 and (
+            step(place, others[0]) is mine[0].args[0] or step(place, mine[0]) is others[0].args[0]
+        )
+
+    return any(map(counts, _combined(body, keys)))
+
+
+def _combined(body: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
+    """The indices that combine a key with another variable, where a normaliser sums over the whole index."""
+    mixed: list[tuple[tuple[object, int], Expr]] = []
     summed: set[tuple[object, int]] = set()
     bound = {n.args[0] for n in E.walk(body) if n.op == "sum"}
     for read in (n for e in E.walk(body) if e.op == "exp" for n in E.walk(e) if n.op == "read"):
@@ -251,8 +297,8 @@ def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
             if place in bound:
                 summed.add((read.value, axis))
             elif not place.free.isdisjoint(keys) and not place.free <= set(keys):
-                mixed.add((read.value, axis))
-    return not mixed.isdisjoint(summed)
+                mixed.append(((read.value, axis), place))
+    return [place for dimension, place in mixed if dimension in summed]
 
 
 def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:

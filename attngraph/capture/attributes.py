@@ -1,0 +1,173 @@
+"""Attributes that a forward sets anew in every call (`self.attention_weights = p`): results, not state.
+
+A first trace finds which attributes change. In a second one they are watched: if the forward does not read
+an attribute before it sets it, no call depends on the one before, so what it is set to is one more result of
+the graph, and the executable sets the attribute after each call. An attribute that is read first is state
+(a counter, a table for later calls) and remains a side effect. Used by `trace.py` and `side_effects.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.capture.state import Place
+from attngraph.capture.structure import TreeSpec, attributes_of, flatten, is_value
+
+_UNSET = object()
+_IMMUTABLE = 1 << 8
+"""CPython's flag of classes whose attributes cannot be set."""
+
+
+class ReadFirst(Exception):
+    """The forward reads a watched attribute that it has not set yet, or deletes it; the trace stops here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What an attribute was set to in one trace, as far as another trace must find the same: the structure,
+    and the leaves that are neither tensors nor sizes."""
+
+    tree: TreeSpec
+    leaves: tuple[str, ...]
+
+    @staticmethod
+    def of(value: Any) -> Described:
+        leaves, tree = flatten(value)
+        return Described(tree, tuple(map(_described, leaves)))
+
+    def agrees(self, other: Described) -> bool:
+        """Whether both are of one structure and equal in leaves that both traces took as plain values."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        return self.tree == other.tree and all(a == b or not (a and b) for a, b in pairs)
+
+
+def _described(leaf: Any) -> str:
+    is_symbolic = isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return "" if is_symbolic else f"{type(leaf).__name__} {leaf!r}" if is_value(leaf) else type(leaf).__name__
+
+
+Settings = Mapping[Place, Described]
+"""What a trace found attributes to be set to."""
+
+
+def can_be_watched(place: Place) -> bool:
+    """Whether reading and setting this attribute can be noticed: its class has nothing else of that name, and
+    its methods do not look into the dictionary of attributes."""
+    kind: Any = type(place.owner)
+    if kind.__flags__ & _IMMUTABLE or kind.__hash__ is not object.__hash__ or _looks_inside(kind):
+        return False
+    return not any(hasattr(vars(k).get(place.name), "__get__") for k in kind.__mro__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _looks_inside(kind: type) -> bool:
+    """Whether a method of the class uses `__dict__` or `vars`; torch's, and Python's special ones, do not
+    count."""
+    own = (k for k in kind.__mro__ if k is not object and not k.__module__.startswith("torch."))
+    methods = (getattr(m, "fget", m) for k in own for n, m in vars(k).items() if not n.startswith("__"))
+    codes = (getattr(inspect.unwrap(m), "__code__", None) for m in methods if callable(m))
+    return any({"__dict__", "vars"} & set(code.co_names) for code in codes if code is not None)
+
+
+class Watch:
+    """Keeps what attributes are set to while it is entered, instead of setting them.
+
+    Args:
+        places: the attributes, each as `can_be_watched` says.
+        refuse: is called with an attribute that is read before it is set, or deleted.
+        reads: whether attributes may be read before; such are in `read`, and have their old values until they
+            are set.
+    """
+
+    def __init__(self, places: Sequence[Place], refuse: Callable[[Place], None], reads: bool) -> None:
+        self.places, self.refuse, self.reads = places, refuse, reads
+        self.found: dict[Place, Any] = {}
+        self.read: set[Place] = set()
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Watch:
+        by_class: dict[tuple[type, str], dict[int, Place]] = {}
+        for place in self.places:
+            # Stand-ins that torch.export makes of modules share the dictionary of the original.
+            watched = by_class.setdefault((type(place.owner), place.name), {})
+            watched[id(vars(place.owner))] = place
+        for (kind, name), watched in by_class.items():
+            self._open.enter_context(_in_class(kind, name, _Watched(name, kind, watched, self)))
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._open.close()
+
+
+@contextlib.contextmanager
+def _in_class(kind: type, name: str, descriptor: _Watched) -> Iterator[None]:
+    before = vars(kind).get(name, _UNSET)
+    setattr(kind, name, descriptor)
+    try:
+        yield
+    finally:
+        if before is _UNSET:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, before)
+
+
+class _Watched:
+    """The attribute `name` of a class while some of its objects are watched."""
+
+    def __init__(self, name: str, kind: type, watched: Mapping[int, Place], watch: Watch) -> None:
+        self.name, self.watched, self.watch = name, watched, watch
+        self.of_class = getattr(kind, name, _UNSET)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        place = None if owner is None else self.watched.get(id(vars(owner)))
+        if place is not None and place not in self.watch.found:
+            self.watch.read.add(place)
+            if not self.watch.reads:
+                self.watch.refuse(place)
+                raise ReadFirst(self.name)
+        before = self.of_class if owner is None else vars(owner).get(self.name, self.of_class)
+        found = before if place is None else self.watch.found.get(place, before)
+        if found is _UNSET:
+            raise AttributeError(self.name)
+        return found
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        place = self.watched.get(id(vars(owner)))
+        if place is None:
+            vars(owner)[self.name] = value
+        else:
+            self.watch.found[place] = value
+
+    def __delete__(self, owner: Any) -> None:
+        place = self.watched.get(id(vars(owner)))
+        if place is not None:
+            self.watch.refuse(place)
+            raise ReadFirst(self.name)
+        if vars(owner).pop(self.name, _UNSET) is _UNSET:
+            raise AttributeError(self.name)
+
+
+def containers(value: Any) -> Iterator[int]:
+    """The identities of the lists, dictionaries and other objects in a value that can be changed in place."""
+    stack, seen = [value], set()
+    while stack:
+        part = stack.pop()
+        if id(part) in seen or is_value(part) or isinstance(part, (Tensor, nn.Module, type)):
+            continue
+        seen.add(id(part))
+        inner = part.values() if isinstance(part, dict) else part
+        if isinstance(part, (list, tuple, set, frozenset, dict)):
+            stack += inner
+        else:
+            stack += (attributes_of(part) or {}).values()
+        if not isinstance(part, (tuple, frozenset)):
+            yield id(part)

@@ -1,0 +1,112 @@
+"""Models whose first call differs from later ones: they fill a table that later calls read.
+
+A graph of such a call would not fill the table. Whether a change is of this kind is found by running the
+model twice on tensors without data. Then its first call is run as it is, and the model is captured after it.
+A decoder is captured before it, so that tables are computed for any number of tokens, and leaves them
+unfilled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attngraph.capture.guards import things
+from attngraph.capture.state import Snapshot, fingerprint
+from attngraph.capture.structure import flatten, unflatten
+from attngraph.errors import CaptureError
+
+T = TypeVar("T")
+
+
+def once_settled(
+    make: Callable[[], T], target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> T:
+    """What `make` makes of a capture of this call. A target that fills a table runs the call first, without
+    gradients.
+
+    Raises:
+        CaptureError: the target cannot be captured then either.
+    """
+    try:
+        return make()
+    except CaptureError as problem:
+        if not fills_a_table(problem, target, args, kwargs):
+            raise
+    with torch.no_grad():
+        target(*args, **kwargs)
+    return make()
+
+
+def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the target's first call has the results of its second. Its attributes and containers are
+    restored."""
+    leaves, spec = flatten((args, kwargs))
+    kept = Snapshot([target, *things(leaves)])
+    given, named = unflatten(leaves, spec)
+    try:
+        with torch.no_grad():
+            once, again = (flatten(target(*given, **named))[0] for _ in range(2))
+    finally:
+        kept.restore()
+    return len(once) == len(again) and all(map(_equal, once, again))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.nan_to_num(), b.nan_to_num())
+    return bool(a == b)
+
+
+def fills_a_table(
+    problem: CaptureError, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether the target could not be captured because it changes its state in its first call alone."""
+    return problem.changes_state and settles(target, args, kwargs)
+
+
+class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses tensors with data, of which torch's FakeTensorMode computes with, and writes to, those of one
+    element."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        if not all(isinstance(t, FakeTensor) for t in tensors):
+            raise ValueError("a tensor with data")
+        return func(*args, **(kwargs or {}))
+
+
+def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the target changes its state in its first call alone, as code does that keeps a table for later
+    calls. Runs it twice on tensors without data; the state is restored."""
+    leaves, spec = flatten((args, kwargs))
+    kept = Snapshot([target, *things(leaves)])
+    try:
+        refusing = _NoData()  # type: ignore[no-untyped-call]
+        with FakeTensorMode() as mode, refusing, contextlib.redirect_stdout(io.StringIO()):
+            without_data = functools.partial(mode.from_tensor, static_shapes=True)
+            kept.replace_tensors(without_data)
+            fake = [without_data(x) if isinstance(x, Tensor) else x for x in leaves]
+            given, named = unflatten(fake, spec)
+            target(*given, **named)
+            once = fingerprint([target]), _weights(target)
+            target(*given, **named)
+            return once == (fingerprint([target]), _weights(target))
+    except Exception:  # for example, what it does depends on values
+        return False
+    finally:
+        kept.restore()
+
+
+def _weights(target: Callable[..., Any]) -> list[int]:
+    modules = target.modules() if isinstance(target, nn.Module) else ()
+    return [id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())]

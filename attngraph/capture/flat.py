@@ -1,0 +1,198 @@
+"""The callable that is traced: the user's over a flat list of tensors, which notes what a graph cannot.
+
+Torch only sees tensors in and tensors out. The structure of the results, the attributes that are set and the
+side effects are noted while the trace runs. Used by `trace.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import inspect
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.capture.attributes import Described, Settings, Watch, containers
+from attngraph.capture.captured import Attribute, Structure
+from attngraph.capture.checks import Checks
+from attngraph.capture.guards import things
+from attngraph.capture.side_effects import SideEffects, label_of
+from attngraph.capture.state import Place, Snapshot
+from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a trace is of, and what it recorded: the structure of the results, attributes that are set, and
+    side effects. `settings`: what an earlier trace found attributes to be set to; `reads`: whether they may
+    be read before."""
+
+    target: Callable[..., Any]
+    weights: list[int]
+    settings: Settings
+    reads: bool
+    structure: Structure | None = None
+    attributes: tuple[Attribute, ...] = ()
+    kinds: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """The kinds and names of tensors that are not the call's own results, by number."""
+    checks: Checks = dataclasses.field(default_factory=Checks)
+    effects: SideEffects = dataclasses.field(default_factory=SideEffects)
+    shapes: tuple[torch.Size, ...] = ()
+
+    def of(self, symbols: frozenset[str] | None) -> frozenset[tuple[int, int]]:
+        """The dimensions of the arguments, (argument, dimension), whose extents involve these symbols; all
+        symbolic ones for None."""
+        return frozenset(
+            (place, d)
+            for place, shape in enumerate(self.shapes)
+            for d, extent in enumerate(shape)
+            if isinstance(extent, torch.SymInt)
+            and (symbols is None or symbols & {str(s) for s in extent.node.expr.free_symbols})
+        )
+
+
+class Flat(nn.Module):
+    """The user's callable over a flat list of tensors."""
+
+    def __init__(
+        self, target: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, settings: Settings,
+        reads: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if isinstance(target, nn.Module):
+            self.model = target
+        else:
+            self.function = target
+            for place, module in enumerate(closed_over_modules(target)):
+                self.add_module(f"closure_{place}", module)
+        self.leaves, self.spec = list(leaves), spec
+        # Export restores attributes that forward() sets here, and hands out stand-ins of weights and modules:
+        # what must survive, or be the original, is in an object of its own.
+        self.trace = Trace(target, [id(t) for t in self._weights()], settings, reads)
+
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        self.trace.shapes = tuple(t.shape for t in arguments)
+        given = iter(arguments)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        before, _ = flatten((args, kwargs))
+        target = self.model if hasattr(self, "model") else self.function
+        printed = io.StringIO()
+        effects = self.trace.effects
+        watch = Watch(list(self.trace.settings), self._refuse, self.trace.reads)
+        with (
+            contextlib.redirect_stdout(printed),
+            effects.watch(self.trace.target, things(leaves), self._originals),
+            watch,
+            self.trace.checks.watch(),
+        ):
+            result = target(*args, **kwargs)
+        if printed.getvalue():
+            effects.note("forward() prints")
+        after, _ = flatten((args, kwargs))
+        if len(after) != len(before) or any(a is not b for a, b in zip(after, before, strict=True)):
+            effects.note("forward() changes the containers among its arguments", of_arguments=True)
+        tensors: list[Tensor] = []
+        self.trace.structure = _structure(result, tensors)
+        if watch.found:
+            self._record(watch, result, {*containers((args, kwargs))}, tensors)
+        for condition, line in self.trace.checks.found:
+            self.trace.kinds[len(tensors)] = "check", line
+            tensors.append(condition)
+        return tuple(tensors)
+
+    def _refuse(self, place: Place) -> None:
+        self.trace.effects.note_change(place, self.trace.target)
+
+    def _weights(self) -> list[Tensor | None]:
+        return [t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values())]
+
+    def _originals(self) -> dict[int, int]:
+        """From the identity of each parameter and buffer now to that of the one it stands for."""
+        return dict(zip((id(t) for t in self._weights()), self.trace.weights, strict=False))
+
+    def _record(
+        self, watch: Watch, result: Any, others: set[int], tensors: list[Tensor]
+    ) -> None:  # fmt: skip
+        """Record what attributes were set to, and add the tensors in it.
+
+        Args:
+            others: the identities of containers; a value that shares one with the caller, with the model or
+                with another value would be a copy of it, so it is no result.
+        """
+        others |= {*containers(result)} | Snapshot([self.trace.target]).containers()
+        attributes: list[Attribute] = []
+        for place, value in watch.found.items():
+            own = set(containers(value))
+            try:
+                if value is not result and not own.isdisjoint(others):
+                    raise TypeError("a container that is also elsewhere")
+                if not self.trace.settings[place].agrees(Described.of(value)):
+                    raise TypeError("not what an earlier trace found")
+                label, first = label_of(place, self.trace.target), len(tensors)
+                structure = None if value is result else _structure(value, tensors)
+            except TypeError:
+                self._refuse(place)
+                continue
+            others |= own
+            self.trace.kinds |= dict.fromkeys(range(first, len(tensors)), ("attribute", label))
+            attributes.append(Attribute(place.owner, place.name, label, structure, place in watch.read))
+        self.trace.attributes = tuple(attributes)
+
+
+def _structure(result: Any, tensors: list[Tensor]) -> Structure:
+    """The structure of a result, whose tensors are added to the list.
+
+    Raises:
+        TypeError: there is something else in it than tensors and numbers.
+    """
+    leaves, tree = flatten(result)
+    recorded: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            recorded.append(("tensor", len(tensors)))
+            tensors.append(leaf)
+        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            recorded.append(("size", leaf.node.expr))
+        elif is_value(leaf) or isinstance(leaf, enum.Enum):
+            recorded.append(("fixed", leaf))
+        else:
+            raise TypeError(f"the model returns a {type(leaf).__name__}, which is no tensor or number")
+    return Structure(tree, tuple(recorded))
+
+
+def closed_over_modules(function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that a callable can reach: itself; a bound method's object; the contents of its closure,
+    its defaults and the globals that it names, also of functions found there; the contents of partial
+    applications and other callable objects."""
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [function]
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found[value] = None
+        elif isinstance(value, functools.partial):
+            stack += [value.func, *value.args, *value.keywords.values()]
+        elif inspect.ismethod(value):
+            stack += [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
+        elif inspect.isfunction(value):
+            if not value.__module__ or not value.__module__.startswith("torch"):
+                variables = inspect.getclosurevars(value)
+                stack += [*variables.nonlocals.values(), *variables.globals.values()]
+                stack += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+                stack.append(getattr(value, "__wrapped__", None))
+        elif isinstance(value, (list, tuple, dict)):
+            stack += value.values() if isinstance(value, dict) else value
+        elif callable(value) and not isinstance(value, type):
+            stack += getattr(value, "__dict__", {}).values()
+    return list(found)

@@ -1,0 +1,129 @@
+"""Models that fill a table in their first call, which later calls read: decoders, bisection, conversion."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.api.bisect import bisect
+from attngraph.errors import CaptureError
+
+
+class Rotary(nn.Module):
+    """Rotary positions from tables that `when` says when to fill."""
+
+    def __init__(self, width: int, when: str) -> None:
+        super().__init__()
+        self.when, self.filled = when, 0
+        self.cos: Any = None
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", 10000.0 ** -(torch.arange(0, width, 2) / width))
+
+    def fill(self, tokens: int) -> None:
+        self.filled = tokens
+        angles = torch.outer(torch.arange(tokens).float(), self.frequencies).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[-2]
+        match self.when:
+            case "another length" if tokens != self.filled:
+                self.fill(tokens)
+            case "a longer one" if self.cos is None or self.cos.shape[0] < tokens:
+                self.fill(tokens)
+            case "once" if self.cos is None:
+                self.fill(64)
+        a, b = x.chunk(2, -1)
+        found: Tensor = x * self.cos[:tokens] + torch.cat([-b, a], -1) * self.sin[:tokens]
+        return found
+
+
+class Model(nn.Module):
+    def __init__(self, positions: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(11, 16), nn.Linear(16, 48), nn.Linear(16, 11)
+        self.positions = positions
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k = self.positions(q), self.positions(k)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        p = (q @ k.mT / 8**0.5).masked_fill(later, -torch.inf).softmax(-1)
+        found: Tensor = self.head((p @ v).transpose(1, 2).flatten(2) + x)
+        return found
+
+
+WHEN = ("another length", "a longer one", "once")
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_decoder_computes_tables_for_any_number_of_tokens(when: str) -> None:
+    model = Model(Rotary(8, when)).eval()
+    reference = copy.deepcopy(model)
+    decoder = attngraph.compile(model, cache=True)
+    ids = torch.randint(0, 11, (2, 6))
+    found = decoder.generate(ids, max_new_tokens=20)
+    with torch.no_grad():
+        for _ in range(20):
+            ids = torch.cat([ids, reference(ids)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, ids)
+    assert model.positions.filled == 0
+    assert decoder.report.cache is not None
+    assert decoder.report.cache.most_tokens == (64 if when == "once" else None)
+    assert "positions.cos" in decoder.report.cache.unset
+
+
+def test_bisection_and_conversion_run_the_first_call() -> None:
+    ids = torch.randint(0, 11, (2, 6))
+    model = Model(Rotary(8, "a longer one")).eval()
+    assert bisect(model, ids).culprit == ""
+    converted = attngraph.convert_heads(Model(Rotary(8, "once")).eval(), ids, kv_heads=1)
+    assert converted(ids).shape == (2, 6, 11)
+    assert not attngraph.explain(Model(Rotary(8, "once")), ids).breaks
+
+
+class Flag(nn.Module):
+    """Does something else in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.first = False
+            return x * 2
+        return x
+
+
+class Scale(nn.Module):
+    """Is scaled by what its first call saw."""
+
+    scale: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.std()
+        found: Tensor = x / self.scale
+        return found
+
+
+class Counter(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("kind", [Flag, Scale, Counter])
+def test_state_that_is_no_table_has_no_decoder(kind: type[nn.Module]) -> None:
+    decoder = attngraph.compile(Model(kind()).eval(), cache=True)
+    with pytest.raises(CaptureError, match="forward\\(\\) changes the attribute positions"):
+        decoder.prefill(torch.randint(0, 11, (2, 6)))

@@ -1,0 +1,412 @@
+"""Attributes that a forward sets anew in every call are results of one graph; others remain side effects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.errors import CaptureError, NotFusedError
+
+Same = Callable[..., None]
+
+
+class Attention(nn.Module):
+    """Keeps the weights of its latest call, as lecture code does."""
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.qkv, self.heads = nn.Linear(width, 3 * width), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
+            torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf
+        )
+        self.attention_weights = scores.softmax(-1)
+        found: Tensor = (self.attention_weights @ v).transpose(1, 2).flatten(2)
+        return found
+
+
+class Layers(nn.Module):
+    """Layers whose weights are gathered in a list of the model's, one of them called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gathered: list[Any] = [None] * 3
+        for place, layer in enumerate((*self.layers, self.layers[0])):
+            x = x + layer(x)
+            self.gathered[place] = layer.attention_weights
+        return x
+
+
+def weights_of(model: Any) -> Any:
+    return [layer.attention_weights for layer in model.layers], model.gathered
+
+
+def test_weights_kept_in_attributes_are_results_of_one_graph(same: Same) -> None:
+    model = Layers()
+    reference = copy.deepcopy(model)
+    compiled = attngraph.compile(model)
+    for tokens in (5, 7, 5):
+        x = torch.randn(2, tokens, 8)
+        same(compiled(x), reference(x))
+        same(weights_of(compiled), weights_of(reference))
+        assert model.gathered[2] is model.layers[0].attention_weights
+    assert (compiled.report.graphs, compiled.report.breaks) == (1, ())
+    assert len(compiled.report.missed) == 3
+    for missed in compiled.report.missed:
+        assert missed.reason.startswith("its weights are also used in what forward() sets ")
+        assert "gathered to (tests/runtime/test_attributes.py:" in missed.reason
+        assert "they take" in missed.reason
+
+
+def test_gradients_flow_through_an_attribute(same: Same) -> None:
+    model = Layers()
+    reference = copy.deepcopy(model)
+    x = torch.randn(2, 5, 8)
+    for each in (attngraph.compile(model), reference):
+        loss = each(x).square().mean()
+        for weights in each.gathered:
+            loss = loss - (weights * (weights + 1e-9).log()).sum(-1).mean()
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        same(mine.grad, theirs.grad)
+
+
+@dataclasses.dataclass
+class Maps:
+    weights: Tensor
+    tokens: int
+
+
+class Setting(nn.Module):
+    """Sets its attribute `kept` as `how` says."""
+
+    kept: Any = None
+
+    def __init__(self, how: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.how: Any
+        self.__dict__["how"] = how
+
+    def forward(self, x: Tensor) -> Any:
+        p = (x @ x.mT).softmax(-1)
+        found = self.how(self, x, p)
+        return p @ x if found is None else found
+
+
+def _deep(m: Any, x: Tensor, p: Tensor) -> None:
+    m.kept = {"maps": [p, (p.sum(), None)], "tokens": x.shape[1], "name": "p"}
+    m.kept["maps"].append(p.detach())
+
+
+def _twice(m: Any, x: Tensor, p: Tensor) -> None:
+    m.kept = x
+    m.kept = m.kept * 2
+
+
+def _in_both(m: Any, x: Tensor, p: Tensor) -> Any:
+    m.kept = p
+    return p @ x, p
+
+
+def _the_result(m: Any, x: Tensor, p: Tensor) -> Any:
+    m.kept = [p @ x, p]
+    return m.kept
+
+
+SET: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "a tensor": lambda m, x, p: setattr(m, "kept", p),
+    "without gradients": lambda m, x, p: setattr(m, "kept", p.detach()),
+    "an argument": lambda m, x, p: setattr(m, "kept", x),
+    "a view": lambda m, x, p: setattr(m, "kept", x.mT),
+    "a tuple": lambda m, x, p: setattr(m, "kept", (p, x + 1)),
+    "a size": lambda m, x, p: setattr(m, "kept", x.shape[1] * 2),
+    "a constant": lambda m, x, p: setattr(m, "kept", True),
+    "an object": lambda m, x, p: setattr(m, "kept", Maps(p, x.shape[1])),
+    "nested containers": _deep,
+    "twice": _twice,
+    "what is returned too": _in_both,
+    "the result itself": _the_result,
+}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_whatever_an_attribute_is_set_to_is_there_after_each_call(name: str, same: Same) -> None:
+    model, reference = Setting(SET[name]), Setting(SET[name])
+    compiled = attngraph.compile(model)
+    for tokens in (5, 7, 5):
+        x = torch.randn(2, tokens, 8, requires_grad=True)
+        mine, theirs = compiled(x), reference(x)
+        same(mine, theirs)
+        if isinstance(reference.kept, Maps):
+            same(vars(model.kept), vars(reference.kept))
+            assert type(model.kept) is Maps
+        else:
+            same(model.kept, reference.kept)
+        assert (model.kept is x, model.kept is mine) == (reference.kept is x, reference.kept is theirs)
+        assert isinstance(mine, Tensor) or mine[1] is model.kept or mine is model.kept
+    assert (compiled.report.graphs, compiled.report.breaks) == (1, ())
+
+
+def _adds_the_last(m: Any, x: Tensor, p: Tensor) -> Any:
+    found = p @ x if m.kept is None else p @ x + m.kept
+    m.kept = x.sum()
+    return found
+
+
+def _asks_whether_it_is_there(m: Any, x: Tensor, p: Tensor) -> Any:
+    found = (p @ x) * (2 if hasattr(m, "late") else 1)
+    m.late = x.sum()
+    return found
+
+
+def _grows(m: Any, x: Tensor, p: Tensor) -> None:
+    m.kept = [*(m.kept or []), p]
+
+
+def _times(m: Any, x: Tensor, p: Tensor) -> None:
+    m.kept = (time.perf_counter(), p)
+
+
+STATE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "read first": _adds_the_last,
+    "asked for first": _asks_whether_it_is_there,
+    "a list that grows": _grows,
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_an_attribute_that_is_read_first_is_state(name: str, same: Same) -> None:
+    model, reference = Setting(STATE[name]), Setting(STATE[name])
+    compiled = attngraph.compile(model)
+    for tokens in (5, 7, 5):
+        x = torch.randn(2, tokens, 8)
+        same(compiled(x), reference(x))
+        same(vars(model).get("kept"), vars(reference).get("kept"))
+    assert compiled.report.breaks[0].reason.startswith("forward() changes the attribute")
+
+
+def test_a_time_is_not_taken_for_a_constant() -> None:
+    model = Setting(_times)
+    compiled = attngraph.compile(model)
+    times = []
+    for _ in range(3):
+        compiled(torch.randn(2, 5, 8))
+        times.append(model.kept[0])
+    assert times[0] < times[1] < times[2]
+    assert compiled.report.breaks
+
+
+class _Inside(nn.Module):
+    """Looks for its attribute without asking for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2 if self.known() is None else x
+        self.last = x.sum()
+        return (x @ x.mT).softmax(-1) @ x
+
+    def known(self) -> Any:
+        return self.__dict__.get("last")
+
+
+def test_a_model_that_looks_into_its_dictionary_is_not_taken_to_read_nothing() -> None:
+    with pytest.raises(CaptureError, match="forward\\(\\) changes the attribute last"):
+        attngraph.compile(_Inside(), strict=True)(torch.randn(2, 5, 8))
+
+
+class Reusing(nn.Module):
+    """One kind of call reads what another kind sets."""
+
+    def forward(self, x: Tensor, reuse: bool = False) -> Tensor:
+        if not reuse:
+            self.weights = (x @ x.mT).softmax(-1)
+        return self.weights @ x
+
+
+def test_a_call_that_only_reads_an_attribute_depends_on_it(same: Same) -> None:
+    model, reference = Reusing(), Reusing()
+    compiled = attngraph.compile(model)
+    for reuse in (False, True, False, True, True, False, True):
+        x = torch.randn(2, 5, 8)
+        same(compiled(x, reuse), reference(x, reuse))
+    model.weights = reference.weights = torch.eye(5).expand(2, 5, 5)
+    x = torch.randn(2, 5, 8)
+    same(compiled(x, True), reference(x, True))
+
+
+class Store:
+    """Is no module, and is filled by one."""
+
+    default: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        self.maps: dict[str, Tensor] = {}
+
+
+class Storing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Store()
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = (x @ x.mT).softmax(-1)
+        self.store.maps = {"p": p}
+        return p @ x
+
+
+def test_objects_that_the_model_holds_are_set_as_well(same: Same) -> None:
+    model, reference = Storing(), Storing()
+    compiled = attngraph.compile(lambda x: model(x) * 2)
+    for tokens in (5, 6):
+        x = torch.randn(2, tokens, 8)
+        same(compiled(x), reference(x) * 2)
+        same(model.store.maps, reference.store.maps)
+    assert (compiled.report.graphs, compiled.report.breaks) == (1, ())
+
+
+def test_other_objects_of_the_class_are_not_disturbed(same: Same) -> None:
+    """While one object of a class is watched, others of it are read and set as ever."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.writer, self.reader = Setting(SET["a tensor"]), Setting(_read)
+            self.reader.kept = torch.ones(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.reader(self.writer(x))
+            return found
+
+    def _read(m: Any, x: Tensor, p: Tensor) -> Any:
+        return x * m.kept
+
+    model, reference = Pair(), Pair()
+    compiled = attngraph.compile(model)
+    x = torch.randn(2, 5, 8)
+    same(compiled(x), reference(x))
+    model.reader.kept = reference.reader.kept = torch.zeros(8)
+    same(compiled(x), reference(x))
+    assert compiled.report.breaks == ()
+    assert "kept" not in vars(Setting) or vars(Setting)["kept"] is None
+
+
+def test_a_list_that_is_also_the_callers_is_not_copied() -> None:
+    def shared(m: Any, x: Tensor, p: Tensor) -> Any:
+        maps = [p]
+        m.kept = maps
+        return p @ x, maps
+
+    model = Setting(shared)
+    for _ in range(2):
+        _, maps = attngraph.compile(model)(torch.randn(2, 5, 8))
+        assert model.kept is maps
+
+
+def test_copies_and_pickles_set_their_own_attributes(same: Same) -> None:
+    model = Layers()
+    compiled = attngraph.compile(model)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        compiled(x)
+    buffer = io.BytesIO()
+    torch.save(compiled, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(compiled), torch.load(buffer, weights_only=False)):
+        y = torch.randn(2, 5, 8)
+        same(other(y), model(y))
+        same(weights_of(other), weights_of(model))
+        assert other.gathered[2] is other.layers[0].attention_weights
+        assert other.gathered is not model.gathered
+
+
+def test_threads_may_share_a_model_that_sets_attributes() -> None:
+    model = Layers().eval()
+    compiled = attngraph.compile(model)
+    wrong: list[Any] = []
+
+    def serve(seed: int) -> None:
+        try:
+            x = torch.randn(2, 4 + seed % 3, 8, generator=torch.Generator().manual_seed(seed))
+            for _ in range(5):
+                if compiled(x).shape != x.shape or model.gathered[0] is None:
+                    wrong.append(seed)
+        except Exception as problem:
+            wrong.append(problem)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert compiled.report.breaks == ()
+
+
+def test_strict_says_that_keeping_weights_costs_the_fusion() -> None:
+    with pytest.raises(NotFusedError, match="what forward\\(\\) sets attention_weights"):
+        attngraph.compile(Attention(), strict=True)(torch.randn(2, 5, 8))
+
+
+def test_a_dump_names_the_attributes(tmp_path: Path) -> None:
+    attngraph.compile(Layers(), dump=tmp_path)(torch.randn(2, 5, 8))
+    text = (tmp_path / "graph-0" / "00-capture.txt").read_text()
+    assert "attribute $layers.0.attention_weights = " in text
+
+
+class Head(nn.Module):
+    """A small language model that keeps its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(11, 8), Layers(), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.layers(self.embed(ids)))
+        return found
+
+
+def test_a_decoder_does_not_set_attributes_and_fuses_what_they_kept_whole(same: Same) -> None:
+    model = Head().eval()
+    decoder = attngraph.compile(model, cache=True)
+    ids = torch.randint(0, 11, (2, 6))
+    for _ in range(2):
+        logits, state = decoder.prefill(ids)
+        same(logits, model(ids).detach())
+    assert len(decoder._steps) == 1
+    more = torch.randint(0, 11, (2,))
+    same(decoder.decode(more, state)[:, 0], model(torch.cat([ids, more[:, None]], 1))[:, -1].detach())
+    report = decoder.report
+    assert (len(report.attention), report.missed) == (3, ())
+    assert report.cache is not None
+    assert set(report.cache.unset) == {
+        "layers.gathered", "layers.layers.0.attention_weights", "layers.layers.1.attention_weights"
+    }  # fmt: skip
+    assert "not set, unlike by the model's own forward(): layers.gathered" in str(report)
+
+
+def test_a_decoder_leaves_out_weights_that_are_returned(same: Same) -> None:
+    class Returning(Head):
+        def forward(self, ids: Tensor) -> Any:
+            found = super().forward(ids)
+            return found, self.layers.gathered[0]
+
+    model = Returning().eval()
+    decoder = attngraph.compile(model, cache=True)
+    ids = torch.randint(0, 11, (2, 6))
+    same(decoder.prefill(ids)[0], model(ids)[0].detach())
+    assert (len(decoder.report.attention), decoder.report.missed) == (3, ())
