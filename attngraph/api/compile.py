@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 
-from attngraph.api.build import compile_graph, derive_decoder
+from attngraph.api.build import compile_graph
 from attngraph.api.compiled import CompiledModule
+from attngraph.api.methods import decoder_of
 from attngraph.api.options import Options, make_options
 from attngraph.errors import CaptureError
 from attngraph.pipeline import Pass
@@ -73,7 +73,7 @@ def compile(
     if not isinstance(config, CacheConfig):
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
     options.decoder_pipeline()  # raises for options that cannot be combined with a cache
-    return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
+    return decoder_of(compiled, options, config)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
