@@ -41,7 +41,7 @@ def bound(compiled: ModelWrapper, model: Any, method: types.MethodType) -> Calla
     """The model's method, with the compiled module as its `self` if it calls the model."""
     if method.__self__ is not model or not isinstance(method.__func__, types.FunctionType):
         return method
-    calls, names = _uses(type(model), method.__func__)
+    calls, names = _uses(type(model), method.__func__)  # type: ignore[arg-type]
     if not calls:
         return method
     added = _added(type(compiled))  # type: ignore[arg-type]
