@@ -6,6 +6,7 @@ model, torch.compile captures it in pieces, and each is compiled by attngraph.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attngraph.api.build import compile_graph
 from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers
 from attngraph.api.options import Options
+from attngraph.capture.changes import change_between, change_of_sizes
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
 from attngraph.capture.side_effects import settles
@@ -63,6 +65,7 @@ class CompiledModule(ModelWrapper):
     _allow_pieces: bool
     _graphs: Graphs
     _pieces: dict[Any, GraphBreaks]
+    _retraces: collections.Counter[str]
     _settling: int
     _forward: Callable[..., Any]
     _generate: Generate | None
@@ -76,6 +79,7 @@ class CompiledModule(ModelWrapper):
     def _reset(self) -> None:
         self._graphs = Graphs()
         self._pieces = {}
+        self._retraces = collections.Counter()
         self._settling = 0
         self._forward = _with_signature_of(self._model, self._run)
         self._generate = None
@@ -104,7 +108,8 @@ class CompiledModule(ModelWrapper):
         if self._generate is not None and not latest and not pieces:
             return self._generate.decoder.report  # nothing but generate has been called
         found = _with_remarks(reporting.merge([*latest, *pieces]))
-        return dataclasses.replace(found, graphs=len(self._graphs) + sum(p.graphs for p in pieces))
+        graphs = len(self._graphs) + sum(p.graphs for p in pieces)
+        return dataclasses.replace(found, graphs=graphs, retraces=tuple(self._retraces.items()))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
@@ -119,6 +124,8 @@ class CompiledModule(ModelWrapper):
                 return found(tensors)
         if pieces is not None:
             return pieces(*args, **kwargs)
+        if not _takes(self._model, args, kwargs):
+            return self._model(*args, **kwargs)  # raises the error that says what is wrong with the call
         try:
             found = self._trace(key, tensors, args, kwargs)
         except _Settling:
@@ -134,6 +141,7 @@ class CompiledModule(ModelWrapper):
         except Exception:
             self._pieces.pop(where, None)  # the failure may be specific to this call
             raise
+        log.warning("%s", _in_pieces(self._pieces[where].problem))
         if self._options.dump is not None:
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
         return result
@@ -212,12 +220,33 @@ class CompiledModule(ModelWrapper):
                         raise _Settling from problem
                 if self._options.strict or not self._allow_pieces:
                     raise
-                log.warning("%s", problem)
                 part = functools.partial(CompiledModule, options=self._options, pieces=False)
                 self._pieces[ALWAYS if problem.lasting else key] = GraphBreaks(self._model, part, problem)
                 return None
+            self._note_change(key, tensors, args, kwargs)
             self._graphs.keep(key, found)
             return found
+
+    def _note_change(
+        self, key: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Count, and log, why the graphs there are do not serve a call; warn where one cause keeps coming."""
+        leaves, _ = flatten((args, kwargs))
+        nearest = self._graphs.nearest_key(key)
+        if nearest is None:
+            return
+        found = change_between(nearest, key, self._model, leaves)
+        if found is None:
+            found = change_of_sizes([g.sizes for g in self._graphs.of(key)], tensors)
+        self._retraces[found.what] += 1
+        count = self._retraces[found.what]
+        log.info("traced again because of %s", found)
+        if count == budgets.RETRACES_TOLD:
+            log.warning(
+                "traced again for the %dth time because of %s. Each change of it takes a trace, and at most "
+                "%d graphs are kept. What to do: give what changes as a tensor, or keep it constant.",
+                count, found, budgets.GRAPHS_KEPT,
+            )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
@@ -231,7 +260,7 @@ class CompiledModule(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles contain the model and the options; graphs are traced again."""
-        derived = ("_graphs", "_pieces", "_forward", "_generate")
+        derived = ("_graphs", "_pieces", "_retraces", "_forward", "_generate")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state
 
@@ -257,6 +286,27 @@ def _with_signature_of(model: Callable[..., Any], run: Callable[..., Any]) -> Ca
     with contextlib.suppress(TypeError, ValueError):  # a builtin may have none
         forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
+
+
+def _takes(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model's forward has parameters for these arguments."""
+    try:
+        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _in_pieces(problem: CaptureError) -> str:
+    at = f" at {problem.source}" if problem.source else ""
+    return (
+        f"the model cannot be captured as one graph: {problem.reason}{at}. Continuing in pieces, which "
+        "torch.compile captures and attngraph compiles; answers are the same. compiled.report has more."
+    )
 
 
 def _is_transformed() -> bool:

@@ -284,6 +284,7 @@ class Entries:
     """All records of a compilation.
 
     `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
+    `retraces`: why calls were traced again, and how often.
     `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the entries
     of each, including the graphs' texts.
     """
@@ -297,6 +298,7 @@ class Entries:
     cache: CacheEntry | None = None
     numbers: tuple[Break, ...] = ()
     captured: str = dataclasses.field(default="", repr=False)
+    retraces: tuple[tuple[str, int], ...] = ()
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
 
 

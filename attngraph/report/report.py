@@ -74,6 +74,8 @@ class CompileReport(Entries):
             lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
         for stop in self.numbers:
             lines += ["", f"  compiled again for other sizes   {stop.source}", f"      {stop.reason}"]
+        if self.retraces:
+            lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
         if self.passes:
             lines.append("")
         for record in self.passes:

@@ -28,9 +28,11 @@ class Graphs:
         """The graph that was traced last."""
         return next(reversed(self._kept.values()))[-1] if self._kept else None
 
-    def latest_key(self, like: Any) -> Any:
-        """The key of the graph traced last, of those with this key if there are some; None without graphs."""
-        return like if like in self._kept else next(reversed(self._kept), None)
+    def nearest_key(self, key: Any) -> Any:
+        """The key that differs from this one in the fewest entries, of these the latest; None without
+        graphs."""
+        kept = [(sum(a != b for a, b in zip(known, key, strict=True)), known) for known in self._kept]
+        return min(reversed(kept), key=lambda entry: entry[0])[1] if kept else None
 
     def find(self, key: Any, tensors: Sequence[Tensor]) -> Executable | None:
         """The graph that serves a call of this key with these tensors."""
