@@ -43,13 +43,14 @@ from attngraph.runtime.step import Step
 @dataclasses.dataclass
 class _Rewritten:
     """A captured call after the passes; `before` is the captured graph, if it was asked for. `numbers`: why
-    sizes are numbers that torch could not follow as symbols."""
+    sizes are numbers that torch could not follow as symbols. `seconds`: of capture."""
 
     captured: Captured
     result: Result
     dump: Dump | None
     before: ProgramGraph | None
     numbers: tuple[Break, ...]
+    seconds: float
 
 
 def _rewritten(
@@ -62,11 +63,13 @@ def _rewritten(
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
+        start = time.perf_counter()
         captured, numbers = _captured(target, args, kwargs, fixed)
+        seconds = time.perf_counter() - start
         before = captured.graph.copy() if keep else None
         dump = None if options.dump is None else Dump(options.dump)
         result = run_passes(captured.graph, passes, dump, options.progress)
-        return _Rewritten(captured, result, dump, before, numbers)
+        return _Rewritten(captured, result, dump, before, numbers, seconds)
 
     first = attempt()
     if not first.result.obstacles:
@@ -76,7 +79,7 @@ def _rewritten(
     kept, other = (second, first) if better else (first, second)
     if other.dump is not None:
         other.dump.discard()
-    return kept
+    return dataclasses.replace(kept, seconds=first.seconds + second.seconds)
 
 
 def _captured(
@@ -115,7 +118,7 @@ def compile_graph(
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        numbers=made.numbers,
+        numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
@@ -192,7 +195,7 @@ def derive_decoder(
     assert plan is not None
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
-        captured=result.captured, numbers=made.numbers,
+        captured=result.captured, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
     step = Step(graph, _owner(target), name, names, report, run)
