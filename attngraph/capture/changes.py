@@ -99,6 +99,8 @@ def _of_state(
     if isinstance(place.owner, nn.Module) and not place.name:
         if {before, after} == {True, False}:
             return Change("train() or eval() mode")
+        if isinstance(after, str) and after in vars(place.owner):  # it was set anew
+            return Change(name_of(Place(place.owner, after), target))
         return Change("weights, hooks or attributes of a module")
     return Change(name_of(place, target), values)
 

@@ -31,12 +31,17 @@ def step(compiled: Any) -> None:
     compiled.step = 3
 
 
+def fresh(compiled: Any) -> None:
+    compiled.fresh = 1
+
+
 def gain(compiled: Any) -> None:
     compiled.inner.gain = 2
 
 
 CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "an attribute": (lambda c, x: (step(c), c(x)), "the attribute step of the model"),
+    "a new attribute": (lambda c, x: (fresh(c), c(x)), "the attribute fresh of the model"),
     "of a module": (lambda c, x: (gain(c), c(x)), "the attribute inner.gain of the model"),
     "a number": (lambda c, x: c(x, 2.0), "which arguments are given, or their structure"),
     "mode": (lambda c, x: c.train()(x), "train() or eval() mode"),
