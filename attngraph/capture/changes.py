@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def change_between(old: Any, new: Any, target: Callable[..., Any], leaves: Seque
     for what, before, after in zip((*_SHARED, *_STATE), old[2:8], new[2:8], strict=True):
         if before != after:
             return Change(what)
-    for place, (before, after) in enumerate(zip(old[8], new[8], strict=False)):
+    for place, (before, after) in enumerate(itertools.zip_longest(old[8], new[8])):
         if before != after:
             return _of_state(place, before, after, target, leaves)
     return Change("the state of the model")
