@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture `attn`, the option `--attngraph-update`, and the graphs of a failing test.
+"""The pytest plugin: the fixture `attn`, its options, and the report of a failing test.
 
     def test_my_attention_stays_fused(attn):
         attn.compile(MyModel().eval(), x).assert_fused(count=12, mask="causal")
@@ -26,6 +26,10 @@ _COMPILED = pytest.StashKey[list["Checked"]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attngraph")
+    group.addoption(
+        "--attngraph-graphs", action="store_true",
+        help="print the graphs of a failing test, after each pass that changed them",
+    )  # fmt: skip
     group.addoption(
         "--attngraph-update", action="store_true",
         help="write the golden files of attn.compile(...).golden(name) anew instead of comparing with them",
@@ -71,14 +75,29 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.when == "call" and report.failed:
         compiled: list[Checked] = item.stash.get(_COMPILED, [])
         for number, checked in enumerate(compiled, 1):
-            report.sections += _sections(checked, number)
+            report.sections = _without_traces(report.sections)
+            report.sections += _sections(checked, number, item.config.getoption("attngraph_graphs"))
     return report
 
 
-def _sections(checked: Checked, number: int) -> list[tuple[str, str]]:
-    """The report and the dumps of one compiled model, as sections of a test report."""
+def _without_traces(sections: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The sections of a test report without torch's structured traces, whose lines in a log are empty."""
+    found = []
+    for title, text in sections:
+        kept = [line for line in text.splitlines(keepends=True) if " torch.__trace:" not in line]
+        if kept or not text:
+            found.append((title, "".join(kept)))
+    return found
+
+
+def _sections(checked: Checked, number: int, graphs: bool) -> list[tuple[str, str]]:
+    """The report of one compiled model, and its dumps or where they are, as sections of a test report."""
     title = f"attngraph, model {number}"
     found = [(f"{title}: report", str(checked.report))]
+    if not graphs:
+        folders = dict.fromkeys(str(path.parent) for paths in checked.files.values() for path in paths)
+        where = "\n".join([*folders, "(pytest --attngraph-graphs prints them here)"])
+        return [*found, (f"{title}: graphs after each pass", where)] if folders else found
     for name, paths in checked.files.items():
         text = "\n".join(_cut(path) for path in paths)
         found.append((f"{title}: graph after {name}", text))

@@ -30,7 +30,7 @@ from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.verify import compare, tensors_of
 
-MOST_LINES = 200
+MOST_LINES = 40
 """The most lines of a diff or a graph in a message."""
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, sort
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import ProgramError, ScoreProgram
@@ -217,7 +217,7 @@ class _Fusion:
         ]
 
     def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
-        source = source_of(claim.node)
+        source, (caller, code) = source_of(claim.node), caller_of(claim.node)
         self.fused += 1
         heads, call = self._number(claim.heads), _call(whole, self.graph.hints)
         warning = _warning(claim.program, heads, call)
@@ -238,6 +238,7 @@ class _Fusion:
             name=module_of(claim.node), program=str(claim.program), heads=heads,
             kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
             value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
+            caller=caller, code=code,
             kernel=KernelEntry(), error=verdict.error, call=call, warning=warning,
         )  # fmt: skip
 
@@ -311,11 +312,12 @@ def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
         _number(size_expression(s), hints) for s in (q[1], k[1], q[3], v[3])
     )
     call = _call(node, hints)
+    caller, code = caller_of(node)
     return AttentionEntry(
         name=module_of(node), program=str(found.program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         value_dim=value_dim, mask=masks.describe(found.program), source=source_of(node), kernel=KernelEntry(),
         error=0.0, numerics="exact", call=call,
-        warning=_warning(found.program, heads, call),
+        warning=_warning(found.program, heads, call), caller=caller, code=code,
     )  # fmt: skip
 
 

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 import attngraph
-from attngraph import cli
+from attngraph import cli, passes
+from attngraph.api import options
+from attngraph.benchmark import gpu
+from attngraph.cli import choices
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
+COMMANDS = ("compile", "demo", "inspect", "opt", "bisect", "show", "bench", "fuzz")
 QUICK = ["--tokens", "24", "--rounds", "1", "--no-torch-compile"]
 
 
@@ -35,6 +39,7 @@ def in_a_folder_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def nothing(): return None\n"
         "def raises(): raise KeyError('weights')\n"
         "not_callable = 3\n"
+        "def unfit(): return nn.Linear(3, 3), x\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -250,3 +255,122 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert not found.stderr
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("[")]
+
+
+def test_help_and_version_import_no_torch() -> None:
+    code = "import sys; from attngraph import cli; cli.main(sys.argv[1:])"
+    for arguments in (["--version"], ["--help"], *([c, "--help"] for c in COMMANDS)):
+        check = f"import atexit; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+        found = subprocess.run(
+            [sys.executable, "-c", f"import sys; {check}", *arguments], capture_output=True, text=True
+        )
+        assert found.stdout.splitlines()[-1] == "False", arguments
+
+
+def test_what_arguments_may_be_is_what_there_is() -> None:
+    assert choices.BACKENDS == options.BACKENDS
+    assert choices.ABSORB == options.ABSORB
+    assert tuple(step.name for step in passes.PASSES) == choices.PASSES
+    assert choices.SUITES == gpu.SUITES
+
+
+@pytest.mark.slow
+def test_the_package_runs_as_a_program() -> None:
+    found = subprocess.run([sys.executable, "-m", "attngraph", "--version"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout.strip()) == (0, f"attngraph {attngraph.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compile", TINY, "--disable", "nope"], "invalid choice: 'nope'"),
+        (["compile", TINY, "--rounds", "0"], "must be a whole number of at least 1, found '0'"),
+        (["compile", TINY, "--tokens", "-3"], "must be a whole number of at least 1, found '-3'"),
+        (["fuzz", "--minutes", "-1"], "must be a number of at least 0"),
+        (["fuzz", "--graphs", "0"], "at least 1"),
+    ],
+)
+def test_a_value_out_of_range_is_exit_code_2_and_says_the_range(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["bench", "--json", "nowhere/x.json"],
+            "--json: cannot write nowhere/x.json: there is no folder nowhere.",
+        ),
+        (["bench", "--plot", "."], "--plot: cannot write .: that is a folder."),
+        (["bench", "--only", "foo"], "--only is for a run on a GPU, or with --small."),
+        (["bench", "--minutes", "3"], "--minutes is for a run on a GPU, or with --small."),
+        (["bench", "--small", "--only", "foo"], "--only foo: no cell of these suites has all of that"),
+        (["inspect", ".", "--out", "nowhere/x.html"], "there is no folder nowhere"),
+        (["show", "causal", "--svg", "nowhere/x.svg"], "cannot write nowhere/x.svg"),
+        (["compile", TINY, "--tokens", "16", "--disable", "select-kernels"], "cannot be disabled"),
+        (["compile", "own_targets:unfit"], "own_targets:unfit: the model cannot be run on the inputs"),
+        (["bisect", "own_targets:unfit"], "own_targets:unfit: the model cannot be run on the inputs"),
+    ],
+)
+@pytest.mark.usefixtures("in_a_folder_with")
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    (line,) = lines(err)
+    assert line.startswith("attngraph: ") and message in line
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(gpu, "run", lambda *_, **__: pytest.fail("measured"))
+    assert cli.main(["bench", "--small", "--plot", "x.png"]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_is_one_line_and_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attngraph.cli.compile.load_target", interrupt)
+    assert cli.main(["compile", TINY]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "attngraph: interrupted"
+
+
+def test_the_benchmark_of_models_is_the_demo_and_writes_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("attngraph.cli.demo.DEMO", ((TINY, 24),))
+    monkeypatch.setattr("attngraph.cli.compile._candidates", lambda model, compiled, inputs, *_: {
+        "eager": lambda: model(*inputs), "attngraph": lambda: compiled(*inputs)
+    })  # fmt: skip
+    file = tmp_path / "models.json"
+    assert cli.main(["bench", "--device", "cpu", "--suite", "models", "--json", str(file)]) == 0
+    assert "2 of 2 softmax-like places fused" in capsys.readouterr().out
+    (found,) = json.loads(file.read_text())
+    assert found["target"] == TINY and found["agreement"]["holds"]
+    assert cli.main(["demo", "--no-torch-compile", "--rounds", "1"]) == 0
+    assert "1 models, a few minutes" in capsys.readouterr().err
+
+
+def test_why_candidates_were_not_measured_is_told_once() -> None:
+    rows = [gpu.Row(f"cell {n}", name, problem="needs a GPU") for n in range(3) for name in ("a", "b")]
+    rows.append(gpu.Row("cell 2", "c", 1.0, 1.0, None, 0.5))
+    shown = gpu.table({"device": "d", "torch": "t", "dtype": "x", "limits": {"flops": 1, "bytes": 1}}, rows)
+    assert shown.splitlines()[-2:] == ["not measured", "  a, b (3 cells): needs a GPU"]

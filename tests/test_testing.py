@@ -294,7 +294,11 @@ def test_the_graphs_of_a_failing_test_are_in_its_report_and_long_ones_say_where_
             attn.compile(LocalAttention().eval(), torch.randn(2, 9, 128))
         """
     )
-    result = run(project, "test_failing.py")
+    short = run(project, "test_failing.py")
+    short.stdout.fnmatch_lines(["*graphs after each pass*", "*graph-0", "*--attngraph-graphs prints them*"])
+    assert "# 02 fuse-attention" not in str(short.stdout)
+    assert "torch.__trace" not in str(short.stdout)
+    result = run(project, "--attngraph-graphs", "test_failing.py")
     result.assert_outcomes(failed=1, passed=1)
     text = str(result.stdout)
     assert text.count("model 1: report") == 1

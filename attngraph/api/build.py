@@ -46,13 +46,14 @@ from attngraph.runtime.step import Step
 @dataclasses.dataclass
 class _Rewritten:
     """A captured call after the passes; `before` is the captured graph, if it was asked for. `numbers`: why
-    sizes are numbers that torch could not follow as symbols."""
+    sizes are numbers that torch could not follow as symbols. `seconds`: of capture."""
 
     captured: Captured
     result: Result
     dump: Dump | None
     before: ProgramGraph | None
     numbers: tuple[Break, ...]
+    seconds: float
 
 
 def _rewritten(
@@ -65,13 +66,15 @@ def _rewritten(
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
+        start = time.perf_counter()
         captured, numbers = _captured(target, args, kwargs, fixed, tables=only_logits)
+        seconds = time.perf_counter() - start
         before = captured.graph.copy() if keep else None
         if only_logits:
             only_result(captured.graph, _place_of_logits(captured.structure))
         dump = None if options.dump is None else Dump(options.dump)
         result = run_passes(captured.graph, passes, dump, options.progress)
-        return _Rewritten(captured, result, dump, before, numbers)
+        return _Rewritten(captured, result, dump, before, numbers, seconds)
 
     first = attempt()
     if not first.result.obstacles:
@@ -81,7 +84,7 @@ def _rewritten(
     kept, other = (second, first) if better else (first, second)
     if other.dump is not None:
         other.dump.discard()
-    return kept
+    return dataclasses.replace(kept, seconds=first.seconds + second.seconds)
 
 
 def _captured(
@@ -151,7 +154,7 @@ def compile_graph(
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        numbers=made.numbers,
+        numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
@@ -230,7 +233,7 @@ def derive_decoder(
     assert plan is not None
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
-        captured=result.captured, numbers=made.numbers,
+        captured=result.captured, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
     step = Step(graph, _owner(target), name, names, report, run, captured.left_out, spread)

@@ -10,8 +10,9 @@ from typing import Any, Literal, overload
 
 import torch
 
-from attngraph.api.build import compile_graph, derive_decoder
+from attngraph.api.build import compile_graph
 from attngraph.api.compiled import CompiledModule
+from attngraph.api.methods import decoder_of
 from attngraph.api.options import Options, make_options
 from attngraph.errors import CaptureError
 from attngraph.pipeline import Pass
@@ -23,32 +24,39 @@ from attngraph.runtime.decoder import Decoder
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
-    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
     disable: Sequence[str] = ..., cache: Literal[False] = ...,
 ) -> CompiledModule: ...  # fmt: skip
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
-    dump: str | Path | None = ..., passes: Sequence[Pass] | None = ..., absorb: str = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
     disable: Sequence[str] = ..., cache: Literal[True] | CacheConfig,
 ) -> Decoder: ...  # fmt: skip
+@overload
 def compile(
-    model: Callable[..., Any], *, backend: str = "auto", inductor: bool = False, strict: bool = False,
-    dump: str | Path | None = None, passes: Sequence[Pass] | None = None, absorb: str = "auto",
-    disable: Sequence[str] = (), cache: bool | CacheConfig = False,
-) -> CompiledModule | Decoder:  # fmt: skip
+    model: None = ..., *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
+    dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
+    disable: Sequence[str] = ..., cache: bool | CacheConfig = ...,
+) -> Callable[[Callable[..., Any]], Any]: ...  # fmt: skip
+def compile(
+    model: Callable[..., Any] | None = None, *, backend: str = "auto", inductor: bool = False,
+    strict: bool = False, dump: str | Path | None = None, passes: Sequence[Pass | str] | None = None,
+    absorb: str = "auto", disable: Sequence[str] = (), cache: bool | CacheConfig = False,
+) -> Any:  # fmt: skip
     """Returns a module with the same results as `model`, in which attention runs as fused ops.
 
     Nothing is traced yet: the first call traces, and so does every call that no existing graph accepts.
 
     Args:
-        model: any nn.Module or function of tensors.
+        model: any nn.Module or function of tensors; without one, a decorator is returned, as in
+            `@attngraph.compile(strict=True)`.
         backend: "auto" (the best kernel for the device), "cpu", "triton" or "reference".
         inductor: compile everything except attention with Inductor.
         strict: raise if the model cannot be captured whole, or if something that looks like attention is not
             fused.
         dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
-        passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`.
+        passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`, themselves or by name.
         absorb: for attention whose keys and values are projected up from one narrow vector per token (MLA):
             "always" applies the projections to queries and results instead, "never" to keys and values,
             "auto" does whichever is cheaper at each call.
@@ -63,9 +71,12 @@ def compile(
     Raises:
         TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
     """
+    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb, disable=disable)
+    if model is None:
+        given = {k: v for k, v in locals().items() if k not in ("model", "options")}
+        return functools.partial(compile, **given)
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
-    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb, disable=disable)
     compiled = CompiledModule(model, options)
     if cache is False:
         return compiled
@@ -73,7 +84,7 @@ def compile(
     if not isinstance(config, CacheConfig):
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
     options.decoder_pipeline()  # raises for options that cannot be combined with a cache
-    return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
+    return decoder_of(compiled, options, config)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:

@@ -7,9 +7,12 @@ model, torch.compile captures it in pieces, and each is compiled by attngraph.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +21,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api.build import compile_graph
+from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers
 from attngraph.api.options import Options
+from attngraph.capture.changes import change_between, change_of_sizes
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
+from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError
@@ -34,7 +40,9 @@ from attngraph.report.dump import write_breaks
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.graphs import Graphs, KeyOf
 from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
+from attngraph.runtime.wrapper import ModelWrapper
 
 log = logging.getLogger(__name__)
 ALWAYS = "always"
@@ -46,64 +54,96 @@ class _Settling(Exception):
     after it."""
 
 
-class CompiledModule(nn.Module):
-    """What `attngraph.compile` returns: a module with the model's parameters, state dict, training flag
-    and attributes, whose forward runs traced and rewritten graphs."""
+class CompiledModule(ModelWrapper):
+    """What `attngraph.compile` returns: the model, with a forward that runs traced and rewritten graphs.
+
+    Its parameters, state dict, training flag and attributes are the model's, and it counts as an instance of
+    the model's class. The model's own methods run compiled code where they call the model
+    (`api/methods.py`).
+    """
+
+    _options: Options
+    _allow_pieces: bool
+    _graphs: Graphs
+    _pieces: dict[Any, GraphBreaks]
+    _retraces: collections.Counter[str]
+    _settling: int
+    _forward: Callable[..., Any]
+    _generate: Generate | None
 
     def __init__(self, target: Callable[..., Any], options: Options, pieces: bool = True) -> None:
-        super().__init__()
-        if isinstance(target, nn.Module):
-            self._orig_mod = target
-        object.__setattr__(self, "_target", target)
+        super().__init__(target)
         self._options = options
         self._allow_pieces = pieces
         self._reset()
-        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
     def _reset(self) -> None:
-        self._graphs: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
-        self._pieces: dict[Any, GraphBreaks] = {}
+        self._graphs = Graphs()
+        self._pieces = {}
+        self._retraces = collections.Counter()
         self._settling = 0
+        self._forward = _with_signature_of(self._model, self._run)
+        self._generate = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        """The model's class for `isinstance`, by which libraries tell what they can do with a model."""
+        model = self.__dict__.get("_model")
+        return model.__class__ if isinstance(model, nn.Module) else CompiledModule
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """The compiled forward, with the signature of the model's."""
+        return self._forward
+
+    @forward.setter
+    def forward(self, value: Callable[..., Any]) -> None:
+        self._forward = value
 
     @property
     def report(self) -> CompileReport:
         """What was done, for all graphs kept (the latest graph's entries first)."""
-        graphs = [g for kept in reversed(self._graphs.values()) for g in reversed(kept)]
+        graph = self._graphs.latest()
         pieces = [p.report() for p in self._pieces.values()]
-        latest = [graphs[0].report] if graphs else []
+        latest = [] if graph is None else [graph.report]
+        if self._generate is not None and not latest and not pieces:
+            return self._generate.decoder.report  # nothing but generate has been called
         found = _with_remarks(reporting.merge([*latest, *pieces]))
-        return dataclasses.replace(found, graphs=len(graphs) + sum(p.graphs for p in pieces))
+        graphs = len(self._graphs) + sum(p.graphs for p in pieces)
+        return dataclasses.replace(found, graphs=graphs, retraces=tuple(self._retraces.items()))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
-            return self._target(*args, **kwargs)
+            return self._model(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():
+            key_of = functools.partial(call_key, leaves, spec, self._model)
             pieces = self._pieces.get(ALWAYS)
-            found = None if pieces is not None else self._find(leaves, spec)
+            found = None if pieces is not None else self._graphs.find(key_of, tensors)
             if found is not None:
-                return self._run(found, tensors, args, kwargs)
-            key = call_key(leaves, spec, self._target)
-            pieces = pieces or self._pieces.get(key)
+                return self._computed(found, tensors, args, kwargs)
+            pieces = pieces or self._pieces.get(key_of(frozenset()))
         if pieces is not None:
             return pieces(*args, **kwargs)
+        if not _takes(self._model, args, kwargs):
+            return self._model(*args, **kwargs)  # raises the error that says what is wrong with the call
         try:
-            found = self._trace(leaves, spec, args, kwargs)
+            found = self._trace(key_of, tensors, args, kwargs)
         except _Settling:
-            result = self._target(*args, **kwargs)
-            self._trace(leaves, spec, args, kwargs, settled=True)
+            result = self._model(*args, **kwargs)
+            self._trace(key_of, tensors, args, kwargs, settled=True)
             return result
         if found is not None:
             with LOCK.call():
-                return self._run(found, tensors, args, kwargs)
-        where = ALWAYS if ALWAYS in self._pieces else key
+                return self._computed(found, tensors, args, kwargs)
+        where = ALWAYS if ALWAYS in self._pieces else key_of(frozenset())
         try:
             result = self._pieces[where](*args, **kwargs)
         except Exception:
             self._pieces.pop(where, None)  # the failure may be specific to this call
             raise
+        log.warning("%s", _in_pieces(self._pieces[where].problem))
         if self._options.dump is not None:
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
         return result
@@ -135,16 +175,17 @@ class CompiledModule(nn.Module):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():
-            key = call_key(leaves, spec, self._target)
-            found = self._find(leaves, spec)
+            key_of = functools.partial(call_key, leaves, spec, self._model)
+            found = self._graphs.find(key_of, tensors)
         try:
-            found = found or self._trace(leaves, spec, args, kwargs)
+            found = found or self._trace(key_of, tensors, args, kwargs)
         except _Settling:
             with torch.no_grad():
                 self(*args, **kwargs)  # fills the model's table, as any first call does
             return self.weights(*args, at=at, rows=rows, queries=queries, **kwargs)
         if found is None:
-            reason = (self._pieces.get(ALWAYS) or self._pieces[key]).breaks[0].reason
+            pieces = self._pieces.get(ALWAYS) or self._pieces[key_of(frozenset())]
+            reason = pieces.breaks[0].reason
             raise CaptureError(
                 f"weights can be shown of a model that is one graph, not of pieces: {reason}", reason
             )
@@ -154,7 +195,7 @@ class CompiledModule(nn.Module):
             weights = weights_of(found, tensors, names, rows, queries)
         return weights[at] if isinstance(at, str) else weights
 
-    def _run(
+    def _computed(
         self, found: Executable, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
         """The graph's result; where a check of values fails, the model itself raises its error."""
@@ -163,21 +204,10 @@ class CompiledModule(nn.Module):
         except Exception:
             if not found.asserts:
                 raise
-        return self._target(*args, **kwargs)
-
-    def _find(self, leaves: Sequence[Any], spec: Any) -> Executable | None:
-        """A graph for this call. A graph does not depend on the attributes that it sets, so they are not part
-        of its key."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for left_out in dict.fromkeys(left_out for left_out, _ in reversed(self._graphs)):
-            key = left_out, call_key(leaves, spec, self._target, left_out)
-            for executable in reversed(self._graphs.get(key, ())):
-                if executable.accepts(tensors):
-                    return executable
-        return None
+        return self._model(*args, **kwargs)
 
     def _trace(
-        self, leaves: Sequence[Any], spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        self, key_of: KeyOf, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
         settled: bool = False,
     ) -> Executable | None:  # fmt: skip
         """Trace for this call and keep the graph; None if the model must be captured in pieces.
@@ -188,72 +218,113 @@ class CompiledModule(nn.Module):
         # The caller's saved-tensor hooks and modes must not see the tensors and the ops of the trace.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with LOCK.trace(), unseen, _disable_current_modes():
-            found = self._find(leaves, spec)
+            found = self._graphs.find(key_of, tensors)
             if found is not None:
                 return found
             try:
-                found = compile_graph(self._target, args, kwargs, self._options)
-                if not found.accepts([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
+                found = compile_graph(self._model, args, kwargs, self._options)
+                if not found.accepts(tensors):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
                     )
             except CaptureError as problem:
                 if problem.changes_state and not settled and self._settling < budgets.SETTLING_CALLS:
                     self._settling += 1
-                    if fills_a_table(problem, self._target, args, kwargs):
+                    if fills_a_table(problem, self._model, args, kwargs):
                         raise _Settling from problem
                 if self._options.strict or not self._allow_pieces:
                     raise
-                log.warning("%s", problem)
                 part = functools.partial(CompiledModule, options=self._options, pieces=False)
-                key = ALWAYS if problem.lasting else call_key(leaves, spec, self._target)
-                self._pieces[key] = GraphBreaks(self._target, part, problem)
+                self._pieces[ALWAYS if problem.lasting else key_of(frozenset())] = GraphBreaks(
+                    self._model, part, problem
+                )
                 return None
-            left_out = found.captured.left_out
-            key = left_out, call_key(leaves, spec, self._target, left_out)
-            kept = self._graphs.setdefault(key, [])
-            kept.append(found)
-            self._graphs.move_to_end(key)
-            while sum(len(k) for k in self._graphs.values()) > budgets.GRAPHS_KEPT:
-                oldest = next(iter(self._graphs))
-                self._graphs[oldest].pop(0)
-                if not self._graphs[oldest]:
-                    del self._graphs[oldest]
+            self._note_change(key_of, found.captured.left_out, tensors, args, kwargs)
+            self._graphs.keep(key_of, found)
             return found
 
-    @property
-    def training(self) -> bool:  # type: ignore[override]
-        target = self.__dict__.get("_target")
-        return bool(target.training) if isinstance(target, nn.Module) else self.__dict__.get("_mode", True)
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        target = self.__dict__.get("_target")
-        if isinstance(target, nn.Module):
-            target.training = value
-        self.__dict__["_mode"] = value
+    def _note_change(
+        self, key_of: KeyOf, left_out: LeftOut, tensors: Sequence[Tensor], args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Count, and log, why the graphs there are do not serve a call; warn where one cause keeps coming."""
+        leaves, _ = flatten((args, kwargs))
+        key = key_of(left_out)
+        nearest = self._graphs.nearest_key(key, left_out)
+        if nearest is None:
+            return
+        found = change_between(nearest, key, self._model, leaves, left_out)
+        if found is None:
+            found = change_of_sizes([g.sizes for g in self._graphs.of(key_of, left_out)], tensors)
+        self._retraces[found.what] += 1
+        count = self._retraces[found.what]
+        log.info("traced again because of %s", found)
+        if count == budgets.RETRACES_TOLD:
+            log.warning(
+                "traced again for the %dth time because of %s. Each change of it takes a trace, and at most "
+                "%d graphs are kept. What to do: give what changes as a tensor, or keep it constant.",
+                count, found, budgets.GRAPHS_KEPT,
+            )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "_orig_mod" in modules:
-                return getattr(modules["_orig_mod"], name)
-            raise
+        found = super().__getattr__(name)
+        if not isinstance(found, types.MethodType):
+            return found
+        if name == "generate" and is_generated_by_transformers(self._model):
+            if self._generate is None:
+                self._generate = generate(self, self._options)
+            return self._generate
+        return bound(self, self._model, found)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles contain the model and the options; graphs are traced again."""
-        state = dict(self.__dict__)
-        for name in ("_graphs", "_pieces"):
-            state.pop(name, None)
-        return state
+        derived = ("_graphs", "_pieces", "_retraces", "_forward", "_generate")
+        state = {name: value for name, value in self.__dict__.items() if name not in derived}
+        return _unmade, (type(self),), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if "_orig_mod" in self._modules:
-            object.__setattr__(self, "_target", self._modules["_orig_mod"])
+        super().__setstate__(state)
         self._reset()
+
+
+def _unmade(kind: type[CompiledModule]) -> CompiledModule:
+    """A compiled module without its state, which unpickling sets."""
+    return kind.__new__(kind)
+
+
+def _with_signature_of(model: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as a function with the signature and the docstring of the model's forward: libraries choose
+    arguments by them."""
+    original = model.forward if isinstance(model, nn.Module) else model
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    forward.__doc__ = getattr(original, "__doc__", None)
+    with contextlib.suppress(TypeError, ValueError):  # a builtin may have none
+        forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return forward
+
+
+def _takes(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model's forward has parameters for these arguments."""
+    try:
+        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _in_pieces(problem: CaptureError) -> str:
+    at = f" at {problem.source}" if problem.source else ""
+    return (
+        f"the model cannot be captured as one graph: {problem.reason}{at}. Continuing in pieces, which "
+        "torch.compile captures and attngraph compiles; answers are the same. compiled.report has more."
+    )
 
 
 def _is_transformed() -> bool:
@@ -270,20 +341,6 @@ def _is_transformed() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     )
-
-
-def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for key in [k for k in state if k.startswith(f"{prefix}_orig_mod.")]:
-        state[prefix + key[len(prefix) + len("_orig_mod.") :]] = state.pop(key)
-
-
-def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    if "_orig_mod" not in module._modules:
-        return
-    for key in [k for k in state if k.startswith(prefix)]:
-        name = key[len(prefix) :]
-        if not name.startswith("_orig_mod."):
-            state[f"{prefix}_orig_mod.{name}"] = state.pop(key)
 
 
 def _with_remarks(report: CompileReport) -> CompileReport:

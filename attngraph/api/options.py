@@ -6,9 +6,10 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from attngraph.errors import meant
-from attngraph.passes import PASSES, order
+from attngraph.passes import PASSES, order, pass_named
 from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
@@ -59,9 +60,20 @@ class Options:
         return without(order(self.backend, self.absorb, decoder=True), self.disable)
 
 
+def _as_pass(step: Any) -> Pass:
+    """A pass, given itself or by its name."""
+    if isinstance(step, str):
+        return pass_named(step)
+    missing = [name for name in ("name", "requires", "yields", "run") if not hasattr(step, name)]
+    if missing:
+        raise TypeError(f"passes takes names and passes; {step!r} has no {missing[0]!r}, so it is none.")
+    found: Pass = step
+    return found
+
+
 def make_options(
     backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
-    passes: Sequence[Pass] | None = None, progress: Callable[[str], None] | None = None,
+    passes: Sequence[Pass | str] | None = None, progress: Callable[[str], None] | None = None,
     absorb: str = "auto", disable: Sequence[str] = (),
 ) -> Options:  # fmt: skip
     """Options from the arguments of `attngraph.compile`.
@@ -70,7 +82,9 @@ def make_options(
         ValueError: an unknown backend, pass or value of `absorb`.
     """
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
-    chosen = None if passes is None else tuple(passes)
+    if isinstance(passes, str):
+        raise ValueError(f"passes takes a sequence, as in passes=({passes!r},).")
+    chosen = None if passes is None else tuple(map(_as_pass, passes))
     if isinstance(disable, str):
         raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
     return Options(

@@ -432,11 +432,23 @@ def table(about: dict[str, Any], rows: Sequence[Row]) -> str:
             cell = row.cell
             lines += ["", cell]
         if row.seconds is None:
-            lines.append(f"  {row.name:16} {row.problem}")
             continue
         speed = f"{row.tflops:8.1f} TFLOP/s" if row.gbytes is None else f"{row.gbytes:8.0f} GB/s"
         lines.append(f"  {row.name:16} {row.seconds * 1e3:9.3f} ms {speed} {row.share:6.0%} of the limit")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_not_measured(rows)])
+
+
+def _not_measured(rows: Sequence[Row]) -> list[str]:
+    """Why candidates were not measured, each reason once."""
+    names: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row.seconds is None:
+            counts = names.setdefault(row.problem, {})
+            counts[row.name] = counts.get(row.name, 0) + 1
+    lines = ["", "not measured"] if names else []
+    for problem, counts in names.items():
+        lines.append(f"  {', '.join(counts)} ({max(counts.values())} cells): {problem}")
+    return lines
 
 
 def bars(about: dict[str, Any], rows: Sequence[Row]) -> Bars:

@@ -7,9 +7,10 @@ why the model could not be captured whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,7 @@ class GraphBreaks:
 
     def __init__(self, target: Callable[..., Any], compile_part: Compile, problem: CaptureError) -> None:
         self.target = target
+        self.problem = problem
         self.breaks = [Break(problem.reason, problem.source)]
         self.parts: list[PartialGraph] = []
 
@@ -51,7 +53,8 @@ class GraphBreaks:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.run(*args, **kwargs)
+            with _without_torchs_errors():
+                return self.run(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as problem:
             # An invalid call fails in eager mode too, with a clearer error. If eager succeeds, warn.
             result = self.target(*args, **kwargs)
@@ -70,6 +73,18 @@ class GraphBreaks:
         latest = {part.place: part for part in self.parts}
         found = reporting.merge([part.compiled.report for part in latest.values()])
         return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(graphs, 1))
+
+
+@contextlib.contextmanager
+def _without_torchs_errors() -> Iterator[None]:
+    """Hide what torch logs of an operation that cannot be traced: an invalid call raises an error anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _place() -> object:

@@ -72,8 +72,13 @@ def fingerprint(
 def has_hooks(model: nn.Module) -> bool:
     """Whether any module of the model has hooks that a call would run, or its backward pass if gradients are
     recorded."""
-    names = [name for name in _HOOKS if torch.is_grad_enabled() or "backward" not in name]
-    return any(getattr(module, name) for module in model.modules() for name in names)
+    return any(getattr(module, name) for module in model.modules() for name in hooks_that_run())
+
+
+def hooks_that_run() -> list[str]:
+    """The attributes of a module that hold the hooks which a call runs, or its backward pass if gradients are
+    recorded."""
+    return [name for name in _HOOKS if torch.is_grad_enabled() or "backward" not in name]
 
 
 class Place(NamedTuple):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,54 +18,52 @@ import torch
 
 from attngraph.benchmark import attention_cpu, decoding, gpu, latent
 from attngraph.benchmark.plot import Bars, draw
-from attngraph.cli.compile import run_demo
+from attngraph.cli import demo
+from attngraph.cli.arguments import parser
+from attngraph.cli.compile import compile_target
+from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
-from attngraph.cli.target import TargetError
 from attngraph.codegen.triton import store
 
-
-def add(commands: Any) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="measure attention beside what else there is, in one run",
-        epilog="example: attngraph bench --suite decode --json decode.json --plot decode.png. On a GPU: "
-        "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
-        "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`",
-    )
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    bench.add_argument("--device", default=here, choices=("cpu", "cuda"))
-    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*gpu.SUITES, "models"))
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
-    bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")
-    part = bench.add_argument_group("parts of the suites", "on a GPU, where a run takes long")
-    part.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cells with all of these texts")
-    part.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave out these candidates")
-    part.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many")
-    part.add_argument("--resume", action="store_true", help="go on from the cells in the file of --json")
-    part.add_argument("--tune", action="store_true", help="measure our block sizes first, and store them")
-    bench.set_defaults(
-        batch=None, dump=None, strict=False, backend="auto", inductor=False, absorb="auto", rounds=5,
-        no_torch_compile=False, run=run,
-    )  # fmt: skip
+_ON_A_GPU = ("only", "without", "minutes", "resume", "tune")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure suites. GPUs and CPUs have different benchmarks, since they are used for different tasks."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise TargetError("--device cuda: PyTorch finds no GPU here; --device cpu measures this machine.")
-    models = "models" in options.suite
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check(options)
+    codes = [_measure_models(options)] if "models" in options.suite else []
     suites = [name for name in options.suite if name != "models"]
-    if models:
-        printed, options.json = options.json, False
-        code = run_demo(options)
-        options.json = printed
-        if code or not suites:
-            return code
     if options.device == "cpu" and not options.small:
         for name in suites:
-            _measure_cpu(name, options, len(suites) > 1)
-        return 0
+            _measure_cpu(name, options)
+    elif suites:
+        _measure_cells(suites, options)
+    return max(codes, default=0)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse, before anything is measured, what cannot be done.
+
+    Raises:
+        TargetError: says why not.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise TargetError("--device cuda: PyTorch finds no GPU here; --device cpu measures this machine.")
+    check_writable(options.json, "--json")
+    check_writable(options.plot, "--plot")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise TargetError('--plot needs matplotlib: pip install "attngraph[plot]"')
+    given = [name for name in _ON_A_GPU if getattr(options, name) not in ([], False, math.inf)]
+    if given and options.device == "cpu" and not options.small:
+        raise TargetError(
+            f"--{given[0]} is for a run on a GPU, or with --small. On the CPU, "
+            "python -m attngraph.benchmark.attention_cpu --help lists what can be chosen."
+        )
+
+
+def _measure_cells(suites: Sequence[str], options: argparse.Namespace) -> None:
+    """The suites cell by cell: on a GPU, or tiny."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     tell, known = Progress(), _known(options)
 
@@ -77,12 +78,32 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     about, rows = gpu.run(suites, options.device, dtype, options.small, tell, part, keep)
     tell.done()
-    keep(about, rows)
     rows = [*known, *rows]
+    if not rows and options.only:
+        raise TargetError(
+            f"--only {' '.join(options.only)}: no cell of these suites has all of that in its name."
+        )
+    keep(about, rows[len(known) :])
     print(gpu.table(about, rows))
     if options.plot:
         _draw(gpu.bars(about, rows), options.plot)
-    return 0
+
+
+def _measure_models(options: argparse.Namespace) -> int:
+    """What `attngraph demo` does, with its results in a file."""
+    print("models: what `attngraph demo` runs", file=sys.stderr)
+    plain = parser().parse_args(["demo"])
+    found = [compile_target(target, plain, tokens) for target, tokens in demo.DEMO]
+    if options.json:
+        text = json.dumps([result for _, result in found], indent=2)
+        _own(options.json, "models", options).write_text(text + "\n", encoding="utf-8")
+    return max(code for code, _ in found)
+
+
+def _own(file: Path, name: str, options: argparse.Namespace) -> Path:
+    """The file of one suite: if there are several, each writes files of its own."""
+    several = len(options.suite) > 1
+    return file.with_name(f"{file.stem}-{name}{file.suffix}") if several else file
 
 
 def _known(options: argparse.Namespace) -> list[gpu.Row]:
@@ -98,23 +119,18 @@ def _known(options: argparse.Namespace) -> list[gpu.Row]:
 _ON_THE_CPU: dict[str, Any] = {"attention": attention_cpu, "decode": decoding, "mla": latent}
 
 
-def _measure_cpu(name: str, options: argparse.Namespace, is_one_of_several: bool) -> None:
-    """Run one of the CPU benchmarks; if there are several, each writes files of its own."""
-
-    def own(file: Path) -> Path:
-        return file.with_name(f"{file.stem}-{name}{file.suffix}") if is_one_of_several else file
-
+def _measure_cpu(name: str, options: argparse.Namespace) -> None:
+    """Run one of the CPU benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
-        file = own(options.json) if options.json else Path(folder) / "results.json"
+        file = _own(options.json, name, options) if options.json else Path(folder) / "results.json"
         _ON_THE_CPU[name].main(["--json", str(file)])
         if options.plot:
-            _draw(_ON_THE_CPU[name].bars(json.loads(file.read_text())), own(options.plot))
+            bars = _ON_THE_CPU[name].bars(json.loads(file.read_text()))
+            _draw(bars, _own(options.plot, name, options))
 
 
 def _draw(bars: Bars, path: Path) -> None:
     try:
         draw(bars, path)
-    except ModuleNotFoundError as problem:
-        raise TargetError('--plot needs matplotlib: pip install "attngraph[plot]"') from problem
     except (OSError, ValueError) as problem:
         raise TargetError(f"cannot draw {path}: {problem}") from problem

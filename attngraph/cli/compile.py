@@ -1,4 +1,4 @@
-"""`attngraph compile` and `attngraph demo`: the report on a model, a check against eager, and timings."""
+"""`attngraph compile TARGET`: the report on a model, a check against eager, and timings."""
 
 from __future__ import annotations
 
@@ -11,77 +11,47 @@ import torch
 from torch import nn
 
 from attngraph.api.compiled import CompiledModule
-from attngraph.api.options import ABSORB, BACKENDS, make_options
+from attngraph.api.options import make_options
 from attngraph.benchmark.measure import Measurement, measure
+from attngraph.cli.problems import TargetError
 from attngraph.cli.progress import Progress
-from attngraph.cli.target import add_target, load_target, shapes_of
+from attngraph.cli.target import load_target, run_as_given, shapes_of
 from attngraph.runtime.verify import compare
-
-DEMO = (
-    ("attngraph.models.targets:decoder_lm", 1024),
-    ("attngraph.models.targets:gpt2", 1024),
-    ("attngraph.models.targets:causal_attention", 2048),
-)
-
-
-def add(commands: Any) -> None:
-    one = commands.add_parser(
-        "compile",
-        help="compile a model, show the report, check it against eager, time it",
-        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64",
-    )
-    add_target(one, nargs="+")
-    one.add_argument("--dump", metavar="DIR", help="write the graph after each pass here")
-    one.add_argument("--strict", action="store_true", help="fail where something is not fused")
-    one.set_defaults(run=run)
-    demo = commands.add_parser(
-        "demo",
-        help="two language models at real size on real text, and attention alone at 2048 tokens",
-    )
-    demo.set_defaults(batch=None, dump=None, strict=False, run=run_demo)
-    for command in (one, demo):
-        command.add_argument("--json", action="store_true", help="print one JSON object for each target")
-        command.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
-        command.add_argument(
-            "--absorb", default="auto", choices=ABSORB, help="latent attention: the order of multiplication"
-        )
-        command.add_argument(
-            "--disable", action="append", default=[], metavar="PASS", help="a pass that is not to run"
-        )
-        command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
-        command.add_argument(
-            "--no-torch-compile",
-            action="store_true",
-            help="do not measure torch.compile, nor inductor=True, beside it",
-        )
-        command.add_argument("--rounds", type=int, default=5, help="rounds of timing (default 5)")
 
 
 def run(options: argparse.Namespace) -> int:
-    return max(_compile(target, options, options.tokens) for target in options.target)
+    return max(compile_target(target, options, options.tokens)[0] for target in options.target)
 
 
-def run_demo(options: argparse.Namespace) -> int:
-    return max(_compile(target, options, tokens) for target, tokens in DEMO)
+def compile_target(
+    target: str, options: argparse.Namespace, tokens: int | None
+) -> tuple[int, dict[str, Any]]:
+    """Compile, check and time one target, and print what was found.
 
+    Returns:
+        The exit code, and the results as they are printed under --json.
 
-def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> int:
+    Raises:
+        TargetError: the options do not go together, or the model cannot be run on its inputs.
+    """
     tell = Progress()
+    try:
+        made = make_options(
+            options.backend, options.inductor, options.strict, options.dump, None, tell, options.absorb,
+            options.disable,
+        )  # fmt: skip
+    except ValueError as problem:
+        raise TargetError(str(problem)) from problem
     tell(f"building {target}")
     model, inputs = load_target(target, batch=options.batch, tokens=tokens)
-    made = make_options(
-        options.backend,
-        options.inductor,
-        options.strict,
-        options.dump,
-        None,
-        tell,
-        options.absorb,
-        options.disable,
-    )
     compiled = CompiledModule(model, made)
     with torch.no_grad():
-        compiled(*inputs)
+        try:
+            run_as_given(compiled, model, inputs, target)
+        except ValueError as problem:
+            if not options.disable:
+                raise
+            raise TargetError(str(problem).splitlines()[0]) from problem
         report = compiled.report
         tell("checking against eager")
         agreement = compare(compiled, model, inputs)
@@ -90,16 +60,16 @@ def _compile(target: str, options: argparse.Namespace, tokens: int | None) -> in
         )
     tell.done()
     shapes = shapes_of(inputs)
+    result = {
+        "target": target, "inputs": shapes, "report": json.loads(report.to_json()),
+        "agreement": {**asdict(agreement), "holds": agreement.holds},
+        "measured": {name: asdict(m) for name, m in found.items()},
+    }  # fmt: skip
     if options.json:
-        result = {
-            "target": target, "inputs": shapes, "report": json.loads(report.to_json()),
-            "agreement": {**asdict(agreement), "holds": agreement.holds},
-            "measured": {name: asdict(m) for name, m in found.items()},
-        }  # fmt: skip
         print(json.dumps(result, indent=2))
     else:
         print(f"== {target}, inputs {shapes}\n\n{report}\n\n  {agreement}\n\n{_table(found)}\n")
-    return 0 if agreement.holds else 1
+    return (0 if agreement.holds else 1), result
 
 
 def _candidates(

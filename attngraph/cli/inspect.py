@@ -11,37 +11,13 @@ import argparse
 import json
 import sys
 import webbrowser
-from pathlib import Path
 from typing import Any
 
+from attngraph.cli.choices import PAGE
+from attngraph.cli.problems import check_writable
 from attngraph.cli.progress import Progress
 from attngraph.report.dump import read_dump
 from attngraph.report.report import CompileReport, merge
-
-PAGE = "report.html"
-
-
-def add(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
-    inspect = commands.add_parser(
-        "inspect",
-        help="a dump as one HTML page: what was missed, each pass before and after, the graph, kernels",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example:\n"
-        "  attngraph compile attngraph.models.targets:tiny_decoder_lm --dump out\n"
-        f"  attngraph inspect out --open       writes out/{PAGE} and shows it in your browser\n"
-        "  attngraph inspect out --json       the report as JSON, no page\n"
-        "  attngraph inspect out/graph-1      one graph of several",
-    )
-    inspect.add_argument("dump", type=Path, metavar="DUMP_DIR", help="the folder that --dump wrote")
-    inspect.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"where the page is written (default: DUMP_DIR/{PAGE})"
-    )
-    inspect.add_argument("--open", action="store_true", help="show the page in your browser")
-    inspect.add_argument(
-        "--json", action="store_true", help="print the report as JSON; a page only with --out"
-    )
-    inspect.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,6 +26,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         DumpError: the dump cannot be read, or the page not written.
     """
+    check_writable(options.out, "--out")
     tell = Progress()
     tell(f"reading {options.dump}")
     report = merge(read_dump(options.dump))

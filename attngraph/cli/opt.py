@@ -7,41 +7,17 @@ import importlib
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from attngraph import pipeline
+from attngraph.cli.problems import TargetError
 from attngraph.cli.progress import Progress
-from attngraph.cli.target import TargetError
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import nodes
-from attngraph.passes import PASSES, pass_named
+from attngraph.passes import pass_named
 from attngraph.passes.fuse_attention import describe
 from attngraph.report.dump import Dump, notes_of, read_graph_file
-
-
-def add(commands: Any) -> None:
-    opt = commands.add_parser(
-        "opt",
-        help="run passes on the graph of a dump's file and print what comes out",
-        epilog="example: attngraph opt DIR/graph-0/01-canonicalize.txt -p fuse-attention,merge-heads; a pass "
-        "takes options as in -p \"absorb-mla(absorb='always')\". What is printed can be given to opt again. "
-        "Buffers' contents are read from values.json beside the file, where there are any.",
-    )
-    opt.add_argument("file", type=Path, help="a file NN-<pass>.txt of a dump")
-    opt.add_argument(
-        "-p", "--passes", required=True, metavar="PASS,PASS",
-        help=f"in this order: {', '.join(step.name for step in PASSES)}",
-    )  # fmt: skip
-    opt.add_argument(
-        "--import", dest="modules", action="append", default=[], metavar="MODULE",
-        help="a module that registers ops which the graph has (transformers.integrations.moe, say)",
-    )  # fmt: skip
-    opt.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass here")
-    opt.add_argument("--json", action="store_true", help="print what the passes did, not the graph")
-    opt.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

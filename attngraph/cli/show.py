@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attngraph.cli.target import TargetError
+from attngraph.cli.problems import TargetError
 from attngraph.errors import meant
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ProgramError, ScoreProgram
@@ -41,30 +41,6 @@ class Subject:
     small_reads: tuple[Tensor, ...]
 
 
-def add(commands: Any) -> None:
-    names = "\n".join(f"  {name:<14} {known.about}" for name, known in WELL_KNOWN.items())
-    show = commands.add_parser(
-        "show",
-        help="a score program: normalised, its mask in words and as a picture, the share that is computed",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"well-known programs:\n{names}\n\n"
-        "examples: attngraph show window --size n0=128\n"
-        '          attngraph show "keep k <= q and k > q - 100 * (h + 1)" --head 0 1 2 --svg mask.svg',
-    )
-    show.add_argument(
-        "program", help="a score program, a file with one, - for standard input, or a name below"
-    )
-    show.add_argument("--queries", type=int, help="how many queries (default: as many as keys, or 1024)")
-    show.add_argument("--keys", type=int, help="how many keys (default: as many as queries)")
-    show.add_argument("--tile", type=int, default=64, help="queries and keys of one tile (default 64)")
-    show.add_argument("--size", nargs="+", default=[], metavar="nN=VALUE", help="the program's sizes")
-    show.add_argument("--head", type=int, nargs="+", default=[0], metavar="H", help="which heads (default 0)")
-    show.add_argument("--width", type=int, default=64, help="width of a head, for operations (default 64)")
-    show.add_argument("--svg", type=Path, metavar="FILE", help="write the picture of the tiles here")
-    show.add_argument("--json", action="store_true", help="print one JSON object")
-    show.set_defaults(run=run)
-
-
 def run(options: argparse.Namespace) -> int:
     try:
         _show(options)
@@ -76,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> None:
+    if min(options.head) < 0 or options.width < 1:
+        raise TargetError("--head counts from 0 and --width must be at least 1.")
     queries, keys = (
         next(n for n in (mine, other, 1024) if n is not None)
         for mine, other in ((options.queries, options.keys), (options.keys, options.queries))
     )
-    if min(options.head) < 0 or options.width < 1:
-        raise TargetError("--head counts from 0 and --width must be at least 1.")
     subject = _subject(options.program, queries, keys, _sizes(options.size))
     program, heads = subject.program, tuple(dict.fromkeys(options.head))
     whole = tile_map(program, queries, keys, options.tile, subject.reads, subject.sizes, heads=heads)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-
-class TargetError(Exception):
-    """A target, or another argument of a command, that cannot be used."""
-
-
-def add_target(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    """The arguments that name a target and the sizes of its example."""
-    parser.add_argument("target", nargs=nargs, help="package.module:callable returning (model, inputs)")
-    parser.add_argument("--tokens", type=int, help="tokens of the example, passed to the callable")
-    parser.add_argument("--batch", type=int, help="batch size of the example, passed to the callable")
+from attngraph.cli.problems import TargetError, first_line
+from attngraph.errors import AttnGraphError
 
 
 def shapes_of(inputs: tuple[Any, ...]) -> str:
@@ -41,7 +33,7 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     try:
         module = importlib.import_module(module_name)
     except Exception as problem:
-        raise TargetError(f"cannot import {module_name}: {type(problem).__name__}: {problem}") from problem
+        raise TargetError(f"cannot import {module_name}: {first_line(problem)}") from problem
     make = getattr(module, attribute, None)
     if make is None:
         found = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
@@ -58,8 +50,30 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
     try:
         made = make(**given)
     except Exception as problem:
-        raise TargetError(f"{name} failed: {type(problem).__name__}: {problem}") from problem
+        raise TargetError(f"{name} failed: {first_line(problem)}") from problem
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise TargetError(f"{name} must return (model, inputs), it returned {type(made).__name__}.")
     model, inputs = made
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def run_as_given(
+    run: Callable[..., Any], model: Callable[..., Any], inputs: tuple[Any, ...], name: str
+) -> Any:
+    """What `run(*inputs)` gives.
+
+    Raises:
+        TargetError: the model itself cannot be run on its inputs.
+    """
+    try:
+        return run(*inputs)
+    except AttnGraphError:
+        raise
+    except Exception:
+        try:
+            model(*inputs)
+        except Exception as problem:
+            raise TargetError(
+                f"{name}: the model cannot be run on the inputs of the target: {first_line(problem)}"
+            ) from problem
+        raise

@@ -20,10 +20,11 @@ if int(transformers.__version__.partition(".")[0]) < 5:
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
-from attngraph import api as api  # noqa: E402  registers our ops and kernels
+from attngraph import codegen as codegen  # noqa: E402  registers our ops and kernels
 from attngraph.hf.fused import NAME, attention  # noqa: E402
 from attngraph.hf.generation import GenerationModel, State, generation_model  # noqa: E402
 from attngraph.hf.masks import make_mask  # noqa: E402
+from attngraph.meaning.masks import flops as flops  # noqa: E402  registers the formulas of their operations
 
 __all__ = ["GenerationModel", "State", "attention", "generation_model", "register"]
 

@@ -7,14 +7,19 @@ decoder computes both. No transformers cache is used.
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from attngraph.errors import AttnGraphError
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.kv_cache import KVCache
+
+log = logging.getLogger(__name__)
 
 
 def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -> GenerationModel:
@@ -47,8 +52,59 @@ def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -
         if isinstance(own, GenerationConfig)
         else GenerationConfig.from_model_config(config)
     )
-    model.eval()
+    model.training = False  # of this module alone: generating changes no mode of the model
     return model
+
+
+NOT_BY_A_DECODER = (
+    "assistant_model", "cache_implementation", "inputs_embeds", "output_attentions", "output_hidden_states",
+    "past_key_values", "prompt_lookup_num_tokens",
+)  # fmt: skip
+"""Arguments of `generate` that ask for something that a derived decoder does not have."""
+
+
+class Generation:
+    """transformers' `generate` for a compiled model, on a derived decoder. Where none can be derived, or a
+    call asks for what it does not have, the model's own runs, uncompiled; the reason is logged once."""
+
+    def __init__(self, decoder: Decoder, model: PreTrainedModel) -> None:
+        self.decoder, self.model = decoder, model
+        self._runs: GenerationModel | None = None
+        self._told: set[str] = set()
+
+    def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See transformers' documentation of `generate`."""
+        state = torch.get_rng_state()
+        try:
+            runs = self._prepared(kwargs.get("input_ids") if inputs is None else inputs, kwargs)
+            return runs.generate(inputs, *args, **kwargs)
+        except (AttnGraphError, ValueError, TypeError, NotImplementedError, AttributeError) as problem:
+            # An invalid call fails in the model's own generate too, with the clearer error.
+            torch.set_rng_state(state)
+            found = self.model.generate(inputs, *args, **kwargs)
+            reason = getattr(problem, "reason", str(problem))
+            if reason not in self._told:
+                self._told.add(reason)
+                log.warning("generate runs the uncompiled model: %s", reason)
+            return found
+
+    def _prepared(self, ids: Any, options: dict[str, Any]) -> GenerationModel:
+        """The decoder as a transformers model, with the settings that the model has now. It is derived
+        before anything is generated.
+
+        Raises:
+            ValueError: the call asks for something that a decoder does not have. NoDecoderError: there is
+                none.
+        """
+        asked = [name for name in NOT_BY_A_DECODER if options.get(name)]
+        if asked:
+            raise ValueError(f"a derived decoder has no {asked[0]}")
+        if self._runs is None:
+            self._runs = generation_model(self.decoder)
+        if isinstance(ids, Tensor):
+            self.decoder.new_state(self.decoder.pack(ids, options.get("attention_mask")), 1)
+        self._runs.config, self._runs.generation_config = self.model.config, self.model.generation_config
+        return self._runs
 
 
 class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]

@@ -73,6 +73,8 @@ if it is needed."""
 SIZE_OPS = 16
 """Operations in a quotient or remainder of symbolic sizes that torch evaluates during a trace. With more, the
 sizes in it are taken as numbers, and calls with other sizes are traced again."""
+RETRACES_TOLD = 4
+"""How often a model is traced again for one cause before it warns of it."""
 SETTLING_CALLS = 4
 """Calls of a model that ran as they are because the model filled a table for later calls. After them, a model
 that goes on changing its attributes is captured in pieces."""

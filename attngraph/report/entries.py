@@ -112,6 +112,8 @@ class AttentionEntry:
     eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
     attentions of the model (one per head, say) it stands for. `latent` is set where keys and values are
     computed from a narrower value, or nearly so. `warning` is what looks like a mistake of the model.
+    Where `source` is in a library's function, `caller` is the model's line that calls it, and `code` is
+    the text of that line.
     """
 
     name: str
@@ -129,6 +131,8 @@ class AttentionEntry:
     latent: LatentEntry | None = None
     call: TracedCall | None = None
     warning: str = ""
+    caller: str = ""
+    code: str = ""
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -294,8 +298,9 @@ class Entries:
     """All records of a compilation.
 
     `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
-    `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the entries
-    of each, including the graphs' texts.
+    `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
+    took. `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
+    entries of each, including the graphs' texts.
     """
 
     attention: tuple[AttentionEntry, ...] = ()
@@ -307,6 +312,8 @@ class Entries:
     cache: CacheEntry | None = None
     numbers: tuple[Break, ...] = ()
     captured: str = dataclasses.field(default="", repr=False)
+    retraces: tuple[tuple[str, int], ...] = ()
+    capture: float = 0.0
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
 
 

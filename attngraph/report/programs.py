@@ -1,6 +1,7 @@
 """Well-known score programs by name, with example sizes and tensors.
 
-For `attngraph show`, docs and tests. The compiler uses none of these names: it recognises attention by what
+For `attngraph show`, docs and tests. torch is imported when tensors are made: `attngraph --help` lists the
+names. The compiler uses none of these names: it recognises attention by what
 it computes, and these are only examples of the language (docs/score-programs.md).
 """
 
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Maker = Callable[[int, int, tuple[int, ...]], tuple[Tensor, ...]]
+Maker = Callable[[int, int, tuple[int, ...]], "tuple[Tensor, ...]"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,27 +32,37 @@ class WellKnown:
 
 def _documents(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """`[1, keys]` int64: four documents of an eighth, a half, a quarter and an eighth of the tokens."""
+    import torch
+
     eighths = torch.arange(max(queries, keys)) * 8 // max(queries, keys)
     return (torch.tensor([0, 1, 1, 1, 1, 2, 2, 3])[eighths][None],)
 
 
 def _padding(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """`[1, keys]` bool, True at tokens: the last quarter is padding."""
+    import torch
+
     return ((torch.arange(keys) < keys - keys // 4)[None],)
 
 
 def _slopes(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """`[8]` float32: the slopes of ALiBi for 8 heads (Press et al. 2022)."""
+    import torch
+
     return (2.0 ** -torch.arange(1, 9),)
 
 
 def _sinks(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """`[8]` float32: a logit for each of 8 heads."""
+    import torch
+
     return (torch.zeros(8),)
 
 
 def _table(queries: int, keys: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """`[8, 2 * n0 + 1]` float32: one bias for each distance up to n0, before and behind."""
+    import torch
+
     return (torch.zeros(8, 2 * sizes[0] + 1),)
 
 

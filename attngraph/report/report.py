@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import json
 import typing
@@ -10,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attngraph.report import page
-from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, folded
+from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, binary, folded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +76,52 @@ class CompileReport(Entries):
             lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
         for stop in self.numbers:
             lines += ["", f"  compiled again for other sizes   {stop.source}", f"      {stop.reason}"]
-        if self.passes:
-            lines.append("")
+        if self.retraces:
+            lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
+        return "\n".join([*lines, *self._times()])
+
+    def _times(self) -> list[str]:
+        """A line for each part of the compilation, with its time."""
+        if not self.passes:
+            return []
+        lines = [""]
+        if self.capture:
+            lines.append(_timed("capture", f"{self.passes[0].before} ops", self.capture))
         for record in self.passes:
             change = f"{record.before} -> {record.after} ops" if record.changed else "no change"
-            lines.append(f"  {record.name:<18} {change:<18} {record.seconds * 1000:8.1f} ms")
-        return "\n".join(lines)
+            lines.append(_timed(record.name, change, record.seconds))
+            scores = sum(entry.score_bytes or 0 for entry in self.attention)
+            if record.name == FUSING and record.changed and scores:
+                lines.append(
+                    f"      no longer written: {binary(scores)} of scores, and what follows from them"
+                )
+        return lines
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook; `to_html` writes the whole page."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+FUSING = "fuse-attention"
+"""The pass that puts attentions in place of score matrices."""
+
+
+def _timed(name: str, what: str, seconds: float) -> str:
+    return f"  {name:<18} {what:<18} {seconds * 1000:8.1f} ms"
+
+
+def _shown(line: str) -> str:
+    """A line of a score program, with a word for the number that a dtype's `finfo.min` is."""
+    for dtype, lowest in _LOWEST.items():
+        if lowest in line:
+            return f"{line}   ({lowest} is the largest {dtype}; finfo.min is its negative)"
+    return line
+
+
+_LOWEST = {
+    str(dtype).removeprefix("torch."): repr(torch.finfo(dtype).max)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 def _made(kind: Any, data: Any) -> Any:
@@ -114,8 +156,9 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
     return [
         "",
         f"  attention{times}   {first.source}   {names}",
+        *([f"      called at {first.caller}   {first.code}".rstrip()] if first.caller else []),
         f"      {heads} of width {width}, mask: {first.mask}",
-        *(f"      | {line}" for line in first.program.splitlines()),
+        *(f"      | {_shown(line)}" for line in first.program.splitlines()),
         *([f"      look: {first.warning}"] if first.warning else []),
         *_latent_lines(first.latent),
         f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
@@ -141,6 +184,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         sum(r.seconds for r in reports),
         sum(r.graphs for r in reports),
         numbers=tuple(dict.fromkeys(b for r in reports for b in r.numbers)),
+        capture=sum(r.capture for r in reports),
         parts=tuple(parts),
     )
 

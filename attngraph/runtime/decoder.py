@@ -30,28 +30,36 @@ from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
 from attngraph.runtime.rolling import rolling
 from attngraph.runtime.step import Step
+from attngraph.runtime.wrapper import ModelWrapper
 
 MASK = "attention_mask"
 EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
 
 
-class Decoder(nn.Module):
+class Decoder(ModelWrapper):
     """What `attngraph.compile(model, cache=True)` returns. Calling it runs the model on whole sequences.
+
+    Its weights, state dict and attributes are the model's.
 
     Attributes:
         report: what was fused and what is cached, for the latest derived graph.
     """
 
+    whole: nn.Module
+    config_of_cache: CacheConfig
+    _derive: Callable[[str, dict[str, Any]], Step]
+    _steps: dict[Any, Step]
+    _signature: inspect.Signature
+
     def __init__(
         self, model: Callable[..., Any], config: CacheConfig, whole: nn.Module,
         derive: Callable[[str, dict[str, Any]], Step],
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.whole = whole
+        super().__init__(model)
+        object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
         self.config_of_cache = config
-        object.__setattr__(self, "_model", model)  # its weights are those of `whole`
         self._derive = derive
-        self._steps: dict[Any, Step] = {}
+        self._steps = {}
         self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,22 +71,6 @@ class Decoder(nn.Module):
         if self._steps:
             return next(reversed(self._steps.values())).report
         return self.whole.report  # type: ignore[return-value]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "whole" in self.__dict__.get("_modules", {}):
-                return getattr(self.whole, name)
-            raise
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the model itself."""
-        return self.whole.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict into the model itself."""
-        return self.whole.load_state_dict(*args, **kwargs)
 
     # --- the three calls ---
 

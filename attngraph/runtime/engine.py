@@ -19,7 +19,7 @@ from attngraph.errors import CacheError
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
-from attngraph.runtime.packing import Packed
+from attngraph.runtime.packing import Packed, as_ids
 from attngraph.runtime.sampling import sample
 
 
@@ -93,6 +93,11 @@ class Engine:
         self, decoder: Decoder, max_batch: int = 8, max_tokens: int | None = None,
         max_waiting: int | None = None, chunk: int = 128,
     ) -> None:  # fmt: skip
+        if not isinstance(decoder, Decoder):
+            raise TypeError(
+                f"Engine takes what attngraph.compile(model, cache=True) returns, found "
+                f"{type(decoder).__name__}."
+            )
         if max_batch < 1 or chunk < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError("max_batch, max_tokens and chunk must be at least 1.")
         self.decoder, self.max_tokens, self.chunk = decoder, max_tokens, chunk
@@ -113,12 +118,14 @@ class Engine:
             prompt: int64 `[T]`, at least one token; the other arguments as for `Decoder.generate`.
 
         Raises:
-            ValueError: the prompt is empty, or an option is out of range. CacheError: the request can never
-                fit, or too many are waiting; other requests are not affected.
+            TypeError: the prompt holds no token ids. ValueError: it is empty, or an option is out of range.
+            CacheError: the request can never fit, or too many are waiting; other requests are not affected.
         """
-        ids = torch.as_tensor(prompt)
-        if ids.ndim != 1 or len(ids) == 0 or ids.is_floating_point():
-            raise ValueError(f"a prompt must be a sequence of at least one token, found {tuple(ids.shape)}.")
+        ids = as_ids(prompt)
+        if ids.ndim != 1 or len(ids) == 0:
+            raise ValueError(
+                f"a prompt must be one sequence of at least one token, found a shape of {tuple(ids.shape)}."
+            )
         options = Options(
             max_new_tokens, temperature, top_k, top_p, 1, as_tokens(eos_token_id), seed, None, 1.0
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,24 @@ class Packed:
         return list(torch.split(self.ids[0], self.counts))
 
 
+def as_ids(prompt: Any) -> Tensor:
+    """A prompt, or one row of several, as a tensor of token ids.
+
+    Raises:
+        TypeError: it holds no whole numbers.
+    """
+    try:
+        found = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or (found.numel() and (found.is_floating_point() or found.dtype == torch.bool)):
+        shown = repr(prompt) if len(repr(prompt)) < 40 else f"a {type(prompt).__name__}"
+        raise TypeError(
+            f"a prompt is a sequence of token ids, found {shown}; a tokenizer gives them of a text."
+        )
+    return found
+
+
 def pack(ids: Ids, mask: Tensor | None, device: torch.device) -> Packed:
     """All real tokens, packed.
 
@@ -42,7 +61,9 @@ def pack(ids: Ids, mask: Tensor | None, device: torch.device) -> Packed:
     if not isinstance(ids, Tensor):
         if mask is not None:
             raise ValueError("a list of prompts has no padding, so no attention_mask.")
-        rows = [torch.as_tensor(row) for row in ids]
+        if isinstance(ids, str):
+            as_ids(ids)
+        rows = [row if isinstance(row, Tensor) else as_ids(row) for row in ids]
         rows = [torch.stack(rows)] if rows and rows[0].ndim == 0 else rows
         counts = [len(row) for row in rows]
         if not rows:

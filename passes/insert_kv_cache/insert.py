@@ -36,6 +36,7 @@ from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_
 from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
+from attngraph.passes.insert_kv_cache.every_token import give_every_token
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.running_sums import gather_running_sums
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
@@ -101,6 +102,10 @@ def _analyse(graph: ProgramGraph, ids: fx.Node, outcome: Outcome) -> Tokens:
     found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
     while places := gather_running_sums(graph, found):
         outcome.notes += [f"the running sum at {place} is computed as attention" for place in places]
+        found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
+    picked = give_every_token(graph, found)
+    if picked:
+        outcome.notes.append(f"every token has the result that the model gives for the last ({picked})")
         found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
     _require_token_wise(graph, found)
     return found

@@ -140,10 +140,11 @@ def test_two_products_that_a_mask_chooses_between_are_told_as_several_keys_for_e
         attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
 
 
-def test_only_the_last_logits_are_told_with_what_to_return() -> None:
+def test_the_last_logits_with_others_are_told_with_what_to_return() -> None:
     class Last(Layer):
         def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids)[:, [-1], :]
+            found = super().forward(ids)
+            return found[:, [-1], :] + found[:, :1]
 
     with pytest.raises(
         attngraph.NoDecoderError, match="only the last token is read; return the logits of all"

@@ -106,6 +106,25 @@ def test_search_keeps_what_matches_and_counts_it(show: Callable[..., Any], decod
     assert len(shown_passes(page)) == 1 + sum(p.changed for p in decoder.passes)
 
 
+def test_search_finds_what_is_folded_and_what_charts_show(
+    show: Callable[..., Any], equal_layers: Callable[[int], CompileReport]
+) -> None:
+    report = equal_layers(12)
+    page = show(report)
+    page.get_by_role("button", name="Open all").click()
+    page.get_by_label("Search passes").fill("gelu")
+    found = api.expect(page.locator("#found"))
+    found.to_contain_text("of charts")
+    assert "fuse-attention" in shown_passes(page)
+    hits = page.locator(".fold[data-hits]")
+    assert "found here" in hits.first.get_attribute("data-hits")
+    boxes = page.locator(".chart g.hit")
+    assert boxes.count() == page.locator(".chart g.hit title", has_text="gelu").count() > 0
+    page.get_by_label("Search passes").fill("no such words")
+    found.to_contain_text("0 of")
+    assert page.locator(".hit, .fold[data-hits]").count() == 0
+
+
 def test_a_fold_shows_the_lines_it_names(
     show: Callable[..., Any], equal_layers: Callable[[int], CompileReport]
 ) -> None:

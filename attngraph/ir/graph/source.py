@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import re
 import sys
@@ -31,6 +32,21 @@ def source_of(node: fx.Node) -> str:
     for path, line in (outside or layers)[-1:]:
         return f"{short_path(path)}:{line}"
     return ""
+
+
+def caller_of(node: fx.Node) -> tuple[str, str]:
+    """The line of the same forward, in another file, that called the code in which the node stands (a
+    model's call of a library's attention), and the text of that line; "" where there is none."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    inner = next((f for f in reversed(frames) if not f[0].startswith((_TORCH, _OURS, "<"))), None)
+    if inner is None:
+        return "", ""
+    for path, line in reversed(frames[: frames.index(inner)]):
+        if path.startswith((_LAYERS, _OURS)):  # the call of this module: its forward is below
+            break
+        if path != inner[0] and not path.startswith((_TORCH, "<")):
+            return f"{short_path(path)}:{line}", linecache.getline(path, int(line)).strip()
+    return "", ""
 
 
 @functools.lru_cache(maxsize=4096)

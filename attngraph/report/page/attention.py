@@ -27,7 +27,9 @@ def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str]) -> H
     first = group[0]
     drawn = _tiles(first)
     times = f" {TIMES} {len(group)}" if len(group) > 1 else ""
-    title = tag("h3", f"attention{times}", tag("span", f" {first.source}", class_="sub"), id=name)
+    title = tag(
+        "h3", f"attention{times}", tag("span", f" {first.caller or first.source}", class_="sub"), id=name
+    )
     picture = (
         tag("p", drawn, class_="hint")
         if isinstance(drawn, str)
@@ -51,7 +53,11 @@ def _picture(drawn: TileMap, name: str) -> Html:
 
 def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[str, str]]:
     first = group[0]
-    yield "Your line", tag("code", first.source or "not known")
+    if first.caller:
+        yield "Your line", joined([tag("code", first.caller), tag("pre", tag("code", first.code))])
+        yield "It calls", tag("code", first.source)
+    else:
+        yield "Your line", tag("code", first.source or "not known")
     names = span_of_names([entry.name for entry in group])
     if names:
         yield ("Modules" if len(group) > 1 else "Module"), tag("code", names)

@@ -57,6 +57,7 @@ def render(report: Entries, title: str = "", weights: Mapping[str, Tensor] | Non
         ),
         _section("weights", "Weights", render_weights(weights or {}), bool(weights)),
         _section("cache", "Cache", _cache(report), report.cache is not None),
+        _section("retraces", "Traced again", _retraces(report), bool(report.retraces)),
         _section("passes", "Passes", _passes(graphs, store), bool(graphs)),
         _section("graph", "Graph", render_graphs(graphs), any(final_text(g) for g in graphs)),
     ]
@@ -161,6 +162,12 @@ def _numbers(report: Entries) -> Html:
     return _stops("A call with other sizes is compiled again, for this reason:", report.numbers)
 
 
+def _retraces(report: Entries) -> Html:
+    found = (tag("li", tag("p", f"because of {what}, {TIMES} {n}")) for what, n in report.retraces)
+    intro = tag("p", "The graphs that there were did not serve a call, and the model was traced again:")
+    return joined([intro, tag("ul", *found, class_="cards")])
+
+
 def _stops(intro: str, stops: Sequence[Break]) -> Html:
     found = [
         tag(
@@ -186,7 +193,10 @@ def _passes(graphs: Sequence[Entries], store: Store) -> Html:
     ]
     controls = tag(
         "div",
-        tag("label", "Search passes ", tag("input", type="search", id="search", autocomplete="off")),
+        tag(
+            "label", "Search passes, their graphs and charts ",
+            tag("input", type="search", id="search", autocomplete="off"),
+        ),
         tag("label", tag("input", type="checkbox", id="unchanged"), " Show unchanged passes"),
         tag("button", "Open all", type="button", id="open-all", aria_expanded="false"),
         tag("p", "", role="status", id="found"),

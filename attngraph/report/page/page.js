@@ -143,9 +143,49 @@ const unchanged = document.getElementById("unchanged");
 const found = document.getElementById("found");
 const openAll = document.getElementById("open-all");
 const contents = new Map(passes.map((item) => [item, item.textContent.toLowerCase()]));
+const boxes = [...document.querySelectorAll(".chart g[tabindex]")];
+
+// What is folded, and the whole text that a pass left or found, once it is unpacked: searched like the rest.
+let whole = null;
+async function readWhole() {
+  const { texts, folds } = await store();
+  const lines = new Map();
+  let before = null;
+  for (const item of passes) {
+    const place = item.querySelector(".text");
+    if (!place) continue;
+    const after = Number(place.dataset.text);
+    const both = [...(before === null ? [] : texts[before]), ...texts[after]];
+    contents.set(item, contents.get(item) + "\n" + both.join("\n").toLowerCase());
+    before = after;
+  }
+  for (const button of document.querySelectorAll("button.fold")) {
+    const [a, b, blocks] = folds[Number(button.dataset.fold)];
+    const inside = blocks.flatMap(([, i, j, k, l]) => [...texts[a].slice(i, j), ...texts[b].slice(k, l)]);
+    lines.set(button, [...new Set(inside.map((line) => line.toLowerCase()))]);
+  }
+  return lines;
+}
+
+// Marks the folds and the boxes of charts that hold the words; returns how many boxes do.
+function markFound(words) {
+  const has = (text) => words.length > 0 && words.every((word) => text.includes(word));
+  for (const [button, inside] of whole ?? []) {
+    const hits = inside.filter(has).length;
+    if (hits) button.dataset.hits = hits + " found here";
+    else delete button.dataset.hits;
+  }
+  let hits = 0;
+  for (const box of boxes) {
+    const hit = has(box.querySelector("title").textContent.toLowerCase());
+    box.classList.toggle("hit", hit);
+    hits += hit;
+  }
+  return hits;
+}
 
 function count(number, word) {
-  return number + " " + word + (number === 1 ? "" : word.endsWith("s") ? "es" : "s");
+  return number + " " + word + (number === 1 ? "" : /[sx]$/.test(word) ? "es" : "s");
 }
 
 function filter() {
@@ -160,15 +200,24 @@ function filter() {
     shown += matches && kept;
     waiting += matches && !kept;
   }
+  const drawn = markFound(words);
   const hidden = waiting ? ", " + waiting + " unchanged hidden" : "";
   found.textContent = words.length
-    ? shown + " of " + count(total, "pass") + " found" + hidden
+    ? shown + " of " + count(total, "pass") + " found" + hidden + (drawn ? ", " + count(drawn, "box") + " of charts" : "")
     : count(shown, "pass") + " shown" + hidden;
 }
 
 if (search) {
   document.querySelector(".controls").hidden = false;
-  search.addEventListener("input", filter);
+  search.addEventListener("input", async () => {
+    filter();
+    try {
+      whole ??= await readWhole();
+    } catch {
+      return; // what is shown is searched
+    }
+    filter();
+  });
   unchanged.addEventListener("change", filter);
   openAll.addEventListener("click", () => {
     const open = openAll.getAttribute("aria-expanded") !== "true";

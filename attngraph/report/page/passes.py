@@ -66,7 +66,8 @@ def _capture(report: Entries, place: int) -> Html:
     lines = report.captured.count("\n") + 1
     head = tag(
         "summary", tag("span", "capture", class_="name"), " ",
-        tag("span", "the graph as it was traced", class_="state"), " ", tag("span", ops, class_="count"),
+        tag("span", "the graph as it was traced", class_="state"), " ", tag("span", ops, class_="count"), " ",
+        tag("span", _duration(report.capture) if report.capture else "", class_="time"),
     )  # fmt: skip
     return tag("li", tag("details", head, _text(place, lines), class_="pass"), data_kind="capture")
 

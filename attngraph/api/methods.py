@@ -1,0 +1,127 @@
+"""The model's own methods, called on the compiled module: they run compiled code where they call the model.
+
+A method such as `training_step` calls `self(...)`. It is given the compiled module as its `self`, through
+which it reaches the model's attributes as before. The `generate` of a transformers model runs on a derived
+decoder.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import logging
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from attngraph.api.build import derive_decoder
+from attngraph.api.options import Options
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.wrapper import ModelWrapper, own_names
+
+log = logging.getLogger(__name__)
+
+
+class Generate(Protocol):
+    """transformers' `generate`, on a decoder."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def bound(compiled: ModelWrapper, model: Any, method: types.MethodType) -> Callable[..., Any]:
+    """The model's method, with the compiled module as its `self` if it calls the model."""
+    if method.__self__ is not model or not isinstance(method.__func__, types.FunctionType):
+        return method
+    calls, names = _uses(type(model), method.__func__)  # type: ignore[arg-type]
+    if not calls:
+        return method
+    added = _added(type(compiled))  # type: ignore[arg-type]
+    both = sorted(name for name in names & added if hasattr(model, name))
+    if both:
+        _tell_once(method.__qualname__, both[0])
+        return method
+    return types.MethodType(method.__func__, compiled)
+
+
+def decoder_of(compiled: ModelWrapper, options: Options, config: CacheConfig) -> Decoder:
+    """A decoder for the model of a compiled module, derived at its first call."""
+    model = compiled._model
+    return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
+
+
+def is_generated_by_transformers(model: Any) -> bool:
+    """Whether `model.generate` is that of transformers."""
+    mixin = getattr(sys.modules.get("transformers"), "GenerationMixin", None)
+    own = getattr(type(model), "generate", None)
+    return mixin is not None and isinstance(model, nn.Module) and own is getattr(mixin, "generate", own)
+
+
+def generate(compiled: ModelWrapper, options: Options) -> Generate:
+    """transformers' `generate` on a decoder that is derived from the compiled module's model."""
+    from attngraph.hf.generation import Generation
+
+    return Generation(decoder_of(compiled, options, CacheConfig()), compiled._model)
+
+
+_OF_EVERY_MODULE = own_names(nn.Module)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _added(kind: Any) -> frozenset[str]:
+    """The names that the class of a wrapper adds to those of every module."""
+    return frozenset(n for n in own_names(kind) - _OF_EVERY_MODULE if not n.startswith("__"))
+
+
+@functools.cache
+def _tell_once(method: str, name: str) -> None:
+    log.warning(
+        "%s runs the uncompiled model: it uses the model's %s, and a compiled module has one of its own. "
+        "What to do: rename it.",
+        method, name,
+    )  # fmt: skip
+
+
+@functools.cache
+def _uses(kind: type, function: types.FunctionType) -> tuple[bool, frozenset[str]]:
+    """Whether a method of a class calls the model, itself or through other methods, and the attributes of
+    the model that all these name."""
+    calls, names = _reads(function)
+    waiting = set(names)
+    while waiting:
+        method = getattr(kind, waiting.pop(), None)
+        if isinstance(method, types.FunctionType):
+            more_calls, more = _reads(method)
+            calls |= more_calls
+            waiting |= more - names
+            names |= more
+    return calls, frozenset(names)
+
+
+def _reads(function: types.FunctionType) -> tuple[bool, set[str]]:
+    """Whether a method calls `self` or its forward, and which attributes of `self` it names. A method
+    without source code is taken not to."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, SyntaxError, TypeError):
+        return False, set()
+    (definition, *_), own = tree.body, ""
+    if isinstance(definition, ast.FunctionDef):
+        named = [*definition.args.posonlyargs, *definition.args.args]
+        own = named[0].arg if named else ""
+    parts = list(ast.walk(tree))
+    names = {n.attr for n in parts if isinstance(n, ast.Attribute) and _is(n.value, own)}
+    calls = any(isinstance(n, ast.Call) and _is(n.func, own) for n in parts)
+    return calls or bool(names & {"forward", "__call__"}), names - {"forward", "__call__"}
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

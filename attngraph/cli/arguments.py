@@ -1,0 +1,230 @@
+"""The arguments of every command. Nothing here imports torch: `attngraph --help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attngraph import __version__
+from attngraph.cli.choices import ABSORB, BACKENDS, PAGE, PASSES, SUITES
+from attngraph.report.programs import WELL_KNOWN
+
+_EPILOG = """\
+to begin with:
+  attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64 --dump out
+  attngraph inspect out --open
+  attngraph show "keep k <= q and k > q - 16"
+
+TARGET is package.module:callable; the callable returns (model, inputs), and may take batch and tokens.
+Results go to standard output, progress to standard error; every command has --json.
+exit codes: 0 all good; 1 the answer is no (not equal to eager, not fused under --strict, a failure
+found); 2 the command or what it was given cannot be used; 130 interrupted.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; `command` is the name of the module that runs it."""
+    made = argparse.ArgumentParser(
+        "attngraph", description="A compiler for attention: what it makes of a model, and why.",
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EPILOG,
+    )  # fmt: skip
+    made.add_argument("--version", action="version", version=f"attngraph {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_compile, _demo, _inspect, _opt, _bisect, _show, _bench, _fuzz):
+        add(commands)
+    return made
+
+
+def at_least(least: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    """An argument type: a number that is not smaller."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what} of at least {least}, found {text!r}")
+        return value
+
+    return read
+
+
+POSITIVE = at_least(1)
+
+
+def _target(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """The arguments that name a target and the sizes of its example."""
+    parser.add_argument("target", nargs=nargs, help="package.module:callable returning (model, inputs)")
+    parser.add_argument("--tokens", type=POSITIVE, help="tokens of the example, passed to the callable")
+    parser.add_argument("--batch", type=POSITIVE, help="batch size of the example, passed to the callable")
+
+
+def _compile(commands: Any) -> None:
+    one = commands.add_parser(
+        "compile",
+        help="compile a model, show the report, check it against eager, time it",
+        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64",
+    )
+    _target(one, nargs="+")
+    one.add_argument("--dump", metavar="DIR", help="write the graph after each pass here")
+    one.add_argument("--strict", action="store_true", help="fail where something is not fused")
+    _how_to_compile(one)
+
+
+def _demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="two language models at real size on real text, and attention alone at 2048 tokens",
+        epilog="example: attngraph demo --no-torch-compile. It takes a few minutes on two cores, and says "
+        "what it does on standard error.",
+    )
+    demo.set_defaults(batch=None, dump=None, strict=False)
+    _how_to_compile(demo)
+
+
+def _how_to_compile(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print one JSON object for each target")
+    command.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
+    command.add_argument(
+        "--absorb", default="auto", choices=ABSORB, help="latent attention: the order of multiplication"
+    )
+    command.add_argument(
+        "--disable", action="append", default=[], metavar="PASS", choices=PASSES,
+        help=f"a pass that is not to run: {', '.join(PASSES)}",
+    )  # fmt: skip
+    command.add_argument("--inductor", action="store_true", help="compile the rest with Inductor too")
+    command.add_argument(
+        "--no-torch-compile", action="store_true",
+        help="do not measure torch.compile, nor inductor=True, beside it",
+    )  # fmt: skip
+    command.add_argument("--rounds", type=POSITIVE, default=5, help="rounds of timing (default 5)")
+
+
+def _inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="a dump as one HTML page: what was missed, each pass before and after, the graph, kernels",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n"
+        "  attngraph compile attngraph.models.targets:tiny_decoder_lm --dump out\n"
+        f"  attngraph inspect out --open       writes out/{PAGE} and shows it in your browser\n"
+        "  attngraph inspect out --json       the report as JSON, no page\n"
+        "  attngraph inspect out/graph-1      one graph of several",
+    )
+    inspect.add_argument("dump", type=Path, metavar="DUMP_DIR", help="the folder that --dump wrote")
+    inspect.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"where the page is written (default: DUMP_DIR/{PAGE})"
+    )
+    inspect.add_argument("--open", action="store_true", help="show the page in your browser")
+    inspect.add_argument(
+        "--json", action="store_true", help="print the report as JSON; a page only with --out"
+    )
+
+
+def _opt(commands: Any) -> None:
+    opt = commands.add_parser(
+        "opt",
+        help="run passes on the graph of a dump's file and print what comes out",
+        epilog="example: attngraph opt DIR/graph-0/01-canonicalize.txt -p fuse-attention,merge-heads; a pass "
+        "takes options as in -p \"absorb-mla(absorb='always')\". What is printed can be given to opt again. "
+        "Buffers' contents are read from values.json beside the file, where there are any.",
+    )
+    opt.add_argument("file", type=Path, help="a file NN-<pass>.txt of a dump")
+    opt.add_argument(
+        "-p", "--passes", required=True, metavar="PASS,PASS",
+        help=f"in this order: {', '.join(PASSES)}",
+    )  # fmt: skip
+    opt.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE",
+        help="a module that registers ops which the graph has (transformers.integrations.moe, say)",
+    )  # fmt: skip
+    opt.add_argument("--dump", type=Path, metavar="DIR", help="write the graph after each pass here")
+    opt.add_argument("--json", action="store_true", help="print what the passes did, not the graph")
+
+
+def _bisect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bisect",
+        help="find the first pass after which a model's answer is not eager's",
+        epilog="example: attngraph bisect attngraph.models.targets:tiny_decoder_lm --tokens 64. Exit code 1 "
+        "if a pass is found; attngraph.compile(model, disable=('PASS',)) compiles without it.",
+    )
+    _target(parser)
+    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="whose kernels to use")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _show(commands: Any) -> None:
+    names = "\n".join(f"  {name:<14} {known.about}" for name, known in WELL_KNOWN.items())
+    show = commands.add_parser(
+        "show",
+        help="a score program: normalised, its mask in words and as a picture, the share that is computed",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"well-known programs:\n{names}\n\n"
+        "examples: attngraph show window --size n0=128\n"
+        '          attngraph show "keep k <= q and k > q - 100 * (h + 1)" --head 0 1 2 --svg mask.svg',
+    )
+    show.add_argument(
+        "program", help="a score program, a file with one, - for standard input, or a name below"
+    )
+    show.add_argument("--queries", type=int, help="how many queries (default: as many as keys, or 1024)")
+    show.add_argument("--keys", type=int, help="how many keys (default: as many as queries)")
+    show.add_argument("--tile", type=int, default=64, help="queries and keys of one tile (default 64)")
+    show.add_argument("--size", nargs="+", default=[], metavar="nN=VALUE", help="the program's sizes")
+    show.add_argument("--head", type=int, nargs="+", default=[0], metavar="H", help="which heads (default 0)")
+    show.add_argument("--width", type=int, default=64, help="width of a head, for operations (default 64)")
+    show.add_argument("--svg", type=Path, metavar="FILE", help="write the picture of the tiles here")
+    show.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure attention beside what else there is, in one run",
+        epilog="example: attngraph bench --suite decode --json decode.json --plot decode.png. On a GPU: "
+        "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
+        "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`",
+    )
+    bench.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: the GPU if there is one, else the CPU"
+    )
+    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*SUITES, "models"))
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")
+    part = bench.add_argument_group("parts of the suites", "on a GPU, where a run takes long")
+    part.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cells with all of these texts")
+    part.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave out these candidates")
+    part.add_argument(
+        "--minutes", type=at_least(0, float), default=math.inf, help="begin no cell after so many"
+    )
+    part.add_argument("--resume", action="store_true", help="go on from the cells in the file of --json")
+    part.add_argument("--tune", action="store_true", help="measure our block sizes first, and store them")
+
+
+def _fuzz(commands: Any) -> None:
+    fuzz = commands.add_parser(
+        "fuzz",
+        help="compile random attention-like graphs and compare each with eager",
+        epilog="example: attngraph fuzz --minutes 5 --seed 7. A failure is made small and printed as a test; "
+        "exit code 1 if there was one.",
+    )
+    fuzz.add_argument(
+        "--minutes", type=at_least(0, float), help="how long to run (default 5, unless --graphs is given)"
+    )
+    fuzz.add_argument("--graphs", type=POSITIVE, help="how many graphs to run")
+    fuzz.add_argument("--seed", type=int, default=0, help="which graphs: the same seed, the same graphs")
+    fuzz.add_argument(
+        "--only", type=at_least(0), metavar="N", help="run graph N of the seed alone, and show it"
+    )
+    fuzz.add_argument(
+        "--jobs", type=POSITIVE, default=os.cpu_count() or 1, help="processes (default: all cores)"
+    )
+    fuzz.add_argument("--out", type=Path, metavar="DIR", help="write the test of each failure here")
+    fuzz.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,0 +1,66 @@
+"""The graphs that a compiled model keeps, by what they are valid for; the least recently used are dropped."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence, ValuesView
+from typing import Any
+
+from torch import Tensor
+
+from attngraph.capture.state import LeftOut
+from attngraph.ir import budgets
+from attngraph.runtime.executable import Executable
+
+KeyOf = Callable[[LeftOut], Any]
+"""Gives a call's key without some attributes of the model."""
+
+
+class Graphs:
+    """Executables by the calls that they serve. A graph does not depend on the attributes that it sets itself
+    (`left_out`), so its key leaves these out: it is `key_of(left_out)`, where `key_of` gives a call's key
+    (`capture.guards.call_key`) without some attributes."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def values(self) -> ValuesView[list[Executable]]:
+        return self._kept.values()
+
+    def latest(self) -> Executable | None:
+        """The graph that was traced last."""
+        return next(reversed(self._kept.values()))[-1] if self._kept else None
+
+    def nearest_key(self, key: Any, left_out: LeftOut) -> Any:
+        """The key that differs from this one in the fewest entries, of these the latest; None without graphs
+        whose keys leave out the same attributes."""
+        same = (known for other, known in self._kept if other == left_out)
+        kept = [(sum(a != b for a, b in zip(known, key, strict=True)), known) for known in same]
+        return min(reversed(kept), key=lambda entry: entry[0])[1] if kept else None
+
+    def find(self, key_of: KeyOf, tensors: Sequence[Tensor]) -> Executable | None:
+        """The graph that serves a call with these tensors."""
+        for left_out in dict.fromkeys(left_out for left_out, _ in reversed(self._kept)):
+            for executable in reversed(self._kept.get((left_out, key_of(left_out)), ())):
+                if executable.accepts(tensors):
+                    return executable
+        return None
+
+    def of(self, key_of: KeyOf, left_out: LeftOut) -> Sequence[Executable]:
+        """All graphs of a call's key that leave out the same attributes."""
+        return self._kept.get((left_out, key_of(left_out)), ())
+
+    def keep(self, key_of: KeyOf, found: Executable) -> None:
+        """Keep a graph, and drop the least recently used one if there are too many."""
+        left_out = found.captured.left_out
+        key = left_out, key_of(left_out)
+        self._kept.setdefault(key, []).append(found)
+        self._kept.move_to_end(key)
+        while len(self) > budgets.GRAPHS_KEPT:
+            oldest = next(iter(self._kept))
+            self._kept[oldest].pop(0)
+            if not self._kept[oldest]:
+                del self._kept[oldest]

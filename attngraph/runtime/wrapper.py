@@ -1,0 +1,131 @@
+"""A module that stands for a model: it has its own forward, and everything else is the model's.
+
+Weights, submodules, their names, the training flag and attributes are those of the model, for reading and
+for writing, so that an optimiser, a state dict or an outer module sees no difference. torch.nn.Module keeps
+weights and submodules in three dictionaries; a wrapper shares its model's. What a wrapper has of its own is
+what its class declares.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_SHARED = ("_parameters", "_buffers", "_modules")
+_OF_THE_MODEL = (
+    "_apply", "_load_from_state_dict", "_save_to_state_dict", "add_module", "apply", "bfloat16", "buffers",
+    "children", "cpu", "cuda", "double", "eval", "float", "get_buffer", "get_parameter", "get_submodule",
+    "half", "modules", "named_buffers", "named_children", "named_modules", "named_parameters",
+    "parameters", "register_buffer", "register_module", "register_parameter", "requires_grad_",
+    "set_submodule", "share_memory", "state_dict", "to", "to_empty", "train", "type", "zero_grad",
+)  # fmt: skip
+"""The methods of torch.nn.Module that read or change weights, submodules and modes: models may override
+them."""
+
+
+class ModelWrapper(nn.Module):
+    """Stands for `model`. A wrapper of a function has no weights, and attributes of its own."""
+
+    _model: Callable[..., Any]
+    _mode: bool
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)
+        self._share()
+
+    def _share(self) -> None:
+        if isinstance(self._model, nn.Module):
+            self.__dict__.update({name: self._model.__dict__[name] for name in _SHARED})
+
+    @property
+    def _orig_mod(self) -> nn.Module:
+        """The model, by the name that torch.compile's modules have for theirs."""
+        if not isinstance(self._model, nn.Module):
+            raise AttributeError("a compiled function has no module")
+        return self._model
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        model = self.__dict__.get("_model")
+        return model.training if isinstance(model, nn.Module) else self.__dict__.get("_mode", True)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        model = self.__dict__.get("_model")
+        if isinstance(model, nn.Module):
+            model.training = value
+        self.__dict__["_mode"] = value
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__.get("_model")
+        if not isinstance(model, nn.Module):
+            return super().__getattr__(name)
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's, not the model's."""
+        if not isinstance(self.__dict__.get("_model"), nn.Module):
+            return True
+        return name in self.__dict__ or name in own_names(type(self))  # type: ignore[arg-type]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *self.__dict__, *dir(self._model)})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._model!r})"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict into the model; one of torch.compile's modules has a prefix, which is removed."""
+        if not isinstance(self._model, nn.Module):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        prefix = "_orig_mod."
+        if state_dict and all(name.startswith(prefix) for name in state_dict):
+            state_dict = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+        return self._model.load_state_dict(state_dict, *args, **kwargs)
+
+
+@functools.cache
+def own_names(kind: Any) -> frozenset[str]:
+    """What the class of a wrapper and its bases declare."""
+    declared = ((*vars(k), *inspect.get_annotations(k)) for k in kind.__mro__ if k is not object)
+    return frozenset(name for names in declared for name in names)
+
+
+def _of_the_model(name: str) -> Callable[..., Any]:
+    """The model's method of this name, as a method of the wrapper: where the model returns itself, the
+    wrapper does."""
+    plain = getattr(nn.Module, name)
+
+    @functools.wraps(plain)
+    def method(self: ModelWrapper, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self._model, nn.Module):
+            return plain(self, *args, **kwargs)
+        found = getattr(self._model, name)(*args, **kwargs)
+        return self if found is self._model else found
+
+    return method
+
+
+for _name in _OF_THE_MODEL:
+    setattr(ModelWrapper, _name, _of_the_model(_name))

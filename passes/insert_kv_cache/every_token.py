@@ -1,0 +1,152 @@
+"""Logits of every token, for a model that returns those of the last token alone (`head(x[:, [-1]])`).
+
+What such a model computes after it has picked the last token treats the rows of the batch alike and apart.
+So it can be computed for every token, each taken as a row of its own: of the value that the last token is
+picked from, tokens become rows, and at the end rows become tokens again. That rows do not meet is verified
+afterwards, by the analysis of the rewritten graph. Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size, op_name
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.rule import Unliftable
+from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.passes.build import Builder, built
+
+aten = torch.ops.aten
+
+
+class Pick(NamedTuple):
+    """A node that picks the last token of `operand`, whose dimensions `row` and `token` hold the sequences
+    and the tokens. `keeps`: whether the result has a dimension of one in place of the tokens."""
+
+    node: fx.Node
+    operand: fx.Node
+    row: int
+    token: int
+    keeps: bool
+
+
+def give_every_token(graph: ProgramGraph, tokens: Tokens) -> str:
+    """Rewrite the graph so that its result is for every token, `[rows, tokens, ...]`, if it is for the last
+    one alone. Returns where that one was picked; "" if the graph is unchanged."""
+    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
+    assert isinstance(result, fx.Node)
+    if tokens[result].kind is not Kind.MIXING:
+        return ""
+    pick = _last_token(tokens, tokens.cause(result))
+    if pick is None:
+        return ""
+    tail = _after(pick.node, result)
+    rows = _rows_of(tokens, result)
+    if tail is None or rows is None or not all(_is_alike(tokens, node, tail, pick) for node in tail):
+        return ""
+    ids = next(n for n in tokens.facts if n.op == "placeholder" and tokens[n].kind is Kind.TOKEN)
+    ends: Builder = Builder(graph, graph.graph.output_node())
+    made = _as_rows(Builder(graph, pick.node), pick)
+    sizes = {tokens.space.rows: (made, min(pick.row, pick.token))}
+    for node in tail:
+        for size in [n for n in node.all_input_nodes if is_size(n) and n not in tail]:
+            value = tokens.meaning.renamed(size_expression(size.meta["val"]))
+            if tokens.space.counts(value):
+                node.replace_input_with(size, built(Builder(graph, node), value, sizes))
+        node.replace_input_with(pick.node, made)
+        node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
+    last = made if result is pick.node else result
+    rest = [int(n) for n in last.meta["val"].shape[1:]]
+    rest = rest[1:] if pick.keeps and rest[:1] == [1] else rest
+    shape = [ends.call(aten.sym_size.int, ids, dim) for dim in (0, 1)]
+    graph.graph.output_node().args = ((ends.call(aten.reshape.default, last, [*shape, *rest]),),)
+    return f"{op_name(pick.node)} at {source_of(pick.node)}"
+
+
+def _last_token(tokens: Tokens, node: fx.Node) -> Pick | None:
+    """How a node picks the last token of its operand; None if it does something else."""
+    if not isinstance(node.meta.get("val"), Tensor):
+        return None
+    _, at = tokens.meaning.places(node)
+    try:
+        element = tokens.meaning.element(node, at)
+    except Unliftable:
+        return None
+    if element.op != "read" or not isinstance(element.value, fx.Node):
+        return None
+    operand, fact, space = element.value, tokens[element.value], tokens.space
+    if fact.kind is not Kind.TOKEN or space.row is None:
+        return None
+    if (space.token,) not in fact.axes or (space.row,) not in fact.axes:
+        return None
+    token, row = fact.axes.index((space.token,)), fact.axes.index((space.row,))
+    others = [index for dim, index in enumerate(element.args) if dim != token]
+    if M.sub(element.args[token], space.tokens) is not E.const(-1):
+        return None
+    if not all(isinstance(n, int) for d, n in enumerate(operand.meta["val"].shape) if d not in (token, row)):
+        return None
+    keeps = len(at) == len(element.args)
+    own: list[Expr] = [index for dim, index in enumerate(at) if not (keeps and dim == token)]
+    if others != own or (keeps and at[token] is not E.ZERO):
+        return None
+    return Pick(node, operand, row, token, keeps)
+
+
+def _after(pick: fx.Node, result: fx.Node) -> list[fx.Node] | None:
+    """The nodes that lead from a node to the result, in order; None if something else uses one of them."""
+    above: set[fx.Node] = set()
+    stack = [result]
+    while stack:
+        node = stack.pop()
+        if node not in above:
+            above.add(node)
+            stack += node.all_input_nodes
+    below: dict[fx.Node, None] = {}
+    for node in pick.graph.nodes:
+        if node in above and any(n is pick or n in below for n in node.all_input_nodes):
+            below[node] = None
+    used = [user for node in (pick, *below) for user in node.users if user.op != "output" and user in above]
+    return list(below) if all(user in below for user in used) else None
+
+
+def _rows_of(tokens: Tokens, result: fx.Node) -> int | None:
+    """The dimension of the result that counts the sequences, if it is the first and the only one that
+    depends on the call."""
+    first, *rest = tokens.meaning.shape(result)
+    plain = all(isinstance(n, int) for n in result.meta["val"].shape[1:])
+    return 0 if first is tokens.space.rows and plain and rest else None
+
+
+def _is_alike(tokens: Tokens, node: fx.Node, tail: list[fx.Node], pick: Pick) -> bool:
+    """Whether a node after the pick depends on nothing else that belongs to rows or tokens."""
+    for operand in node.all_input_nodes:
+        if operand in tail or operand is pick.node:
+            continue
+        if is_size(operand):
+            value = tokens.meaning.renamed(size_expression(operand.meta["val"]))
+            if any(n is tokens.space.tokens for n in E.walk(value)):
+                return False
+        elif tokens[operand].kind is not Kind.FIXED or any(tokens[operand].axes):
+            return False
+    return True
+
+
+def _as_rows(builder: Builder, pick: Pick) -> fx.Node:
+    """The operand with every token as a row: tokens stand behind their sequence, and are joined with it."""
+    row, token = pick.row, pick.token
+    rank = len(pick.operand.meta["val"].shape)
+    order = [dim for dim in range(rank) if dim not in (row, token)]
+    place = row if row < token else row - 1
+    order[place:place] = [row, token]
+    moved = builder.call(aten.permute.default, pick.operand, order)
+    shape = [-1 if dim == row else int(pick.operand.meta["val"].shape[dim]) for dim in order if dim != token]
+    joined = builder.call(aten.reshape.default, moved, shape)
+    return builder.call(aten.unsqueeze.default, joined, token) if pick.keeps else joined

@@ -1,0 +1,118 @@
+"""What `compile`, `prefill` and `submit` are given: decorators, passes by name, and clear errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.passes import DEFAULT_PIPELINE
+
+
+def attend(x: Tensor) -> Tensor:
+    return torch.softmax(x @ x.mT, -1) @ x
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return torch.softmax((x @ x.mT).masked_fill(~seen, float("-inf")), -1) @ x
+
+
+def test_compile_is_a_decorator_with_and_without_options(x: Tensor) -> None:
+    @attngraph.compile
+    def plain(x: Tensor) -> Tensor:
+        return attend(x)
+
+    @attngraph.compile(strict=True, disable=("merge-heads",))
+    def strict(x: Tensor) -> Tensor:
+        return attend(x)
+
+    for compiled in (plain, strict):
+        torch.testing.assert_close(compiled(x), attend(x))
+        assert len(compiled.report.attention) == 1
+    assert [p.notes for p in strict.report.passes if p.name == "merge-heads"] == [("disabled",)]
+
+
+def test_options_of_a_decorator_are_checked_where_it_stands() -> None:
+    with pytest.raises(ValueError, match="backend must be one of"):
+        attngraph.compile(backend="abacus")
+
+
+def test_passes_may_be_given_by_name(x: Tensor) -> None:
+    compiled = attngraph.compile(attend, passes=[step.name for step in DEFAULT_PIPELINE])
+    compiled(x)
+    assert [p.name for p in compiled.report.passes] == [step.name for step in DEFAULT_PIPELINE]
+
+
+@pytest.mark.parametrize(
+    ("passes", "kind", "message"),
+    [
+        (["nope"], ValueError, "there is no pass 'nope'"),
+        ("nope", ValueError, r"passes takes a sequence, as in passes=('nope',)."),
+        ([3], TypeError, "passes takes names and passes; 3 has no 'name'"),
+    ],
+)
+def test_what_is_no_pass_is_told(passes: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        attngraph.compile(attend, passes=passes)
+
+
+@pytest.mark.parametrize("prompt", ["hello", [1.5, 2.0], ["a", "b"], None])
+def test_a_prompt_that_is_no_tokens_is_told(prompt: Any) -> None:
+    decoder = attngraph.compile(Words().eval(), cache=True)
+    with pytest.raises(TypeError, match="a prompt is a sequence of token ids"):
+        attngraph.Engine(decoder).submit(prompt)
+    if prompt is not None:
+        with pytest.raises(TypeError, match="a prompt is a sequence of token ids"):
+            decoder.prefill(prompt)
+
+
+def test_an_engine_takes_a_decoder() -> None:
+    with pytest.raises(TypeError, match="Engine takes what"):
+        attngraph.Engine(Words())  # type: ignore[arg-type]
+
+
+def test_the_report_has_the_time_of_capture_what_went_and_a_notebooks_form(x: Tensor) -> None:
+    compiled = attngraph.compile(attend)
+    compiled(x)
+    text = str(compiled.report)
+    assert compiled.report.seconds >= compiled.report.capture > 0
+    assert re.search(r"capture +\d+ ops +[\d.]+ ms", text)
+    assert "no longer written: " in text
+    assert compiled.report._repr_html_().startswith("<pre>attngraph: 1 of 1")
+    assert attngraph.CompileReport.from_json(compiled.report.to_json()).capture == compiled.report.capture
+
+
+def test_the_lowest_number_of_a_dtype_is_named(x: Tensor) -> None:
+    def filled(x: Tensor) -> Tensor:
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = x @ x.mT
+        return torch.softmax(scores.masked_fill(~seen, torch.finfo(x.dtype).min), -1) @ x
+
+    compiled = attngraph.compile(filled)
+    compiled(x)
+    assert "finfo.min" in str(compiled.report)
+
+
+def test_a_call_of_a_library_is_shown_with_the_models_own_line(x: Tensor) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64, n_positions=64)
+    report = attngraph.explain(
+        transformers.GPT2LMHeadModel(config).eval(), torch.zeros(1, 9, dtype=torch.int64)
+    )
+    (entry,) = report.attention
+    assert "integrations/sdpa_attention.py" in entry.source
+    assert "models/gpt2/modeling_gpt2.py" in entry.caller and "attention_interface(" in entry.code
+    assert f"called at {entry.caller}" in str(report)
+    plain = attngraph.explain(attend, x).attention[0]
+    assert (plain.caller, plain.code) == ("", "")

@@ -1,0 +1,117 @@
+"""Why a model is traced again is told: in the report, and as a warning if a cause keeps coming."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.ir.budgets import RETRACES_TOLD
+
+LOGGER = "attngraph.api.compiled"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.inner = 0, nn.Linear(8, 8)
+        self.inner.gain = 1
+
+    def forward(self, x: Tensor, scale: float = 1.0, options: dict[str, Any] | None = None) -> Tensor:
+        q = self.inner(x) * self.inner.gain
+        return torch.softmax(q @ q.mT * scale, -1) @ x + self.step
+
+
+def step(compiled: Any) -> None:
+    compiled.step = 3
+
+
+def fresh(compiled: Any) -> None:
+    compiled.fresh = 1
+
+
+def gain(compiled: Any) -> None:
+    compiled.inner.gain = 2
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "an attribute": (lambda c, x: (step(c), c(x)), "the attribute step of the model"),
+    "a new attribute": (lambda c, x: (fresh(c), c(x)), "the attribute fresh of the model"),
+    "of a module": (lambda c, x: (gain(c), c(x)), "the attribute inner.gain of the model"),
+    "a number": (lambda c, x: c(x, 2.0), "which arguments are given, or their structure"),
+    "mode": (lambda c, x: c.train()(x), "train() or eval() mode"),
+    "dtype": (lambda c, x: c(x.requires_grad_()), "requires_grad of the argument x"),
+    "gradients": (lambda c, x: torch.no_grad()(c)(x), "whether gradients are recorded"),
+    "sizes": (lambda c, x: c(x[0]), "the number of dimensions of the argument x"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_report_names_what_changed(name: str, x: Tensor) -> None:
+    change, what = CHANGES[name]
+    compiled = attngraph.compile(Model().eval())
+    compiled(x)
+    assert compiled.report.retraces == ()
+    change(compiled, x)
+    assert compiled.report.retraces == ((what, 1),)
+    assert f"traced again x 1   because of {what}" in str(compiled.report)
+
+
+def test_a_fixed_size_that_differs_is_named() -> None:
+    compiled = attngraph.compile(lambda x: torch.softmax(x @ x.mT, -1) @ x)
+    for tokens in (4, 5):
+        given = torch.randn(2, tokens, 8)
+        torch._dynamo.mark_static(given, 1)
+        compiled(given)
+    assert compiled.report.retraces == (("dimension 1 of tensor argument 0", 1),)
+
+
+def test_a_cause_that_keeps_coming_is_warned_of_once(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    compiled = attngraph.compile(Model().eval())
+    with caplog.at_level(logging.INFO, LOGGER):
+        for number in range(RETRACES_TOLD + 2):
+            compiled.step = number
+            compiled(x)
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == LOGGER]
+    assert ("INFO", "traced again because of the attribute step of the model (1, and it was 0)") in told
+    (warning,) = (text for level, text in told if level == "WARNING")
+    assert warning.startswith("traced again for the 4th time because of the attribute step of the model (4,")
+
+
+def test_a_call_that_the_model_does_not_take_is_its_own_error_and_nothing_else(
+    x: Tensor, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled = attngraph.compile(Model().eval())
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'scal'"):
+        compiled(x, scal=2.0)
+    with pytest.raises(RuntimeError, match="dtype"):
+        compiled(x.double())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        compiled(x[..., :3])
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "Traceback" not in capfd.readouterr().err
+    compiled(x)
+    assert compiled.report.attention and not compiled.report.breaks
+
+
+def test_going_on_in_pieces_is_said_once_with_the_hook_that_is_why(
+    x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model().eval()
+
+    def look(*_: Any) -> None:
+        pass
+
+    model.inner.register_forward_hook(look)
+    compiled = attngraph.compile(model)
+    for _ in range(2):
+        compiled(x)
+    (record,) = (r for r in caplog.records if r.name == LOGGER)
+    text = record.getMessage()
+    assert "look of the module inner would not run. Continuing in pieces" in text
+    assert "strict" not in text
