@@ -28,6 +28,7 @@ from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_o
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
 from attngraph.runtime.rolling import rolling
+from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step import Step
 
 MASK = "attention_mask"
@@ -81,6 +82,7 @@ class Decoder(nn.Module):
 
     # --- the three calls ---
 
+    @serving
     def prefill(
         self, ids: Ids, attention_mask: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, KVCache]:
@@ -103,10 +105,10 @@ class Decoder(nn.Module):
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._step(packed, inputs)
         state = self._begin(step, packed, inputs)
-        with torch.no_grad():
-            logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
+        logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return unpacked(logits, packed), state
 
+    @serving
     def decode(
         self, next_ids: Ids, state: KVCache, attention_mask: Tensor | None = None, **inputs: Any
     ) -> Tensor:
@@ -132,10 +134,10 @@ class Decoder(nn.Module):
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
             return step.nothing(state, packed.mask.shape)
-        with torch.no_grad():
-            logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
+        logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return unpacked(logits, packed)
 
+    @serving
     def generate(
         self, ids: Ids | None = None, max_new_tokens: int | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float | None = None, num_beams: int = 1,
@@ -194,11 +196,10 @@ class Decoder(nn.Module):
                 f"generate cannot make up what the model's argument(s) {', '.join(sorted(unknown))} bring "
                 "for new tokens; call prefill and decode."
             )
-        with torch.no_grad():
-            limit = self._rolls(step, context, num_beams)
-            if limit is not None:
-                packed = self.pack([row[-limit:] for row in packed.rows()], None)
-            return torch.cat([prompts, self._continued(step, packed, inputs, prompts, options, limit)], 1)
+        limit = self._rolls(step, context, num_beams)
+        if limit is not None:
+            packed = self.pack([row[-limit:] for row in packed.rows()], None)
+        return torch.cat([prompts, self._continued(step, packed, inputs, prompts, options, limit)], 1)
 
     def _continued(
         self, step: Step, packed: Packed, inputs: dict[str, Any], prompts: Tensor, options: Options,
@@ -289,7 +290,7 @@ class Decoder(nn.Module):
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
         leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
-        with LOCK.call(), torch.no_grad():
+        with LOCK.call():
             key = call_key(leaves, spec, model), tuple(packed.ids.shape[2:])
             found = self._valid(key)
         if found is not None:
@@ -314,22 +315,21 @@ class Decoder(nn.Module):
         coincidence, so if deriving fails, it is tried again with an example as long as the prompt."""
         width = packed.mask.shape[1]
         as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
-        with torch.no_grad():
-            try:
-                return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
-            except AttnGraphError as problem:
-                if as_long and width not in (1, EXAMPLE_TOKENS):
-                    with contextlib.suppress(AttnGraphError):
-                        return self._derive(name, self._example(name, packed, inputs, width))
-                spread = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_spread(v, width)]
-                if not spread:
-                    raise
-                shape = list(inputs[spread[0]].shape)
-                raise NoDecoderError(
-                    f"its argument {spread[0]} is {shape}, with the tokens last. A decoder takes what "
-                    "belongs to tokens as [B, T]: give it so, and let the model insert the other dimensions "
-                    f"({spread[0]}[:, None, None])."
-                ) from problem
+        try:
+            return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
+        except AttnGraphError as problem:
+            if as_long and width not in (1, EXAMPLE_TOKENS):
+                with contextlib.suppress(AttnGraphError):
+                    return self._derive(name, self._example(name, packed, inputs, width))
+            spread = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_spread(v, width)]
+            if not spread:
+                raise
+            shape = list(inputs[spread[0]].shape)
+            raise NoDecoderError(
+                f"its argument {spread[0]} is {shape}, with the tokens last. A decoder takes what "
+                "belongs to tokens as [B, T]: give it so, and let the model insert the other dimensions "
+                f"({spread[0]}[:, None, None])."
+            ) from problem
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""
@@ -351,6 +351,7 @@ class Decoder(nn.Module):
             example["use_cache"] = False
         return example
 
+    @serving
     def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
         """An empty state of so many rows for tokens like these."""
         step, config = self._step(packed, {}), self.config_of_cache
@@ -363,8 +364,7 @@ class Decoder(nn.Module):
     def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
         state = KVCache(step.plan, len(packed.counts), self.config_of_cache, packed.ids.device, step.limit)
         state.step = step
-        with torch.no_grad():
-            step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
+        step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
         return state
 
     def _of(self, state: KVCache) -> Step:
