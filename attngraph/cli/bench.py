@@ -7,13 +7,14 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attngraph.benchmark import attention_cpu, decoding, gpu, latent
+from attngraph.benchmark import attention_cpu, decoding, gpu, latent, peers
 from attngraph.benchmark.plot import Bars, draw
 from attngraph.cli.compile import run_demo
 from attngraph.cli.progress import Progress
@@ -27,11 +28,12 @@ def add(commands: Any) -> None:
         help="measure attention beside what else there is, in one run",
         epilog="example: attngraph bench --suite decode --json decode.json --plot decode.png. On a GPU: "
         "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
-        "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`",
+        "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`. peers: "
+        "whole models on the CPU beside torch.compile, OpenVINO and onnxruntime",
     )
     here = "cuda" if torch.cuda.is_available() else "cpu"
     bench.add_argument("--device", default=here, choices=("cpu", "cuda"))
-    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*gpu.SUITES, "models"))
+    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*gpu.SUITES, "models", "peers"))
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
     bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")
@@ -52,13 +54,17 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise TargetError("--device cuda: PyTorch finds no GPU here; --device cpu measures this machine.")
     models = "models" in options.suite
-    suites = [name for name in options.suite if name != "models"]
+    suites = [name for name in options.suite if name not in ("models", "peers")]
     if models:
         printed, options.json = options.json, False
         code = run_demo(options)
         options.json = printed
-        if code or not suites:
+        if code:
             return code
+    if "peers" in options.suite:
+        _measure_cpu("peers", options, len(suites) > 0, ["--small"] if options.small else [])
+    if not suites:
+        return 0
     if options.device == "cpu" and not options.small:
         for name in suites:
             _measure_cpu(name, options, len(suites) > 1)
@@ -95,10 +101,14 @@ def _known(options: argparse.Namespace) -> list[gpu.Row]:
         raise TargetError(f"--resume: {options.json} holds no figures of a GPU: {problem}") from problem
 
 
-_ON_THE_CPU: dict[str, Any] = {"attention": attention_cpu, "decode": decoding, "mla": latent}
+_ON_THE_CPU: dict[str, Any] = {
+    "attention": attention_cpu, "decode": decoding, "mla": latent, "peers": peers,
+}  # fmt: skip
 
 
-def _measure_cpu(name: str, options: argparse.Namespace, is_one_of_several: bool) -> None:
+def _measure_cpu(
+    name: str, options: argparse.Namespace, is_one_of_several: bool, more: Sequence[str] = ()
+) -> None:
     """Run one of the CPU benchmarks; if there are several, each writes files of its own."""
 
     def own(file: Path) -> Path:
@@ -106,7 +116,7 @@ def _measure_cpu(name: str, options: argparse.Namespace, is_one_of_several: bool
 
     with tempfile.TemporaryDirectory() as folder:
         file = own(options.json) if options.json else Path(folder) / "results.json"
-        _ON_THE_CPU[name].main(["--json", str(file)])
+        _ON_THE_CPU[name].main(["--json", str(file), *more])
         if options.plot:
             _draw(_ON_THE_CPU[name].bars(json.loads(file.read_text())), own(options.plot))
 
