@@ -32,7 +32,7 @@ FLOORS = (
 )
 """Rooms from the ground up: a file may import from its own room and from lower floors, nothing else."""
 FLOORS_INSIDE = {
-    "ir": ({"budgets"}, {"language"}, {"ops"}, {"graph"}),
+    "ir": ({"budgets", "versions"}, {"language"}, {"ops"}, {"graph"}),
     "meaning": (
         {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding"}, {"element"}, {"rules"},
         {"attention"}, {"check"}, {"tokens"}, {"__init__"},

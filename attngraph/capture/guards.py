@@ -13,6 +13,7 @@ from attngraph.capture.state import LeftOut, fingerprint
 from attngraph.capture.structure import is_value
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
+from attngraph.ir.versions import version_of
 
 
 def call_key(
@@ -125,16 +126,19 @@ class ValueGuard:
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._stamps = [_stamp(b) for b in buffers]
-        self._copies: list[Tensor] = []
-        if sum(b.numel() for b in buffers) <= budgets.GUARDED_ELEMENTS:
-            for buffer in buffers:
-                same = (c for c in self._copies if c.dtype == buffer.dtype and torch.equal(c, buffer))
-                self._copies.append(_first_or_copy(same, buffer))
+        is_small = sum(b.numel() for b in buffers) <= budgets.GUARDED_ELEMENTS
+        self._copies: list[tuple[int, Tensor]] = []
+        """The place and the contents of each buffer that is compared: all if small, and those whose writes
+        torch does not count."""
+        for place, (buffer, (_, version)) in enumerate(zip(buffers, self._stamps, strict=True)):
+            if is_small or version is None:
+                same = (c for _, c in self._copies if c.dtype == buffer.dtype and torch.equal(c, buffer))
+                self._copies.append((place, _first_or_copy(same, buffer)))
 
     def holds(self, buffers: Sequence[Tensor]) -> bool:
         if any(_stamp(b) != stamp for b, stamp in zip(buffers, self._stamps, strict=True)):
             return False
-        return all(torch.equal(b, c) for b, c in zip(buffers, self._copies, strict=False))
+        return all(torch.equal(buffers[place], copy) for place, copy in self._copies)
 
 
 def _first_or_copy(same: Iterator[Tensor], buffer: Tensor) -> Tensor:
@@ -143,5 +147,5 @@ def _first_or_copy(same: Iterator[Tensor], buffer: Tensor) -> Tensor:
     return buffer.detach().clone() if found is None else found
 
 
-def _stamp(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+def _stamp(tensor: Tensor) -> tuple[int, int | None]:
+    return tensor.data_ptr(), version_of(tensor)

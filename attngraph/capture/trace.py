@@ -129,6 +129,7 @@ def _export(flat: Flat, tensors: tuple[Tensor, ...], dynamic: Any) -> ExportedPr
         numpy_of_sizes(),
         short_formulas(),
         views_taken_apart(),
+        _mode_of_weights(flat),
     ):
         return torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
 
@@ -201,6 +202,14 @@ def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int,
             spatial = sides if any(isinstance(m, kinds) for m in target.modules()) else spatial
     static = getattr(tensor, "_dynamo_static_indices", ())
     return dict.fromkeys((d for d in range(tensor.ndim - spatial) if d not in static), Dim.AUTO)
+
+
+def _mode_of_weights(flat: Flat) -> contextlib.AbstractContextManager[Any]:
+    """Inference mode for weights that were made in it: torch's stand-ins for them are made in no other."""
+    weights = (*flat.parameters(), *flat.buffers())
+    if torch.is_grad_enabled() or not any(w.is_inference() for w in weights):
+        return contextlib.nullcontext()
+    return torch.inference_mode()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from attngraph.benchmark import attention_cpu, decoding, gpu, latent
+from attngraph.benchmark import attention_cpu, decoding, gpu, latent, peers
 from attngraph.benchmark.plot import Bars, draw
 from attngraph.cli import demo
 from attngraph.cli.arguments import parser
@@ -33,7 +33,9 @@ def run(options: argparse.Namespace) -> int:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check(options)
     codes = [_measure_models(options)] if "models" in options.suite else []
-    suites = [name for name in options.suite if name != "models"]
+    if "peers" in options.suite:
+        _measure_cpu("peers", options, ["--small"] if options.small else [])
+    suites = [name for name in options.suite if name not in ("models", "peers")]
     if options.device == "cpu" and not options.small:
         for name in suites:
             _measure_cpu(name, options)
@@ -116,14 +118,16 @@ def _known(options: argparse.Namespace) -> list[gpu.Row]:
         raise TargetError(f"--resume: {options.json} holds no figures of a GPU: {problem}") from problem
 
 
-_ON_THE_CPU: dict[str, Any] = {"attention": attention_cpu, "decode": decoding, "mla": latent}
+_ON_THE_CPU: dict[str, Any] = {
+    "attention": attention_cpu, "decode": decoding, "mla": latent, "peers": peers,
+}  # fmt: skip
 
 
-def _measure_cpu(name: str, options: argparse.Namespace) -> None:
+def _measure_cpu(name: str, options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Run one of the CPU benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
         file = _own(options.json, name, options) if options.json else Path(folder) / "results.json"
-        _ON_THE_CPU[name].main(["--json", str(file)])
+        _ON_THE_CPU[name].main(["--json", str(file), *more])
         if options.plot:
             bars = _ON_THE_CPU[name].bars(json.loads(file.read_text()))
             _draw(bars, _own(options.plot, name, options))

@@ -29,6 +29,7 @@ from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_o
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
 from attngraph.runtime.rolling import rolling
+from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper
 
@@ -74,6 +75,7 @@ class Decoder(ModelWrapper):
 
     # --- the three calls ---
 
+    @serving
     def prefill(
         self, ids: Ids, attention_mask: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, KVCache]:
@@ -96,10 +98,10 @@ class Decoder(ModelWrapper):
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._step(packed, inputs)
         state = self._begin(step, packed, inputs)
-        with torch.no_grad():
-            logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
+        logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return unpacked(logits, packed), state
 
+    @serving
     def decode(
         self, next_ids: Ids, state: KVCache, attention_mask: Tensor | None = None, **inputs: Any
     ) -> Tensor:
@@ -125,10 +127,10 @@ class Decoder(ModelWrapper):
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
             return step.nothing(state, packed.mask.shape)
-        with torch.no_grad():
-            logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
+        logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return unpacked(logits, packed)
 
+    @serving
     def generate(
         self, ids: Ids | None = None, max_new_tokens: int | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float | None = None, num_beams: int = 1,
@@ -187,11 +189,10 @@ class Decoder(ModelWrapper):
                 f"generate cannot make up what the model's argument(s) {', '.join(sorted(unknown))} bring "
                 "for new tokens; call prefill and decode."
             )
-        with torch.no_grad():
-            limit = self._rolls(step, context, num_beams)
-            if limit is not None:
-                packed = self.pack([row[-limit:] for row in packed.rows()], None)
-            return torch.cat([prompts, self._continued(step, packed, inputs, prompts, options, limit)], 1)
+        limit = self._rolls(step, context, num_beams)
+        if limit is not None:
+            packed = self.pack([row[-limit:] for row in packed.rows()], None)
+        return torch.cat([prompts, self._continued(step, packed, inputs, prompts, options, limit)], 1)
 
     def _continued(
         self, step: Step, packed: Packed, inputs: dict[str, Any], prompts: Tensor, options: Options,
@@ -287,7 +288,7 @@ class Decoder(ModelWrapper):
         def key(left_out: LeftOut) -> Any:
             return left_out, call_key(leaves, spec, model, left_out), width
 
-        with LOCK.call(), torch.no_grad():
+        with LOCK.call():
             found = self._valid(key)
         if found is not None:
             return found
@@ -321,22 +322,21 @@ class Decoder(ModelWrapper):
             for n, v in inputs.items()
         }
         as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
-        with torch.no_grad():
-            try:
-                return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
-            except AttnGraphError as problem:
-                if as_long and width not in (1, EXAMPLE_TOKENS):
-                    with contextlib.suppress(AttnGraphError):
-                        return self._derive(name, self._example(name, packed, inputs, width))
-                pairs = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_of_pairs(v, width)]
-                if not pairs:
-                    raise
-                shape = list(inputs[pairs[0]].shape)
-                raise NoDecoderError(
-                    f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens. A decoder "
-                    "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
-                    "combine it with its causal mask."
-                ) from problem
+        try:
+            return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
+        except AttnGraphError as problem:
+            if as_long and width not in (1, EXAMPLE_TOKENS):
+                with contextlib.suppress(AttnGraphError):
+                    return self._derive(name, self._example(name, packed, inputs, width))
+            pairs = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_of_pairs(v, width)]
+            if not pairs:
+                raise
+            shape = list(inputs[pairs[0]].shape)
+            raise NoDecoderError(
+                f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens. A decoder "
+                "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
+                "combine it with its causal mask."
+            ) from problem
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""
@@ -359,6 +359,7 @@ class Decoder(ModelWrapper):
             example["use_cache"] = False
         return example
 
+    @serving
     def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
         """An empty state of so many rows for tokens like these."""
         step, config = self._step(packed, {}), self.config_of_cache
@@ -371,8 +372,7 @@ class Decoder(ModelWrapper):
     def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
         state = KVCache(step.plan, len(packed.counts), self.config_of_cache, packed.ids.device, step.limit)
         state.step = step
-        with torch.no_grad():
-            step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
+        step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
         return state
 
     def _of(self, state: KVCache) -> Step:

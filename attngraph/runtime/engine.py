@@ -21,6 +21,7 @@ from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed, as_ids
 from attngraph.runtime.sampling import sample
+from attngraph.runtime.serving_mode import serving
 
 
 class Request:
@@ -150,6 +151,7 @@ class Engine:
         while self.step():
             pass
 
+    @serving
     def step(self) -> bool:
         """Compute the next tokens. Returns False if there was nothing to do."""
         with self._lock:
@@ -219,8 +221,7 @@ class Engine:
         ids = torch.cat(list(parts)).unsqueeze(0).to(self.state.device)
         packed = Packed(ids, counts, torch.ones(1))
         step = self.state.step
-        with torch.no_grad():
-            logits: Tensor = step.advance(self.state, counts, {step.name: ids}, packed.last())[0]
+        logits: Tensor = step.advance(self.state, counts, {step.name: ids}, packed.last())[0]
         return logits
 
     def _find_the_cause(self, parts: Sequence[Tensor]) -> None:

@@ -19,6 +19,7 @@ from attngraph.errors import CacheError
 from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.pages import Pages
+from attngraph.runtime.serving_mode import serving
 
 SAVED = "attngraph cache 1"
 
@@ -172,6 +173,7 @@ class KVCache:
         """Remove all tokens, of one row or of all rows."""
         self.crop([0 if row in (None, n) else length for n, length in enumerate(self.lengths)])
 
+    @serving
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
         """Row n becomes a copy of row rows[n]; the number of rows may change."""
         picked = [int(r) for r in rows]
@@ -185,6 +187,7 @@ class KVCache:
         self.lengths = [self.lengths[r] for r in picked]
         self.lost = [self.lost[r] for r in picked]
 
+    @serving
     def copy(self) -> KVCache:
         """An independent copy of the state."""
         other = copy.deepcopy(self)
@@ -223,6 +226,7 @@ class KVCache:
             group.users, group.free = kept["users"], kept["free"]
 
     @classmethod
+    @serving
     def load(cls, path: str | Path) -> KVCache:
         """Read a state that `save` wrote.
 

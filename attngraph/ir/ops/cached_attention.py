@@ -35,6 +35,7 @@ from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
+from attngraph.ir.versions import version_of
 
 torch.library.define(
     "attngraph::cached_attention",
@@ -73,9 +74,10 @@ def counts(rows: Rows) -> Counts:
     """`Rows` as Python numbers. All layers of a step share these tensors, so the copy (from a device, maybe)
     is made once per step."""
     own = rows[1:]
-    versions = [t._version for t in own]
-    known: tuple[Any, list[int], Counts] | None = getattr(_last, "known", None)
-    if known is None or known[1] != versions or any(a is not b for a, b in zip(known[0], own, strict=True)):
+    versions = [version_of(t) for t in own]
+    known: tuple[Any, list[int | None], Counts] | None = getattr(_last, "known", None)
+    is_known = known is not None and None not in versions and known[1] == versions
+    if known is None or not is_known or any(a is not b for a, b in zip(known[0], own, strict=True)):
         starts, first, held = (t.tolist() for t in own)
         found = Counts([b - a for a, b in itertools.pairwise(starts)], first, held)
         known = _last.known = own, versions, found
