@@ -104,8 +104,7 @@ class KVCache:
                 if self.config.max_length is not None:
                     wanted = self.config.max_length
                 group.stretch(wanted)
-            for row, count in enumerate(counts):
-                group.reserve(row, self.lengths[row], count)
+            group.reserve(self.lengths, counts)
 
     def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""

@@ -82,15 +82,24 @@ class Pages:
             return range(start, end + 1)
         return range(first // self.page, (last - 1) // self.page + 1)
 
-    def reserve(self, row: int, first: int, count: int) -> None:
-        """Ensure that a row has unshared pages for positions first .. first + count - 1."""
-        pages = self.rows[row]
-        for place in self.pages_of(first, first + count):
-            while len(pages) <= place:
-                pages.append(self._take())
-                self._table = None
-            if self.users[pages[place]] > 1:
-                self._own(pages, place)
+    def reserve(self, firsts: Sequence[int], counts: Sequence[int]) -> None:
+        """Ensure that every row has unshared pages for its positions first .. first + count - 1."""
+        needed = [self.pages_of(n, n + count) for n, count in zip(firsts, counts, strict=True)]
+        missing = 0
+        for pages, places in zip(self.rows, needed, strict=True):
+            have, last = len(pages), places.stop - 1 if places else -1
+            missing += max(0, last + 1 - have)
+            missing += sum(self.users[pages[n]] > 1 for n in places if n < have)
+        if not missing:
+            return
+        self._make_room(missing)
+        self._table = None
+        for pages, places in zip(self.rows, needed, strict=True):
+            for place in places:
+                while len(pages) <= place:
+                    pages.append(self._take())
+                if self.users[pages[place]] > 1:
+                    self._own(pages, place)
 
     def _own(self, pages: list[int], place: int) -> None:
         old, new = pages[place], self._take()
@@ -99,11 +108,15 @@ class Pages:
             arena.select(dim, new).copy_(arena.select(dim, old))
         self.users[old] -= 1
         pages[place] = new
-        self._table = None
+
+    def _make_room(self, count: int) -> None:
+        """Have so many free pages. All are allocated at once, because what is kept is copied each time; a
+        pool of pages at least doubles, so that growing a page at a time costs the same for each."""
+        more = count - len(self.free)
+        if more > 0:
+            self._enlarge(max(more, 4, len(self.users)) if self.paged else more)
 
     def _take(self) -> int:
-        if not self.free:
-            self._enlarge(max(4, len(self.users)) if self.paged else 1)
         page = self.free.pop()
         self.users[page] = 1
         return page
@@ -178,6 +191,7 @@ class Pages:
         self._table = None
         if self.paged:
             return
+        self._make_room(sum(max(0, count - 1) for count in self.users))
         for pages in self.rows:
             for place in range(len(pages)):
                 if self.users[pages[place]] > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attngraph import codegen
+from attngraph.codegen.cpu import decode
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import cached_attention as cache
 from attngraph.ir.ops.cached_attention import Rows
@@ -130,3 +133,42 @@ def test_history_puts_pages_and_new_tokens_in_order() -> None:
     table, starts, held = torch.tensor([[2, 0], [1, 3]]), torch.tensor([0, 1, 3]), torch.tensor([4, 2])
     found = torch.ops.attngraph.history(pages, new, table, starts, held, 1)
     assert found.tolist() == [[6, 7, 8, 0, 100], [3, 4, 200, 201, 0]]
+
+
+UNEQUAL = [(3, 2), (0, 60), (9, 0), (5, 40), (0, 1), (20, 33)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_rows_of_any_lengths_are_one_call(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(UNEQUAL[1:4] + UNEQUAL[5:], 4, 0, 4, 2, torch.float32)
+    wanted = case.wanted(program)
+    if "p = " not in program:  # weights are not changed in C
+        monkeypatch.setattr(cache, "row_by_row", lambda *_: pytest.fail("a call for each row"))
+    torch.testing.assert_close(case.found(program, "").double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_only_long_rows_are_left_to_the_kernels_for_whole_sequences(
+    program: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [(held * kept, new) for held, new in UNEQUAL]
+    case, alone = Case(lengths, 4, 0, 4, 2, torch.float32), []
+    row_by_row = cache.row_by_row
+
+    def told(*args: Any) -> Tensor:
+        alone.append(cache.counts(args[6]).new)
+        return row_by_row(*args)
+
+    monkeypatch.setattr(decode, "LONG", 3000)
+    monkeypatch.setattr(decode, "row_by_row", told)
+    found = case.found(program, "cpu.decode" if "p = " not in program else "")
+    torch.testing.assert_close(found.double(), case.wanted(program), rtol=1e-4, atol=1e-5)
+    if "p = " not in program:
+        assert alone == [[0, 60, 0, 40, 0, 33] if kept else [0, 60, 0, 40, 0, 0]]
+
+
+def test_whole_prompts_of_equal_length_are_one_call_of_the_kernels_for_whole_sequences() -> None:
+    for tokens, long in ((decode.BATCHED, False), (decode.BATCHED + 1, True)):
+        rows = Rows(torch.zeros(2, 1).long(), torch.arange(3) * tokens, torch.zeros(2), torch.zeros(2))
+        assert decode._Rows(rows).are_long(4) == [long, long]

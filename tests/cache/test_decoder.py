@@ -694,3 +694,24 @@ def test_a_score_that_is_raised_to_the_fill_stays_masked_only_if_that_is_low(
             decoder.prefill(ids)
     else:
         torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_memory_is_allocated_at_once_for_all_rows(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngraph.runtime.pages import Pages
+
+    _, compiled = decoder("windowed", config)
+    compiled.prefill(ids(1, 5))
+    empty, made = Pages._empty, []
+    monkeypatch.setattr(Pages, "_empty", lambda self, *a: made.append(a) or empty(self, *a))
+    calls = []
+    for rows in (4, 100):
+        made.clear()
+        _, state = compiled.prefill(ids(rows, 5))
+        compiled.decode(ids(rows, 3), state)
+        calls.append(len(made))
+        made.clear()
+        state.reorder([n // 2 for n in range(2 * rows)])
+        compiled.decode(ids(2 * rows, 1), state)
+        calls.append(len(made))
+    assert calls[:2] == calls[2:]

@@ -221,6 +221,8 @@ def row_by_row(
     outs: list[Tensor] = []
     for row, length in enumerate(lengths):
         place = slice(starts[row], starts[row] + length)
+        if length == 0:
+            continue
         oldest = max(0, held[row] - rows.table.shape[1] * pages[0].shape[2])
         slots = torch.arange(oldest, held[row], device=q.device)
         keys, values = (
