@@ -115,11 +115,15 @@ def _inspect(commands: Any) -> None:
         "  attngraph compile attngraph.models.targets:tiny_decoder_lm --dump out\n"
         f"  attngraph inspect out --open       writes out/{PAGE} and shows it in your browser\n"
         "  attngraph inspect out --json       the report as JSON, no page\n"
+        "  attngraph inspect new --against old   what is different after a change of the model\n"
         "  attngraph inspect out/graph-1      one graph of several",
     )
     inspect.add_argument("dump", type=Path, metavar="DUMP_DIR", help="the folder that --dump wrote")
     inspect.add_argument(
         "--out", type=Path, metavar="FILE", help=f"where the page is written (default: DUMP_DIR/{PAGE})"
+    )
+    inspect.add_argument(
+        "--against", type=Path, metavar="DIR", help="an earlier dump, which the page compares this one with"
     )
     inspect.add_argument("--open", action="store_true", help="show the page in your browser")
     inspect.add_argument(

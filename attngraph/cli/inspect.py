@@ -34,8 +34,9 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({**json.loads(report.to_json()), "parts": _parts(report)}, indent=2))
         if options.out is None and not options.open:
             return 0
+    earlier = None if options.against is None else merge(read_dump(options.against))
     tell("drawing the page")
-    page = report.to_html(options.out or options.dump / PAGE, options.dump.resolve().name)
+    page = report.to_html(options.out or options.dump / PAGE, options.dump.resolve().name, None, earlier)
     tell.done()
     print(page, file=sys.stderr if options.json else sys.stdout)
     if options.open and not webbrowser.open(page.resolve().as_uri()):

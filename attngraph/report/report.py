@@ -35,16 +35,20 @@ class CompileReport(Entries):
             del entry["kernel"]["source"]
         return json.dumps(found, indent=2)
 
-    def to_html(self, path: str | Path, title: str = "", weights: Mapping[str, Tensor] | None = None) -> Path:
+    def to_html(
+        self, path: str | Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
+        earlier: CompileReport | None = None,
+    ) -> Path:  # fmt: skip
         """Write the report as one self-contained HTML file and return its path.
 
         `title` says what was compiled; `weights` (what `compiled.weights` gives for several names) are shown
-        as heatmaps. An existing file at `path` is replaced atomically.
+        as heatmaps; `earlier` is a report that this one is compared with. An existing file at `path` is
+        replaced atomically.
 
         Raises:
             DumpError: the file cannot be written.
         """
-        return page.write(self, Path(path), title, weights)
+        return page.write(self, Path(path), title, weights, earlier)
 
     @staticmethod
     def from_json(text: str) -> CompileReport:

@@ -383,6 +383,24 @@ def test_inspect_writes_the_page_of_a_dump(tmp_path: Path, capsys: pytest.Captur
     assert CompileReport.from_json(capsys.readouterr().out).attention[0].name == "blocks.0.attention"
 
 
+def test_two_dumps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def attend(x: torch.Tensor, window: int) -> torch.Tensor:
+        i = torch.arange(x.shape[1])
+        seen = (i <= i[:, None]) & (i > i[:, None] - window)
+        return torch.softmax((x @ x.mT).masked_fill(~seen, float("-inf")), -1) @ x
+
+    for name, window in (("old", 3), ("new", 4)):
+        attngraph.compile(attend, dump=tmp_path / name)(torch.randn(2, 9, 8), window)
+    new, old = str(tmp_path / "new"), str(tmp_path / "old")
+    assert cli.main(["inspect", new, "--against", old]) == 0
+    page = Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+    section = page.partition('<section id="compared"')[2].partition("</section>")[0]
+    assert "k &gt;= q - <mark>2</mark>" in section and "k &gt;= q - <mark>3</mark>" in section
+    assert cli.main(["inspect", new, "--against", new]) == 0
+    assert "The graph after all passes is the same." in Path(capsys.readouterr().out.strip()).read_text()
+    assert cli.main(["inspect", new, "--against", str(tmp_path / "none")]) == 2
+
+
 def test_inspect_opens_the_page_that_it_wrote(
     tmp_path: Path, missed: CompileReport, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

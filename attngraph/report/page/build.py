@@ -19,19 +19,23 @@ from attngraph.errors import DumpError
 from attngraph.report.entries import Break, Entries, folded
 from attngraph.report.files import write_whole
 from attngraph.report.page.attention import render_attentions
+from attngraph.report.page.compared import render_compared
 from attngraph.report.page.graphs import final_text, graph_title, render_graphs
 from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.passes import Store, render_passes
 from attngraph.report.page.weights import render_weights
 
 
-def write(report: Entries, path: Path, title: str = "", weights: Mapping[str, Tensor] | None = None) -> Path:
+def write(
+    report: Entries, path: Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
+    earlier: Entries | None = None,
+) -> Path:  # fmt: skip
     """Write the page of a report atomically and return the file.
 
     Raises:
         DumpError: it cannot be written. An existing file is left as it was.
     """
-    text = render(report, title, weights)
+    text = render(report, title, weights, earlier)
     try:
         write_whole(path, text)
     except OSError as problem:
@@ -42,10 +46,13 @@ def write(report: Entries, path: Path, title: str = "", weights: Mapping[str, Te
     return path
 
 
-def render(report: Entries, title: str = "", weights: Mapping[str, Tensor] | None = None) -> str:
+def render(
+    report: Entries, title: str = "", weights: Mapping[str, Tensor] | None = None,
+    earlier: Entries | None = None,
+) -> str:  # fmt: skip
     """The page of a report as text. `title` says what was compiled, if that is known; `weights` are those of
-    attentions, by name (`compiled.weights`)."""
-    graphs = report.parts or ((report,) if report.graphs else ())
+    attentions, by name (`compiled.weights`); `earlier` is a report to compare this one with."""
+    graphs, then = _graphs(report), () if earlier is None else _graphs(earlier)
     store = Store()
     groups = folded(report.attention)
     sections = [
@@ -58,10 +65,15 @@ def render(report: Entries, title: str = "", weights: Mapping[str, Tensor] | Non
         _section("weights", "Weights", render_weights(weights or {}), bool(weights)),
         _section("cache", "Cache", _cache(report), report.cache is not None),
         _section("retraces", "Traced again", _retraces(report), bool(report.retraces)),
+        _section("compared", "Compared with before", render_compared(graphs, then, store), bool(then)),
         _section("passes", "Passes", _passes(graphs, store), bool(graphs)),
         _section("graph", "Graph", render_graphs(graphs), any(final_text(g) for g in graphs)),
     ]
     return _document(report, title, [found for found in sections if found], store)
+
+
+def _graphs(report: Entries) -> tuple[Entries, ...]:
+    return report.parts or ((report,) if report.graphs else ())
 
 
 _WITHOUT_SCRIPT = (

@@ -127,6 +127,12 @@ def _text(place: int, lines: int) -> Html:
     )  # fmt: skip
 
 
+def render_texts(old: str, new: str, store: Store) -> Html:
+    """The differences of two graphs' texts."""
+    places = (store.add_text(old), store.add_text(new))
+    return _diff(read_lines(old), read_lines(new), places, store)
+
+
 def _diff(old: list[Line], new: list[Line], places: tuple[int, int], store: Store) -> Html:
     found = fold(compare(old, new), old, new)
     parts = [
