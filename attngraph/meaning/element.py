@@ -59,6 +59,7 @@ class Meaning:
             then listed in `assumed`: the caller must ensure that those values do not change.
         conditions: sympy relations between sizes that hold; sizes that are equal by them get one name.
         complex_too: follow complex values as well, as long as they are only moved.
+        along_tokens: follow convolutions over several places and running sums as well.
 
     `obstacles` collects the names of sizes for which a shape could not be followed.
     `required` collects pairs of sizes that a rule took to be equal because the op demands it, where
@@ -67,9 +68,9 @@ class Meaning:
 
     def __init__(
         self, values: Mapping[fx.Node, Tensor] | None = None, conditions: Iterable[Any] = (),
-        complex_too: bool = False,
+        complex_too: bool = False, along_tokens: bool = False,
     ) -> None:  # fmt: skip
-        self.complex_too = complex_too
+        self.complex_too, self.along_tokens = complex_too, along_tokens
         self._same: dict[Expr, Expr] = {}
         for condition in conditions:
             if isinstance(condition, sympy.Eq):

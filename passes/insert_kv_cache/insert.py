@@ -32,10 +32,12 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.tokens.facts import Fact, Kind, Window
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
-from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
+from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
+from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.running_sums import gather_running_sums
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
@@ -155,8 +157,10 @@ def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
     if sees_later:
         return reason
     if culprit.target in (aten.conv1d.default, aten.convolution.default):
-        before = (int(culprit.args[1].meta["val"].shape[-1]) - 1) * _dilation(culprit)  # type: ignore[union-attr]
-        return f"it needs the last {before} inputs, a state that is not keys and values"
+        return (
+            "no value that follows it is computed, for each token, from the last tokens alone, with zeros "
+            "before the first"
+        )
     if isinstance(value, torch.Tensor):
         extents = [tokens.meaning.renamed(size_expression(n)) for n in value.shape]
         if sum(tokens.space.tokens in E.walk(n) for n in extents) > 1:
@@ -165,11 +169,6 @@ def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
                 "tokens (a mask that data choose is such a value)"
             )
     return reason
-
-
-def _dilation(node: fx.Node) -> int:
-    given = [*node.args, *([1] * 8)][5]
-    return int(given[0]) if isinstance(given, (list, tuple)) and given else 1
 
 
 class _Insertion:
@@ -187,11 +186,14 @@ class _Insertion:
     def run(self) -> None:
         most_tokens = self.tokens.most_tokens()
         attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
-        self._choose_stores(attentions)
+        scans = [n for n, f in self.tokens.facts.items() if f.kind is Kind.SCAN and n in self.needed]
+        self._choose_stores([*attentions, *scans])
         for node in list(self.graph.graph.nodes):
             fact = self.tokens.facts.get(node)
             if fact is not None and fact.formula is not None and node in self.needed:
                 self._shift(node, fact)
+        for node in scans:
+            self._look_back(node)
         kept = list(self.stores)
         for node in attentions:
             self._look_at_pages(node)
@@ -229,19 +231,20 @@ class _Insertion:
 
     # --- cached values ---
 
-    def _choose_stores(self, attentions: Sequence[fx.Node]) -> None:
-        operands = [o for node in attentions for o in self._kept_operands(node)]
+    def _choose_stores(self, readers: Sequence[fx.Node]) -> None:
+        """Choose what is kept for the values that read earlier tokens: attentions, and windows of tokens."""
+        operands = [o for node in readers for o in self._kept_operands(node)]
         kept = choose_kept(self.tokens, operands)
         for number, value in enumerate(kept):
-            users = [n for n in attentions for o in self._kept_operands(n) if value in self._path(o, kept)]
-            windows = [self.tokens[n].causality.window for n in users]  # type: ignore[union-attr]
+            users = [n for n in readers for o in self._kept_operands(n) if value in self._path(o, kept)]
+            windows = [self._window(n) for n in users]
             window = None if None in windows else max(w for w in windows if w is not None)
             space = self.space
             fact = self.tokens[value]
             row, token = space.place(fact.axes, space.row), space.place(fact.axes, space.token)
             if token is None or bytes_per_token(self.tokens, value) is None:
                 raise NoDecoderError(
-                    f"{op_name(value)} at {source_of(value)}: what attention looks at does not have the "
+                    f"{op_name(value)} at {source_of(value)}: what later tokens need of it does not have the "
                     "tokens as a dimension of their own."
                 )
             counted = [isinstance(n, int) and not digits for n, digits in
@@ -256,10 +259,22 @@ class _Insertion:
             )
 
     def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
-        """Operands to cache: keys, values, and the tensors that scores read at key positions."""
+        """Operands to cache: keys, values, and the tensors that scores read at key positions; what is read of
+        earlier tokens."""
+        scan = self.tokens[node].scan
+        if scan is not None:
+            return list(scan.operands)
         view = AttentionOp.of(node)
         reads_tokens = [r for r in view.reads if any(self.space.token in d for d in self.tokens[r].axes)]
         return [*([] if self.tokens[view.keys[0]].kind is Kind.FIXED else view.keys), *reads_tokens]
+
+    def _window(self, node: fx.Node) -> int | None:
+        """How many of the latest tokens a value needs; None: all."""
+        fact = self.tokens[node]
+        if fact.scan is not None:
+            return fact.scan.width
+        assert fact.causality is not None
+        return fact.causality.window
 
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """The cached values that an operand is a view of."""
@@ -288,6 +303,33 @@ class _Insertion:
         self.tokens.facts[new] = dataclasses.replace(fact, formula=None)
         node.replace_all_uses_with(new)
         self.outcome.notes.append(f"{op_name(node)} at {source_of(node)} is computed from positions")
+
+    # --- windows of tokens ---
+
+    def _look_back(self, node: fx.Node) -> None:
+        fact = self.tokens[node]
+        assert isinstance(fact.scan, Window)
+        builder = Builder(self.graph, node)
+        try:
+            new = LookBack(self.tokens, self.inputs, self._pages_of).replace(builder, node, fact)
+        except (shift_positions.NoFormula, NoSize) as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it is computed from the last {fact.scan.width} "
+                f"tokens, and {problem} cannot be computed for a few new ones."
+            ) from problem
+        self.tokens.facts[new] = fact
+        self.stores = {new if kept is node else kept: store for kept, store in self.stores.items()}
+        node.replace_all_uses_with(new)
+        width, source = fact.scan.width, source_of(node)
+        self.outcome.notes.append(f"{op_name(node)} at {source} is computed from the last {width} tokens")
+
+    def _pages_of(self, builder: Builder, operand: fx.Node) -> tuple[fx.Node, Store]:
+        """An operand as a view of pages, and the store that has them."""
+        stores = [self.stores[n] for n in self._path(operand, self.stores)]
+        if len({s.window for s in stores}) > 1:
+            self._widen(stores)
+            stores = [self.stores[n] for n in self._path(operand, self.stores)]
+        return self._replay(builder, operand), stores[0]
 
     # --- attention ---
 

@@ -17,7 +17,8 @@ from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, built
 
 aten = torch.ops.aten

@@ -20,7 +20,8 @@ from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.axes import Axes
-from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder
 from attngraph.passes.fuse_attention import describe
 
