@@ -74,10 +74,11 @@ class Step:
         rows = state.inputs(counts)
         if picked is None:
             picked = torch.arange(rows["row"].shape[0], device=state.device)
-        given = {**rows, "picked": picked, **state.stores(), **state.fixed}
+        given = {**rows, "picked": picked, **state.stores(), **state.carried.values, **state.fixed}
         result: Tensor
         result, *news = self._step(arguments, given, run)
-        state.write({s.name: n for s, n in zip(self.plan.stores, news, strict=True)}, rows, counts)
+        kept = (*self.plan.stores, *self.plan.carried)
+        state.write({s.name: n for s, n in zip(kept, news, strict=True)}, rows, counts)
         return result
 
     def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:

@@ -29,7 +29,7 @@ from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import CachePlan, Store
+from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Fact, Kind, Window
@@ -37,11 +37,13 @@ from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
+from attngraph.passes.insert_kv_cache.carry import Carry
 from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.running_sums import gather_running_sums
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
+from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -143,12 +145,20 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
         seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
         raise NoDecoderError(
-            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}\n"
+            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}{_no_sum(tokens, culprit)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
-            "attention looks at earlier ones."
+            "attention, windows of tokens and running sums look at earlier ones."
         )
     if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
+
+
+def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
+    """Why what is computed from the first operation that mixes tokens is no sum that can be carried."""
+    for node, reason in tokens.why_not.items():
+        if node is culprit or tokens.cause(node) is culprit:
+            return f" It is no sum over earlier tokens that can be carried: {reason}."
+    return ""
 
 
 def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
@@ -180,6 +190,9 @@ class _Insertion:
         self.inputs = StepInputs(graph, ids, tokens)
         self.fixed = FixedValues(graph, ids, tokens, self.inputs)
         self.stores: dict[fx.Node, Store] = {}
+        self.carried: dict[fx.Node, Carried] = {}
+        self.made: dict[fx.Node, fx.Node] = {}
+        """What replaces a value, once all of them are made."""
         self.expanded = 0
         self.needed = self._needed()
 
@@ -193,7 +206,13 @@ class _Insertion:
             if fact is not None and fact.formula is not None and node in self.needed:
                 self._shift(node, fact)
         for node in scans:
-            self._look_back(node)
+            if isinstance(self.tokens[node].scan, Window):
+                self._look_back(node)
+            else:
+                self._carry(node)
+        for node, new in self.made.items():
+            node.replace_all_uses_with(new)
+        self.stores = {self.made.get(kept, kept): store for kept, store in self.stores.items()}
         kept = list(self.stores)
         for node in attentions:
             self._look_at_pages(node)
@@ -201,8 +220,10 @@ class _Insertion:
         pick_results(self.graph, self.tokens, self.ids, kept, self.inputs.rows("picked"))
         output = self.graph.graph.output_node()
         values: Any = output.args[0]
-        output.args = ((*values, *kept),)
-        self.graph.outputs = (*self.graph.outputs, *(Output("pages", self.stores[n].name) for n in kept))
+        output.args = ((*values, *kept, *self.carried),)
+        pages = (Output("pages", self.stores[n].name) for n in kept)
+        carried = (Output("carried", about.name) for about in self.carried.values())
+        self.graph.outputs = (*self.graph.outputs, *pages, *carried)
         self.graph.state = CachePlan(
             tuple(self.stores.values()),
             tuple(self.fixed.found.values()),
@@ -210,6 +231,7 @@ class _Insertion:
             len(attentions),
             str(self.space.tokens.value),
             most_tokens,
+            tuple(self.carried.values()),
         )
         self.graph.clean()
         self.inputs.drop_unused()
@@ -223,7 +245,8 @@ class _Insertion:
             node = stack.pop()
             if node not in found:
                 found.add(node)
-                stack += node.all_input_nodes
+                fact = self.tokens.facts.get(node)
+                stack += node.all_input_nodes if fact is None or fact.scan is None else fact.scan.reads
         return found
 
     def _looks_at_tokens(self, node: fx.Node) -> bool:
@@ -271,7 +294,7 @@ class _Insertion:
     def _window(self, node: fx.Node) -> int | None:
         """How many of the latest tokens a value needs; None: all."""
         fact = self.tokens[node]
-        if fact.scan is not None:
+        if isinstance(fact.scan, Window):
             return fact.scan.width
         assert fact.causality is not None
         return fact.causality.window
@@ -301,7 +324,7 @@ class _Insertion:
                 f"and {problem} cannot be computed for other places."
             ) from problem
         self.tokens.facts[new] = dataclasses.replace(fact, formula=None)
-        node.replace_all_uses_with(new)
+        self.made[node] = new
         self.outcome.notes.append(f"{op_name(node)} at {source_of(node)} is computed from positions")
 
     # --- windows of tokens ---
@@ -317,9 +340,7 @@ class _Insertion:
                 f"{op_name(node)} at {source_of(node)}: it is computed from the last {fact.scan.width} "
                 f"tokens, and {problem} cannot be computed for a few new ones."
             ) from problem
-        self.tokens.facts[new] = fact
-        self.stores = {new if kept is node else kept: store for kept, store in self.stores.items()}
-        node.replace_all_uses_with(new)
+        self.tokens.facts[new], self.made[node] = fact, new
         width, source = fact.scan.width, source_of(node)
         self.outcome.notes.append(f"{op_name(node)} at {source} is computed from the last {width} tokens")
 
@@ -330,6 +351,28 @@ class _Insertion:
             self._widen(stores)
             stores = [self.stores[n] for n in self._path(operand, self.stores)]
         return self._replay(builder, operand), stores[0]
+
+    # --- sums over tokens ---
+
+    def _carry(self, node: fx.Node) -> None:
+        fact = self.tokens[node]
+        builder = Builder(self.graph, node)
+        carry = Carry(self.graph, self.tokens, self.inputs, self.carried)
+        try:
+            new = carry.replace(builder, node, fact, module_of(node) or source_of(node))
+        except (NotWritten, NoSize) as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it is a sum over earlier tokens, and {problem} cannot "
+                "be computed for a few new ones."
+            ) from problem
+        difference = carry.difference(node, new)
+        if difference:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: three tokens look like a sum over earlier tokens that "
+                f"can be carried, but more do not ({difference})."
+            )
+        self.tokens.facts[new], self.made[node] = fact, new
+        self.outcome.notes.append(f"the running sum at {source_of(node)} is carried from token to token")
 
     # --- attention ---
 

@@ -124,8 +124,23 @@ class Fixed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Carried:
+    """A value of which each row has one, whatever its length: a sum over earlier tokens, say. It is zero before
+    the first token. `shape` is that of one row's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    label: str
+
+    @property
+    def bytes_per_row(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """What a decoder's graph keeps. `expanded`: bytes per token that keys and values of every query head
+    """What a decoder's graph keeps: `stores` of every token, `carried` of every row. `expanded`: bytes per token that keys and values of every query head
     would take; `attentions`: how many use the stores; `length`: the symbol for a sequence's length in the
     graph's conditions; `most_tokens`: the longest sequence that the model's position tables cover."""
 
@@ -135,6 +150,12 @@ class CachePlan:
     attentions: int = 0
     length: str = ""
     most_tokens: int | None = None
+    carried: tuple[Carried, ...] = ()
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What a row needs whatever its length; of the stores, those of the tokens in a window not included."""
+        return sum(value.bytes_per_row for value in self.carried)
 
     @property
     def bytes_per_token(self) -> int:
