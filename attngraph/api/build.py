@@ -36,7 +36,7 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.proof import prove
+from attngraph.runtime.proof import prove, prove_longer
 from attngraph.runtime.step import Step
 
 
@@ -157,9 +157,14 @@ def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
 
 @LOCK.trace()
 def derive_decoder(
-    target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any]
-) -> Step:
+    target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
+    distinct: int = 0,
+) -> Step:  # fmt: skip
     """Capture `target(**arguments)` and derive a decoder for its argument `name`.
+
+    Args:
+        distinct: the number of tokens, if it is a size of nothing else: the trace may then be one for this
+            number alone.
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
@@ -170,7 +175,7 @@ def derive_decoder(
     captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     graph, logits = captured.graph, _place_of_logits(captured.structure)
-    rest = (InsertKVCache(names.index(name), logits), *later)
+    rest = (InsertKVCache(names.index(name), logits, distinct), *later)
     try:
         last = run_passes(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
@@ -179,14 +184,16 @@ def derive_decoder(
             where = f" at {stop.source}" if stop.source else ""
             raise NoDecoderError(
                 f"{problem.reason}\n(Sizes of the model are numbers, because torch cannot follow them as "
-                f"symbols{where}: {stop.reason}.)"
+                f"symbols{where}: {stop.reason}.)",
+                problem.fixes_tokens,
             ) from problem
         if not result.missed:
             raise
         first = result.missed[0]
         raise NoDecoderError(
             f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
-            f"{first.reason}.)"
+            f"{first.reason}.)",
+            problem.fixes_tokens,
         ) from problem
     plan = graph.state
     assert plan is not None
@@ -201,6 +208,8 @@ def derive_decoder(
         if options.progress is not None:
             options.progress("proof")
         error = prove(whole, step, arguments, name, logits)
+        if step.traced_few():
+            prove_longer(target, step, arguments, name, logits)
     stores = tuple((s.label, s.bytes_in(config.dtype), s.window) for s in plan.stores)
     cache = CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),

@@ -43,7 +43,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self, model: Callable[..., Any], config: CacheConfig, whole: nn.Module,
-        derive: Callable[[str, dict[str, Any]], Step],
+        derive: Callable[..., Step],
     ) -> None:  # fmt: skip
         super().__init__()
         self.whole = whole
@@ -318,6 +318,9 @@ class Decoder(nn.Module):
             try:
                 return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
             except AttnGraphError as problem:
+                if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
+                    count = self._distinct()
+                    return self._derive(name, self._example(name, packed, inputs, count), count)
                 if as_long and width not in (1, EXAMPLE_TOKENS):
                     with contextlib.suppress(AttnGraphError):
                         return self._derive(name, self._example(name, packed, inputs, width))
@@ -330,6 +333,12 @@ class Decoder(nn.Module):
                     "belongs to tokens as [B, T]: give it so, and let the model insert the other dimensions "
                     f"({spread[0]}[:, None, None])."
                 ) from problem
+
+    def _distinct(self) -> int:
+        """A number of tokens of which no size of the model's tensors is a multiple."""
+        tensors = (t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers()))
+        sizes = {n for t in tensors for n in t.shape}
+        return next((p for p in (11, 13, 17, 19, 23) if all(n % p for n in sizes)), 29)
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""

@@ -47,6 +47,12 @@ class Step:
         """The model's arguments that are needed once for a prompt."""
         return frozenset(() if self._prompt is None else self._prompt.arguments)
 
+    def traced_few(self) -> bool:
+        """Whether the graph was traced for a few numbers of tokens, so that others have not been compared."""
+        name = self.plan.length
+        limits = [c for c in self.graph.conditions if {str(s) for s in c.free_symbols} == {name}]
+        return name.isdecimal() or not all(holds(c, {name: 1 << 24}) for c in limits)
+
     def is_valid(self) -> bool:
         """Whether the buffers whose values the graph relies on still hold them."""
         return self._step.is_valid() and (self._prompt is None or self._prompt.is_valid())

@@ -147,8 +147,11 @@ class Carry:
         return "" if compared > 2 else "it can be run on no sequence of more than two tokens"
 
     def _lengths(self, order: list[fx.Node]) -> Iterator[int]:
-        hint = self.graph.hints.get(str(self.tokens.space.tokens.value))
-        yield from dict.fromkeys((*LENGTHS, *([] if hint is None else [hint])))
+        traced = self.tokens.traced
+        if self.tokens.space.tokens.op == "const":
+            yield traced
+            return
+        yield from dict.fromkeys((*LENGTHS, traced))
         extents = {n for node in order for n in getattr(node.meta.get("val"), "shape", ()) if isinstance(n, int)}
         chunk = max((n for n in extents if max(LENGTHS) / 3 < n <= LONGEST_CHUNK), default=0)
         if chunk:

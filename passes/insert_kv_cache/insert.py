@@ -38,9 +38,9 @@ from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.carry import Carry
+from attngraph.passes.insert_kv_cache.free_tokens import free_tokens, replace_number
 from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
-from attngraph.passes.insert_kv_cache.running_sums import gather_running_sums
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten
@@ -54,10 +54,13 @@ tokens."""
 
 @dataclasses.dataclass(frozen=True)
 class InsertKVCache:
-    """`argument` is the number of the input that holds the tokens; `result` that of the logits."""
+    """`argument` is the number of the input that holds the tokens; `result` that of the logits. `number`: how
+    many tokens the graph was traced for, if it may be a graph of that number alone and the number is a size of
+    nothing else (`free_tokens.py`)."""
 
     argument: int = 0
     result: int = 0
+    number: int = 0
     name: str = "insert-kv-cache"
     requires: Level = Level.FUSED
     yields: Level = Level.CACHED
@@ -69,7 +72,7 @@ class InsertKVCache:
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
         outcome = Outcome()
-        tokens = _analyse(graph, ids, outcome)
+        tokens = _analyse(graph, ids, self.number, outcome)
         _Insertion(graph, ids, tokens, outcome).run()
         return outcome
 
@@ -86,9 +89,8 @@ def _only_result(graph: ProgramGraph, result: int) -> None:
     graph.clean()
 
 
-def _analyse(graph: ProgramGraph, ids: fx.Node, outcome: Outcome) -> Tokens:
+def _analyse(graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome) -> Tokens:
     """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
-    Running sums become attention, so that what follows them can be analysed.
 
     Raises:
         NoDecoderError: the input has another shape, or a token sees a later one.
@@ -99,12 +101,13 @@ def _analyse(graph: ProgramGraph, ids: fx.Node, outcome: Outcome) -> Tokens:
         raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
     for dim, what in enumerate(("sequences", "tokens")):
         number = _fixed_number(shape[dim])
-        if number is not None:
-            raise NoDecoderError(f"it fixes how many {what} there are to {number}{_fixed_at(graph, number)}.")
-    found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
-    while places := gather_running_sums(graph, found):
-        outcome.notes += [f"the running sum at {place} is computed as attention" for place in places]
-        found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
+        if number is not None and (dim == 0 or number != distinct):
+            where = _fixed_at(graph, number)
+            raise NoDecoderError(f"it fixes how many {what} there are to {number}{where}.", dim == 1)
+    tokens = _fixed_number(shape[1])
+    found = Tokens(graph, str(shape[1].node.expr) if tokens is None else tokens, str(shape[0].node.expr))
+    if tokens is not None:
+        outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
     _require_token_wise(graph, found)
     return found
 
@@ -234,6 +237,9 @@ class _Insertion:
             tuple(self.carried.values()),
         )
         self.graph.clean()
+        if self.space.tokens.op == "const":
+            vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
+            free_tokens(self.graph, self.ids, self.tokens.traced, vectors)
         self.inputs.drop_unused()
         self._annotate()
         self._note(attentions)
@@ -441,7 +447,11 @@ class _Insertion:
             for size in (n for n in node.all_input_nodes if is_size(n)):
                 copies[size] = built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
+            numbered = self.space.tokens.op == "const"
+            tokens = built(builder, self.space.tokens, sizes) if numbered else None
             done[node] = builder.call(node.target, *args, **kwargs)
+            if numbered:
+                replace_number(done[node], self.tokens.traced, tokens, self.graph.fake_mode())
             return done[node]
 
         return replay(operand)

@@ -24,6 +24,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Fact, Window
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, built
+from attngraph.passes.insert_kv_cache.free_tokens import replace_number
 from attngraph.passes.insert_kv_cache.shift_positions import Emitter
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
@@ -92,7 +93,11 @@ class LookBack:
             for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
                 done[size] = built(builder, meaning.renamed(size_expression(size.meta["val"])), sizes)
             args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
+            numbered = space.tokens.op == "const"
+            tokens = built(builder, space.tokens, sizes) if numbered else None
             done[step] = builder.call(step.target, *args, **kwargs)
+            if numbered:
+                replace_number(done[step], self.tokens.traced, tokens, self.tokens.graph.fake_mode())
         axis = space.place(self.tokens[node].axes, space.token)
         return builder.call(aten.index_select.default, done[node], axis, place)
 

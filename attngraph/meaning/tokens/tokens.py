@@ -46,14 +46,18 @@ class Tokens:
 
     Args:
         graph: fused.
-        token, row: the symbolic sizes that count tokens and sequences (row None: no batch).
+        token, row: the symbolic sizes that count tokens and sequences (row None: no batch). The tokens' may be
+            a number that is a size of nothing else.
     """
 
-    def __init__(self, graph: ProgramGraph, token: str, row: str | None) -> None:
+    def __init__(self, graph: ProgramGraph, token: str | int, row: str | None) -> None:
         self.graph = graph
         self.meaning = Meaning(graph.known_values(), graph.conditions, True, True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
-        self.space = Space(E.var("t", self.meaning.named(E.size(token))), rows)
+        size = E.const(token) if isinstance(token, int) else self.meaning.named(E.size(token))
+        self.space = Space(E.var("t", size), rows)
+        self.traced = token if isinstance(token, int) else graph.hints.get(str(size.value), 0)
+        """How many tokens the traced sequences have."""
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
         self.attempts, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
@@ -188,7 +192,7 @@ class Tokens:
 
     def _by_sums(self, node: fx.Node, shape: Indices) -> Fact | None:
         """From sums over earlier tokens, or None."""
-        tokens = self.graph.hints.get(str(self.space.tokens.value), 0)
+        tokens = self.traced
         for axes in self.space.candidates(shape):
             if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
                 continue
@@ -266,7 +270,7 @@ class Tokens:
                     "the token's place" if node is self.space.token else "the sequence's place in the batch"
                 )
                 return None, f"computed from {what}"
-            if node.op == "size" and self.space.counts(node):
+            if self.space.is_count(node):
                 return None, "depends on how many tokens or sequences there are"
         return found, ""
 
@@ -309,7 +313,7 @@ class Tokens:
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
             return False
         rows = self.space.row is not None and self.space.row in element.free
-        counted = [n for n in _without_extents(element) if n.op == "size" and self.space.counts(n)]
+        counted = [n for n in _without_extents(element) if self.space.is_count(n)]
         return not rows and not counted
 
     def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:

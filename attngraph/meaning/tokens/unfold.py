@@ -161,8 +161,12 @@ class Unfolding:
         if fact is None or fact.kind is Kind.MIXING or node.value in self.through:
             return self._unfold(self.meaning.element(node.value, node.args))
         place = self.space.place(fact.axes, self.space.token)
-        if fact.kind in (Kind.FIXED, Kind.POSITION) and not (place is None and any(fact.axes)):
-            return self._of_place(node)
+        if fact.kind in (Kind.FIXED, Kind.POSITION):
+            found = self.meaning.lift(node, lambda r: not self._is_of_tokens(r.value))
+            if found.op == "const":
+                return self._unfold(found)
+            if fact.kind is Kind.FIXED and node.kind != "float" and found is not node and found.op != "read":
+                return self._unfold(found)
         if place is None:
             return (Term(1.0, (Factor(None, node),)),)
         index = node.args[place]
@@ -170,17 +174,6 @@ class Unfolding:
             raise NoTerms(f"token {index!r} is read")
         args = (*node.args[:place], self.space.token, *node.args[place + 1 :])
         return (Term(1.0, (Factor(int(index.value), E.read(node.value, args, node.kind)),)),)
-
-    def _of_place(self, node: Expr) -> Terms:
-        """A fixed value, or one that depends on the place alone: as a number where it is one."""
-        found = self.meaning.lift(node, lambda r: not self._is_of_tokens(r.value))
-        if found.op == "const":
-            return self._unfold(found)
-        if node.kind == "float" and self.facts[node.value].kind is Kind.FIXED:
-            return (Term(1.0, (Factor(None, node),)),)
-        if found is node or found.op == "read":
-            return (Term(1.0, (Factor(None, found),)),)
-        return self._unfold(found)
 
     def _sum(self, node: Expr) -> Terms:
         variable, body = node.args

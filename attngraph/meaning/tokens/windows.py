@@ -101,7 +101,7 @@ def _offsets(
             earliest, latest = min(earliest, low.get((), 0)), max(latest, high.get((), 0))
         found[read.value] = earliest, latest
     for node in outside_reads(formula):
-        if node is space.row or (node.op == "size" and space.counts(node)):
+        if node is space.row or space.is_count(node):
             return None
     return found
 
