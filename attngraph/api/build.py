@@ -214,6 +214,7 @@ def derive_decoder(
     cache = CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
+        tuple((value.label, value.bytes_per_row) for value in plan.carried),
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:

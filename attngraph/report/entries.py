@@ -208,6 +208,7 @@ class CacheEntry:
     prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
     largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
     Where a window is kept, so are `rollback` more tokens; a row's room is a multiple of `page` tokens.
+    `carried` lists (what, bytes) of values of which each sequence has one, whatever its length.
     """
 
     bytes_per_token: int
@@ -219,6 +220,14 @@ class CacheEntry:
     error: float | None = None
     rollback: int = 0
     page: int = 1
+    carried: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What a sequence needs whatever its length: carried values, and what windows keep."""
+        return sum(size for _, size in self.carried) + sum(
+            size * (max(window - 1, 1) + self.rollback) for _, size, window in self.stores if window is not None
+        )
 
     def bytes(self, batch: int, length: int) -> int:
         """Bytes that a cache needs for `batch` sequences of `length` tokens each.
@@ -238,13 +247,15 @@ class CacheEntry:
             tokens = length if window is None else max(window - 1, 1) + self.rollback
             return -(-tokens // self.page) * self.page if length else 0
 
-        return batch * sum(size * room(window) for _, size, window in self.stores)
+        kept = sum(size * room(window) for _, size, window in self.stores)
+        return batch * (kept + sum(size for _, size in self.carried))
 
     def lines(self) -> list[str]:
         layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
         found = [
             "",
-            f"  cache   {self.bytes_per_token:,} bytes per token{layers}",
+            f"  cache   {self.bytes_per_token:,} bytes per token{layers}"
+            + (f", {self.bytes_per_row:,} bytes per sequence whatever its length" if self.bytes_per_row else ""),
             f"      keys and values of every query head would be {self.expanded:,}",
         ]
         for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
@@ -252,6 +263,9 @@ class CacheEntry:
             kept = "all tokens" if window is None else f"the last {window}"
             names = members[0] if len(members) == 1 else f"{members[0]} .. {members[-1]}"
             found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
+        if self.carried:
+            size = sum(size for _, size in self.carried)
+            found.append(f"      {len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence")
         length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)
         one, many = (binary(self.bytes(batch, length)) for batch in (1, EXAMPLE_BATCH))
         found.append(f"      {length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}")

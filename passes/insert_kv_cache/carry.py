@@ -30,6 +30,7 @@ from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
 from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.meaning.tokens.unfold import VIEWS
 from attngraph.passes.build import Builder
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
@@ -125,7 +126,8 @@ class Carry:
         facts, scan = self.tokens.facts, self.tokens[node].scan
         assert isinstance(scan, Sums)
         known = (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
-        leaves = [n for n, f in facts.items() if f.kind in known and n not in (node, new, *scan.through)]
+        given_ones = {n for n, f in facts.items() if f.kind in known and str(n.target) not in VIEWS}
+        leaves = list((given_ones | {n for n in scan.reads if facts[n].kind in known}) - {node, new, *scan.through})
         before, after = region([node], leaves), region([new], leaves)
         compared = 0
         for seed, length in enumerate(self._lengths(before)):

@@ -55,6 +55,12 @@ def _change(node: fx.Node, changed: Callable[[Any], Any]) -> None:
     )
 
 
+def _is(extent: Any, number: int) -> bool:
+    """Whether a traced size is this number (a symbol that a condition makes a number is one too)."""
+    formula = extent if isinstance(extent, int) else extent.node.expr
+    return bool(formula == number)
+
+
 def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx.Node, ...]) -> None:
     """Make the number of tokens a symbol.
 
@@ -62,14 +68,14 @@ def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx
         follow: inputs with an entry for every token in their first dimension.
     """
     mode = graph.fake_mode()
-    place = next(dim for dim, n in enumerate(ids.meta["val"].shape) if isinstance(n, int) and n == number)
+    place = next(dim for dim, n in enumerate(ids.meta["val"].shape) if _is(n, number))
     with mode:
         tokens = mode.shape_env.create_unbacked_symint()
         torch._check(tokens >= 2)
         for node in graph.placeholders():
             value = node.meta["val"]
             if node is ids or node in follow:
-                shape = [tokens if isinstance(n, int) and n == number else n for n in value.shape]
+                shape = [tokens if _is(n, number) else n for n in value.shape]
                 node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
     first = next(n for n in graph.graph.nodes if n.op != "placeholder")
     with graph.graph.inserting_before(first):

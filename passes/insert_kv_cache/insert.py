@@ -33,6 +33,7 @@ from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Fact, Kind, Window
+from attngraph.meaning.check.region import region
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
@@ -159,7 +160,7 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
 def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
     """Why what is computed from the first operation that mixes tokens is no sum that can be carried."""
     for node, reason in tokens.why_not.items():
-        if node is culprit or tokens.cause(node) is culprit:
+        if culprit in region([node], [n for n, f in tokens.facts.items() if f.kind is not Kind.MIXING]):
             return f" It is no sum over earlier tokens that can be carried: {reason}."
     return ""
 

@@ -28,6 +28,14 @@ TERMS = 400
 """Terms of one element. With more, nothing is read from it."""
 
 
+VIEWS = frozenset(
+    f"aten.{name}" for name in (
+        "slice.Tensor", "narrow.default", "select.int", "transpose.int", "permute.default", "unsqueeze.default",
+        "squeeze.dim", "squeeze.dims", "expand.default", "alias.default", "clone.default", "contiguous.default",
+    )
+)  # fmt: skip
+
+
 class NoTerms(Exception):
     """The element is no sum of products of single tokens' factors; says why."""
 
@@ -165,8 +173,13 @@ class Unfolding:
             found = self.meaning.lift(node, lambda r: not self._is_of_tokens(r.value))
             if found.op == "const":
                 return self._unfold(found)
+            if fact.kind is Kind.POSITION and self._is_of_pairs(node.value):
+                return self._unfold(found if found is not node else self.meaning.element(node.value, node.args))
             if fact.kind is Kind.FIXED and node.kind != "float" and found is not node and found.op != "read":
                 return self._unfold(found)
+        moved = self._moved_from(node)
+        if moved is not None:
+            return self._read(moved)
         if place is None:
             return (Term(1.0, (Factor(None, node),)),)
         index = node.args[place]
@@ -174,6 +187,21 @@ class Unfolding:
             raise NoTerms(f"token {index!r} is read")
         args = (*node.args[:place], self.space.token, *node.args[place + 1 :])
         return (Term(1.0, (Factor(int(index.value), E.read(node.value, args, node.kind)),)),)
+
+    def _moved_from(self, node: Expr) -> Expr | None:
+        """The element of another value that a view shows here, so that equal elements are equal factors."""
+        if str(node.value.target) not in VIEWS:
+            return None
+        found = self.meaning.element(node.value, node.args)
+        fact = self.facts.get(found.value) if found.op == "read" else None
+        if fact is None or fact.kind is Kind.MIXING:
+            return None
+        joined = any(len(digits) > 1 and self.space.token in digits for digits in fact.axes)
+        return None if joined else found
+
+    def _is_of_pairs(self, node: fx.Node) -> bool:
+        """Whether a value depends on two places."""
+        return sum(E.is_const(extent, self.tokens) for extent in self.meaning.shape(node)) > 1
 
     def _sum(self, node: Expr) -> Terms:
         variable, body = node.args
