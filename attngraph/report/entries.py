@@ -226,7 +226,9 @@ class CacheEntry:
     def bytes_per_row(self) -> int:
         """What a sequence needs whatever its length: carried values, and what windows keep."""
         return sum(size for _, size in self.carried) + sum(
-            size * (max(window - 1, 1) + self.rollback) for _, size, window in self.stores if window is not None
+            size * (max(window - 1, 1) + self.rollback)
+            for _, size, window in self.stores
+            if window is not None
         )
 
     def bytes(self, batch: int, length: int) -> int:
@@ -255,7 +257,11 @@ class CacheEntry:
         found = [
             "",
             f"  cache   {self.bytes_per_token:,} bytes per token{layers}"
-            + (f", {self.bytes_per_row:,} bytes per sequence whatever its length" if self.bytes_per_row else ""),
+            + (
+                f", {self.bytes_per_row:,} bytes per sequence whatever its length"
+                if self.bytes_per_row
+                else ""
+            ),
             f"      keys and values of every query head would be {self.expanded:,}",
         ]
         for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
@@ -265,7 +271,9 @@ class CacheEntry:
             found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
         if self.carried:
             size = sum(size for _, size in self.carried)
-            found.append(f"      {len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence")
+            found.append(
+                f"      {len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence"
+            )
         length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)
         one, many = (binary(self.bytes(batch, length)) for batch in (1, EXAMPLE_BATCH))
         found.append(f"      {length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}")

@@ -58,12 +58,14 @@ class CarriedValues:
         kept = sorted({lengths[row] for lengths, _ in self.earlier if lengths[row] < old})
         known = f"it can go back to {', '.join(map(str, kept))}; " if kept else ""
         raise CacheError(
-            f"row {row} cannot go back from {old} to {new} tokens: it carries a sum over its tokens, from which "
-            f"none can be taken; {known}CacheConfig(snapshots=...) keeps what was carried before so many calls."
+            f"row {row} cannot go back from {old} to {new} tokens: it carries a sum over its tokens, from "
+            f"which none can be taken; {known}CacheConfig(snapshots=...) keeps what was carried before so "
+            "many calls."
         )
 
     def crop(self, row: int, old: int, new: int) -> None:
-        """Go back to what the row carried when it had `new` tokens; `check_crop` has shown that it is kept."""
+        """Go back to what the row carried when it had `new` tokens; `check_crop` has shown that it is
+        kept."""
         if not self.plan or new == old:
             return
         found = None if new == 0 else self._snapshot(row, new)

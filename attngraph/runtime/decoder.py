@@ -336,7 +336,9 @@ class Decoder(nn.Module):
 
     def _distinct(self) -> int:
         """A number of tokens of which no size of the model's tensors is a multiple."""
-        tensors = (t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers()))
+        tensors = (
+            t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
+        )
         sizes = {n for t in tensors for n in t.shape}
         return next((p for p in (11, 13, 17, 19, 23) if all(n % p for n in sizes)), 29)
 

@@ -94,6 +94,20 @@ def prove_longer(
     places = torch.randint(0, given.shape[1], (len(LONGER[0]), total), generator=generator)
     state = KVCache(step.plan, len(LONGER[0]), CacheConfig(), given.device)
     ids = torch.stack([row[picked] for row, picked in zip(given, places, strict=True)])
+    try:
+        _compare_longer(model, step, arguments, name, result, ids, state)
+    except NoDecoderError:
+        raise
+    except Exception as problem:
+        raise NoDecoderError(
+            f"the model was traced for few numbers of tokens, and others fail: {problem}"
+        ) from problem
+
+
+def _compare_longer(
+    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int, ids: Tensor,
+    state: KVCache,
+) -> None:  # fmt: skip
     rows: list[list[Tensor]] = [[] for _ in ids]
     with torch.no_grad():
         for counts in LONGER:

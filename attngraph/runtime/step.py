@@ -83,8 +83,8 @@ class Step:
         given = {**rows, "picked": picked, **state.stores(), **state.carried.values, **state.fixed}
         result: Tensor
         result, *news = self._step(arguments, given, run)
-        kept = (*self.plan.stores, *self.plan.carried)
-        state.write({s.name: n for s, n in zip(kept, news, strict=True)}, rows, counts)
+        names = [about.name for about in self.plan.stores] + [about.name for about in self.plan.carried]
+        state.write(dict(zip(names, news, strict=True)), rows, counts)
         return result
 
     def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:

@@ -3,8 +3,8 @@
 Each becomes one `attngraph::running_sum`: what a token writes is a product of something along the axes that
 are summed over (keys) and something along the others (values), where it is one; axes along which tokens decay
 or are read differently are heads. The claim that the recogniser read from three tokens is then run: in
-float64, against the model's own operations, on sequences of several lengths, among them ones of several chunks
-where the model computes in chunks. Used by `insert_kv_cache`.
+float64, against the model's own operations, on sequences of several lengths, among them ones of several
+chunks where the model computes in chunks. Used by `insert_kv_cache`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class Carry:
         assert isinstance(scan, Sums)
         known = (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
         given_ones = {n for n, f in facts.items() if f.kind in known and str(n.target) not in VIEWS}
-        leaves = list((given_ones | {n for n in scan.reads if facts[n].kind in known}) - {node, new, *scan.through})
+        leaves = list(
+            (given_ones | {n for n in scan.reads if facts[n].kind in known}) - {node, new, *scan.through}
+        )
         before, after = region([node], leaves), region([new], leaves)
         compared = 0
         for seed, length in enumerate(self._lengths(before)):
@@ -154,7 +156,9 @@ class Carry:
             yield traced
             return
         yield from dict.fromkeys((*LENGTHS, traced))
-        extents = {n for node in order for n in getattr(node.meta.get("val"), "shape", ()) if isinstance(n, int)}
+        extents = {
+            n for node in order for n in getattr(node.meta.get("val"), "shape", ()) if isinstance(n, int)
+        }
         chunk = max((n for n in extents if max(LENGTHS) / 3 < n <= LONGEST_CHUNK), default=0)
         if chunk:
             yield 2 * chunk + chunk // 2 + 1
@@ -191,8 +195,8 @@ class Carry:
 
 @dataclasses.dataclass(frozen=True)
 class _Arranged:
-    """The variables of a sum: heads are those along which it decays or is read differently, values the others.
-    What is written, as factors of keys and of values."""
+    """The variables of a sum: heads are those along which it decays or is read differently, values the
+    others. What is written, as factors of keys and of values."""
 
     heads: tuple[Expr, ...]
     values: tuple[Expr, ...]

@@ -1,9 +1,9 @@
 """Graphs that were traced for one number of tokens: a loop over tokens, or sizes that torch cannot follow.
 
-The number was chosen such that it is a size of nothing else. So wherever an operation is given it as a size, it
-counts the tokens. Once everything that mixes tokens is replaced, each such number becomes the number of tokens
-that a step gets. That this is right for other numbers is shown by running the model itself on longer sequences
-(`runtime/proof.py`). Used by `insert_kv_cache`.
+The number was chosen such that it is a size of nothing else. So wherever an operation is given it as a size,
+it counts the tokens. Once everything that mixes tokens is replaced, each such number becomes the number of
+tokens that a step gets. That this is right for other numbers is shown by running the model itself on longer
+sequences (`runtime/proof.py`). Used by `insert_kv_cache`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 aten = torch.ops.aten
 
 
-def replace_number(node: fx.Node, number: int, value: Any, mode: Any, double: Any = None) -> None:
-    """Give an operation `value` wherever it has the number as a size, and infer its result anew.
-
-    Args:
-        double: called with k and gives the value for k times the number (None: these are left alone).
-    """
+def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
+    """Give an operation `value` wherever it has the number as a size (multiples of it alike), and infer its
+    result anew."""
 
     def changed(given: Any) -> Any:
         if isinstance(given, (list, tuple)):
             return type(given)(map(changed, given))
-        if isinstance(given, bool) or not isinstance(given, int) or given <= 0 or given % number:
+        if isinstance(given, bool) or not isinstance(given, int) or given == 0 or given % number:
             return given
         if given == number:
             return value
-        return given if double is None else double(given // number)
+        if not isinstance(value, fx.Node):
+            return value * (given // number)
+        with node.graph.inserting_before(node):
+            made: fx.Node = node.graph.call_function(operator.mul, (value, given // number))
+        made.meta = {"val": value.meta["val"] * (given // number)}
+        return made
 
     _change(node, changed)
     if isinstance(node.meta.get("val"), (Tensor, torch.SymInt, int, tuple, list)):
@@ -84,11 +86,4 @@ def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node is size:
             continue
-
-        def times(k: int, user: fx.Node = node) -> fx.Node:
-            with graph.graph.inserting_before(user):
-                made: fx.Node = graph.graph.call_function(operator.mul, (size, k))
-            made.meta = {"val": tokens * k}
-            return made
-
-        replace_number(node, number, size, mode, times)
+        replace_number(node, number, size, mode)

@@ -32,8 +32,8 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import Fact, Kind, Window
 from attngraph.meaning.check.region import region
+from attngraph.meaning.tokens.facts import Fact, Kind, Window
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
@@ -56,8 +56,8 @@ tokens."""
 @dataclasses.dataclass(frozen=True)
 class InsertKVCache:
     """`argument` is the number of the input that holds the tokens; `result` that of the logits. `number`: how
-    many tokens the graph was traced for, if it may be a graph of that number alone and the number is a size of
-    nothing else (`free_tokens.py`)."""
+    many tokens the graph was traced for, if it may be a graph of that number alone and the number is a size
+    of nothing else (`free_tokens.py`)."""
 
     argument: int = 0
     result: int = 0
@@ -149,7 +149,8 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
         seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
         raise NoDecoderError(
-            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}{_no_sum(tokens, culprit)}\n"
+            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}"
+            f"{_no_sum(tokens, culprit)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention, windows of tokens and running sums look at earlier ones."
         )
@@ -369,14 +370,14 @@ class _Insertion:
             new = carry.replace(builder, node, fact, module_of(node) or source_of(node))
         except (NotWritten, NoSize) as problem:
             raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is a sum over earlier tokens, and {problem} cannot "
-                "be computed for a few new ones."
+                f"{op_name(node)} at {source_of(node)}: it is a sum over earlier tokens, and {problem} "
+                "cannot be computed for a few new ones."
             ) from problem
         difference = carry.difference(node, new)
         if difference:
             raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: three tokens look like a sum over earlier tokens that "
-                f"can be carried, but more do not ({difference})."
+                f"{op_name(node)} at {source_of(node)}: three tokens look like a sum over earlier tokens "
+                f"that can be carried, but more do not ({difference})."
             )
         self.tokens.facts[new], self.made[node] = fact, new
         self.outcome.notes.append(f"the running sum at {source_of(node)} is carried from token to token")

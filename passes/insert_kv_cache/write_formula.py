@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
@@ -93,7 +92,9 @@ class FormulaWriter:
             rest = list(args)
             rest.remove(like)
             for other in rest:
-                value = call(getattr(getattr(aten, op), "Tensor" if _is_tensor(other) else "Scalar"), value, other)
+                value = call(
+                    getattr(getattr(aten, op), "Tensor" if _is_tensor(other) else "Scalar"), value, other
+                )
             return value
         tensors = [a if _is_tensor(a) else call(aten.full_like.default, like, a) for a in args]
         if op == "where":
@@ -131,7 +132,9 @@ class FormulaWriter:
             raise NotWritten("a sum of numbers")
         size = value.meta["val"].shape[-1]
         total: fx.Node = self.builder.call(aten.sum.dim_IntList, value, [-1])
-        return total if variable in body.free and size != 1 else self.builder.call(aten.mul.Scalar, total, count)
+        return (
+            total if variable in body.free and size != 1 else self.builder.call(aten.mul.Scalar, total, count)
+        )
 
     def _read(self, node: Expr) -> fx.Node:
         source: fx.Node = node.value

@@ -1,4 +1,4 @@
-"""Decoders of models whose tokens look back through sums: what is carried is derived from the parallel form."""
+"""Decoders of models whose tokens look back through sums: what is carried is derived, not written."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def test_a_linear_loop_over_tokens_decodes(decodes: Any) -> None:
 
 def test_a_loop_that_counts_is_refused() -> None:
     with pytest.raises(attngraph.NoDecoderError):
-        attngraph.compile(Scanned(grows=True).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+        attngraph.compile(Scanned(grows=True).eval(), cache=True).prefill(
+            torch.zeros(1, 5, dtype=torch.int64)
+        )
 
 
 class Sums(nn.Module):
@@ -150,7 +152,9 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_carried_is_refused(name: str) -> None:
     with pytest.raises(attngraph.NoDecoderError):
-        attngraph.compile(Sums(REFUSED[name]).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+        attngraph.compile(Sums(REFUSED[name]).eval(), cache=True).prefill(
+            torch.zeros(1, 5, dtype=torch.int64)
+        )
 
 
 def test_a_sum_without_the_own_token_decodes(decodes: Any) -> None:

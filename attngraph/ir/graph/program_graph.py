@@ -65,7 +65,8 @@ class Input:
 @dataclasses.dataclass(frozen=True)
 class Output:
     """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
-    contents of a "buffer" or "argument", new entries for the "pages" of a store, or the next of a "carried" value.
+    contents of a "buffer" or "argument", new entries for the "pages" of a store, or the next of a "carried"
+    value.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
     may rely on its layout; empty if it is not dense.

@@ -74,8 +74,8 @@ def _with_programs(graph: ProgramGraph) -> Problems:
 
 
 def _keeping(graph: ProgramGraph) -> Problems:
-    """Every store and every carried value of the cache plan is written by a result of its name, and every page
-    that is read is of a store."""
+    """Every store and every carried value of the cache plan is written by a result of its name, and every
+    page that is read is of a store."""
     if graph.state is None:
         return
     stores = {store.name for store in graph.state.stores}

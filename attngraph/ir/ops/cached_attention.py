@@ -125,8 +125,8 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """A value of which each row has one, whatever its length: a sum over earlier tokens, say. It is zero before
-    the first token. `shape` is that of one row's."""
+    """A value of which each row has one, whatever its length: a sum over earlier tokens, say. It is zero
+    before the first token. `shape` is that of one row's."""
 
     name: str
     shape: tuple[int, ...]
@@ -140,9 +140,10 @@ class Carried:
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """What a decoder's graph keeps: `stores` of every token, `carried` of every row. `expanded`: bytes per token that keys and values of every query head
-    would take; `attentions`: how many use the stores; `length`: the symbol for a sequence's length in the
-    graph's conditions; `most_tokens`: the longest sequence that the model's position tables cover."""
+    """What a decoder's graph keeps: `stores` of every token, `carried` of every row. `expanded`: bytes per
+    token that keys and values of every query head would take; `attentions`: how many use the stores;
+    `length`: the symbol for a sequence's length in the graph's conditions, or the only length that was
+    traced; `most_tokens`: the longest sequence that the model's position tables cover."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -154,7 +155,7 @@ class CachePlan:
 
     @property
     def bytes_per_row(self) -> int:
-        """What a row needs whatever its length; of the stores, those of the tokens in a window not included."""
+        """What a row carries whatever its length."""
         return sum(value.bytes_per_row for value in self.carried)
 
     @property

@@ -27,7 +27,7 @@ from attngraph.ir.ops.cached_attention import INSTEAD
 from attngraph.ir.ops.transforms import refuse_derivatives
 
 CHUNK, CHUNK_OF_VECTORS = 64, 16
-"""Tokens computed at once; where every key digit has a decay of its own, products of decays take more room."""
+"""Tokens computed at once; where every key digit has a decay of its own, products of decays are larger."""
 
 torch.library.define(
     "attngraph::running_sum",
@@ -70,7 +70,7 @@ def _one_token(
 def _by_rows(value: Tensor, lengths: list[int], fill: float) -> Tensor:
     """A packed value as `[rows, longest, ...]`."""
     if len(set(lengths)) == 1:
-        return value.unflatten(0, (len(lengths), lengths[0]))
+        return value.reshape(len(lengths), lengths[0], *value.shape[1:])
     made = value.new_full((len(lengths), max(lengths), *value.shape[1:]), fill)
     starts = [0, *itertools.accumulate(lengths)]
     for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
@@ -90,8 +90,10 @@ def _many_tokens(
     of_vectors = decay is not None and decay.shape[-1] > 1
     chunk = CHUNK_OF_VECTORS if of_vectors else CHUNK
     ones = v.new_ones(()).expand(*v.shape[:3], 1)
-    parts = [None if t is None else t.to(state.dtype).transpose(1, 2).split(chunk, 2) for t in
-             (ones if q is None else q, ones if k is None else k, v, decay)]  # fmt: skip
+    parts = [
+        None if t is None else torch.split(t.to(state.dtype).transpose(1, 2), chunk, 2)
+        for t in (ones if q is None else q, ones if k is None else k, v, decay)
+    ]
     outs: list[Tensor] = []
     assert parts[0] is not None and parts[1] is not None and parts[2] is not None
     for place in range(len(parts[2])):

@@ -46,8 +46,8 @@ class Space:
         return any(map(self.is_count, E.walk(extent)))
 
     def is_count(self, node: Expr) -> bool:
-        """Whether this is the number of tokens or of sequences. (That of tokens may be a number which is a size
-        of nothing else: see `passes/insert_kv_cache/free_tokens.py`.)"""
+        """Whether this is the number of tokens or of sequences. (That of tokens may be a number which is a
+        size of nothing else: see `passes/insert_kv_cache/free_tokens.py`.)"""
         return node is self.tokens or (node.op == "size" and node is self.rows)
 
     def candidates(self, shape: Indices) -> Iterator[Axes]:

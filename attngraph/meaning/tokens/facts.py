@@ -60,8 +60,8 @@ class Window:
 class RunningSum:
     """A sum over tokens s <= t (not `inclusive`: s < t) of read(t) * decays after s * write(s).
 
-    `read`, `write` and `decay` are formulas of one token; `over`: the variables that read and write are summed
-    over, besides the tokens. A token's decay multiplies what earlier tokens have written.
+    `read`, `write` and `decay` are formulas of one token; `over`: the variables that read and write are
+    summed over, besides the tokens. A token's decay multiplies what earlier tokens have written.
     """
 
     read: Expr

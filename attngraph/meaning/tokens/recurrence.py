@@ -14,7 +14,6 @@ This is a claim, read from three tokens. Whether it holds is decided by running 
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -102,7 +101,7 @@ def _claims(terms: Terms | Sequence[Term]) -> tuple[list[RunningSum], Expr]:
 
 def _claim(first: Term, left: list[Term]) -> RunningSum:
     """The sum of which this is the first token's term; it is removed from `left` with its other terms."""
-    write, between, read, nothing = (_of(first, token) for token in (0, 1, THIRD, None))
+    write, between, read = (_of(first, token) for token in (0, 1, THIRD))
     left.remove(first)
     second = _match(left, {1: write, THIRD: read}, first.over)
     if second is None:
@@ -134,11 +133,10 @@ def _of(term: Term, token: int | None) -> _Counter:
 def _match(terms: Sequence[Term], wanted: Mapping[int, _Counter], over: frozenset[Expr]) -> Term | None:
     """The term with exactly these factors of tokens; any others read no token."""
     for term in terms:
-        if term.tokens == {t for t, factors in wanted.items() if factors} and all(
-            _of(term, token) == factors for token, factors in wanted.items()
-        ):
-            if term.over == over:
-                return term
+        if term.over != over or term.tokens != {t for t, factors in wanted.items() if factors}:
+            continue
+        if all(_of(term, token) == factors for token, factors in wanted.items()):
+            return term
     return None
 
 

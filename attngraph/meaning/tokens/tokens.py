@@ -46,8 +46,8 @@ class Tokens:
 
     Args:
         graph: fused.
-        token, row: the symbolic sizes that count tokens and sequences (row None: no batch). The tokens' may be
-            a number that is a size of nothing else.
+        token, row: the symbolic sizes that count tokens and sequences (row None: no batch). The tokens' may
+            be a number that is a size of nothing else.
     """
 
     def __init__(self, graph: ProgramGraph, token: str | int, row: str | None) -> None:
@@ -213,7 +213,11 @@ class Tokens:
         """Sums over earlier tokens, and what is computed from them element by element."""
         found: set[fx.Node] = set()
         for node, fact in self.facts.items():
-            moved = node.op == "call_function" and fact.kind is Kind.TOKEN and category_of(node) in (Category.MOVEMENT, Category.POINTWISE)
+            moved = (
+                node.op == "call_function"
+                and fact.kind is Kind.TOKEN
+                and category_of(node) in (Category.MOVEMENT, Category.POINTWISE)
+            )
             if isinstance(fact.scan, Sums) or (moved and not found.isdisjoint(node.all_input_nodes)):
                 found.add(node)
         return frozenset(found)

@@ -1,11 +1,12 @@
-"""What one token gets from the first ones: an element as a sum of products of things that belong to one token.
+"""What one token gets from the first ones: a sum of products of things that belong to one token each.
 
 For a numbered token (the third, say) every operation between it and the values that are known token by token
 is followed: sums over tokens are written out, masks are decided, paddings and chunks fall away, loops over
-tokens or blocks are followed as far as the token needs them. What is left is a sum of terms, each a product of
-factors that read one token (or none), summed over other axes of the model. So however a model spells a sum
-over earlier tokens (a matrix of pairs, chunks with states between them, a `cumsum`, a loop), its terms are the
-same. Nothing here edits the graph, and nothing is proved: `recurrence.py` reads a claim from the terms.
+tokens or blocks are followed as far as the token needs them. What is left is a sum of terms, each a product
+of factors that read one token (or none), summed over other axes of the model. So however a model spells a
+sum over earlier tokens (a matrix of pairs, chunks with states between them, a `cumsum`, a loop), its terms
+are the same. Nothing here edits the graph, and nothing is proved: `recurrence.py` reads a claim from the
+terms.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ TERMS = 400
 
 VIEWS = frozenset(
     f"aten.{name}" for name in (
-        "slice.Tensor", "narrow.default", "select.int", "transpose.int", "permute.default", "unsqueeze.default",
-        "squeeze.dim", "squeeze.dims", "expand.default", "alias.default", "clone.default", "contiguous.default",
+        "slice.Tensor", "narrow.default", "select.int", "transpose.int", "permute.default",
+        "unsqueeze.default", "squeeze.dim", "squeeze.dims", "expand.default", "alias.default",
+        "clone.default", "contiguous.default",
     )
 )  # fmt: skip
 
@@ -174,7 +176,9 @@ class Unfolding:
             if found.op == "const":
                 return self._unfold(found)
             if fact.kind is Kind.POSITION and self._is_of_pairs(node.value):
-                return self._unfold(found if found is not node else self.meaning.element(node.value, node.args))
+                return self._unfold(
+                    found if found is not node else self.meaning.element(node.value, node.args)
+                )
             if fact.kind is Kind.FIXED and node.kind != "float" and found is not node and found.op != "read":
                 return self._unfold(found)
         moved = self._moved_from(node)
@@ -237,9 +241,7 @@ class Unfolding:
                 parts.setdefault(next(iter(term.tokens), None), []).append(term)
         if number == -math.inf:
             return ()
-        factors = [
-            Factor(token, M.exp(M.add(*(t.value() for t in part)))) for token, part in parts.items()
-        ]
+        factors = [Factor(token, M.exp(M.add(*(t.value() for t in part)))) for token, part in parts.items()]
         return (Term(math.exp(number), tuple(factors)),)
 
     def _reciprocal(self, node: Expr) -> Terms:
@@ -256,9 +258,7 @@ class Unfolding:
         if len(tokens) > 1:
             raise NoTerms(f"{node.op} of several tokens")
         values = tuple(M.add(*(t.value() for t in terms)) if terms else E.const(0.0) for terms in args)
-        values = tuple(
-            self._kept(a, v) for a, v in zip(node.args, values, strict=True)
-        )
+        values = tuple(self._kept(a, v) for a, v in zip(node.args, values, strict=True))
         if node.op == "pow" and values[1].op == "const" and values[1].value in (0, 1):
             return self._unfold(node.args[0]) if values[1].value else (Term(1.0),)
         found = M.construct(node, values)
@@ -309,7 +309,7 @@ class Unfolding:
 
 
 def _as_one(terms: Terms) -> Terms:
-    """Several terms of one token (or of none) as one factor: what is multiplied need not be multiplied out."""
+    """Several terms of one token (or of none) as one factor: it need not be multiplied out."""
     tokens = {token for term in terms for token in term.tokens}
     if len(terms) < 2 or len(tokens) > 1:
         return terms
@@ -324,7 +324,9 @@ def _collected(terms: Terms) -> Terms:
     """Equal terms added up."""
     found: dict[tuple[tuple[Factor, ...], frozenset[Expr]], float] = {}
     for term in terms:
-        factors = tuple(sorted(term.factors, key=lambda f: (-1 if f.token is None else f.token, f.value.serial)))
+        factors = tuple(
+            sorted(term.factors, key=lambda f: (-1 if f.token is None else f.token, f.value.serial))
+        )
         key = factors, term.over
         found[key] = found.get(key, 0.0) + term.number
     if len(found) > TERMS:
