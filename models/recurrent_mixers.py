@@ -4,7 +4,7 @@
     gated linear     Yang et al. 2024, equation 3      a decay of its own for each key digit, from the token
     SSD (Mamba-2)    Dao & Gu 2024, section 3          a decay for each head, from the token
     convolution      H3, Hyena's short filters         the last w tokens, each channel by itself
-    time mixing      RWKV-4, Peng et al. 2023          a shift by one token, and a decayed average
+    time mixing      RWKV-5, Peng et al. 2024          a shift by one token, and a decay for each key digit
 
 None has code for a state: a decoder derives it. `x` is `[B, T, C]`, and so is the result.
 """
@@ -113,25 +113,25 @@ class CausalConvolution(nn.Module):
         return output
 
 
-class TimeMixing(nn.Module):
-    """A token and the one before it, and an average of earlier values that fades."""
+class TimeMixing(_Projected):
+    """A token mixed with the one before it; every digit of a key fades at a rate of its own, and a token's own
+    key counts differently."""
 
     def __init__(self, config: MixerConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.keep = nn.Parameter(torch.full((config.width,), 0.5))
-        self.fade = nn.Parameter(torch.linspace(-2.0, 1.0, config.width))
-        self.key = nn.Linear(config.width, config.width, bias=False)
-        self.value = nn.Linear(config.width, config.width, bias=False)
+        self.rate = nn.Parameter(torch.linspace(-3.0, 0.0, config.width // config.heads))
+        self.own = nn.Parameter(torch.linspace(0.5, 1.5, config.width // config.heads))
         self.receive = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         before = functional.pad(x, (0, 0, 1, -1))
         x = x * self.keep + before * (1 - self.keep)
-        weight = self.key(x).clamp(max=8.0).exp()
+        q, k, v = self.heads(x)
         place = torch.arange(x.shape[1], device=x.device)
-        apart = (place[:, None] - place).clamp(min=0)  # [T, T]
-        faded = (-self.fade.exp()[:, None, None] * apart).exp() * pairs(x)  # [C, T, T]
-        above = torch.einsum("cts,bsc->btc", faded, weight * self.value(x))
-        below = torch.einsum("cts,bsc->btc", faded, weight)
-        output: Tensor = self.receive(x).sigmoid() * above / below
-        return output
+        apart = (place[:, None] - place - 1).unsqueeze(-1)  # [T, T, 1]
+        faded = torch.where(apart >= 0, (-self.rate.exp() * apart.clamp(min=0)).exp(), 0.0)
+        faded = torch.where(apart == -1, self.own, faded)  # [T, T, D]
+        weights = torch.einsum("bhtd,bhsd,tsd->bhts", q, k, faded)
+        mixed = self.joined(weights @ v)
+        return self.receive(x).sigmoid() * mixed

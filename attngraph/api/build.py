@@ -54,9 +54,9 @@ class _Rewritten:
 
 def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
-    passes: Sequence[Pass], keep: bool = False,
+    passes: Sequence[Pass], keep: bool = False, numbers_at: frozenset[tuple[int, int]] = frozenset(),
 ) -> _Rewritten:  # fmt: skip
-    """Capture one call and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
+    """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
     again with that size as a number."""
     tell = options.progress or (lambda stage: None)
 
@@ -68,10 +68,10 @@ def _rewritten(
         result = run_passes(captured.graph, passes, dump, options.progress)
         return _Rewritten(captured, result, dump, before, numbers)
 
-    first = attempt()
+    first = attempt(numbers_at)
     if not first.result.obstacles:
         return first
-    second = attempt(first.captured.dimensions(first.result.obstacles))
+    second = attempt(numbers_at | first.captured.dimensions(first.result.obstacles))
     better = len(second.result.missed) < len(first.result.missed)
     kept, other = (second, first) if better else (first, second)
     if other.dump is not None:
@@ -171,9 +171,10 @@ def derive_decoder(
     """
     start = time.perf_counter()
     first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
-    made = _rewritten(target, (), arguments, options, first, config.proof)
-    captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
+    tokens = frozenset({(names.index(name), 1)} if distinct else ())
+    made = _rewritten(target, (), arguments, options, first, config.proof, tokens)
+    captured, result, whole = made.captured, made.result, made.before
     graph, logits = captured.graph, _place_of_logits(captured.structure)
     rest = (InsertKVCache(names.index(name), logits, distinct), *later)
     try:

@@ -320,7 +320,7 @@ class Decoder(nn.Module):
             except AttnGraphError as problem:
                 if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
                     count = self._distinct()
-                    return self._derive(name, self._example(name, packed, inputs, count), count)
+                    return self._derive(name, self._example(name, packed, inputs, count), distinct=count)
                 if as_long and width not in (1, EXAMPLE_TOKENS):
                     with contextlib.suppress(AttnGraphError):
                         return self._derive(name, self._example(name, packed, inputs, width))

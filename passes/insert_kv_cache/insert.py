@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import Level, Output, ProgramGraph, is_size, op_name
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
@@ -152,10 +153,18 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
             f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}"
             f"{_no_sum(tokens, culprit)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
-            "attention, windows of tokens and running sums look at earlier ones."
+            "attention, windows of tokens and running sums look at earlier ones.",
+            _is_of_few_lengths(graph, tokens),
         )
     if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
+
+
+def _is_of_few_lengths(graph: ProgramGraph, tokens: Tokens) -> bool:
+    """Whether the trace holds for some numbers of tokens alone: it may be that of a loop over blocks."""
+    name = str(tokens.space.tokens.value)
+    limits = [c for c in graph.conditions if {str(s) for s in c.free_symbols} == {name}]
+    return not all(holds(c, {name: 1 << 24}) for c in limits)
 
 
 def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:

@@ -110,6 +110,8 @@ def _claim(first: Term, left: list[Term]) -> RunningSum:
     inclusive, third = False, None
     if not between - read:
         third = _match(left, {THIRD: write + (read - between)}, first.over)
+        if third is not None and _of(third, None) - _of(second, None):
+            third = None  # a token's own term has a factor of its own: it is added at the end
         inclusive = third is not None
     if third is not None:
         left.remove(third)
