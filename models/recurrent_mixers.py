@@ -114,8 +114,8 @@ class CausalConvolution(nn.Module):
 
 
 class TimeMixing(_Projected):
-    """A token mixed with the one before it; every digit of a key fades at a rate of its own, and a token's own
-    key counts differently."""
+    """A token mixed with the one before it; every digit of a key fades at a rate of its own, and a token's
+    own key counts differently."""
 
     def __init__(self, config: MixerConfig) -> None:
         super().__init__(config)
@@ -133,5 +133,5 @@ class TimeMixing(_Projected):
         faded = torch.where(apart >= 0, (-self.rate.exp() * apart.clamp(min=0)).exp(), 0.0)
         faded = torch.where(apart == -1, self.own, faded)  # [T, T, D]
         weights = torch.einsum("bhtd,bhsd,tsd->bhts", q, k, faded)
-        mixed = self.joined(weights @ v)
-        return self.receive(x).sigmoid() * mixed
+        output: Tensor = self.receive(x).sigmoid() * self.joined(weights @ v)
+        return output

@@ -56,8 +56,8 @@ def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False, numbers_at: frozenset[tuple[int, int]] = frozenset(),
 ) -> _Rewritten:  # fmt: skip
-    """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
-    again with that size as a number."""
+    """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
+    size was an obstacle to a pass, or to torch, do both again with that size as a number."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:

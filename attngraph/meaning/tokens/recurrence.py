@@ -18,16 +18,57 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, Unliftable, category_of
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
-from attngraph.meaning.tokens.facts import Fact, RunningSum, Sums
+from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
 from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Terms, Unfolding
 
 THIRD = 2
 _Counter = collections.Counter[Expr]
+
+
+class SumFinder:
+    """Looks for sums over earlier tokens in one graph, at most `budgets.SUM_ATTEMPTS` times.
+
+    `why_not`: the reason for each value that was looked at in vain.
+    """
+
+    def __init__(self, graph: ProgramGraph, space: Space, tokens: int) -> None:
+        self.space, self.tokens = space, tokens
+        numbers = {} if space.tokens.op == "const" else {str(space.tokens.value): tokens}
+        self._meaning = Meaning(graph.known_values(), graph.conditions, True, True, numbers)
+        self._left, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
+
+    def find(self, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes) -> Sums | None:
+        """How a value with these axes follows from carried sums, or None."""
+        if self.tokens <= THIRD or self._left <= 0:
+            return None
+        self._left -= 1
+        try:
+            return find_sums(self._meaning, self.space, facts, node, axes, self.tokens, _from_sums(facts))
+        except (NoTerms, Unliftable) as why_not:
+            self.why_not[node] = str(why_not)
+            return None
+
+
+def _from_sums(facts: Mapping[fx.Node, Fact]) -> frozenset[fx.Node]:
+    """Sums over earlier tokens, and what is computed from them element by element."""
+    found: set[fx.Node] = set()
+    for node, fact in facts.items():
+        moved = (
+            node.op == "call_function"
+            and fact.kind is Kind.TOKEN
+            and category_of(node) in (Category.MOVEMENT, Category.POINTWISE)
+        )
+        if isinstance(fact.scan, Sums) or (moved and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return frozenset(found)
 
 
 def find_sums(

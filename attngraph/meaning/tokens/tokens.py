@@ -23,7 +23,6 @@ import dataclasses
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -32,12 +31,11 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
-from attngraph.meaning.rule import Category, Unliftable, category_of, is_part
+from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.facts import Fact, Kind, Sums
-from attngraph.meaning.tokens.recurrence import THIRD, find_sums
+from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
-from attngraph.meaning.tokens.unfold import NoTerms
 from attngraph.meaning.tokens.windows import find_window
 
 
@@ -60,8 +58,7 @@ class Tokens:
         """How many tokens the traced sequences have."""
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
-        self.attempts, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
-        self._numbered: Meaning | None = None
+        self.sums = SumFinder(graph, self.space, self.traced)
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
                 continue
@@ -192,44 +189,13 @@ class Tokens:
 
     def _by_sums(self, node: fx.Node, shape: Indices) -> Fact | None:
         """From sums over earlier tokens, or None."""
-        tokens = self.traced
         for axes in self.space.candidates(shape):
             if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
                 continue
-            if tokens <= THIRD or self.attempts <= 0:
-                return None
-            self.attempts -= 1
-            try:
-                found = find_sums(
-                    self.numbered(tokens), self.space, self.facts, node, axes, tokens, self._from_sums()
-                )
-            except (NoTerms, Unliftable) as why_not:
-                self.why_not[node] = str(why_not)
-                continue
-            return Fact(Kind.SCAN, axes, f"{len(found.sums)} sum(s) over earlier tokens", scan=found)
+            found = self.sums.find(self.facts, node, axes)
+            if found is not None:
+                return Fact(Kind.SCAN, axes, f"{len(found.sums)} sum(s) over earlier tokens", scan=found)
         return None
-
-    def _from_sums(self) -> frozenset[fx.Node]:
-        """Sums over earlier tokens, and what is computed from them element by element."""
-        found: set[fx.Node] = set()
-        for node, fact in self.facts.items():
-            moved = (
-                node.op == "call_function"
-                and fact.kind is Kind.TOKEN
-                and category_of(node) in (Category.MOVEMENT, Category.POINTWISE)
-            )
-            if isinstance(fact.scan, Sums) or (moved and not found.isdisjoint(node.all_input_nodes)):
-                found.add(node)
-        return frozenset(found)
-
-    def numbered(self, tokens: int) -> Meaning:
-        """The graph's meaning where sequences have so many tokens."""
-        if self._numbered is None:
-            self._numbered = Meaning(
-                self.graph.known_values(), self.graph.conditions, True, True,
-                {str(self.space.tokens.value): tokens},
-            )  # fmt: skip
-        return self._numbered
 
     def _counts_unseen(self, shape: Indices, axes: Axes) -> bool:
         """Whether a dimension is as long as there are tokens or sequences, but does not run over them."""
