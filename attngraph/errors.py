@@ -61,9 +61,11 @@ class PassError(AttnGraphError):
 class NoDecoderError(AttnGraphError):
     """No decoder can be derived from a model: says which operation prevents it, where, and why."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, fixes_tokens: bool = False) -> None:
         super().__init__(f"no decoder can be derived from this model: {reason}")
         self.reason = reason
+        self.fixes_tokens = fixes_tokens
+        """Whether the model was traced for one number of tokens alone."""
 
 
 class ConversionError(AttnGraphError):

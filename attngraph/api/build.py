@@ -39,7 +39,7 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.proof import prove
+from attngraph.runtime.proof import prove, prove_longer
 from attngraph.runtime.step import Step
 
 
@@ -59,9 +59,11 @@ class _Rewritten:
 def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
+    numbers_at: frozenset[tuple[int, int]] = frozenset(),
 ) -> _Rewritten:  # fmt: skip
-    """Capture one call and run the passes. If a symbolic size was an obstacle to a pass, or to torch, do both
-    again with that size as a number. `only_logits`: the model's other results are dropped before."""
+    """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
+    size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
+    model's other results are dropped before."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
@@ -76,10 +78,10 @@ def _rewritten(
         result = run_passes(captured.graph, passes, dump, options.progress)
         return _Rewritten(captured, result, dump, before, numbers, seconds)
 
-    first = attempt()
+    first = attempt(numbers_at)
     if not first.result.obstacles:
         return first
-    second = attempt(first.captured.dimensions(first.result.obstacles))
+    second = attempt(numbers_at | first.captured.dimensions(first.result.obstacles))
     better = len(second.result.missed) < len(first.result.missed)
     kept, other = (second, first) if better else (first, second)
     if other.dump is not None:
@@ -196,22 +198,30 @@ def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
 
 @LOCK.trace()
 def derive_decoder(
-    target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any]
-) -> Step:
+    target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
+    distinct: int = 0,
+) -> Step:  # fmt: skip
     """Capture `target(**arguments)` and derive a decoder for its argument `name`.
+
+    Args:
+        distinct: the number of tokens, if it is a size of nothing else: the trace may then be one for this
+            number alone.
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
     start = time.perf_counter()
     first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
-    made = _rewritten(target, (), arguments, options, first, config.proof, only_logits=True)
-    captured, result, whole = made.captured, made.result, made.before
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
+    tokens = frozenset({(names.index(name), 1)} if distinct else ())
+    made = _rewritten(
+        target, (), arguments, options, first, config.proof, only_logits=True, numbers_at=tokens
+    )
+    captured, result, whole = made.captured, made.result, made.before
     graph, logits = captured.graph, _place_of_logits(captured.structure)
     spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
     arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
-    rest = (InsertKVCache(names.index(name)), *later)
+    rest = (InsertKVCache(names.index(name), 0, distinct), *later)
     try:
         last = run_passes(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
@@ -220,14 +230,16 @@ def derive_decoder(
             where = f" at {stop.source}" if stop.source else ""
             raise NoDecoderError(
                 f"{problem.reason}\n(Sizes of the model are numbers, because torch cannot follow them as "
-                f"symbols{where}: {stop.reason}.)"
+                f"symbols{where}: {stop.reason}.)",
+                problem.fixes_tokens,
             ) from problem
         if not result.missed:
             raise
         first = result.missed[0]
         raise NoDecoderError(
             f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
-            f"{first.reason}.)"
+            f"{first.reason}.)",
+            problem.fixes_tokens,
         ) from problem
     plan = graph.state
     assert plan is not None
@@ -242,12 +254,15 @@ def derive_decoder(
         if options.progress is not None:
             options.progress("proof")
         error = prove(whole, step, arguments, name, logits)
+        if step.traced_few():
+            prove_longer(target, step, arguments, name, logits)
     stores = tuple((s.label, s.bytes_in(config.dtype), s.window) for s in plan.stores)
     cache = CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
         tuple(a.label.removeprefix("model.") for a in captured.attributes),
         tuple(dict.fromkeys(captured.checks)),
+        tuple((value.label, value.bytes_per_row) for value in plan.carried),
     )  # fmt: skip
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:

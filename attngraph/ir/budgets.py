@@ -50,6 +50,10 @@ looks at the first and the last query."""
 TOKEN_PAIRS = 24
 """Tokens that are searched for a pair that breaks causality. If none is found, the reason names no pair."""
 
+SUM_ATTEMPTS = 60
+"""Values of a graph that are unfolded to see whether they are sums over earlier tokens. The others are taken
+to mix tokens."""
+
 # --- trials ---
 
 SAMPLE_BYTES = 1 << 26

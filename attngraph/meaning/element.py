@@ -59,6 +59,8 @@ class Meaning:
             then listed in `assumed`: the caller must ensure that those values do not change.
         conditions: sympy relations between sizes that hold; sizes that are equal by them get one name.
         complex_too: follow complex values as well, as long as they are only moved.
+        along_tokens: follow convolutions over several places and running sums as well.
+        numbers: sizes that are taken to be these numbers.
 
     `obstacles` collects the names of sizes for which a shape could not be followed.
     `required` collects pairs of sizes that a rule took to be equal because the op demands it, where
@@ -67,9 +69,10 @@ class Meaning:
 
     def __init__(
         self, values: Mapping[fx.Node, Tensor] | None = None, conditions: Iterable[Any] = (),
-        complex_too: bool = False,
+        complex_too: bool = False, along_tokens: bool = False, numbers: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        self.complex_too = complex_too
+        self.numbers = {E.size(name): E.const(n) for name, n in (numbers or {}).items()}
+        self.complex_too, self.along_tokens = complex_too, along_tokens
         self._same: dict[Expr, Expr] = {}
         for condition in conditions:
             if isinstance(condition, sympy.Eq):
@@ -120,12 +123,12 @@ class Meaning:
         """The name that stands for all sizes that are equal to this one by the conditions."""
         while size in self._same:
             size = self._same[size]
-        return size
+        return self.numbers.get(size, size)
 
     def renamed(self, extent: Expr) -> Expr:
         """An expression of sizes with each size replaced by `named` of it."""
         whole = self.named(extent)
-        if not self._same or whole.op in ("size", "const"):
+        if not (self._same or self.numbers) or whole.op in ("size", "const"):
             return whole
         sizes = {n: self.named(n) for n in E.walk(whole) if n.op == "size"}
         return M.substitute(whole, sizes)
@@ -190,7 +193,8 @@ class Meaning:
         if isinstance(value, (bool, int, float)):
             return E.const(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            return size_expression(value)
+            found = size_expression(value)
+            return self.renamed(found) if self.numbers else found
         raise Unliftable(f"an operand of type {type(value).__name__}")
 
     def integer(self, value: Any) -> Expr:

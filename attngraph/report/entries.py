@@ -214,6 +214,7 @@ class CacheEntry:
     Where a window is kept, so are `rollback` more tokens; a row's room is a multiple of `page` tokens.
     `unset` are attributes that the model's forward sets and the decoder does not; `unchecked` are lines that
     raise for certain values in the model, but not in the decoder.
+    `carried` lists (what, bytes) of values of which each sequence has one, whatever its length.
     """
 
     bytes_per_token: int
@@ -227,6 +228,16 @@ class CacheEntry:
     page: int = 1
     unset: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
+    carried: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What a sequence needs whatever its length: carried values, and what windows keep."""
+        return sum(size for _, size in self.carried) + sum(
+            size * (max(window - 1, 1) + self.rollback)
+            for _, size, window in self.stores
+            if window is not None
+        )
 
     def bytes(self, batch: int, length: int) -> int:
         """Bytes that a cache needs for `batch` sequences of `length` tokens each.
@@ -246,13 +257,19 @@ class CacheEntry:
             tokens = length if window is None else max(window - 1, 1) + self.rollback
             return -(-tokens // self.page) * self.page if length else 0
 
-        return batch * sum(size * room(window) for _, size, window in self.stores)
+        kept = sum(size * room(window) for _, size, window in self.stores)
+        return batch * (kept + sum(size for _, size in self.carried))
 
     def lines(self) -> list[str]:
         layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
         found = [
             "",
-            f"  cache   {self.bytes_per_token:,} bytes per token{layers}",
+            f"  cache   {self.bytes_per_token:,} bytes per token{layers}"
+            + (
+                f", {self.bytes_per_row:,} bytes per sequence whatever its length"
+                if self.bytes_per_row
+                else ""
+            ),
             f"      keys and values of every query head would be {self.expanded:,}",
         ]
         for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
@@ -260,6 +277,11 @@ class CacheEntry:
             kept = "all tokens" if window is None else f"the last {window}"
             names = members[0] if len(members) == 1 else f"{members[0]} .. {members[-1]}"
             found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
+        if self.carried:
+            size = sum(size for _, size in self.carried)
+            found.append(
+                f"      {len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence"
+            )
         length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)
         one, many = (binary(self.bytes(batch, length)) for batch in (1, EXAMPLE_BATCH))
         found.append(f"      {length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}")

@@ -20,6 +20,8 @@ class CacheConfig:
             `page` tokens that rows can share: beams, common prefixes, an engine).
         page: tokens per page.
         rollback: how many tokens `KVCache.crop` can remove where a sliding window overwrites older ones.
+        snapshots: before how many of the latest calls a row's sums over its tokens are kept, so that
+            `KVCache.crop` can go back there (a token cannot be taken out of a sum).
         tokens: the name of the model's argument that takes the tokens (None: `decoder_input_ids` if there is
             one, else the first argument that is not given).
         proof: whether prefill and decode are compared with whole sequences, in float64, before first use.
@@ -33,6 +35,7 @@ class CacheConfig:
     layout: str = "contiguous"
     page: int = 64
     rollback: int = 32
+    snapshots: int = 0
     tokens: str | None = None
     proof: bool = True
 
@@ -41,9 +44,10 @@ class CacheConfig:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, found {self.layout!r}.")
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1, found {self.max_length}.")
-        if self.page < 1 or self.rollback < 0:
+        if self.page < 1 or self.rollback < 0 or self.snapshots < 0:
             raise ValueError(
-                f"page must be positive and rollback not negative: {self.page}, {self.rollback}."
+                "page must be positive, rollback and snapshots not negative: "
+                f"{self.page}, {self.rollback}, {self.snapshots}."
             )
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating one, found {self.dtype}.")

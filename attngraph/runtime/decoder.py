@@ -48,13 +48,13 @@ class Decoder(ModelWrapper):
 
     whole: nn.Module
     config_of_cache: CacheConfig
-    _derive: Callable[[str, dict[str, Any]], Step]
+    _derive: Callable[..., Step]
     _steps: dict[Any, Step]
     _signature: inspect.Signature
 
     def __init__(
         self, model: Callable[..., Any], config: CacheConfig, whole: nn.Module,
-        derive: Callable[[str, dict[str, Any]], Step],
+        derive: Callable[..., Step],
     ) -> None:  # fmt: skip
         super().__init__(model)
         object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
@@ -325,6 +325,9 @@ class Decoder(ModelWrapper):
         try:
             return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
         except AttnGraphError as problem:
+            if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
+                count = self._distinct()
+                return self._derive(name, self._example(name, packed, inputs, count), distinct=count)
             if as_long and width not in (1, EXAMPLE_TOKENS):
                 with contextlib.suppress(AttnGraphError):
                     return self._derive(name, self._example(name, packed, inputs, width))
@@ -337,6 +340,14 @@ class Decoder(ModelWrapper):
                 "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
                 "combine it with its causal mask."
             ) from problem
+
+    def _distinct(self) -> int:
+        """A number of tokens of which no size of the model's tensors is a multiple."""
+        tensors = (
+            t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
+        )
+        sizes = {n for t in tensors for n in t.shape}
+        return next((p for p in (11, 13, 17, 19, 23) if all(n % p for n in sizes)), 29)
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""

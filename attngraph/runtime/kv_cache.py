@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
-from attngraph.ir.ops.cached_attention import CachePlan, Fixed, Store
+from attngraph.ir.ops.cached_attention import CachePlan, Carried, Fixed, Store
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.carried import CarriedValues
 from attngraph.runtime.pages import Pages
 from attngraph.runtime.serving_mode import serving
 
-SAVED = "attngraph cache 1"
+SAVED = "attngraph cache 2"
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,6 +49,7 @@ class KVCache:
         self.lost = [0] * rows
         """For each row: positions before this one have been overwritten in ring buffers."""
         self.fixed: dict[str, Tensor] = {}
+        self.carried = CarriedValues(plan.carried, rows, config, device)
         self.groups: dict[int | None, Pages] = {}
         windows = dict.fromkeys(store.window for store in plan.stores)
         for window in windows:
@@ -63,7 +65,7 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes allocated for cached values."""
         arenas = [arena for group in self.groups.values() for _, arena in group.arenas.values()]
-        return sum(t.nbytes for t in (*arenas, *self.fixed.values()))
+        return sum(t.nbytes for t in (*arenas, *self.fixed.values())) + self.carried.nbytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -136,6 +138,7 @@ class KVCache:
             group.write(news, given["row"], given["positions"], ends)
             if group.ring:
                 self.lost = [max(a, b - group.capacity) for a, b in zip(self.lost, after, strict=True)]
+        self.carried.write(news, self.lengths)
         self.lengths = after
 
     # --- between steps ---
@@ -145,7 +148,8 @@ class KVCache:
 
         Raises:
             CacheError: a sliding window has overwritten tokens that would be needed again;
-                `CacheConfig.rollback` sets how many tokens can be removed.
+                `CacheConfig.rollback` sets how many tokens can be removed. Or the rows carry sums over their
+                tokens; `CacheConfig.snapshots` sets how many calls can be undone.
         """
         lengths = [length] * self.rows if isinstance(length, int) else list(length)
         if len(lengths) != self.rows:
@@ -154,6 +158,7 @@ class KVCache:
         if min(after, default=0) < 0:
             raise CacheError(f"a row cannot have {min(after)} tokens.")
         for row, (old, new) in enumerate(zip(self.lengths, after, strict=True)):
+            self.carried.check_crop(row, old, new)
             for group in self.groups.values():
                 needed = max(0, new - (group.window or 0) + 1)
                 if group.ring and 0 < new < old and needed < self.lost[row]:
@@ -162,6 +167,7 @@ class KVCache:
                         f"has overwritten what it needs. CacheConfig(rollback=...) keeps more."
                     )
         for row, new in enumerate(after):
+            self.carried.crop(row, self.lengths[row], new)
             if new == 0:
                 self.lost[row] = 0
             for group in self.groups.values():
@@ -180,6 +186,7 @@ class KVCache:
             raise CacheError(f"rows {picked} of a state of {self.rows} row(s).")
         for group in self.groups.values():
             group.reorder(picked)
+        self.carried.reorder(picked)
         for about in self.plan.fixed:
             if about.row_dim is not None and about.name in self.fixed:
                 self.fixed[about.name] = select_rows(self.fixed[about.name], about, picked)
@@ -207,16 +214,18 @@ class KVCache:
         return {
             "plan": dataclasses.asdict(self.plan), "config": dataclasses.asdict(self.config),
             "limit": self.limit, "lengths": list(self.lengths), "lost": list(self.lost), "fixed": self.fixed,
-            "groups": groups, "device": str(self.device),
+            "groups": groups, "device": str(self.device), "carried": self.carried.saved(),
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         stores = tuple(Store(**{**s, "shape": tuple(s["shape"])}) for s in state["plan"]["stores"])
         fixed = tuple(Fixed(**f) for f in state["plan"]["fixed"])
-        plan = CachePlan(**{**state["plan"], "stores": stores, "fixed": fixed})
+        carried = tuple(Carried(**{**c, "shape": tuple(c["shape"])}) for c in state["plan"]["carried"])
+        plan = CachePlan(**{**state["plan"], "stores": stores, "fixed": fixed, "carried": carried})
         config = CacheConfig(**state["config"])
         self.__init__(plan, len(state["lengths"]), config, torch.device(state["device"]), state["limit"])  # type: ignore[misc]
         self.lengths, self.lost, self.fixed = state["lengths"], state["lost"], dict(state["fixed"])
+        self.carried.restore(state["carried"])
         for window, kept in state["groups"].items():
             group = self.groups[window]
             for (kind, (members, _)), arena in zip(group.arenas.items(), kept["arenas"], strict=True):

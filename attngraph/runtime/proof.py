@@ -8,12 +8,13 @@ token (new pages, the rest of a page, freed slots) is filled with NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attngraph.capture.structure import flatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check.comparison import Rule, compare
@@ -25,6 +26,10 @@ from attngraph.runtime.step import Step
 
 TOLERANCE = 1e-8
 """Largest accepted difference, relative to the largest logit."""
+LONGER = ((31, 45), (1, 1), (3, 0), (10, 1))
+"""The same for a model that was traced for few numbers of tokens: longer sequences."""
+ROUNDING = {8: 1e-7, 4: 2e-3}
+"""Accepted there, where the model itself is run, in its own dtype: by the bytes of an element."""
 STEPS: tuple[tuple[int, int], ...] = ((4, 2), (1, 1), (0, 3), (2, 1), (1, 1))
 """New tokens of two rows in each call: prompts, single tokens, none for one row, chunks. Both rows end at the
 same length."""
@@ -43,13 +48,14 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
     """
     with torch.no_grad():
         rows, given = arguments[name].shape[:2]
-        places = torch.arange(sum(count for count, _ in STEPS)) % given
+        steps = _steps(step, given)
+        places = torch.arange(sum(count for count, _ in steps)) % given
         generator = torch.Generator().manual_seed(0)
         order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
         full = dict(arguments)
         for n in step.arguments:  # their entries for every token, permuted and repeated to the full length
             full[n] = torch.stack([row[picked] for row, picked in zip(arguments[n], order, strict=True)])
-        found = _by_steps(step, full, full[name].device)
+        found = _by_steps(step, full, full[name].device, steps)
         machine = Machine(whole, step.owner, names=step.names)
         if _is_of_the_last_token(whole, step, name, result):
             # What the model gives for each beginning of the sequence of two tokens or more.
@@ -72,19 +78,85 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
 def _is_of_the_last_token(whole: ProgramGraph, step: Step, name: str, result: int) -> bool:
     """Whether the model gives one result for a sequence, not one for each token."""
     tokens = step.plan.length
+    if tokens.isdecimal():
+        return False  # the trace is of one number of tokens, which its results have
     values: Any = whole.graph.output_node().args[0]
     extents = (n for n in values[result].meta["val"].shape if isinstance(n, torch.SymInt))
     return not any(tokens in map(str, n.node.expr.free_symbols) for n in extents)
 
 
-def _by_steps(step: Step, full: Mapping[str, Any], device: torch.device) -> Tensor:
+def _steps(step: Step, given: int) -> tuple[tuple[int, int], ...]:
+    """The calls to compare; as many tokens as were traced, if the graph is of that number alone."""
+    if not step.plan.length.isdecimal():
+        return STEPS
+    more = given - sum(count for count, _ in STEPS)
+    return (*STEPS, (more, more))
+
+
+def prove_longer(
+    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int
+) -> None:
+    """Compare with the model itself on sequences that are longer than those it was traced for.
+
+    Raises:
+        NoDecoderError: they differ, or the model takes other tensors, which cannot be made up.
+    """
+    others = [n for n, value in arguments.items() if n != name and isinstance(value, Tensor)]
+    if others:
+        raise NoDecoderError(
+            f"the model was traced for few numbers of tokens, and others cannot be tried, because it takes "
+            f"{', '.join(others)} as well."
+        )
+    given = arguments[name]
+    generator = torch.Generator().manual_seed(0)
+    total = max(sum(counts) for counts in zip(*LONGER, strict=True))
+    places = torch.randint(0, given.shape[1], (len(LONGER[0]), total), generator=generator)
+    state = KVCache(step.plan, len(LONGER[0]), CacheConfig(), given.device)
+    ids = torch.stack([row[picked] for row, picked in zip(given, places, strict=True)])
+    try:
+        _compare_longer(model, step, arguments, name, result, ids, state)
+    except NoDecoderError:
+        raise
+    except Exception as problem:
+        raise NoDecoderError(
+            f"the model was traced for few numbers of tokens, and others fail: {problem}"
+        ) from problem
+
+
+def _compare_longer(
+    model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int, ids: Tensor,
+    state: KVCache,
+) -> None:  # fmt: skip
+    rows: list[list[Tensor]] = [[] for _ in ids]
+    with torch.no_grad():
+        for counts in LONGER:
+            parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
+            logits = step.advance(state, counts, {n: torch.cat(parts)[None] for n in step.arguments})[0]
+            for row, part in zip(rows, torch.split(logits, list(counts)), strict=True):
+                row.append(part)
+        for row, found in zip(ids, rows, strict=True):
+            length = sum(map(len, found))
+            leaves = flatten(model(**{**arguments, name: row[None, :length]}))[0]
+            wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor)][result][0]
+            rule = Rule(ROUNDING.get(wanted.dtype.itemsize, 0.1))
+            difference = compare(torch.cat(found), wanted, rule)
+            if not difference.holds:
+                raise NoDecoderError(
+                    f"the model was traced for few numbers of tokens, and for {length} it gives something "
+                    f"else ({difference})."
+                )
+
+
+def _by_steps(
+    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[tuple[int, int]]
+) -> Tensor:
     """The results of all tokens, `[rows, tokens, ...]`, computed a few at a time."""
     state = KVCache(
-        step.plan, len(STEPS[0]), CacheConfig(dtype=torch.float64, layout="paged", page=3), device
+        step.plan, len(steps[0]), CacheConfig(dtype=torch.float64, layout="paged", page=3), device
     )
     step.begin(state, {n: full[n] for n in step.prompt_arguments}, Exact)
-    found: list[list[Tensor]] = [[] for _ in STEPS[0]]
-    for counts in STEPS:
+    found: list[list[Tensor]] = [[] for _ in steps[0]]
+    for counts in steps:
         state.reserve(counts)
         poison(state)
         parts = {

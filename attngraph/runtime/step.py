@@ -53,6 +53,12 @@ class Step:
         """The model's arguments that are needed once for a prompt."""
         return frozenset(() if self._prompt is None else self._prompt.arguments)
 
+    def traced_few(self) -> bool:
+        """Whether the graph was traced for a few numbers of tokens, so that others have not been compared."""
+        name = self.plan.length
+        limits = [c for c in self.graph.conditions if {str(s) for s in c.free_symbols} == {name}]
+        return name.isdecimal() or not all(holds(c, {name: 1 << 24}) for c in limits)
+
     def is_valid(self) -> bool:
         """Whether the buffers whose values the graph relies on still hold them."""
         return self._step.is_valid() and (self._prompt is None or self._prompt.is_valid())
@@ -80,10 +86,11 @@ class Step:
         rows = state.inputs(counts)
         if picked is None:
             picked = torch.arange(rows["row"].shape[0], device=state.device)
-        given = {**rows, "picked": picked, **state.stores(), **state.fixed}
+        given = {**rows, "picked": picked, **state.stores(), **state.carried.values, **state.fixed}
         result: Tensor
         result, *news = self._step(arguments, given, run)
-        state.write({s.name: n for s, n in zip(self.plan.stores, news, strict=True)}, rows, counts)
+        names = [about.name for about in self.plan.stores] + [about.name for about in self.plan.carried]
+        state.write(dict(zip(names, news, strict=True)), rows, counts)
         return result
 
     def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:

@@ -21,7 +21,8 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import Unliftable
-from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, built
 
 aten = torch.ops.aten

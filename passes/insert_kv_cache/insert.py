@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -29,18 +27,22 @@ from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import CachePlan, Store
+from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.tokens.facts import Fact, Kind, Window
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
-from attngraph.meaning.tokens.tokens import Fact, Kind, Tokens
+from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
 from attngraph.passes.insert_kv_cache import shift_positions
-from attngraph.passes.insert_kv_cache.every_token import give_every_token
+from attngraph.passes.insert_kv_cache.analyse import analyse
+from attngraph.passes.insert_kv_cache.carry import Carry
+from attngraph.passes.insert_kv_cache.free_tokens import free_tokens, replace_number
+from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
-from attngraph.passes.insert_kv_cache.running_sums import gather_running_sums
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
+from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
@@ -51,10 +53,13 @@ tokens."""
 
 @dataclasses.dataclass(frozen=True)
 class InsertKVCache:
-    """`argument` is the number of the input that holds the tokens; `result` that of the logits."""
+    """`argument` is the number of the input that holds the tokens; `result` that of the logits. `number`: how
+    many tokens the graph was traced for, if it may be a graph of that number alone and the number is a size
+    of nothing else (`free_tokens.py`)."""
 
     argument: int = 0
     result: int = 0
+    number: int = 0
     name: str = "insert-kv-cache"
     requires: Level = Level.FUSED
     yields: Level = Level.CACHED
@@ -66,7 +71,7 @@ class InsertKVCache:
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
         outcome = Outcome()
-        tokens = _analyse(graph, ids, outcome)
+        tokens = analyse(graph, ids, self.number, outcome)
         _Insertion(graph, ids, tokens, outcome).run()
         return outcome
 
@@ -84,100 +89,6 @@ def only_result(graph: ProgramGraph, result: int) -> None:
     graph.clean()
 
 
-def _analyse(graph: ProgramGraph, ids: fx.Node, outcome: Outcome) -> Tokens:
-    """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
-    Running sums become attention, so that what follows them can be analysed.
-
-    Raises:
-        NoDecoderError: the input has another shape, or a token sees a later one.
-    """
-    shape = ids.meta["val"].shape
-    rank = len(shape) - (1 if ids.meta["val"].is_floating_point() else 0)
-    if rank != 2:
-        raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
-    for dim, what in enumerate(("sequences", "tokens")):
-        number = _fixed_number(shape[dim])
-        if number is not None:
-            raise NoDecoderError(f"it fixes how many {what} there are to {number}{_fixed_at(graph, number)}.")
-    found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
-    while places := gather_running_sums(graph, found):
-        outcome.notes += [f"the running sum at {place} is computed as attention" for place in places]
-        found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
-    picked = give_every_token(graph, found)
-    if picked:
-        outcome.notes.append(f"every token has the result that the model gives for the last ({picked})")
-        found = Tokens(graph, str(shape[1].node.expr), str(shape[0].node.expr))
-    _require_token_wise(graph, found)
-    return found
-
-
-def _fixed_number(extent: int | torch.SymInt) -> int | None:
-    """The number, if the trace allows no other for this size."""
-    if isinstance(extent, int):
-        return extent
-    return int(extent.node.expr) if extent.node.expr.is_number else None
-
-
-def _fixed_at(graph: ProgramGraph, number: int) -> str:
-    """The line of the model where a size became this number, as torch recorded it, or else the first
-    operation that takes tokens one by one."""
-    mode = graph.fake_mode()
-    for guard in getattr(getattr(mode, "shape_env", None), "guards", ()):
-        if isinstance(guard.expr, sympy.Eq) and number in guard.expr.args:
-            found = re.search(r"([^\s(]+:\d+)", str(getattr(guard.sloc, "user_loc", None)))
-            if found:
-                return f", at {found[1]}"
-    one_by_one = (n for n in graph.graph.nodes if n.target in (aten.unbind.int, aten.select.int))
-    return next((f", at {op_name(n)} at {source_of(n)}" for n in one_by_one if source_of(n)), "")
-
-
-def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
-    """Raise unless the logits are token-wise.
-
-    Raises:
-        NoDecoderError: with the first operation that mixes tokens, its line, and a pair of tokens.
-    """
-    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
-    assert isinstance(result, fx.Node)
-    fact = tokens[result]
-    if fact.kind is Kind.MIXING:
-        culprit = tokens.cause(result)
-        source = source_of(culprit) or "an unknown line"
-        pair = tokens.witness(culprit, result)
-        seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
-        name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
-        raise NoDecoderError(
-            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}\n"
-            "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
-            "attention looks at earlier ones."
-        )
-    if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
-        raise NoDecoderError("its result is not computed token by token from the tokens.")
-
-
-def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
-    """Why the first operation that mixes tokens is no obstacle that could be passed by."""
-    reason, value = tokens[culprit].reason, culprit.meta.get("val")
-    if sees_later:
-        return reason
-    if culprit.target in (aten.conv1d.default, aten.convolution.default):
-        before = (int(culprit.args[1].meta["val"].shape[-1]) - 1) * _dilation(culprit)  # type: ignore[union-attr]
-        return f"it needs the last {before} inputs, a state that is not keys and values"
-    if isinstance(value, torch.Tensor):
-        extents = [tokens.meaning.renamed(size_expression(n)) for n in value.shape]
-        if sum(tokens.space.tokens in E.walk(n) for n in extents) > 1:
-            return (
-                f"{reason}: it has a value for each pair of tokens, and a decoder keeps values of single "
-                "tokens (a mask that data choose is such a value)"
-            )
-    return reason
-
-
-def _dilation(node: fx.Node) -> int:
-    given = [*node.args, *([1] * 8)][5]
-    return int(given[0]) if isinstance(given, (list, tuple)) and given else 1
-
-
 class _Insertion:
     """One rewriting."""
 
@@ -187,17 +98,29 @@ class _Insertion:
         self.inputs = StepInputs(graph, ids, tokens)
         self.fixed = FixedValues(graph, ids, tokens, self.inputs)
         self.stores: dict[fx.Node, Store] = {}
+        self.carried: dict[fx.Node, Carried] = {}
+        self.made: dict[fx.Node, fx.Node] = {}
+        """What replaces a value, once all of them are made."""
         self.expanded = 0
         self.needed = self._needed()
 
     def run(self) -> None:
         most_tokens = self.tokens.most_tokens()
         attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
-        self._choose_stores(attentions)
+        scans = [n for n, f in self.tokens.facts.items() if f.kind is Kind.SCAN and n in self.needed]
+        self._choose_stores([*attentions, *scans])
         for node in list(self.graph.graph.nodes):
             fact = self.tokens.facts.get(node)
             if fact is not None and fact.formula is not None and node in self.needed:
                 self._shift(node, fact)
+        for node in scans:
+            if isinstance(self.tokens[node].scan, Window):
+                self._look_back(node)
+            else:
+                self._carry(node)
+        for node, new in self.made.items():
+            node.replace_all_uses_with(new)
+        self.stores = {self.made.get(kept, kept): store for kept, store in self.stores.items()}
         kept = list(self.stores)
         for node in attentions:
             self._look_at_pages(node)
@@ -205,8 +128,10 @@ class _Insertion:
         pick_results(self.graph, self.tokens, self.ids, kept, self.inputs.rows("picked"))
         output = self.graph.graph.output_node()
         values: Any = output.args[0]
-        output.args = ((*values, *kept),)
-        self.graph.outputs = (*self.graph.outputs, *(Output("pages", self.stores[n].name) for n in kept))
+        output.args = ((*values, *kept, *self.carried),)
+        pages = (Output("pages", self.stores[n].name) for n in kept)
+        carried = (Output("carried", about.name) for about in self.carried.values())
+        self.graph.outputs = (*self.graph.outputs, *pages, *carried)
         self.graph.state = CachePlan(
             tuple(self.stores.values()),
             tuple(self.fixed.found.values()),
@@ -214,8 +139,12 @@ class _Insertion:
             len(attentions),
             str(self.space.tokens.value),
             most_tokens,
+            tuple(self.carried.values()),
         )
         self.graph.clean()
+        if self.space.tokens.op == "const":
+            vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
+            free_tokens(self.graph, self.ids, self.tokens.traced, vectors)
         self.inputs.drop_unused()
         self._annotate()
         self._note(attentions)
@@ -227,7 +156,8 @@ class _Insertion:
             node = stack.pop()
             if node not in found:
                 found.add(node)
-                stack += node.all_input_nodes
+                fact = self.tokens.facts.get(node)
+                stack += node.all_input_nodes if fact is None or fact.scan is None else fact.scan.reads
         return found
 
     def _looks_at_tokens(self, node: fx.Node) -> bool:
@@ -235,19 +165,20 @@ class _Insertion:
 
     # --- cached values ---
 
-    def _choose_stores(self, attentions: Sequence[fx.Node]) -> None:
-        operands = [o for node in attentions for o in self._kept_operands(node)]
+    def _choose_stores(self, readers: Sequence[fx.Node]) -> None:
+        """Choose what is kept for the values that read earlier tokens: attentions, and windows of tokens."""
+        operands = [o for node in readers for o in self._kept_operands(node)]
         kept = choose_kept(self.tokens, operands)
         for number, value in enumerate(kept):
-            users = [n for n in attentions for o in self._kept_operands(n) if value in self._path(o, kept)]
-            windows = [self.tokens[n].causality.window for n in users]  # type: ignore[union-attr]
+            users = [n for n in readers for o in self._kept_operands(n) if value in self._path(o, kept)]
+            windows = [self._window(n) for n in users]
             window = None if None in windows else max(w for w in windows if w is not None)
             space = self.space
             fact = self.tokens[value]
             row, token = space.place(fact.axes, space.row), space.place(fact.axes, space.token)
             if token is None or bytes_per_token(self.tokens, value) is None:
                 raise NoDecoderError(
-                    f"{op_name(value)} at {source_of(value)}: what attention looks at does not have the "
+                    f"{op_name(value)} at {source_of(value)}: what later tokens need of it does not have the "
                     "tokens as a dimension of their own."
                 )
             counted = [isinstance(n, int) and not digits for n, digits in
@@ -262,10 +193,22 @@ class _Insertion:
             )
 
     def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
-        """Operands to cache: keys, values, and the tensors that scores read at key positions."""
+        """Operands to cache: keys, values, and the tensors that scores read at key positions; what is read of
+        earlier tokens."""
+        scan = self.tokens[node].scan
+        if scan is not None:
+            return list(scan.operands)
         view = AttentionOp.of(node)
         reads_tokens = [r for r in view.reads if any(self.space.token in d for d in self.tokens[r].axes)]
         return [*([] if self.tokens[view.keys[0]].kind is Kind.FIXED else view.keys), *reads_tokens]
+
+    def _window(self, node: fx.Node) -> int | None:
+        """How many of the latest tokens a value needs; None: all."""
+        fact = self.tokens[node]
+        if isinstance(fact.scan, Window):
+            return fact.scan.width
+        assert fact.causality is not None
+        return fact.causality.window
 
     def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
         """The cached values that an operand is a view of."""
@@ -292,8 +235,55 @@ class _Insertion:
                 f"and {problem} cannot be computed for other places."
             ) from problem
         self.tokens.facts[new] = dataclasses.replace(fact, formula=None)
-        node.replace_all_uses_with(new)
+        self.made[node] = new
         self.outcome.notes.append(f"{op_name(node)} at {source_of(node)} is computed from positions")
+
+    # --- windows of tokens ---
+
+    def _look_back(self, node: fx.Node) -> None:
+        fact = self.tokens[node]
+        assert isinstance(fact.scan, Window)
+        builder = Builder(self.graph, node)
+        try:
+            new = LookBack(self.tokens, self.inputs, self._pages_of).replace(builder, node, fact)
+        except (shift_positions.NoFormula, NoSize) as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it is computed from the last {fact.scan.width} "
+                f"tokens, and {problem} cannot be computed for a few new ones."
+            ) from problem
+        self.tokens.facts[new], self.made[node] = fact, new
+        width, source = fact.scan.width, source_of(node)
+        self.outcome.notes.append(f"{op_name(node)} at {source} is computed from the last {width} tokens")
+
+    def _pages_of(self, builder: Builder, operand: fx.Node) -> tuple[fx.Node, Store]:
+        """An operand as a view of pages, and the store that has them."""
+        stores = [self.stores[n] for n in self._path(operand, self.stores)]
+        if len({s.window for s in stores}) > 1:
+            self._widen(stores)
+            stores = [self.stores[n] for n in self._path(operand, self.stores)]
+        return self._replay(builder, operand), stores[0]
+
+    # --- sums over tokens ---
+
+    def _carry(self, node: fx.Node) -> None:
+        fact = self.tokens[node]
+        builder = Builder(self.graph, node)
+        carry = Carry(self.graph, self.tokens, self.inputs, self.carried)
+        try:
+            new = carry.replace(builder, node, fact, module_of(node) or source_of(node))
+        except (NotWritten, NoSize) as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it is a sum over earlier tokens, and {problem} "
+                "cannot be computed for a few new ones."
+            ) from problem
+        difference = carry.difference(node, new)
+        if difference:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: three tokens look like a sum over earlier tokens "
+                f"that can be carried, but more do not ({difference})."
+            )
+        self.tokens.facts[new], self.made[node] = fact, new
+        self.outcome.notes.append(f"the running sum at {source_of(node)} is carried from token to token")
 
     # --- attention ---
 
@@ -362,7 +352,11 @@ class _Insertion:
             for size in (n for n in node.all_input_nodes if is_size(n)):
                 copies[size] = built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
+            numbered = self.space.tokens.op == "const"
+            tokens = built(builder, self.space.tokens, sizes) if numbered else None
             done[node] = builder.call(node.target, *args, **kwargs)
+            if numbered:
+                replace_number(done[node], self.tokens.traced, tokens, self.graph.fake_mode())
             return done[node]
 
         return replay(operand)

@@ -17,8 +17,10 @@ from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, built
+from attngraph.passes.insert_kv_cache.free_tokens import replace_number
 
 aten = torch.ops.aten
 
@@ -58,6 +60,9 @@ def pick_results(
                 value = tokens.meaning.renamed(size_expression(size.meta["val"]))
                 if space.counts(value):
                     user.replace_input_with(size, built(Builder(graph, user), value, sizes))
+            if space.tokens.op == "const":
+                replace_number(user, tokens.traced, built(Builder(graph, user), space.tokens, sizes),
+                               graph.fake_mode())  # fmt: skip
             # Later passes build sizes from the shape that a value is said to have.
             user.meta["val"] = infer(user.target, user.args, user.kwargs, graph.fake_mode())
         return

@@ -15,7 +15,7 @@ from torch import fx
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space
-from attngraph.meaning.tokens.tokens import Fact
+from attngraph.meaning.tokens.facts import Fact
 from attngraph.passes.build import Builder
 
 aten = torch.ops.aten
@@ -34,10 +34,12 @@ def emit(
         NoFormula: the formula cannot be written as operations on tensors.
     """
     assert fact.formula is not None
-    return _Emitter(builder, meaning, space, node, fact, positions).emit()
+    return Emitter(builder, meaning, space, node, fact, positions).emit()
 
 
-class _Emitter:
+class Emitter:
+    """Writes one formula as operations; `read` decides how elements of tensors are obtained."""
+
     def __init__(
         self, builder: Builder, meaning: Meaning, space: Space, node: fx.Node, fact: Fact, positions: fx.Node
     ) -> None:
@@ -50,7 +52,7 @@ class _Emitter:
         assert self.fact.formula is not None
         digits = [d for dim in self.fact.axes for d in dim]
         if digits.count(self.space.token) != 1 or any(len(dim) > 1 for dim in self.fact.axes):
-            raise NoFormula("its tokens share a dimension with something else")
+            raise NoFormula("a dimension that tokens share with something else")
         value = self._value(self.fact.formula)
         call, wanted = self.builder.call, self.node.meta["val"].dtype
         if not isinstance(value, fx.Node):
@@ -58,7 +60,7 @@ class _Emitter:
         if value.meta["val"].dtype != wanted:
             value = call(aten._to_copy.default, value, dtype=wanted)
         sizes = [
-            -1 if self.space.token in digits else 1 if digits else self.builder.size(extent)
+            -1 if digits else self.builder.size(extent)
             for digits, extent in zip(self.fact.axes, self.shape, strict=True)
         ]
         return call(aten.expand.default, self._ranked(value), sizes)
@@ -95,7 +97,7 @@ class _Emitter:
             vector = call(aten.arange.default, self.builder.size(node.args[0]), device=device)
             return self._along(vector, place)
         if node.op == "read":
-            return self._read(node)
+            return self.read(node)
         args = [self._value(a) for a in node.args]
         if not any(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor) for a in args):
             raise NoFormula(f"{node!r}, which does not depend on the place")
@@ -125,15 +127,18 @@ class _Emitter:
             value = self.builder.call(getattr(getattr(aten, op), overload), value, other)
         return value
 
-    def _read(self, node: Expr) -> fx.Node:
-        indices = [self._value(a) for a in node.args]
+    def read(self, node: Expr) -> fx.Node:
+        """An element of a table."""
+        return self._indexed(node.value, [self._value(a) for a in node.args])
+
+    def _indexed(self, table: fx.Node, indices: list[Any]) -> fx.Node:
         like = next((a for a in indices if _is_tensor(a)), None)
         if like is None:
             raise NoFormula("an element of a table that does not depend on the place")
         tensors = [
             a if _is_tensor(a) else self.builder.call(aten.full_like.default, like, a) for a in indices
         ]
-        found: fx.Node = self.builder.call(aten.index.Tensor, node.value, tensors)
+        found: fx.Node = self.builder.call(aten.index.Tensor, table, tensors)
         return found
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.ir.graph.source import source_of
-from attngraph.ir.ops.cached_attention import Store
+from attngraph.ir.ops.cached_attention import Carried, Store
 from attngraph.meaning.tokens.tokens import Tokens
 
 
@@ -65,6 +65,15 @@ class StepInputs:
     def pages(self, store: Store) -> fx.Node:
         """All pages of a cached value."""
         return self.take("pages", store.name, [n or None for n in store.shape], store.dtype)
+
+    def carried(self, about: Carried) -> fx.Node:
+        """What every row carries of a value."""
+        rows = self.rows("first").meta["val"].shape[0]
+        made = self.take("carried", about.name, [], about.dtype)
+        device = made.meta["val"].device
+        with self._fake:
+            made.meta["val"] = torch.empty([rows, *about.shape], dtype=about.dtype, device=device)
+        return made
 
     def fixed(self, name: str, value: Any) -> fx.Node:
         """A result of the prompt's stage, with the shape and dtype of `value`."""

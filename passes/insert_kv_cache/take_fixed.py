@@ -19,7 +19,8 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Fixed
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
-from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, built
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 

@@ -226,6 +226,8 @@ ROWS: list[Row] = [
     H("repeat_interleave.self_int", f(2, 3), 2, -1),
     H("repeat_interleave.self_int", f(2, 3), 2),
     T("flip", lambda x: x.flip(0, -1), f(2, 3, 4)),
+    T("roll", lambda x: x.roll(1, 1), f(2, 3)),
+    T("roll", lambda x: x.roll((-2, 1), (1, 0)), f(2, 3), fixed=True),
     T("cat", lambda x, y, z: torch.cat([x, y, z], 1), f(2, 3), f(2, 1, seed=1), f(2, 2, seed=2)),
     T("cat", lambda x, y: torch.cat([x, y], -1), f(2, 3), f(2, 3, seed=1)),
     T("cat", lambda x: torch.cat([x, x.new_zeros(0), x]), f(3)),

@@ -50,8 +50,8 @@ class Rate(enum.Enum):
 class Input:
     """What a placeholder stands for: `kind` is "parameter", "buffer", "constant" or "argument"; `name`
     is the qualified name in the user's model, or the number of the argument leaf. The result of a stage has
-    the stage's `Rate` as its kind and the result's name. A decoder's graph also has "pages" of a store, and
-    "rows", which map tokens to sequences."""
+    the stage's `Rate` as its kind and the result's name. A decoder's graph also has "pages" of a store,
+    "carried" values of the rows, and "rows", which map tokens to sequences."""
 
     kind: str
     name: str
@@ -66,7 +66,8 @@ class Input:
 class Output:
     """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
     contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, the
-    condition of a "check" that must be true, or new entries for the "pages" of a store.
+    condition of a "check" that must be true, new entries for the "pages" of a store, or the next of a
+    "carried" value.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
     may rely on its layout; empty if it is not dense.

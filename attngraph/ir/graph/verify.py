@@ -74,14 +74,17 @@ def _with_programs(graph: ProgramGraph) -> Problems:
 
 
 def _keeping(graph: ProgramGraph) -> Problems:
-    """Every store of the cache plan is written by a result of its name, and every page that is read is of a
-    store."""
+    """Every store and every carried value of the cache plan is written by a result of its name, and every
+    page that is read is of a store."""
     if graph.state is None:
         return
     stores = {store.name for store in graph.state.stores}
     written = {o.name for o in graph.outputs if o.kind == "pages"}
     for name in stores ^ written:
         yield f"{name}: kept by the plan or written by the graph, not both"
+    carried = {value.name for value in graph.state.carried}
+    for name in carried ^ {o.name for o in graph.outputs if o.kind == "carried"}:
+        yield f"{name}: carried by the plan or computed by the graph, not both"
     for name in {i.name for i in graph.inputs if i.kind == "pages"} - stores:
         yield f"{name}: pages of nothing that is kept"
 

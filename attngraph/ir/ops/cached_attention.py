@@ -126,10 +126,26 @@ class Fixed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Carried:
+    """A value of which each row has one, whatever its length: a sum over earlier tokens, say. It is zero
+    before the first token. `shape` is that of one row's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    label: str
+
+    @property
+    def bytes_per_row(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """What a decoder's graph keeps. `expanded`: bytes per token that keys and values of every query head
-    would take; `attentions`: how many use the stores; `length`: the symbol for a sequence's length in the
-    graph's conditions; `most_tokens`: the longest sequence that the model's position tables cover."""
+    """What a decoder's graph keeps: `stores` of every token, `carried` of every row. `expanded`: bytes per
+    token that keys and values of every query head would take; `attentions`: how many use the stores;
+    `length`: the symbol for a sequence's length in the graph's conditions, or the only length that was
+    traced; `most_tokens`: the longest sequence that the model's position tables cover."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -137,6 +153,12 @@ class CachePlan:
     attentions: int = 0
     length: str = ""
     most_tokens: int | None = None
+    carried: tuple[Carried, ...] = ()
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What a row carries whatever its length."""
+        return sum(value.bytes_per_row for value in self.carried)
 
     @property
     def bytes_per_token(self) -> int:

@@ -90,21 +90,44 @@ def linear(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(CONTRACTION, "conv1d.default", "conv2d.default", "conv3d.default")
 def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """A convolution with a kernel of one place mixes channels: a product with its weight."""
+    """A sum over channels and over the places of the kernel. One with a kernel of one place is a product with
+    its weight; others are followed only where the context asks for it (`along_tokens`)."""
     source, weight = node.args[:2]
     outputs, channels, *kernel = context.shape(weight)
-    stride, padding = argument(node, 3, "stride", 1), argument(node, 4, "padding", 0)
-    numbers = [(value if isinstance(value, (list, tuple)) else [value]) for value in (stride, padding)]
-    if any(extent is not E.ONE for extent in kernel) or set(numbers[0]) != {1} or set(numbers[1]) != {0}:
+    names = (("stride", 1), ("padding", 0), ("dilation", 1))
+    given = [argument(node, 3 + number, name, default) for number, (name, default) in enumerate(names)]
+    if any(isinstance(value, str) for value in given):
+        raise Unliftable("a convolution padded by name")
+    stride, padding, dilation = (_of_each(value, len(kernel)) for value in given)
+    plain = all(extent is E.ONE for extent in kernel) and set(stride) == {1} and set(padding) == {0}
+    if not plain and not context.along_tokens:
         raise Unliftable("a convolution over several places")
     spatial = at[len(at) - len(kernel) :]
     batch, place = at[: len(at) - len(kernel) - 1], at[len(at) - len(kernel) - 1]
     inner = context.fresh(channels)
+    steps = [E.ZERO if extent is E.ONE else context.fresh(extent) for extent in kernel]
     group = M.floordiv(place, M.floordiv(outputs, E.const(argument(node, 6, "groups", 1))))
-    element = context.read(source, (*batch, M.add(M.mul(group, channels), inner), *spatial))
-    weighed = M.mul(element, context.read(weight, (place, inner, *(E.ZERO for _ in kernel))))
-    bias, value = argument(node, 2, "bias"), M.total(inner, weighed)
+    places = tuple(
+        M.add(M.mul(o, E.const(s)), M.mul(k, E.const(d)), E.const(-p))
+        for o, k, s, p, d in zip(spatial, steps, stride, padding, dilation, strict=True)
+    )
+    element = context.read(source, (*batch, M.add(M.mul(group, channels), inner), *places))
+    extents = context.shape(source)[len(at) - len(kernel) :]
+    for index, extent, padded in zip(places, extents, padding, strict=True):
+        if padded:
+            inside = M.and_(M.le(E.ZERO, index), M.lt(index, extent))
+            element = M.where(inside, element, E.ZERO)
+    value = M.mul(element, context.read(weight, (place, inner, *steps)))
+    for variable in (inner, *(k for k in steps if k.op == "var")):
+        value = M.total(variable, value)
+    bias = argument(node, 2, "bias")
     return value if bias is None else M.add(value, context.read(bias, (place,)))
+
+
+def _of_each(value: Any, dims: int) -> list[int]:
+    """One number for each dimension."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return [int(v) for v in (values * dims if len(values) == 1 else values)]
 
 
 @rule(CONTRACTION, "einsum.default")

@@ -72,10 +72,15 @@ def triangle(context: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 @rule(Category.POINTWISE, "cumsum.default")
 def cumsum(context: Meaning, node: fx.Node, at: Indices) -> Expr:
-    """A running sum of something that does not change along the dimension: n + 1 times it."""
+    """A running sum: of something that does not change along the dimension n + 1 times it; of other values
+    only where the context asks for it (`along_tokens`)."""
     dim = axis(argument(node, 1, "dim"), len(at))
     place = E.var("i", context.shape(node)[dim])
     value = context.index_expression(node.args[0], (*at[:dim], place, *at[dim + 1 :]))
-    if value is None or place in value.free:
+    if value is not None and place not in value.free:
+        return M.mul(M.number(value), M.add(at[dim], E.ONE))
+    if not context.along_tokens:
         raise Unliftable("a running sum of values that differ")
-    return M.mul(M.number(value), M.add(at[dim], E.ONE))
+    place = context.fresh(context.shape(node)[dim])
+    summand = M.number(context.read(node.args[0], (*at[:dim], place, *at[dim + 1 :])))
+    return M.total(place, M.where(M.le(place, at[dim]), summand, E.ZERO))

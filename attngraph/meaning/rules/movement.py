@@ -262,6 +262,32 @@ def flip(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     return context.read(node.args[0], places)
 
 
+@rule(MOVEMENT, "roll.default")
+def roll(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    shape, dims = context.shape(node), argument(node, 2, "dims", ())
+    if len(dims) != len(node.args[1]):  # type: ignore[arg-type]
+        raise Unliftable("a roll of all dimensions as one")
+    places = [(at, E.TRUE)]
+    for shift, dim in zip(node.args[1], dims, strict=True):  # type: ignore[arg-type]
+        by, d, rolled = context.integer(shift), axis(dim, len(at)), []
+        fits = by.op == "const" and ranges.is_nonnegative(
+            ranges.subtract(ranges.polynomial(shape[d]), {(): abs(int(by.value))} if by.value else {})
+        )
+        if not fits:
+            raise Unliftable("a roll by more than there may be places")
+        for there, condition in places:
+            inside = M.sub(there[d], by)
+            wraps = M.lt(inside, E.ZERO) if by.value >= 0 else M.le(shape[d], inside)
+            around = M.add(inside, shape[d] if by.value >= 0 else M.neg(shape[d]))
+            rolled += [((*there[:d], index, *there[d + 1 :]), M.and_(condition, when))
+                       for index, when in ((inside, M.not_(wraps)), (around, wraps))]  # fmt: skip
+        places = rolled
+    value = context.read(node.args[0], places[0][0])
+    for there, condition in places[1:]:
+        value = M.where(condition, context.read(node.args[0], there), value)
+    return value
+
+
 @rule(MOVEMENT, "index.Tensor")
 def index(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     """Reads at computed places. The index tensors broadcast together and stand where the first one

@@ -43,7 +43,12 @@ class Space:
 
     def counts(self, extent: Expr) -> bool:
         """Whether a size depends on how many tokens or sequences there are."""
-        return any(n is self.tokens or n is self.rows for n in E.walk(extent) if n.op == "size")
+        return any(map(self.is_count, E.walk(extent)))
+
+    def is_count(self, node: Expr) -> bool:
+        """Whether this is the number of tokens or of sequences. (That of tokens may be a number which is a
+        size of nothing else: see `passes/insert_kv_cache/free_tokens.py`.)"""
+        return node is self.tokens or (node.op == "size" and node is self.rows)
 
     def candidates(self, shape: Indices) -> Iterator[Axes]:
         """What the dimensions of a shape may stand for, the most likely first; at most one dimension holds

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.meaning.rule import RULES, Category
-from attngraph.meaning.tokens.tokens import Kind, Tokens
+from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.tokens import Tokens
 
 _FEWER_STEPS = 1.0 / (1 << 20)
 """Of cuts with equal bytes, prefer the one nearest to the operands: least work remains when they are read."""

@@ -6,6 +6,7 @@ Every value of a graph is one of these:
     position     a formula of the token's position in its sequence (position ids, RoPE's angles)
     token-wise   what it holds for a token is computed from that token alone (and its position)
     attention    a token looks at others, through a mask that hides all later ones
+    scan         computed from the last tokens, or from something that is carried from token to token
     mixing       anything else
 
 Element rules say what one element reads; a value is token-wise where the row and the token that it reads
@@ -18,7 +19,6 @@ edits the graph.
 from __future__ import annotations
 
 import dataclasses
-import enum
 
 import torch
 from torch import Tensor, fx
@@ -30,42 +30,13 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks.causal import Causality, examine
+from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
+from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
-
-
-class Kind(enum.Enum):
-    """How a value depends on the tokens."""
-
-    FIXED = "fixed"
-    POSITION = "position"
-    TOKEN = "token-wise"
-    ATTENTION = "attention"
-    MIXING = "mixing"
-
-
-@dataclasses.dataclass(frozen=True)
-class Fact:
-    """What is known about one value.
-
-    `axes` says which of its dimensions hold the row and the token; `reason` why it is of its kind.
-    `formula`: what one element at those axes equals, for a position value whose operation does not compute
-    it from positions token by token. `causality`: what an attention's mask lets a token see.
-    """
-
-    kind: Kind
-    axes: Axes = ()
-    reason: str = ""
-    formula: Expr | None = None
-    causality: Causality | None = None
-
-    def describe(self, space: Space) -> str:
-        """For a dump: the kind, the token's dimension, the reason."""
-        place = space.place(self.axes, space.token)
-        shown = self.kind.value + (f"({place})" if place is not None and self.kind is not Kind.FIXED else "")
-        return f"{shown}: {self.reason}" if self.reason else shown
+from attngraph.meaning.tokens.windows import find_window
 
 
 class Tokens:
@@ -73,16 +44,21 @@ class Tokens:
 
     Args:
         graph: fused.
-        token, row: the symbolic sizes that count tokens and sequences (row None: no batch).
+        token, row: the symbolic sizes that count tokens and sequences (row None: no batch). The tokens' may
+            be a number that is a size of nothing else.
     """
 
-    def __init__(self, graph: ProgramGraph, token: str, row: str | None) -> None:
+    def __init__(self, graph: ProgramGraph, token: str | int, row: str | None) -> None:
         self.graph = graph
-        self.meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
+        self.meaning = Meaning(graph.known_values(), graph.conditions, True, True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
-        self.space = Space(E.var("t", self.meaning.named(E.size(token))), rows)
+        size = E.const(token) if isinstance(token, int) else self.meaning.named(E.size(token))
+        self.space = Space(E.var("t", size), rows)
+        self.traced = token if isinstance(token, int) else graph.hints.get(str(size.value), 0)
+        """How many tokens the traced sequences have."""
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
+        self.sums = SumFinder(graph, self.space, self.traced)
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
                 continue
@@ -153,8 +129,21 @@ class Tokens:
             return Fact(Kind.FIXED, ((),) * len(shape))
         found = self._by_rule(node, shape)
         if found.kind is Kind.MIXING:
-            found = self._by_formula(node, shape) or self._by_trial(node, shape) or found
+            found = (
+                self._by_formula(node, shape) or self._by_window(node, shape)
+                or self._by_trial(node, shape) or self._by_sums(node, shape) or found
+            )  # fmt: skip
         return found
+
+    def _by_window(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """From the last tokens of some values, or None."""
+        for axes in self.space.candidates(shape):
+            if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
+                continue
+            found = find_window(self.meaning, self.space, self.facts, node, axes)
+            if found is not None:
+                return Fact(Kind.SCAN, axes, f"the last {found.width} tokens of {found.source}", scan=found)
+        return None
 
     def _several(self, node: fx.Node) -> Fact:
         """An op of several results is judged by each of them."""
@@ -198,6 +187,16 @@ class Tokens:
             problem_is_known = True
         return Fact(Kind.MIXING, reason=problem)
 
+    def _by_sums(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """From sums over earlier tokens, or None."""
+        for axes in self.space.candidates(shape):
+            if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
+                continue
+            found = self.sums.find(self.facts, node, axes)
+            if found is not None:
+                return Fact(Kind.SCAN, axes, f"{len(found.sums)} sum(s) over earlier tokens", scan=found)
+        return None
+
     def _counts_unseen(self, shape: Indices, axes: Axes) -> bool:
         """Whether a dimension is as long as there are tokens or sequences, but does not run over them."""
         return any(
@@ -233,7 +232,7 @@ class Tokens:
                 continue
             if not self.space.follows(fact.axes, node.args):
                 return None, self._reads_others(fact, node.args)
-            if fact.kind in (Kind.TOKEN, Kind.ATTENTION):
+            if fact.kind in (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN):
                 found = Kind.TOKEN
         for node in outside_reads(element):
             if node in self.space.both:
@@ -241,7 +240,7 @@ class Tokens:
                     "the token's place" if node is self.space.token else "the sequence's place in the batch"
                 )
                 return None, f"computed from {what}"
-            if node.op == "size" and self.space.counts(node):
+            if self.space.is_count(node):
                 return None, "depends on how many tokens or sequences there are"
         return found, ""
 
@@ -284,7 +283,7 @@ class Tokens:
         if any(n.op in E.BINDERS or n.op in ("raw", "random") for n in E.walk(element)):
             return False
         rows = self.space.row is not None and self.space.row in element.free
-        counted = [n for n in _without_extents(element) if n.op == "size" and self.space.counts(n)]
+        counted = [n for n in _without_extents(element) if self.space.is_count(n)]
         return not rows and not counted
 
     def _by_trial(self, node: fx.Node, shape: Indices) -> Fact | None:
@@ -296,9 +295,9 @@ class Tokens:
             steps = self.probe.is_token_wise(node, axes, resolved)
             if steps:
                 kinds = {self.facts[n].kind for n in self.probe.region(node, resolved)[1] if n in self.facts}
-                order = (Kind.TOKEN, Kind.ATTENTION, Kind.POSITION, Kind.FIXED)
+                order = (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN, Kind.POSITION, Kind.FIXED)
                 kind = next((k for k in order if k in kinds), Kind.POSITION)
-                kind = Kind.TOKEN if kind is Kind.ATTENTION else kind
+                kind = Kind.TOKEN if kind in (Kind.ATTENTION, Kind.SCAN) else kind
                 return Fact(kind, axes, f"shown by trial with {steps} operation(s) before it")
         return None
 

@@ -1,0 +1,122 @@
+"""What is known about a value of a graph: how it depends on the tokens, and along which dimensions.
+
+The facts themselves are found by `meaning/tokens/tokens.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+from torch import fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.masks.causal import Causality
+from attngraph.meaning.tokens.axes import Axes, Space
+
+
+class Kind(enum.Enum):
+    """How a value depends on the tokens."""
+
+    FIXED = "fixed"
+    POSITION = "position"
+    TOKEN = "token-wise"
+    ATTENTION = "attention"
+    SCAN = "scan"
+    MIXING = "mixing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A value that is computed from the last tokens of others.
+
+    `width`: of how many, the token's own included. `operands`: the values that are read at earlier tokens.
+    `region`: the operations between them and the value, in the graph's order. `formula`: what an element
+    equals in terms of the operands; None where the region contains a convolution, which is better run as it
+    is (its operand is then zero before the first token).
+    """
+
+    width: int
+    operands: tuple[fx.Node, ...]
+    region: tuple[fx.Node, ...]
+    formula: Expr | None
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that it is computed from."""
+        if self.formula is not None:
+            return _read_by(self.formula)
+        return tuple({n: None for step in self.region for n in step.all_input_nodes if n not in self.region})
+
+    @property
+    def source(self) -> str:
+        """The operands by name."""
+        return " and ".join(f"%{n.name}" for n in self.operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSum:
+    """A sum over tokens s <= t (not `inclusive`: s < t) of read(t) * decays after s * write(s).
+
+    `read`, `write` and `decay` are formulas of one token; `over`: the variables that read and write are
+    summed over, besides the tokens. A token's decay multiplies what earlier tokens have written.
+    """
+
+    read: Expr
+    write: Expr
+    decay: Expr
+    over: tuple[Expr, ...]
+    inclusive: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """A value that is a sum of running sums and of a formula of its own token, `rest`.
+
+    `variables`: those of the value's dimensions besides row and token. `through`: values that are known token
+    by token, but were followed to what they are sums of: the difference of two sums is a sum of what lies
+    between, and is not computed by subtracting.
+    """
+
+    sums: tuple[RunningSum, ...]
+    rest: Expr
+    variables: tuple[Expr, ...]
+    through: frozenset[fx.Node]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that it is computed from."""
+        return _read_by(self.rest, *(e for s in self.sums for e in (s.read, s.write, s.decay)))
+
+    operands: ClassVar[tuple[fx.Node, ...]] = ()
+    """Values that are kept of earlier tokens: none."""
+
+
+def _read_by(*formulas: Expr) -> tuple[fx.Node, ...]:
+    return tuple({n.value: None for f in formulas for n in E.walk(f) if n.op == "read"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is known about one value.
+
+    `axes` says which of its dimensions hold the row and the token; `reason` why it is of its kind.
+    `formula`: what one element at those axes equals, for a position value whose operation does not compute
+    it from positions token by token. `causality`: what an attention's mask lets a token see. `scan`: how a
+    value of kind SCAN follows from earlier tokens.
+    """
+
+    kind: Kind
+    axes: Axes = ()
+    reason: str = ""
+    formula: Expr | None = None
+    causality: Causality | None = None
+    scan: Window | Sums | None = None
+
+    def describe(self, space: Space) -> str:
+        """For a dump: the kind, the token's dimension, the reason."""
+        place = space.place(self.axes, space.token)
+        shown = self.kind.value + (f"({place})" if place is not None and self.kind is not Kind.FIXED else "")
+        return f"{shown}: {self.reason}" if self.reason else shown

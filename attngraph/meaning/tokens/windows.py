@@ -1,0 +1,162 @@
+"""Values that are computed from the last few tokens: causal convolutions, token shifts, differences, n-grams.
+
+The formula of an element, followed through all operations that mix tokens, tells which tokens it reads: at
+token t only tokens from t - width + 1 to t. So whatever spells it (a padded convolution that is cut, a `cat`
+with zeros, a `roll`) is one thing. Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from attngraph.ir import budgets
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import ranges
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.check.region import region
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
+from attngraph.meaning.tokens.facts import Fact, Kind, Window
+
+CONVOLUTIONS = frozenset({"aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"})
+
+
+def find_window(
+    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
+) -> Window | None:
+    """How a value with these axes is computed from the last tokens; None if it is not."""
+    for through in ({Kind.MIXING}, {Kind.MIXING, Kind.POSITION}):
+        formula = _formula(meaning, space, facts, node, axes, through)
+        offsets = None if formula is None else _offsets(formula, space, facts)
+        if offsets is not None and all(latest <= 0 for _, latest in offsets.values()):
+            break
+    else:
+        return None
+    if not any(earliest for earliest, _ in offsets.values()):
+        return None
+    width = 1 - min(earliest for earliest, _ in offsets.values())
+    between = tuple(
+        n for n in region([node], [n for n, f in facts.items() if f.kind is not Kind.MIXING])
+        if n is node or (n in facts and facts[n].kind is Kind.MIXING)
+    )  # fmt: skip
+    convolutions = [n for n in between if str(n.target) in CONVOLUTIONS]
+    if any(not _reads_zeros(meaning, facts, n) for n in convolutions):
+        return None
+    operands = tuple(sorted((n for n, (earliest, _) in offsets.items() if earliest), key=lambda n: n.name))
+    assert formula is not None
+    return Window(width, operands, between, None if convolutions else formula)
+
+
+def _formula(
+    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes,
+    through: set[Kind],
+) -> Expr | None:  # fmt: skip
+    """What an element equals, followed through the node and through values of these kinds."""
+    at = space.indices(axes, meaning.shape(node))
+    try:
+        found = meaning.lift(
+            meaning.read(node, at),
+            lambda r: r.value is node or facts[r.value].kind in through or _is_index(meaning, r.value),
+            most=budgets.FORMULA_WORDS,
+        )
+    except Unliftable:
+        return None
+    return _at_the_beginning(found, space, facts)
+
+
+def _is_index(meaning: Meaning, node: fx.Node) -> bool:
+    """Whether elements are computed from their index alone, as in `zeros`."""
+    return node.op == "call_function" and meaning.category(node) is Category.INDEX
+
+
+def _offsets(
+    formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]
+) -> dict[fx.Node, tuple[int, int]] | None:
+    """For every value with tokens that a formula reads: the earliest and the latest token, relative to the
+    element's own. None if it reads anything else that follows the tokens."""
+    found: dict[fx.Node, tuple[int, int]] = {}
+    for read in (n for n in E.walk(formula) if n.op == "read"):
+        fact = facts.get(read.value)
+        if fact is None or fact.kind is Kind.MIXING:
+            return None
+        if fact.kind is Kind.FIXED and not any(fact.axes):
+            if any(space.moves(index) for index in read.args):
+                return None
+            continue
+        earliest, latest = found.get(read.value, (0, 0))
+        for digits, index in zip(fact.axes, read.args, strict=True):
+            if space.token not in digits:
+                if not space.follows_digits(digits, index):
+                    return None
+                continue
+            if digits != (space.token,):
+                return None
+            low, high = ranges.bounds(ranges.polynomial(M.sub(index, space.token)))
+            if low is None or high is None or not set(low) | set(high) <= {()}:
+                return None
+            earliest, latest = min(earliest, low.get((), 0)), max(latest, high.get((), 0))
+        found[read.value] = earliest, latest
+    for node in outside_reads(formula):
+        if node is space.row or space.is_count(node):
+            return None
+    return found
+
+
+def _at_the_beginning(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
+    """The formula with the first token, where only the first token reads it, written as the token itself."""
+    first, same = M.le(space.token, E.ZERO), M.eq(space.token, E.ZERO)
+
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node is same:
+            return first
+        if node.op == "where" and node.args[0] is first:
+            return M.where(args[0], _own(args[1], space, facts), args[2])
+        return M.construct(node, args) if args != node.args else node
+
+    return E.rebuild(formula, change)
+
+
+def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        fact = facts.get(node.value) if node.op == "read" else None
+        if fact is None or fact.kind is Kind.MIXING:
+            return M.construct(node, args) if args != node.args else node
+        places = (space.token if digits == (space.token,) and E.is_const(index, 0) else index
+                  for digits, index in zip(fact.axes, args, strict=True))  # fmt: skip
+        return E.read(node.value, tuple(places), node.kind)
+
+    return E.rebuild(formula, change)
+
+
+def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: fx.Node) -> bool:
+    """Whether a convolution reads zeros wherever it reads no element of a known value: it is then the same
+    convolution of a sequence that begins with zeros."""
+    source = convolution.args[0]
+    assert isinstance(source, fx.Node)
+    if facts[source].kind is not Kind.MIXING:
+        return True
+    at = tuple(E.var(f"c{dim}", extent) for dim, extent in enumerate(meaning.shape(source)))
+
+    def is_moved(read: Expr) -> bool:
+        moved = facts[read.value].kind is Kind.MIXING
+        return _is_index(meaning, read.value) or (moved and meaning.category(read.value) is Category.MOVEMENT)
+
+    try:
+        element = meaning.lift(meaning.read(source, at), is_moved, most=budgets.FORMULA_WORDS)
+    except Unliftable:
+        return False
+    stack = [element]
+    while stack:
+        current = stack.pop()
+        if current.op == "where":
+            stack += current.args[1:]
+        elif current.op == "read":
+            if facts[current.value].kind is Kind.MIXING:
+                return False
+        elif not E.is_const(current, 0):
+            return False
+    return True

@@ -1,0 +1,135 @@
+"""Whether a graph's logits are computed token by token, and what to say where they are not.
+
+Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import sympy
+import torch
+from torch import fx
+
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.check.region import region
+from attngraph.meaning.tokens.facts import Kind
+from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.passes.insert_kv_cache.every_token import give_every_token
+from attngraph.pipeline import Outcome
+
+aten = torch.ops.aten
+
+
+def analyse(graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome) -> Tokens:
+    """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
+
+    Raises:
+        NoDecoderError: the input has another shape, or a token sees a later one.
+    """
+    shape = ids.meta["val"].shape
+    rank = len(shape) - (1 if ids.meta["val"].is_floating_point() else 0)
+    if rank != 2:
+        raise NoDecoderError(f"its tokens have shape {tuple(shape)}, not [batch, tokens].")
+    for dim, what in enumerate(("sequences", "tokens")):
+        number = _fixed_number(shape[dim])
+        if number is not None and (dim == 0 or number != distinct):
+            where = _fixed_at(graph, number)
+            raise NoDecoderError(f"it fixes how many {what} there are to {number}{where}.", dim == 1)
+    tokens = _fixed_number(shape[1])
+    names = str(shape[1].node.expr) if tokens is None else tokens, str(shape[0].node.expr)
+    found = Tokens(graph, *names)
+    picked = give_every_token(graph, found)
+    if picked:
+        outcome.notes.append(f"every token has the result that the model gives for the last ({picked})")
+        found = Tokens(graph, *names)
+    if tokens is not None:
+        outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
+    _require_token_wise(graph, found)
+    return found
+
+
+def _fixed_number(extent: int | torch.SymInt) -> int | None:
+    """The number, if the trace allows no other for this size."""
+    if isinstance(extent, int):
+        return extent
+    return int(extent.node.expr) if extent.node.expr.is_number else None
+
+
+def _fixed_at(graph: ProgramGraph, number: int) -> str:
+    """The line of the model where a size became this number, as torch recorded it, or else the first
+    operation that takes tokens one by one."""
+    mode = graph.fake_mode()
+    for guard in getattr(getattr(mode, "shape_env", None), "guards", ()):
+        if isinstance(guard.expr, sympy.Eq) and number in guard.expr.args:
+            found = re.search(r"([^\s(]+:\d+)", str(getattr(guard.sloc, "user_loc", None)))
+            if found:
+                return f", at {found[1]}"
+    one_by_one = (n for n in graph.graph.nodes if n.target in (aten.unbind.int, aten.select.int))
+    return next((f", at {op_name(n)} at {source_of(n)}" for n in one_by_one if source_of(n)), "")
+
+
+def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
+    """Raise unless the logits are token-wise.
+
+    Raises:
+        NoDecoderError: with the first operation that mixes tokens, its line, and a pair of tokens.
+    """
+    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
+    assert isinstance(result, fx.Node)
+    fact = tokens[result]
+    if fact.kind is Kind.MIXING:
+        culprit = tokens.cause(result)
+        source = source_of(culprit) or "an unknown line"
+        pair = tokens.witness(culprit, result)
+        seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
+        name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
+        raise NoDecoderError(
+            f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}"
+            f"{_no_sum(tokens, culprit)}\n"
+            "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
+            "attention, windows of tokens and running sums look at earlier ones.",
+            _is_of_few_lengths(graph, tokens),
+        )
+    if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
+        raise NoDecoderError("its result is not computed token by token from the tokens.")
+
+
+def _is_of_few_lengths(graph: ProgramGraph, tokens: Tokens) -> bool:
+    """Whether the trace holds for some numbers of tokens alone: it may be that of a loop over blocks."""
+    name = str(tokens.space.tokens.value)
+    limits = [c for c in graph.conditions if {str(s) for s in c.free_symbols} == {name}]
+    return not all(holds(c, {name: 1 << 24}) for c in limits)
+
+
+def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
+    """Why what is computed from the first operation that mixes tokens is no sum that can be carried."""
+    for node, reason in tokens.sums.why_not.items():
+        if culprit in region([node], [n for n, f in tokens.facts.items() if f.kind is not Kind.MIXING]):
+            return f" It is no sum over earlier tokens that can be carried: {reason}."
+    return ""
+
+
+def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
+    """Why the first operation that mixes tokens is no obstacle that could be passed by."""
+    reason, value = tokens[culprit].reason, culprit.meta.get("val")
+    if sees_later:
+        return reason
+    if culprit.target in (aten.conv1d.default, aten.convolution.default):
+        return (
+            "no value that follows it is computed, for each token, from the last tokens alone, with zeros "
+            "before the first"
+        )
+    if isinstance(value, torch.Tensor):
+        extents = [tokens.meaning.renamed(size_expression(n)) for n in value.shape]
+        if sum(tokens.space.tokens in E.walk(n) for n in extents) > 1:
+            return (
+                f"{reason}: it has a value for each pair of tokens, and a decoder keeps values of single "
+                "tokens (a mask that data choose is such a value)"
+            )
+    return reason

@@ -1,0 +1,228 @@
+"""Sums over earlier tokens (`meaning/tokens/recurrence.py`), carried from step to step.
+
+Each becomes one `attngraph::running_sum`: what a token writes is a product of something along the axes that
+are summed over (keys) and something along the others (values), where it is one; axes along which tokens decay
+or are read differently are heads. The claim that the recogniser read from three tokens is then run: in
+float64, against the model's own operations, on sequences of several lengths, among them ones of several
+chunks where the model computes in chunks. Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir import budgets
+from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.cached_attention import Carried
+from attngraph.ir.ops.running_sum import running_sum
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.check.comparison import compare, elementwise
+from attngraph.meaning.check.region import bytes_in_float64, region
+from attngraph.meaning.check.sample import Sample
+from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
+from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.meaning.tokens.unfold import VIEWS
+from attngraph.passes.build import Builder
+from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
+
+aten = torch.ops.aten
+EQUAL = elementwise(1e-8)
+LENGTHS = (5, 2, 1, 19, 70)
+"""Tokens of the sequences on which a claim is compared, besides two and a half times the longest chunk."""
+LONGEST_CHUNK = 1024
+
+
+@dataclasses.dataclass
+class Carry:
+    """Rewrites the values of one graph; `carried` gets what the rows carry, with the nodes that compute the
+    next of it."""
+
+    graph: ProgramGraph
+    tokens: Tokens
+    inputs: StepInputs
+    carried: dict[fx.Node, Carried]
+
+    def replace(self, builder: Builder, node: fx.Node, fact: Fact, label: str) -> fx.Node:
+        """The node that computes the value for new tokens.
+
+        Raises:
+            NotWritten: a formula of the claim cannot be written as operations.
+        """
+        assert isinstance(fact.scan, Sums)
+        space, sums = self.tokens.space, fact.scan
+        dtype = _computed_in(node.meta["val"].dtype)
+        parts = [self._sum(builder, node, sums.variables, part, dtype, label) for part in sums.sums]
+        if not E.is_const(sums.rest, 0):
+            device = node.meta["val"].device
+            writer = FormulaWriter(builder, self.tokens.meaning, space, sums.variables, dtype, device)
+            parts.append(writer.tensor(sums.rest, sums.variables))
+        value = parts[0]
+        for part in parts[1:]:
+            value = builder.call(aten.add.Tensor, value, part)
+        if value.meta["val"].dtype != node.meta["val"].dtype:
+            value = builder.call(aten._to_copy.default, value, dtype=node.meta["val"].dtype)
+        own = iter(range(1, 1 + len(sums.variables)))  # the places of [tokens, ...] in the node's order
+        order = [0 if space.token in digits else next(own) for digits in fact.axes if space.row not in digits]
+        if order != sorted(order):
+            value = builder.call(aten.permute.default, value, order)
+        row = space.place(fact.axes, space.row)
+        if row is None:
+            return value
+        value = builder.call(aten.unsqueeze.default, value, row)
+        sizes = [builder.size(space.rows) if dim == row else -1 for dim in range(len(fact.axes))]
+        return builder.call(aten.expand.default, value, sizes)
+
+    def _sum(
+        self, builder: Builder, node: fx.Node, variables: tuple[Expr, ...], part: RunningSum,
+        dtype: torch.dtype, label: str,
+    ) -> fx.Node:  # fmt: skip
+        """One running sum, `[tokens, *variables]`."""
+        space, call = self.tokens.space, builder.call
+        layout = _arranged(variables, part)
+        writer = FormulaWriter(
+            builder, self.tokens.meaning, space, (*layout.heads, *part.over, *layout.values), dtype,
+            node.meta["val"].device,
+        )  # fmt: skip
+        tokens = builder.size(space.tokens)
+        heads, width, values = (_extent(v) for v in (layout.heads, part.over, layout.values))
+
+        def written(formula: Expr, dims: tuple[Expr, ...], sizes: list[int]) -> fx.Node:
+            return call(aten.reshape.default, writer.tensor(formula, dims), [tokens, *sizes])
+
+        plain = not part.over and E.is_const(part.read, 1)
+        q = k = decay = None
+        if not plain:
+            q = written(part.read, (*layout.heads, *part.over), [heads, width])
+            k = written(M.mul(*layout.of_keys), (*layout.heads, *part.over), [heads, width])
+        of_values = part.write if plain else M.mul(*layout.of_values)
+        v = written(of_values, (*layout.heads, *layout.values), [heads, values])
+        if not E.is_const(part.decay, 1):
+            along = part.over if not part.decay.free.isdisjoint(part.over) else ()
+            decay = written(part.decay, (*layout.heads, *along), [heads, _extent(along)])
+        about = Carried(f"carried{len(self.carried)}", (heads, width, values), dtype, label)
+        state = self.inputs.carried(about)
+        both = call(running_sum, q, k, v, decay, state, self.inputs.rows("starts"), part.inclusive)
+        out, after = (call(operator.getitem, both, n) for n in (0, 1))
+        self.carried[after] = about
+        dims = (*layout.heads, *layout.values)
+        out = call(aten.reshape.default, out, [tokens, *(int(v.args[0].value) for v in dims)])
+        order = [0, *(1 + dims.index(v) for v in variables)]
+        return out if order == sorted(order) else call(aten.permute.default, out, order)
+
+    # --- the check ---
+
+    def difference(self, node: fx.Node, new: fx.Node) -> str:
+        """How the new value differs from the model's own operations; empty if nowhere."""
+        facts, scan = self.tokens.facts, self.tokens[node].scan
+        assert isinstance(scan, Sums)
+        known = (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
+        given_ones = {n for n, f in facts.items() if f.kind in known and str(n.target) not in VIEWS}
+        leaves = list(
+            (given_ones | {n for n in scan.reads if facts[n].kind in known}) - {node, new, *scan.through}
+        )
+        before, after = region([node], leaves), region([new], leaves)
+        compared = 0
+        for seed, length in enumerate(self._lengths(before)):
+            if not all(holds(c, self._sizes(length, 2)) for c in self.graph.conditions):
+                continue
+            sizes = self._sizes(length, 1)
+            if bytes_in_float64(before, sizes) > budgets.CHECK_BYTES:
+                continue
+            run = Sample(self.graph.known_values(), sizes, seed)
+            with torch.no_grad():
+                given: dict[fx.Node, Tensor] = {n: run.draw(n) for n in leaves if n in {*before, *after}}
+                given |= self._rows(length, run)
+                (wanted,) = run.evaluate(before, given, node)
+                (found,) = run.evaluate(after, given, new)
+            verdict = compare(found, wanted, EQUAL)
+            if not verdict.holds:
+                return f"for {length} token(s): {verdict}"
+            compared = max(compared, length)
+        return "" if compared > 2 else "it can be run on no sequence of more than two tokens"
+
+    def _lengths(self, order: list[fx.Node]) -> Iterator[int]:
+        traced = self.tokens.traced
+        if self.tokens.space.tokens.op == "const":
+            yield traced
+            return
+        yield from dict.fromkeys((*LENGTHS, traced))
+        extents = {
+            n for node in order for n in getattr(node.meta.get("val"), "shape", ()) if isinstance(n, int)
+        }
+        chunk = max((n for n in extents if max(LENGTHS) / 3 < n <= LONGEST_CHUNK), default=0)
+        if chunk:
+            yield 2 * chunk + chunk // 2 + 1
+
+    def _sizes(self, length: int, rows: int) -> dict[str, int]:
+        space, sizes = self.tokens.space, dict(self.graph.hints)
+        for name in sizes:
+            size = self.tokens.meaning.named(E.size(name))
+            if size is space.tokens:
+                sizes[name] = length
+            elif size is space.rows:
+                sizes[name] = rows
+        for node, tensor in self._tables(length).items():
+            for extent, number in zip(node.meta["val"].shape, tensor.shape, strict=True):
+                if not isinstance(extent, int) and extent.node.expr.is_Symbol:
+                    sizes[str(extent.node.expr)] = number
+        return sizes
+
+    def _tables(self, length: int) -> dict[fx.Node, Tensor]:
+        tables = {
+            "starts": torch.tensor([0, length]), "first": torch.tensor([0]),
+            "row": torch.zeros(length, dtype=torch.int64), "positions": torch.arange(length),
+        }  # fmt: skip
+        return {self.inputs.rows(name): tensor for name, tensor in tables.items()}
+
+    def _rows(self, length: int, run: Sample) -> Mapping[fx.Node, Tensor]:
+        """The step's inputs for one row that begins."""
+        carried = {
+            self.inputs[about.name]: run.oracle.widened(torch.zeros((1, *about.shape), dtype=about.dtype))
+            for about in self.carried.values()
+        }
+        return {**self._tables(length), **carried}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arranged:
+    """The variables of a sum: heads are those along which it decays or is read differently, values the
+    others. What is written, as factors of keys and of values."""
+
+    heads: tuple[Expr, ...]
+    values: tuple[Expr, ...]
+    of_keys: tuple[Expr, ...]
+    of_values: tuple[Expr, ...]
+
+
+def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
+    factors = part.write.args if part.write.op == "mul" else (part.write,)
+    apart = part.read.free | part.decay.free
+    values = tuple(v for v in variables if v not in apart)
+    of_values = tuple(f for f in factors if not f.free.isdisjoint(values))
+    if any(not f.free.isdisjoint(part.over) for f in of_values):  # no product of keys and values
+        return _Arranged(variables, (), factors, (E.ONE,))
+    of_keys = tuple(f for f in factors if f not in of_values)
+    return _Arranged(tuple(v for v in variables if v in apart), values, of_keys, of_values or (E.ONE,))
+
+
+def _extent(variables: tuple[Expr, ...]) -> int:
+    if any(v.args[0].op != "const" for v in variables):
+        raise NotWritten("an axis whose length is not a number")
+    return math.prod(int(v.args[0].value) for v in variables)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum is carried: what is added up many times is not rounded to 16 bits."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float32 if dtype.itemsize < 4 else dtype

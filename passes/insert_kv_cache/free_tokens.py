@@ -1,0 +1,89 @@
+"""Graphs that were traced for one number of tokens: a loop over tokens, or sizes that torch cannot follow.
+
+The number was chosen such that it is a size of nothing else. So wherever an operation is given it as a size,
+it counts the tokens. Once everything that mixes tokens is replaced, each such number becomes the number of
+tokens that a step gets. That this is right for other numbers is shown by running the model itself on longer
+sequences (`runtime/proof.py`). Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import ProgramGraph
+
+aten = torch.ops.aten
+
+
+def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
+    """Give an operation `value` wherever it has the number as a size (multiples of it alike), and infer its
+    result anew."""
+
+    def changed(given: Any) -> Any:
+        if isinstance(given, (list, tuple)):
+            return type(given)(map(changed, given))
+        if isinstance(given, bool) or not isinstance(given, int) or given == 0 or given % number:
+            return given
+        if given == number:
+            return value
+        if not isinstance(value, fx.Node):
+            return value * (given // number)
+        with node.graph.inserting_before(node):
+            made: fx.Node = node.graph.call_function(operator.mul, (value, given // number))
+        made.meta = {"val": value.meta["val"] * (given // number)}
+        return made
+
+    _change(node, changed)
+    if isinstance(node.meta.get("val"), (Tensor, torch.SymInt, int, tuple, list)):
+        node.meta["val"] = infer(node.target, node.args, node.kwargs, mode)
+
+
+def _change(node: fx.Node, changed: Callable[[Any], Any]) -> None:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        if isinstance(node.meta.get("val"), (int, torch.SymInt)):  # a formula of sizes
+            node.args = tuple(map(changed, node.args))
+        return
+    ranges = str(node.target).startswith("aten.arange")
+    kinds = [str(a.type) for a in schema.arguments]
+    node.args = tuple(
+        changed(a) if ranges or "int" in kind else a for a, kind in zip(node.args, kinds, strict=False)
+    )
+
+
+def _is(extent: Any, number: int) -> bool:
+    """Whether a traced size is this number (a symbol that a condition makes a number is one too)."""
+    formula = extent if isinstance(extent, int) else extent.node.expr
+    return bool(formula == number)
+
+
+def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx.Node, ...]) -> None:
+    """Make the number of tokens a symbol.
+
+    Args:
+        follow: inputs with an entry for every token in their first dimension.
+    """
+    mode = graph.fake_mode()
+    place = next(dim for dim, n in enumerate(ids.meta["val"].shape) if _is(n, number))
+    with mode:
+        tokens = mode.shape_env.create_unbacked_symint()
+        torch._check(tokens >= 2)
+        for node in graph.placeholders():
+            value = node.meta["val"]
+            if node is ids or node in follow:
+                shape = [tokens if _is(n, number) else n for n in value.shape]
+                node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    first = next(n for n in graph.graph.nodes if n.op != "placeholder")
+    with graph.graph.inserting_before(first):
+        size = graph.graph.call_function(aten.sym_size.int, (ids, place))
+    size.meta = {"val": tokens}
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node is size:
+            continue
+        replace_number(node, number, size, mode)

@@ -1,0 +1,162 @@
+"""Values computed from the last tokens (`meaning/tokens/windows.py`), over a cache of those tokens.
+
+A step gets the new tokens with the few before them (`attngraph::with_earlier`). A convolution then runs as
+the model has it, on this longer sequence; everything else is computed from its formula, in which an element
+of token t - j is the one that stands j places before. Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.cached_attention import Store
+from attngraph.ir.ops.with_earlier import with_earlier
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.tokens.facts import Fact, Window
+from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.passes.build import Builder, built
+from attngraph.passes.insert_kv_cache.free_tokens import replace_number
+from attngraph.passes.insert_kv_cache.shift_positions import Emitter
+from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass
+class LookBack:
+    """Rewrites the values of one graph.
+
+    `pages_of` gives an operand's pages, as a view of what is stored, and the store.
+    """
+
+    tokens: Tokens
+    inputs: StepInputs
+    pages_of: Callable[[Builder, fx.Node], tuple[fx.Node, Store]]
+
+    def replace(self, builder: Builder, node: fx.Node, fact: Fact) -> fx.Node:
+        """The node that computes the value for new tokens.
+
+        Raises:
+            NoFormula: its formula cannot be written as operations on tensors.
+        """
+        assert isinstance(fact.scan, Window)
+        place = self._place(builder, fact.scan.width - 1)
+        longer = {n: self._longer(builder, n, place, fact.scan.width - 1) for n in fact.scan.operands}
+        if fact.scan.formula is None:
+            return self._rerun(builder, node, fact.scan, longer, place)
+        plain = dataclasses.replace(fact, formula=fact.scan.formula)
+        return _WithEarlier(self, builder, node, plain, longer, place).emit()
+
+    def _place(self, builder: Builder, back: int) -> fx.Node:
+        """Where each new token stands in the longer sequence, `[N]`."""
+        row = self.inputs.rows("row")
+        places = self._tokens_in_order(builder)
+        return builder.call(aten.add.Tensor, places, builder.call(aten.mul.Tensor,
+                            builder.call(aten.add.Tensor, row, 1), back))  # fmt: skip
+
+    def _tokens_in_order(self, builder: Builder) -> fx.Node:
+        row = self.inputs.rows("row")
+        count = builder.call(aten.sym_size.int, row, 0)
+        return builder.call(aten.arange.default, count, device=row.meta["val"].device)
+
+    def _longer(self, builder: Builder, operand: fx.Node, place: fx.Node, back: int) -> fx.Node:
+        pages, store = self.pages_of(builder, operand)
+        axes, space = self.tokens[operand].axes, self.tokens.space
+        rows = self.inputs.rows
+        return builder.call(
+            with_earlier, pages, operand, self.inputs.table(store.window), rows("starts"), rows("first"),
+            place, space.place(axes, space.row), space.place(axes, space.token), back,
+        )  # fmt: skip
+
+    def _rerun(
+        self, builder: Builder, node: fx.Node, window: Window, longer: dict[fx.Node, fx.Node], place: fx.Node
+    ) -> fx.Node:
+        """The model's own operations on the longer sequence, and the results of the new tokens."""
+        space, meaning = self.tokens.space, self.tokens.meaning
+        operand, sequence = next(iter(longer.items()))
+        axes = self.tokens[operand].axes
+        sizes: dict[Expr, Any] = {
+            space.tokens: (sequence, space.place(axes, space.token)),
+            space.rows: (sequence, space.place(axes, space.row)),
+        }
+        done: dict[fx.Node, fx.Node] = dict(longer)
+        for step in window.region:
+            for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
+                done[size] = built(builder, meaning.renamed(size_expression(size.meta["val"])), sizes)
+            args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
+            numbered = space.tokens.op == "const"
+            tokens = built(builder, space.tokens, sizes) if numbered else None
+            done[step] = builder.call(step.target, *args, **kwargs)
+            if numbered:
+                replace_number(done[step], self.tokens.traced, tokens, self.tokens.graph.fake_mode())
+        axis = space.place(self.tokens[node].axes, space.token)
+        return builder.call(aten.index_select.default, done[node], axis, place)
+
+
+class _WithEarlier(Emitter):
+    """Writes a formula that reads values at this token and at earlier ones."""
+
+    def __init__(
+        self, back: LookBack, builder: Builder, node: fx.Node, fact: Fact, longer: dict[fx.Node, fx.Node],
+        place: fx.Node,
+    ) -> None:  # fmt: skip
+        tokens = back.tokens
+        super().__init__(builder, tokens.meaning, tokens.space, node, fact, back.inputs.rows("positions"))
+        self.back, self.longer, self.place = back, longer, place
+        self.shifted: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def read(self, node: Expr) -> fx.Node:
+        """An element of a table, or of a value at this or an earlier token."""
+        fact = self.back.tokens.facts[node.value]
+        if not any(fact.axes):
+            return super().read(node)
+        value: fx.Node
+        dim = self.space.place(fact.axes, self.space.token)
+        if dim is None:
+            value, indices = node.value, list(node.args)
+        else:
+            earlier = M.sub(self.space.token, node.args[dim])
+            value = self._shifted(node.value, dim, int(earlier.value))
+            indices = [self.space.token if place == dim else a for place, a in enumerate(node.args)]
+        if self._is_whole(value, indices):
+            return value
+        written = [0 if index is self.space.row else self._in_order(index) for index in indices]
+        return self._indexed(value, written)
+
+    def _shifted(self, value: fx.Node, dim: int, earlier: int) -> fx.Node:
+        """The value that each token's predecessor `earlier` places before has; zero before the first."""
+        if earlier == 0:
+            return value
+        if (value, earlier) not in self.shifted:
+            there = self.builder.call(aten.sub.Tensor, self.place, earlier)
+            self.shifted[value, earlier] = self.builder.call(
+                aten.index_select.default, self.longer[value], dim, there
+            )
+        return self.shifted[value, earlier]
+
+    def _is_whole(self, value: fx.Node, indices: list[Expr]) -> bool:
+        """Whether these indices read every element of the value at its own place in the result."""
+        if value.meta["val"].ndim != len(self.shape):
+            return False
+        for place, (index, extent) in enumerate(zip(indices, value.meta["val"].shape, strict=True)):
+            own = E.is_const(index, 0) and size_expression(extent) is E.ONE
+            if not own and index is not E.var(f"own{place}", self.shape[place]):
+                digits = self.fact.axes[place]
+                if digits != (index,):
+                    return False
+        return True
+
+    def _in_order(self, index: Expr) -> Any:
+        if index is not self.space.token:
+            return self._value(index)
+        place = next(p for p, digits in enumerate(self.fact.axes) if index in digits)
+        return self._along(self.back._tokens_in_order(self.builder), place)

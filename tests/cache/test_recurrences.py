@@ -1,0 +1,161 @@
+"""Decoders of models whose tokens look back through sums: what is carried is derived, not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import attngraph
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
+from attngraph.models.recurrent_mixers import (
+    CausalConvolution,
+    GatedLinearAttention,
+    MixerConfig,
+    Retention,
+    StateSpaceDuality,
+    TimeMixing,
+)  # fmt: skip
+
+VOCABULARY = 24
+MIXER = MixerConfig(width=16, heads=2)
+LINEAR = LinearAttentionConfig(width=16, heads=2, key_width=8, value_width=8)
+MIXERS: dict[str, Callable[[], nn.Module]] = {
+    "linear attention": partial(LinearAttention, LINEAR),
+    "linear attention without a normaliser": partial(
+        LinearAttention, LinearAttentionConfig(16, 2, 8, 8, feature_map="identity")
+    ),
+    "retention": partial(Retention, MIXER),
+    "gated linear attention": partial(GatedLinearAttention, MIXER),
+    "state space duality": partial(StateSpaceDuality, MIXER),
+    "a causal convolution": partial(CausalConvolution, MIXER),
+    "time mixing": partial(TimeMixing, MIXER),
+}
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model.eval()
+
+
+def language_model(mixer: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    config = DecoderLMConfig(VOCABULARY, layers=2, width=16, heads=2, max_tokens=96)
+    return stirred(DecoderLM(config, mixer))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_mixer_without_code_for_a_state_decodes(name: str, decodes: Any) -> None:
+    decoder = decodes(language_model(MIXERS[name]), VOCABULARY, 64)
+    assert (decoder.report.cache.error or 0.0) < 1e-12
+
+
+@pytest.mark.parametrize("name", [n for n in MIXERS if n != "a causal convolution"])
+def test_the_memory_of_a_row_does_not_grow(name: str) -> None:
+    decoder = attngraph.compile(language_model(MIXERS[name]), cache=True)
+    sizes = []
+    for tokens in (9, 90):
+        _, state = decoder.prefill(torch.zeros(1, tokens, dtype=torch.int64))
+        sizes.append(sum(t.nbytes for t in state.carried.values.values()))
+    assert sizes[0] == sizes[1] > 0
+    assert decoder.report.cache is not None
+
+
+def test_tokens_cannot_be_taken_out_of_a_sum() -> None:
+    model = language_model(MIXERS["retention"])
+    decoder = attngraph.compile(model, cache=attngraph.CacheConfig(snapshots=2))
+    ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    _, state = decoder.prefill(ids[:, :5])
+    before = decoder.decode(ids[:, 5:6], state)
+    decoder.decode(ids[:, 6:8], state)
+    with pytest.raises(attngraph.CacheError, match=r"from 8 to 7 tokens.*can go back to 5, 6"):
+        state.crop(7)
+    state.crop(5)
+    torch.testing.assert_close(decoder.decode(ids[:, 5:6], state), before)
+    with pytest.raises(attngraph.CacheError, match="snapshots"):
+        state.crop(2)
+
+
+def test_a_saved_state_goes_on(tmp_path: Any) -> None:
+    decoder = attngraph.compile(language_model(MIXERS["gated linear attention"]), cache=True)
+    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    _, state = decoder.prefill(ids)
+    state.save(tmp_path / "state")
+    loaded = attngraph.KVCache.load(tmp_path / "state")
+    more = torch.tensor([4, 5])
+    assert torch.equal(decoder.decode(more, loaded), decoder.decode(more, state))
+
+
+class Scanned(nn.Module):
+    """A linear recurrence, as a loop over tokens."""
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.gate, self.grows = nn.Linear(8, 8), grows
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        decay, state, found = self.gate(x).sigmoid(), torch.zeros(ids.shape[0], 8), []
+        for t in range(ids.shape[1]):
+            state = decay[:, t] * state + x[:, t] * (t + 1 if self.grows else 1)
+            found.append(state)
+        return self.logits(torch.stack(found, 1))
+
+
+def test_a_linear_loop_over_tokens_decodes(decodes: Any) -> None:
+    decodes(Scanned(), VOCABULARY, 24)
+
+
+def test_a_loop_that_counts_is_refused() -> None:
+    with pytest.raises(attngraph.NoDecoderError):
+        attngraph.compile(Scanned(grows=True).eval(), cache=True).prefill(
+            torch.zeros(1, 5, dtype=torch.int64)
+        )
+
+
+class Sums(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.logits, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.logits(self.mix(self.embed(ids)))
+
+
+def _pairs(x: Tensor, shift: int = 0) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(shift)
+
+
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "weights that look ahead": lambda x: (x @ x.mT).tril(1) @ x,
+    "weights of both sides": lambda x: (x @ x.mT) @ x,
+    "weights that are no product": lambda x: (x @ x.mT).tanh().tril() @ x,
+    "a decay that depends on the pair": lambda x: torch.where(
+        _pairs(x), 1.0 / (1 + (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()), 0.0
+    ) @ x,
+    "a total over all tokens": lambda x: x + x.sum(1, keepdim=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_carried_is_refused(name: str) -> None:
+    with pytest.raises(attngraph.NoDecoderError):
+        attngraph.compile(Sums(REFUSED[name]).eval(), cache=True).prefill(
+            torch.zeros(1, 5, dtype=torch.int64)
+        )
+
+
+def test_a_sum_without_the_own_token_decodes(decodes: Any) -> None:
+    decodes(Sums(lambda x: x + F.tanh((x @ x.mT * _pairs(x, -1)) @ x)), VOCABULARY, 16)

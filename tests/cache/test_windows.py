@@ -1,0 +1,131 @@
+"""Decoders of models that compute from the last few tokens: convolutions, shifts, differences, n-grams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import attngraph
+
+VOCABULARY = 24
+Mix = Callable[["Mixed", Tensor, Tensor], Tensor]
+
+
+class Mixed(nn.Module):
+    """An embedding, something that looks at the last tokens, and logits."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.logits, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
+        self.convolve = nn.Conv1d(8, 8, 4, padding=3, groups=8)
+        self.dilated = nn.Conv1d(8, 8, 3, dilation=2, groups=2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.logits(x + self.mix(self, x, ids))
+
+
+def causal(model: Mixed, x: Tensor) -> Tensor:
+    return model.convolve(x.mT)[..., : x.shape[1]].mT
+
+
+WINDOWS: dict[str, Mix] = {
+    "a convolution, cut": lambda m, x, ids: causal(m, x),
+    "a dilated convolution in groups": lambda m, x, ids: F.silu(m.dilated(F.pad(x.mT, (4, 0)))).mT,
+    "a convolution of a convolution": lambda m, x, ids: causal(m, causal(m, x).tanh()),
+    "a convolution after zeros": lambda m, x, ids: m.dilated(
+        torch.cat([x.new_zeros(x.shape[0], 8, 4), x.mT], 2)
+    ).mT,
+    "a shift by padding": lambda m, x, ids: F.pad(x, (0, 0, 1, -1)),
+    "a shift by cat": lambda m, x, ids: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    "a shift by two": lambda m, x, ids: F.pad(x.mT, (2, 0))[..., :-2].mT,
+    "a shift that keeps the first token": lambda m, x, ids: torch.cat([x[:, :1], x[:, :-1]], 1),
+    "a roll, masked": lambda m, x, ids: x.roll(1, 1).masked_fill(
+        (torch.arange(x.shape[1]) == 0)[:, None], 2.0
+    ),
+    "a difference": lambda m, x, ids: F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0)),
+    "a trigram": lambda m, x, ids: m.embed(
+        (F.pad(ids, (2, -2), value=3) * 7 + F.pad(ids, (1, -1), value=1) * 3 + ids) % VOCABULARY
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_of_tokens_decodes(name: str, decodes: Any) -> None:
+    decoder = decodes(Mixed(WINDOWS[name]), VOCABULARY, 24)
+    assert any("computed from the last" in note for record in decoder.report.passes for note in record.notes)
+
+
+class Convolutional(nn.Module):
+    """Keys after a convolution, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.convolve = nn.Conv1d(8, 8, 3, padding=2, groups=8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        k = self.convolve(x.mT)[..., : x.shape[1]].mT
+        later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        return self.logits((x @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ x)
+
+
+def test_attention_over_convolved_keys_decodes(decodes: Any) -> None:
+    torch.manual_seed(0)
+    decodes(Convolutional(), VOCABULARY, 24)
+
+
+def test_a_window_can_be_undone_as_far_as_it_was_kept() -> None:
+    decoder = attngraph.compile(
+        Mixed(WINDOWS["a convolution, cut"]).eval(), cache=attngraph.CacheConfig(rollback=2)
+    )
+    ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    _, state = decoder.prefill(ids[:, :6])
+    before = decoder.decode(ids[:, 6:7], state)
+    state.crop(6)
+    assert torch.equal(decoder.decode(ids[:, 6:7], state), before)
+    decoder.decode(ids[:, 7:9], state)
+    with pytest.raises(attngraph.CacheError, match="a window of 4"):
+        state.crop(4)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda m, x, ids: F.pad(x, (0, 0, -1, 1)),
+        lambda m, x, ids: F.conv1d(x.mT, m.dilated.weight, padding=2, dilation=2, groups=2).mT,
+        lambda m, x, ids: m.convolve(x.mT)[..., 1 : x.shape[1] + 1].mT,
+    ],
+)
+def test_what_looks_ahead_is_refused_with_a_pair_of_tokens(mix: Mix) -> None:
+    with pytest.raises(attngraph.NoDecoderError, match=r"Token \d+ sees token \d+"):
+        attngraph.compile(Mixed(mix).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda m, x, ids: m.convolve(m.convolve(x.mT))[..., : x.shape[1]].mT,
+        lambda m, x, ids: m.dilated(F.pad(x.mT, (4, 0), value=1.0)).mT,
+    ],
+)
+def test_a_convolution_that_reads_other_than_zeros_before_the_first_token_is_refused(mix: Mix) -> None:
+    with pytest.raises(attngraph.NoDecoderError, match=r"conv1d|pad"):
+        attngraph.compile(Mixed(mix).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_a_step_costs_the_same_whatever_came_before() -> None:
+    """The memory of a row does not grow."""
+    decoder = attngraph.compile(Mixed(WINDOWS["a convolution, cut"]).eval(), cache=True)
+    sizes = []
+    for tokens in (64, 640):
+        _, state = decoder.prefill(torch.zeros(1, tokens, dtype=torch.int64))
+        sizes.append(state.nbytes)
+    assert sizes[0] == sizes[1]
