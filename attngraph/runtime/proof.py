@@ -109,12 +109,16 @@ def prove_longer(
         )
     given = arguments[name]
     generator = torch.Generator().manual_seed(0)
-    total = max(sum(counts) for counts in zip(*LONGER, strict=True))
+    longer = LONGER
+    if step.limit is not None:
+        most = max(1, step.limit - sum(counts[0] for counts in LONGER[1:]))
+        longer = ((min(LONGER[0][0], most), min(LONGER[0][1], most)), *LONGER[1:])
+    total = max(sum(counts) for counts in zip(*longer, strict=True))
     places = torch.randint(0, given.shape[1], (len(LONGER[0]), total), generator=generator)
     state = KVCache(step.plan, len(LONGER[0]), CacheConfig(), given.device)
     ids = torch.stack([row[picked] for row, picked in zip(given, places, strict=True)])
     try:
-        _compare_longer(model, step, arguments, name, result, ids, state)
+        _compare_longer(model, step, arguments, name, result, ids, state, longer)
     except NoDecoderError:
         raise
     except Exception as problem:
@@ -125,11 +129,11 @@ def prove_longer(
 
 def _compare_longer(
     model: Callable[..., Any], step: Step, arguments: Mapping[str, Any], name: str, result: int, ids: Tensor,
-    state: KVCache,
+    state: KVCache, longer: Sequence[tuple[int, int]],
 ) -> None:  # fmt: skip
     rows: list[list[Tensor]] = [[] for _ in ids]
     with torch.no_grad():
-        for counts in LONGER:
+        for counts in longer:
             parts = [row[at : at + n] for row, at, n in zip(ids, state.lengths, counts, strict=True)]
             logits = step.advance(state, counts, {n: torch.cat(parts)[None] for n in step.arguments})[0]
             for row, part in zip(rows, torch.split(logits, list(counts)), strict=True):

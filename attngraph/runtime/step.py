@@ -54,10 +54,12 @@ class Step:
         return frozenset(() if self._prompt is None else self._prompt.arguments)
 
     def traced_few(self) -> bool:
-        """Whether the graph was traced for a few numbers of tokens, so that others have not been compared."""
+        """Whether the graph was traced for a few numbers of tokens, which say nothing of smaller or larger
+        ones, as for a loop over blocks. (One that holds up to some number is used up to that number.)"""
         name = self.plan.length
         limits = [c for c in self.graph.conditions if {str(s) for s in c.free_symbols} == {name}]
-        return name.isdecimal() or not all(holds(c, {name: 1 << 24}) for c in limits)
+        few = [n for n in (8, 1 << 24) if not all(holds(c, {name: n}) for c in limits)]
+        return name.isdecimal() or len(few) == 2
 
     def is_valid(self) -> bool:
         """Whether the buffers whose values the graph relies on still hold them."""

@@ -50,7 +50,7 @@ def analyse(graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome) 
         found = Tokens(graph, *names)
     if tokens is not None:
         outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
-    _require_token_wise(graph, found)
+    _require_token_wise(graph, ids, found)
     return found
 
 
@@ -74,7 +74,7 @@ def _fixed_at(graph: ProgramGraph, number: int) -> str:
     return next((f", at {op_name(n)} at {source_of(n)}" for n in one_by_one if source_of(n)), "")
 
 
-def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
+def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
     """Raise unless the logits are token-wise.
 
     Raises:
@@ -94,15 +94,16 @@ def _require_token_wise(graph: ProgramGraph, tokens: Tokens) -> None:
             f"{_no_sum(tokens, culprit)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention, windows of tokens and running sums look at earlier ones.",
-            _is_of_few_lengths(graph, tokens),
+            _is_of_few_lengths(graph, ids),
         )
     if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
 
 
-def _is_of_few_lengths(graph: ProgramGraph, tokens: Tokens) -> bool:
+def _is_of_few_lengths(graph: ProgramGraph, ids: fx.Node) -> bool:
     """Whether the trace holds for some numbers of tokens alone: it may be that of a loop over blocks."""
-    name = str(tokens.space.tokens.value)
+    extent = ids.meta["val"].shape[1]
+    name = str(extent if isinstance(extent, int) else extent.node.expr)
     limits = [c for c in graph.conditions if {str(s) for s in c.free_symbols} == {name}]
     return not all(holds(c, {name: 1 << 24}) for c in limits)
 
