@@ -4,16 +4,6 @@
    pages beyond a row's tokens is never read. */
 
 #ifndef HAS_WEIGHTS
-/* The sum of a vector's elements, by pairwise addition. */
-INLINE float sum_of(Vector x) {
-    union { Vector v; float f[LANES]; } u = {.v = x};
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int l = 0; l < half; ++l) u.f[l] += u.f[l + half];
-    return u.f[0];
-}
-
 /* S[row][j] = Q[row] . k[j], for keys that lie `stride` elements apart. */
 static void dots_few(const Call *c, const float *Q, int rows, const Element *k, int64_t stride, int keys, float *S) {
     for (int j = 0; j < keys; ++j) {
