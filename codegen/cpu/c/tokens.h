@@ -4,7 +4,6 @@
 
 enum { TOKENS, MEMBERS, PHASE, MEMBER, ARRIVED, COUNTERS = 8 };
 
-static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t rounded_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 
 /* How many columns of a product one thread computes at a time. A weight `[in, out]` is read in pieces of its rows,
@@ -12,8 +11,8 @@ static int64_t rounded_up(int64_t a, int64_t to) { return (a + to - 1) / to * to
    by row. */
 static int64_t share_of(int64_t width, int64_t depth, int64_t tokens, int64_t members, int turned) {
     int64_t each = (width + members - 1) / members;
-    if (turned) return rounded_up(smaller_of(each, larger(256, 4096 / tokens)), VECTORS * LANES);
-    return rounded_up(smaller_of(each, larger(16, 65536 / depth)), 16);
+    if (turned) return rounded_up(smaller(each, SHARE / tokens), VECTORS * LANES);
+    return rounded_up(smaller(each, larger(16, 65536 / depth)), 16);
 }
 
 /* Waits until all threads have come here for the `number`th time. */

@@ -23,8 +23,8 @@ from attngraph.ir.language.token_program import TokenProgram, parse
 from attngraph.ir.ops.token_program import allocated, tokens_in
 
 _log = logging.getLogger("attngraph.codegen.cpu")
-FEW = 16
-"""The most tokens for which the C computes the products."""
+FEW = 32
+"""The most tokens for which the C computes the products, MOST_ROWS of c/product.h."""
 AT_ONCE = 512
 """Tokens of a block where there are many: so many rows keep PyTorch's products efficient, and memory for values
 in between small."""

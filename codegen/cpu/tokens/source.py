@@ -139,7 +139,7 @@ class _Emitter:
             width = self._width(group.products[0])
             lines += [
                 f"        if (item < items_{place}) {{",
-                f"            const int64_t c0 = item * share_{place}, c1 = smaller_of(c0 + share_{place}, {width});",
+                f"            const int64_t c0 = item * share_{place}, c1 = smaller(c0 + share_{place}, {width});",
                 *(f"            {self._product(n)}" for n in group.products),
                 f"            follow_{number}_{place}(c, 0, tokens, c0, c1);",
                 "            continue;",
