@@ -21,6 +21,7 @@ from attngraph.capture import trace as capturing
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
+from attngraph.codegen.cpu.replay import Replay
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import nodes
@@ -155,6 +156,11 @@ def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
     return run
 
 
+def _step_runner(graph: ProgramGraph) -> Callable[..., Any]:
+    """Returns the function that computes a decoder's step, or its stage of the prompt."""
+    return Replay(graph, shortened) if graph.state is not None else shortened(graph.module)
+
+
 @LOCK.trace()
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any]
@@ -194,7 +200,7 @@ def derive_decoder(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
         captured=result.captured, numbers=made.numbers,
     )  # fmt: skip
-    run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
+    run = _runner(options) if options.inductor else _step_runner
     step = Step(graph, _owner(target), name, names, report, run)
     error = None
     if whole is not None:

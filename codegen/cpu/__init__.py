@@ -6,7 +6,7 @@ from attngraph.codegen.cpu.compiled import Compiled
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.tiled import Tiled
-from attngraph.codegen.cpu.tokens.run import Tokens
+from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.ops import cached_attention as cache
 from attngraph.ir.ops import kernels, token_program
 
@@ -14,4 +14,4 @@ kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())
 cache.CACHED.append(Decode())
-token_program.RUNNERS.append(Tokens())
+token_program.RUNNERS.append(TOKENS)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import phases
 from attngraph.codegen.unsupported import UnsupportedError
@@ -51,6 +52,16 @@ class Tokens:
         if made is None:
             made = self._prepare(text)
         return None if made is None else made.run(given)
+
+    def link(self, text: str, given: Sequence[Tensor]) -> Link | None:
+        """A call for few tokens, ready to run; None if it is not supported."""
+        made = self._prepare(text)
+        if made is None or any(t.dtype is not torch.float32 or not t.is_cpu for t in given):
+            return None
+        tokens = tokens_in(made.program, given)
+        if not 0 < tokens <= FEW or any(not made.is_usable(n, t) for n, t in enumerate(given)):
+            return None
+        return made.link(given, [allocated(r, tokens, given[0]) for r in made.program.results], tokens)
 
     def _prepare(self, text: str) -> _Prepared | None:
         with self._lock:
@@ -95,14 +106,17 @@ class _Prepared:
                                zip(results, self.program.results, strict=True)], count)  # fmt: skip
         return results
 
+    def is_usable(self, number: int, tensor: Tensor) -> bool:
+        """Whether the C can read a given tensor where it lies."""
+        return tensor.is_contiguous() if self.shared[number] else tensor.stride(-1) == 1
+
     def _call(self, given: Sequence[Tensor], tokens: int, members: int) -> tuple[list[int], list[Tensor]]:
         """The numbers of a call without the addresses of values, and the tensors that it needs kept alive."""
         held: list[Tensor] = []
         places = [tokens, members, *([0] * (source.COUNTERS + self.layout.phases - 2))]
         strides: list[int] = []
-        for tensor, shared in zip(given, self.shared, strict=True):
-            usable = tensor.is_contiguous() if shared else tensor.stride(-1) == 1
-            if not usable:
+        for number, (tensor, shared) in enumerate(zip(given, self.shared, strict=True)):
+            if not self.is_usable(number, tensor):
                 tensor = tensor.contiguous()  # noqa: PLW2901
                 held.append(tensor)
             places.append(tensor.data_ptr())
@@ -110,8 +124,12 @@ class _Prepared:
         return places + strides, held
 
     def _few(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
-        members = torch.get_num_threads()
-        places, held = self._call(given, tokens, members)
+        made = self.link(given, results, tokens)
+        team.run(made.function, made.argument, torch.get_num_threads())
+
+    def link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> Link:
+        """A call for few tokens, ready to run."""
+        places, held = self._call(given, tokens, torch.get_num_threads())
         values = [0] * len(self.widths)
         for result, about in zip(results, self.program.results, strict=True):
             values[about.number - self.first] = result.data_ptr()
@@ -121,8 +139,8 @@ class _Prepared:
             values[number] = address
             address += self.widths[number] * tokens * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
-        team.run(self.whole, call, members)
-        del held
+        counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
+        return Link(self.whole, call, [counters], list(results), [scratch, *held])
 
     def _many(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         members = torch.get_num_threads()
@@ -157,5 +175,4 @@ _PHASE, _MEMBER = 2, 3
 """Places in a call, as in c/tokens.h."""
 _NO_STRIDES = [0] * source.RANKS
 
-
-
+TOKENS = Tokens()
