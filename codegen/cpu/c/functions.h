@@ -172,6 +172,47 @@ INLINE float sum_of(Vector x) {
     return u.f[0];
 }
 
+enum { STREAMS = 8 };                   /* what is read side by side where the memory's speed counts */
+
+/* total[o] = the sum of the elements of sum[o], for at most STREAMS vectors. Each step adds the halves of pairs of
+   vectors, so that it ends with one vector that holds all totals. */
+#if defined(__clang__)
+INLINE void totals(const Vector *sum, float *total, const int outs) {
+    for (int o = 0; o < outs; ++o) total[o] = sum_of(sum[o]);
+}
+#else
+typedef int32_t Lanes __attribute__((vector_size(4 * LANES)));
+INLINE Vector add_halves(Vector a, Vector b, const int half) {
+    Lanes low, high;                    /* lanes whose number has the bit `half` are b's, the others a's */
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; ++l) {
+        low[l] = l & half ? LANES + l - half : l;
+        high[l] = l & half ? LANES + l : l + half;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+INLINE void totals(const Vector *sum, float *total, const int outs) {
+    Vector part[STREAMS];
+    int count = outs;
+#pragma GCC unroll 8
+    for (int o = 0; o < outs; ++o) part[o] = sum[o];
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2) {
+#pragma GCC unroll 4
+        for (int p = 0; p < (count + 1) / 2; ++p)
+            part[p] = add_halves(part[2 * p], part[2 * p + 1 < count ? 2 * p + 1 : 2 * p], half);
+        count = (count + 1) / 2;
+    }
+#pragma GCC unroll 8
+    for (int o = 0; o < outs; ++o) {    /* vector o went to b's lanes in the steps of its one bits */
+        int lane = 0, half = LANES / 2;
+        for (int n = o; n > 0; n /= 2, half /= 2) lane |= n & 1 ? half : 0;
+        if (LANES >= STREAMS || outs <= LANES) total[o] = part[0][lane];
+    }
+}
+#endif
+
 /* ---- threads ---- */
 
 static int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }

@@ -7,47 +7,8 @@ enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 4 };
 #else
 enum { TILE_ROWS = 3, DEEP = 4, VECTORS = 2 };
 #endif
-enum { STREAMS = 8, AHEAD = 256 };      /* AHEAD: elements between a read and its prefetch */
+enum { AHEAD = 256 };                   /* elements between a read and its prefetch */
 #define PREFETCH(P) __builtin_prefetch((P), 0, 2)
-
-/* total[o] = the sum of the elements of sum[o], for at most 8 vectors. Each step adds the halves of pairs of
-   vectors, so that it ends with one vector that holds all totals. */
-#if defined(__clang__)
-INLINE void totals(const Vector *sum, float *total, const int outs) {
-    for (int o = 0; o < outs; ++o) total[o] = sum_of(sum[o]);
-}
-#else
-typedef int32_t Lanes __attribute__((vector_size(4 * LANES)));
-INLINE Vector add_halves(Vector a, Vector b, const int half) {
-    Lanes low, high;                    /* lanes whose number has the bit `half` are b's, the others a's */
-#pragma GCC unroll 16
-    for (int l = 0; l < LANES; ++l) {
-        low[l] = l & half ? LANES + l - half : l;
-        high[l] = l & half ? LANES + l : l + half;
-    }
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-}
-
-INLINE void totals(const Vector *sum, float *total, const int outs) {
-    Vector part[STREAMS];
-    int count = outs;
-#pragma GCC unroll 8
-    for (int o = 0; o < outs; ++o) part[o] = sum[o];
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half > 0; half /= 2) {
-#pragma GCC unroll 4
-        for (int p = 0; p < (count + 1) / 2; ++p)
-            part[p] = add_halves(part[2 * p], part[2 * p + 1 < count ? 2 * p + 1 : 2 * p], half);
-        count = (count + 1) / 2;
-    }
-#pragma GCC unroll 8
-    for (int o = 0; o < outs; ++o) {    /* vector o went to b's lanes in the steps of its one bits */
-        int lane = 0, half = LANES / 2;
-        for (int n = o; n > 0; n /= 2, half /= 2) lane |= n & 1 ? half : 0;
-        if (LANES >= STREAMS || outs <= LANES) total[o] = part[0][lane];
-    }
-}
-#endif
 
 /* w is [out][depth]: `rows` times `outs` dots at a time. `next`: the weights of the next tile, of which these
    dots fetch rows f0 .. f1 - 1. */
@@ -85,7 +46,7 @@ INLINE void dots(const float *x, int64_t ldx, const float *w, int64_t ldw, int64
     }
 }
 
-/* All rows with `outs` rows of the weight at a time; returns how many outs are done. */
+/* All rows with `tile` rows of the weight at a time; returns how many outs are done. */
 INLINE int64_t dots_of_rows(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t depth, float *y,
                             int64_t ldy, int64_t rows, int64_t outs, const int tile) {
     int64_t o = 0, passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -118,16 +79,16 @@ static void product(const float *x, int64_t ldx, const float *w, int64_t ldw, in
             dots(x + r * ldx, ldx, w + o * ldw, ldw, depth, y + r * ldy + o, ldy, 1, 1, 0, 0, 0);
 }
 
-/* w is [depth][out]: `deep` of its rows are added to all rows of y at a time. */
-INLINE void add_deep(const float *x, int64_t ldx, const float *w, int64_t ldw, float *y, int64_t ldy, int64_t rows,
-                     int64_t outs, const int deep) {
-    int64_t o = 0;
-    for (; o + VECTORS * LANES <= outs; o += VECTORS * LANES) {
+/* w is [depth][out]: `deep` of its rows are added to all rows of y, `vectors` columns at a time; returns how many
+   columns are done, from o on. */
+INLINE int64_t add_columns(const float *x, int64_t ldx, const float *w, int64_t ldw, float *y, int64_t ldy,
+                           int64_t rows, int64_t o, int64_t outs, const int deep, const int vectors) {
+    for (; o + vectors * LANES <= outs; o += vectors * LANES) {
         Vector right[DEEP][VECTORS];
 #pragma GCC unroll 8
         for (int d = 0; d < deep; ++d)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; ++v) {
+            for (int v = 0; v < vectors; ++v) {
                 const float *from = w + d * ldw + o + v * LANES;
                 PREFETCH(from + deep * ldw);
                 right[d][v] = *(const Vector *)from;
@@ -135,17 +96,24 @@ INLINE void add_deep(const float *x, int64_t ldx, const float *w, int64_t ldw, f
         for (int64_t r = 0; r < rows; ++r) {
             Vector sum[VECTORS];
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; ++v) sum[v] = *(Vector *)(y + r * ldy + o + v * LANES);
+            for (int v = 0; v < vectors; ++v) sum[v] = *(Vector *)(y + r * ldy + o + v * LANES);
 #pragma GCC unroll 8
             for (int d = 0; d < deep; ++d) {
                 float by = x[r * ldx + d];
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; ++v) sum[v] += by * right[d][v];
+                for (int v = 0; v < vectors; ++v) sum[v] += by * right[d][v];
             }
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; ++v) *(Vector *)(y + r * ldy + o + v * LANES) = sum[v];
+            for (int v = 0; v < vectors; ++v) *(Vector *)(y + r * ldy + o + v * LANES) = sum[v];
         }
     }
+    return o;
+}
+
+INLINE void add_deep(const float *x, int64_t ldx, const float *w, int64_t ldw, float *y, int64_t ldy, int64_t rows,
+                     int64_t outs, const int deep) {
+    int64_t o = add_columns(x, ldx, w, ldw, y, ldy, rows, 0, outs, deep, VECTORS);
+    o = add_columns(x, ldx, w, ldw, y, ldy, rows, o, outs, deep, 1);
     for (; o < outs; ++o)
         for (int64_t r = 0; r < rows; ++r)
             for (int d = 0; d < deep; ++d) y[r * ldy + o] += x[r * ldx + d] * w[d * ldw + o];

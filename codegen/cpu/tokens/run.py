@@ -82,10 +82,11 @@ class _Prepared:
         self.whole, self.part = code.attngraph_tokens, code.attngraph_part
         self.first = len(program.given)
         self.widths = [math.prod(d.extents) for d in program.definitions]
+        self.rows = source.row_lengths(program)
         self.shared = [about.token_dim is None for about in program.given]
         returned = {r.number - self.first for r in program.results}
         self.between = [n for n in range(len(self.widths)) if n not in returned]
-        self.total = sum(self.widths[n] for n in self.between)
+        self.total = sum(self.rows[n] for n in self.between)
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if any(t.dtype is not torch.float32 or not t.is_cpu for t in given):
@@ -137,7 +138,7 @@ class _Prepared:
         address = scratch.data_ptr()
         for number in self.between:
             values[number] = address
-            address += self.widths[number] * tokens * 4
+            address += self.rows[number] * tokens * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
         counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
         return Link(self.whole, call, [counters], list(results), [scratch, *held])
@@ -151,8 +152,8 @@ class _Prepared:
         scratch = torch.empty(self.total * tokens)
         at = 0
         for number in self.between:
-            size = self.widths[number] * tokens
-            values[number] = scratch[at : at + size].view(tokens, -1)
+            size = self.rows[number] * tokens
+            values[number] = scratch[at : at + size].view(tokens, -1)[:, : self.widths[number]]
             at += size
         call = (ctypes.c_int64 * self.layout.length)(*places, *(v.data_ptr() for v in values))
         for number, phase in enumerate(self.phases):

@@ -23,6 +23,8 @@ RANKS = 8
 """The most dimensions of a given tensor."""
 COUNTERS = 8
 """Where the counters of the phases begin in a call, as in c/tokens.h."""
+SAME_LINES, APART = 512, 16
+"""Values whose length is a multiple of the one have so many elements between two tokens."""
 LOOKED_AT = 1024
 """The largest extent for which it is computed where a condition on an index changes."""
 UNROLLED = 8
@@ -54,6 +56,14 @@ class Layout:
         return self.values_at + self.values
 
 
+def row_lengths(program: TokenProgram) -> list[int]:
+    """For each definition the elements from one token's to the next one's. Values in between are spread so that
+    the same element of several tokens does not fall into the same lines of a cache."""
+    returned = {r.number - len(program.given) for r in program.results}
+    widths = [math.prod(d.extents) for d in program.definitions]
+    return [n if place in returned or n % SAME_LINES else n + APART for place, n in enumerate(widths)]
+
+
 def layout(program: TokenProgram) -> Layout:
     return Layout(len(phases(program)), len(program.given), len(program.definitions))
 
@@ -76,6 +86,7 @@ class _Emitter:
     def __init__(self, program: TokenProgram) -> None:
         self.program, self.layout, self.phases = program, layout(program), phases(program)
         self.first = len(program.given)
+        self.rows = row_lengths(program)
 
     def functions(self) -> Iterator[str]:
         for number, phase in enumerate(self.phases):
@@ -154,9 +165,10 @@ class _Emitter:
         width, depth = self._width(number), self._width(about.left)
         function, start = ("product_turned", "c0") if about.turned else ("product", f"c0 * {depth}")
         ldw = width if about.turned else depth
+        ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
         return (
-            f"{function}({self._value(about.left)}, {depth}, {self._given(about.weight)} + {start}, {ldw}, {depth}, "
-            f"{self._value(number)} + c0, {width}, tokens, c1 - c0);"
+            f"{function}({self._value(about.left)}, {ldx}, {self._given(about.weight)} + {start}, {ldw}, {depth}, "
+            f"{self._value(number)} + c0, {ldy}, tokens, c1 - c0);"
         )
 
     def _all(self) -> str:
@@ -256,10 +268,8 @@ class _Emitter:
                 yield f"const int64_t {names};"
 
     def _element(self, number: int, indices: Sequence[str]) -> str:
-        made = self._definition(number)
-        width = math.prod(made.extents)
-        place = f"v{number}[t" if width == 1 else f"v{number}[t * {width} + {indices[0]}"
-        return place + "]"
+        row = self.rows[number - self.first]
+        return f"v{number}[t]" if row == 1 else f"v{number}[t * {row} + {indices[0]}]"
 
     def _read(self, node: Expr, indices: list[str]) -> str:
         number = node.value
