@@ -130,6 +130,7 @@ class _Prepared:
             if at_once:
                 return None
             q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+            held += [k, v]
         _, h, tokens, d = q.shape
         kv, dv, count = k.shape[1], v.shape[3], rows.count
         out = v.new_empty_strided((1, h, tokens, dv), (tokens * h * dv, dv, h * dv, 1))
