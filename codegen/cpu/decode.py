@@ -141,7 +141,9 @@ class _Prepared:
         most = -(-threads // items)
         call.parts = _parts(most, rows.longest)
         allocated = most if at_once else call.parts
-        counters = [(ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")]
+        counters = [
+            (ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")
+        ]
         if allocated > 1:
             partial = torch.empty(items * allocated * BLOCK_Q * (wide + 2), dtype=torch.float32)
             arrived = torch.zeros(items, dtype=torch.int64)

@@ -66,7 +66,9 @@ class Replay:
     def _is_few(self, inputs: Sequence[Tensor]) -> bool:
         if self.tokens is None or not 0 < inputs[self.tokens].shape[1] <= FEW or torch.is_grad_enabled():
             return False
-        return not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+        return (
+            not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+        )
 
     def _recording(self, inputs: Sequence[Tensor]) -> _Recording | None:
         """The recording for a call; None where it is the first of its kind, or nothing can be recorded."""
@@ -140,7 +142,9 @@ class _Recording:
         if link is not None:
             self._end_waiting(node.all_input_nodes)
             self._links.append(link)
-            self.values[node] = link.results if node.target is torch.ops.attngraph.token_program.default else link.results[0]
+            self.values[node] = (
+                link.results if node.target is torch.ops.attngraph.token_program.default else link.results[0]
+            )
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         operands = node.all_input_nodes
@@ -148,7 +152,9 @@ class _Recording:
             self._end_links()
         self.values[node] = found = node.target(*args, **kwargs)  # type: ignore[operator]
         if not isinstance(found, (Tensor, list, tuple)):
-            if str(node.target).startswith("aten.sym_") or not any(isinstance(self.values[n], Tensor) for n in operands):
+            if str(node.target).startswith("aten.sym_") or not any(
+                isinstance(self.values[n], Tensor) for n in operands
+            ):
                 return  # a size, which is the same in all calls with these shapes
             raise _NotRecorded
         moves = self.pages.union(self.fresh)
@@ -280,7 +286,7 @@ def _is_view(value: Any, args: Any) -> bool:
     """Whether a value shares memory with an operand, so that it follows what is written there."""
     if isinstance(value, (list, tuple)):
         return False
-    storages = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
+    storages = {
+        t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)
+    }
     return value.untyped_storage().data_ptr() in storages
-
-

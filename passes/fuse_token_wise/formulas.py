@@ -78,7 +78,8 @@ class Formulas:
         shape = self.shape(node)
         assert shape is not None
         at = tuple(
-            token if d == dim else E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n) for d, n in enumerate(shape)
+            token if d == dim else E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n)
+            for d, n in enumerate(shape)
         )
         try:
             by_name = _NAMED.get(str(node.target))
@@ -122,9 +123,7 @@ class Formulas:
         return split_product(body, variable, self.is_shared) is not None
 
 
-def split_product(
-    body: Expr, over: Expr, is_weight: Callable[[Any], bool]
-) -> tuple[Expr, Expr] | None:
+def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> tuple[Expr, Expr] | None:
     """The factors of a product with a weight, `(value of the token, weight)`: the weight is a matrix, read at the
     index that is summed over and at another."""
     if body.op != "mul" or len(body.args) != 2:
@@ -173,7 +172,12 @@ def _batch_sizes(graph: ProgramGraph, length: str) -> set[Any]:
     found: set[Any] = set()
     for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
         shape = getattr(node.meta.get("val"), "shape", ())
-        if given.kind == "argument" and len(shape) >= 2 and str(shape[1]) == length and not isinstance(shape[0], int):
+        if (
+            given.kind == "argument"
+            and len(shape) >= 2
+            and str(shape[1]) == length
+            and not isinstance(shape[0], int)
+        ):
             found.add(shape[0].node.expr)
     return found
 
@@ -317,7 +321,12 @@ def _is_inverse(node: Expr) -> bool:
 
 def _is_negative(node: Expr) -> bool:
     factor = node.args[0] if node.op == "mul" else node
-    return factor.op == "const" and factor is not E.NAN and not isinstance(factor.value, bool) and factor.value < 0
+    return (
+        factor.op == "const"
+        and factor is not E.NAN
+        and not isinstance(factor.value, bool)
+        and factor.value < 0
+    )
 
 
 def _without_sign(node: Expr) -> Expr:

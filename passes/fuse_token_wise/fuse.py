@@ -104,7 +104,11 @@ def _without_views_of_given(members: dict[fx.Node, Formula]) -> dict[fx.Node, Fo
     """Without views of values from outside that are used outside: a program would copy them."""
     left = dict(members)
     for node, formula in members.items():
-        if formula.value.op == "read" and formula.value.value not in left and any(u not in members for u in node.users):
+        if (
+            formula.value.op == "read"
+            and formula.value.value not in left
+            and any(u not in members for u in node.users)
+        ):
             del left[node]
     return left
 
@@ -131,5 +135,3 @@ def _sort(graph: ProgramGraph) -> None:
     for node in sorted_nodes:
         if node is not output:
             output.prepend(node)
-
-

@@ -62,7 +62,11 @@ class Region:
                 self.given.append(node)
             return E.read(node, tuple(at), "float")
         if node in self._kept:
-            own = [a for a, at_node in zip(at, formula.at, strict=True) if at_node.op == "var" and at_node is not TOKEN]
+            own = [
+                a
+                for a, at_node in zip(at, formula.at, strict=True)
+                if at_node.op == "var" and at_node is not TOKEN
+            ]
             return E.read(("defined", self._defined(node)), tuple(own), "float")
         places = {own: index for own, index in zip(formula.at, at, strict=True) if own.op == "var"}
         if node not in self._inlined:
@@ -82,7 +86,9 @@ class Region:
     def _folded(self, fold: Expr, body: Expr) -> Expr:
         """A fold as a definition of its own, and the element of it."""
         over = fold.args[0]
-        found = split_product(body, over, lambda source: isinstance(source, fx.Node) and self.facts.is_shared(source))
+        found = split_product(
+            body, over, lambda source: isinstance(source, fx.Node) and self.facts.is_shared(source)
+        )
         if found is not None and fold.op == "sum":
             left, weight = found
             if not (left.op == "read" and left.args == (over,) and not isinstance(left.value, fx.Node)):
@@ -103,7 +109,9 @@ class Region:
             self._of[node] = self._define(indices, value)
         return self._of[node]
 
-    def _define(self, indices: tuple[Expr, ...], value: Expr, fold: str = "", over: Expr | None = None) -> int:
+    def _define(
+        self, indices: tuple[Expr, ...], value: Expr, fold: str = "", over: Expr | None = None
+    ) -> int:
         names: dict[Expr, Expr] = {
             index: language.index(f"i{place}", language.extent(index)) for place, index in enumerate(indices)
         }
@@ -137,7 +145,9 @@ class Region:
         definitions = []
         for number in order:
             made = self._definitions[number]
-            definitions.append(Definition(made.indices, spelled(E.rebuild(made.value, leaf)), made.fold, made.over))
+            definitions.append(
+                Definition(made.indices, spelled(E.rebuild(made.value, leaf)), made.fold, made.over)
+            )
         given = []
         for node in self.given:
             shape = self.facts.shape(node)
@@ -176,5 +186,3 @@ def _kept(formulas: Mapping[fx.Node, Formula], wanted: Collection[fx.Node]) -> s
         for read in reads:
             uses[read.value] += 2 if read.free & bound else times
     return kept
-
-

@@ -118,9 +118,7 @@ class _Evaluation:
     """The value of one definition: `[tokens, *indices]`. Every expression is a tensor that broadcasts against
     `[tokens, *indices, over]`."""
 
-    def __init__(
-        self, program: TokenProgram, made: Definition, known: Sequence[Tensor], tokens: int
-    ) -> None:
+    def __init__(self, program: TokenProgram, made: Definition, known: Sequence[Tensor], tokens: int) -> None:
         self.program, self.made, self.known = program, made, known
         over = () if made.over is None else (made.over,)
         self.axes = (TOKEN, *made.indices, *over)

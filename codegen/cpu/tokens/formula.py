@@ -32,7 +32,11 @@ class Formula:
         self._names: dict[Expr, str] = {}
         self._uses = collections.Counter(arg for n in E.walk(value) for arg in n.args)
         self._conditional = {
-            inner for n in E.walk(value) if n.op == "where" for branch in n.args[1:] for inner in E.walk(branch)
+            inner
+            for n in E.walk(value)
+            if n.op == "where"
+            for branch in n.args[1:]
+            for inner in E.walk(branch)
         }
         self.code = self.real(value)
 
@@ -63,7 +67,9 @@ class Formula:
             case "read":
                 return self.read(node, [self.of(a) for a in node.args])
             case "where":
-                branches = (self.real(a) if node.kind in ("float", "any") else self.of(a) for a in node.args[1:])
+                branches = (
+                    self.real(a) if node.kind in ("float", "any") else self.of(a) for a in node.args[1:]
+                )
                 return "({} ? {} : {})".format(self._truth(node.args[0]), *branches)
             case "float":
                 return self.real(node.args[0])

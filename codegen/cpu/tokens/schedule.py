@@ -45,7 +45,9 @@ def phases(program: TokenProgram) -> list[Phase]:
         if program.product(number) is not None:
             level[number] = last + 1 + last % 2
         else:
-            joined = _joined(program, number, [group_of[n] for n, at in before.items() if at == last and n in group_of])
+            joined = _joined(
+                program, number, [group_of[n] for n, at in before.items() if at == last and n in group_of]
+            )
             level[number] = last if joined else last + last % 2
         phase = found.setdefault(level[number], Phase())
         if level[number] % 2 == 0:

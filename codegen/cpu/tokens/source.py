@@ -122,9 +122,14 @@ class _Emitter:
                 formula = Formula(made.value, self._read)
                 place = made.indices[0].value
                 lines += [
-                    f"        {line}" for line in ("#pragma omp simd", f"for (int64_t {place} = c0; {place} < c1; ++{place}) {{",
-                    *(f"    {line}" for line in formula.lines),
-                    f"    {self._element(number, [place])} = {formula.code};", "}")
+                    f"        {line}"
+                    for line in (
+                        "#pragma omp simd",
+                        f"for (int64_t {place} = c0; {place} < c1; ++{place}) {{",
+                        *(f"    {line}" for line in formula.lines),
+                        f"    {self._element(number, [place])} = {formula.code};",
+                        "}",
+                    )
                 ]
             lines += ["    }"]
         return "\n".join([*lines, "}", ""])
