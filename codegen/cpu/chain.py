@@ -1,4 +1,4 @@
-"""Calls of compiled functions that are made once and run many times, all of them by one call (`c/chain.h`)."""
+"""Calls of compiled functions, made once and run many times, all of them by one call (`c/chain.h`)."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Chain:
         self._run, self._clear = code.attngraph_chain, code.attngraph_clear
         addresses = [ctypes.cast(link.function, ctypes.c_void_p).value for link in links]
         self._table = (_Link * len(links))(
-            *((a, ctypes.addressof(link.argument)) for a, link in zip(addresses, links, strict=True))
+            *(_Link(a, ctypes.addressof(link.argument)) for a, link in zip(addresses, links, strict=True))
         )
         counters = [c for link in links for c in link.counters]
-        self._counters = (_Counters * len(counters))(*counters)
+        self._counters = (_Counters * len(counters))(*(_Counters(*place) for place in counters))
         self._call = _Chain(
             len(links), len(counters), self.members, 0, ctypes.addressof(self._table),
             ctypes.addressof(self._counters),

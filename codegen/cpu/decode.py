@@ -108,17 +108,19 @@ class _Prepared:
         return None if call.bad else made.results[0]
 
     @staticmethod
-    def items(q: Tensor, k: Tensor, rows: _Rows) -> int:
+    def items(q: Tensor, k: Tensor, rows: _Rows, whatever_lengths: bool = False) -> int:
         """How many blocks of queries and heads there are."""
         group = q.shape[1] // k.shape[1]
-        return rows.blocks(_queries_of_item(group)) * k.shape[1] * -(-group // BLOCK_Q)
+        step = _queries_of_item(group)
+        blocks = rows.most_blocks(step, q.shape[2]) if whatever_lengths else rows.blocks(step)
+        return blocks * k.shape[1] * -(-group // BLOCK_Q)
 
     def link(
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
         sizes: tuple[int, ...], rows: _Rows, at_once: int | None = None,
     ) -> Link | None:  # fmt: skip
-        """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these rows,
-        by as many threads as there are items."""
+        """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these
+        rows, by as many threads as there are items."""
         k, v = pages
         call, held = Call(), [*new]
         if sizes or reads or max(*q.shape, *k.shape) >= SMALL:
@@ -126,38 +128,18 @@ class _Prepared:
             if not (run.set_numbers() and run.set_reads()):
                 return None
             call, held = run.call, [*held, *run.held]
-        if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            if at_once:
-                return None
-            q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-            held += [k, v]
+        if at_once and (rows.copies or not _in_place((q, k, v, *(t for t in new if t.shape[2])))):
+            return None  # copies would keep the values of this call
+        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         _, h, tokens, d = q.shape
-        kv, dv, count = k.shape[1], v.shape[3], rows.count
+        dv = v.shape[3]
         out = v.new_empty_strided((1, h, tokens, dv), (tokens * h * dv, dv, h * dv, 1))
-        wide = -(-dv // self.made.lanes) * self.made.lanes
-        threads = _threads()
-        call.step = _queries_of_item(h // kv)
-        items = self.items(q, k, rows)
-        most = -(-threads // items)
-        call.parts = _parts(most, rows.longest)
-        allocated = most if at_once else call.parts
-        counters = [
-            (ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")
-        ]
-        if allocated > 1:
-            partial = torch.empty(items * allocated * BLOCK_Q * (wide + 2), dtype=torch.float32)
-            arrived = torch.zeros(items, dtype=torch.int64)
-            held += [partial, arrived]
-            call.partial, call.arrived = partial.data_ptr(), arrived.data_ptr()
-            counters.append((call.arrived, items * 8))
-        area = (BLOCK_Q + BLOCK_K) * (d + wide) + 64
-        scratch = torch.empty((at_once or min(threads, items * call.parts)) * area + 8, dtype=torch.float32)
         _move_pages(call, k, v)
         call.q, call.out = q.data_ptr(), out.data_ptr()
         call.q_stride = Three(*q.stride()[:3])
         call.out_stride = Three(*out.stride()[:3])
-        call.B, call.H, call.Hkv, call.D, call.Dv = count, h, kv, d, dv
-        call.wide, call.scale = wide, self.scale
+        call.B, call.H, call.Hkv, call.D, call.Dv = rows.count, h, k.shape[1], d, dv
+        call.wide, call.scale = -(-dv // self.made.lanes) * self.made.lanes, self.scale
         if new[0].shape[2] > 0:
             k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)
             held += [k_new, v_new]
@@ -166,14 +148,45 @@ class _Prepared:
             call.v_new_stride = _Two(*v_new.stride()[1:3])
         call.table, call.starts, call.first, call.held = rows.places
         call.columns, call.window = rows.columns, self.window
-        call.scratch_size, call.scratch = area, scratch.data_ptr()
-
+        most, counters = self._share(call, q, k, rows, at_once, held)
+        if not at_once:
+            held += [k, v]  # a link that stays is told where the pages are
         lengths = rows.held[-1]
-        kept = [q, scratch, lengths, *held, *rows.held]
         return Link(
-            self.function, call, counters, [out], kept, lambda: not call.bad,
+            self.function, call, counters, [out], [q, *held, *rows.held], lambda: not call.bad,
             lambda: _refresh(call, most, lengths), lambda k, v: _move_pages(call, k, v),
         )  # fmt: skip
+
+    def _share(
+        self, call: Call, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the most
+        parts of an item's keys, and the counters."""
+        threads = _threads()
+        call.step = _queries_of_item(call.H // call.Hkv)
+        items = self.items(q, k, rows, bool(at_once))
+        most = -(-threads // items)
+        call.parts = _parts(most, rows.longest)
+        allocated = most if at_once else call.parts
+        counters = [
+            (ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")
+        ]
+        if allocated > 1:
+            partial = torch.empty(items * allocated * BLOCK_Q * (call.wide + 2), dtype=torch.float32)
+            arrived = torch.zeros(items, dtype=torch.int64)
+            held += [partial, arrived]
+            call.partial, call.arrived = partial.data_ptr(), arrived.data_ptr()
+            counters.append((call.arrived, items * 8))
+        area = (BLOCK_Q + BLOCK_K) * (call.D + call.wide) + 64
+        scratch = torch.empty((at_once or min(threads, items * call.parts)) * area + 8, dtype=torch.float32)
+        held.append(scratch)
+        call.scratch_size, call.scratch = area, scratch.data_ptr()
+        return most, counters
+
+
+def _in_place(tensors: Sequence[Tensor]) -> bool:
+    """Whether the C can read all of them where they lie."""
+    return all(t.stride(3) == 1 for t in tensors)
 
 
 def _refresh(call: Call, most: int, lengths: Tensor) -> None:
@@ -228,6 +241,7 @@ class _Rows:
         self.rows = rows
         self.held = [t if t.is_contiguous() else t.contiguous() for t in rows]
         self.places = [t.data_ptr() for t in self.held]
+        self.copies = any(a is not b for a, b in zip(self.held, rows, strict=True))
         self.count, self.columns = rows.table.shape
         self.counts, _, held = counts(rows)
         self.least = min((n for n in self.counts if n), default=0)
@@ -236,6 +250,10 @@ class _Rows:
     def blocks(self, step: int) -> int:
         """The number of blocks of `step` queries in all rows together."""
         return len(self.counts) if max(self.counts) <= step else sum(-(-n // step) for n in self.counts)
+
+    def most_blocks(self, step: int, tokens: int) -> int:
+        """The most such blocks, however so many tokens are divided between the rows."""
+        return min(tokens, (tokens + self.count * (step - 1)) // step)
 
 
 _last = threading.local()

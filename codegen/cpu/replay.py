@@ -1,10 +1,11 @@
 """A decoder's step recorded once and replayed: one call of compiled code in place of hundreds of operations.
 
-For few tokens most of a step's time outside of the weights is spent between operations. The second call with tokens
-of the same shapes is recorded: the calls of compiled functions are made with memory that stays theirs, and stand one
-after another in chains (`chain.py`); views of their results need nothing. Other operations run between the chains as
-before, and their results are copied to where compiled code reads them. A recording serves calls with the same shapes,
-while the weights lie where they lay; the pages of the cache may move. All other calls run the graph.
+For few tokens most of a step's time outside of the weights is spent between operations. The second call
+with tokens of the same shapes is recorded: the calls of compiled functions are made with memory that stays
+theirs, and stand one after another in chains (`chain.py`); views of their results need nothing. Other
+operations run between the chains as before, and their results are copied to where compiled code reads them.
+A recording serves calls of its thread with the same shapes, while the weights lie where they lay; the pages
+of the cache may move. All other calls run the graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +23,7 @@ from attngraph.codegen.cpu.chain import Chain, Link
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.tokens.run import FEW, TOKENS
 from attngraph.codegen.cpu.toolchain import CompilerError
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Rows
 
@@ -31,6 +32,7 @@ RECORDINGS = 8
 _FIRST, _SECOND = "the first call of its kind", "the second"
 _CHANGING = ("argument", "rows")
 """Kinds of inputs that are copied at every call; all others are read where they lie."""
+_Key = tuple[Any, ...]
 
 
 class Replay:
@@ -43,12 +45,15 @@ class Replay:
 
     def __init__(self, graph: ProgramGraph, shorten: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
         self.graph, self.shorten, self.module = graph, shorten, shorten(graph.module)
+        placeholders = graph.placeholders()
         self.changing = [n for n, given in enumerate(graph.inputs) if given.kind in _CHANGING]
         self.pages = [n for n, given in enumerate(graph.inputs) if given.kind == "pages"]
+        self.fixed = [n for n, given in enumerate(graph.inputs) if given.kind == Rate.PROMPT.value]
         moving = {*self.changing, *self.pages}
         self.still = [n for n in range(len(graph.inputs)) if n not in moving]
-        self.tokens = next((n for n, given in enumerate(graph.inputs) if given.kind == "argument"), None)
-        self._recordings: OrderedDict[Any, _Recording | str | None] = OrderedDict()
+        arguments = (n for n in self.changing if graph.inputs[n].kind == "argument")
+        self.tokens = next((n for n in arguments if _rank(placeholders[n]) > 1), None)
+        self._recordings: OrderedDict[_Key, _Recording | str | None] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: Tensor) -> Sequence[Any]:
@@ -58,9 +63,9 @@ class Replay:
             return self.module(*inputs)  # type: ignore[no-any-return]
         try:
             recording = self._recording(inputs)
-            found = None if recording is None else recording.run(inputs)
         finally:
             self._lock.release()
+        found = None if recording is None else recording.run(inputs)
         return self.module(*inputs) if found is None else found
 
     def _is_few(self, inputs: Sequence[Tensor]) -> bool:
@@ -71,8 +76,13 @@ class Replay:
         )
 
     def _recording(self, inputs: Sequence[Tensor]) -> _Recording | None:
-        """The recording for a call; None where it is the first of its kind, or nothing can be recorded."""
-        key = (torch.get_num_threads(), *(inputs[n].shape for n in self.changing))
+        """The recording for a call; None where it is the first of its kind, or nothing can be recorded. Each
+        thread has recordings of its own, because results stay in a recording's memory until its next run."""
+        key = (
+            threading.get_ident(), torch.get_num_threads(),
+            *((inputs[n].shape, inputs[n].dtype) for n in self.changing),
+            *(_place(inputs[n]) for n in self.fixed),
+        )  # fmt: skip
         found = self._recordings.pop(key, _FIRST)
         if found is _FIRST:
             self._recordings[key] = _SECOND
@@ -112,8 +122,8 @@ class _Recording:
     def __init__(self, replay: Replay, inputs: Sequence[Tensor]) -> None:
         self.replay, graph = replay, replay.graph
         self.placeholders = graph.placeholders()
-        self.still = [inputs[n].data_ptr() for n in replay.still]
-        self.where = [inputs[n].data_ptr() for n in replay.pages]
+        self.still = [_where(inputs[n]) for n in replay.still]
+        self.where = [_place(inputs[n]) for n in replay.pages]
         self.values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         self.own: dict[fx.Node, Tensor] = {}
         for n in replay.changing:
@@ -121,6 +131,7 @@ class _Recording:
             self.own[node] = self.values[node] = inputs[n].clone()
         self.fresh: set[fx.Node] = set()
         self.pages = {self.placeholders[n] for n in replay.pages}
+        self.growing = set(self.pages)
         self.pieces: list[_Between | Chain] = []
         self.readers: list[tuple[Link, fx.Node, fx.Node]] = []
         self._waiting: list[fx.Node] = []
@@ -129,11 +140,12 @@ class _Recording:
             if node.op == "call_function":
                 self._add(node)
         self._end_links()
-        self.results = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        self.results: list[Any] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         self._end_waiting([n for n in self.results if isinstance(n, fx.Node)])
         if not self.readers:
             raise _NotRecorded
         self.copied = [output.kind == "value" for output in graph.outputs]
+        self._keep_what_is_needed()
 
     # --- recording ---
 
@@ -152,11 +164,13 @@ class _Recording:
             self._end_links()
         self.values[node] = found = node.target(*args, **kwargs)  # type: ignore[operator]
         if not isinstance(found, (Tensor, list, tuple)):
-            if str(node.target).startswith("aten.sym_") or not any(
-                isinstance(self.values[n], Tensor) for n in operands
-            ):
-                return  # a size, which is the same in all calls with these shapes
-            raise _NotRecorded
+            of_tensors = [n for n in operands if isinstance(self.values[n], Tensor)]
+            is_size = str(node.target).startswith("aten.sym_") and self.growing.isdisjoint(of_tensors)
+            if of_tensors and not is_size:
+                raise _NotRecorded
+            return  # a size, which is the same in all calls with these shapes
+        if not self.growing.isdisjoint(operands) and nodes.view(node) is None:
+            self.growing.add(node)
         moves = self.pages.union(self.fresh)
         if moves.isdisjoint(operands) and _is_view(found, args):
             return
@@ -175,10 +189,16 @@ class _Recording:
     def _link(self, node: fx.Node) -> Link | None:
         """The compiled call of a node; None if PyTorch computes it."""
         if node.target is torch.ops.attngraph.token_program.default:
-            given: Any = [self._settled(n) for n in node.args[0]]  # type: ignore[union-attr]
+            if not self.growing.isdisjoint(node.all_input_nodes):
+                return None
+            given = [self._settled(n) for n in cast("Sequence[fx.Node]", node.args[0])]
             return _TOKENS.link(str(node.args[1]), given)
         view = nodes.view(node)
         if not isinstance(view, nodes.CachedAttention) or view.by not in ("", "cpu", _DECODE.name):
+            return None
+        if {n for n in node.all_input_nodes if n in self.growing} - {view.k_pages, view.v_pages} or not (
+            self._is_settled_or_moves(view.k_pages) and self._is_settled_or_moves(view.v_pages)
+        ):
             return None
         q, k, v, k_pages, v_pages, table, starts, first, held = (
             self._settled(n) for n in
@@ -193,12 +213,15 @@ class _Recording:
             self.readers.append((link, view.k_pages, view.v_pages))
         return link
 
+    def _is_settled_or_moves(self, node: fx.Node) -> bool:
+        """Whether pages lie where they lay, or are an input, so that compiled code can be told where they are."""
+        return node not in self.growing or node in self.pages
+
     def _settled(self, node: fx.Node) -> Tensor:
         """A value in memory that stays: results of PyTorch's operations get memory of their own."""
         if node in self.fresh and node not in self.own:
             value = self.values[node]
-            self.own[node] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            self.own[node].copy_(value)
+            self.own[node] = value.clone()
             self.values[node] = self.own[node]
         found: Tensor = self.values[node]
         return found
@@ -219,7 +242,7 @@ class _Recording:
         self._end_links()
         gives = [n for n in self._waiting if any(u not in inside for u in n.users)]
         takes = list(dict.fromkeys(n for w in self._waiting for n in w.all_input_nodes if n not in inside))
-        takes = [n for n in takes if isinstance(self.values[n], Tensor)]
+        takes = [n for n in takes if isinstance(self.values[n], (Tensor, list, tuple))]
         copy = fx.Graph()
         places: dict[fx.Node, Any] = {n: copy.placeholder(f"v{p}") for p, n in enumerate(takes)}
 
@@ -233,14 +256,31 @@ class _Recording:
         self.pieces.append(_Between(self.replay.shorten(fx.GraphModule({}, copy)), takes, gives))
         self._waiting = []
 
+    def _keep_what_is_needed(self) -> None:
+        """Forget values that no run needs, and those of this call's pages: they may be large."""
+        between = [piece for piece in self.pieces if isinstance(piece, _Between)]
+        made = {n for piece in between for n in piece.gives if n not in self.own}
+        self.passing = [*self.pages, *made]
+        needed = {n for piece in between for n in piece.takes} | {*self.results} - {None}
+        self.values = {n: v for n, v in self.values.items() if n in needed}
+        self._forget()
+
+    def _forget(self) -> None:
+        for node in self.passing:
+            self.values[node] = None
+
     # --- running ---
 
     def is_valid(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the weights lie where they lay, and calls read present pages."""
-        if [inputs[n].data_ptr() for n in self.replay.still] != self.still:
+        if [_where(inputs[n]) for n in self.replay.still] != self.still:
             return False
-        where = [inputs[n].data_ptr() for n in self.replay.pages]
+        where = [_place(inputs[n]) for n in self.replay.pages]
         if where != self.where:
+            if [(dtype, len(shape)) for *_, shape, dtype in where] != [
+                (dtype, len(shape)) for *_, shape, dtype in self.where
+            ]:
+                return False
             now = dict(zip(self.placeholders, inputs, strict=True))
             for link, k, v in self.readers:
                 if k in now and v in now and link.move_pages is not None:
@@ -258,20 +298,28 @@ class _Recording:
             self.own[self.placeholders[n]].copy_(inputs[n])
         for n in (*self.replay.still, *self.replay.pages):
             self.values[self.placeholders[n]] = inputs[n]
+        try:
+            return self._run()
+        finally:
+            self._forget()
+
+    def _run(self) -> list[Any] | None:
+        values = self.values
         for piece in self.pieces:
             if isinstance(piece, Chain):
                 if not piece.run():
                     return None
                 continue
-            found = piece.module(*(self.values[n] for n in piece.takes))
+            found = piece.module(*(values[n] for n in piece.takes))
             for node, value in zip(piece.gives, found, strict=True):
                 if node in self.own:
                     self.own[node].copy_(value)
                 else:
-                    self.values[node] = value
+                    values[node] = value
+        results = [values[n] if isinstance(n, fx.Node) else n for n in self.results]
         return [
-            self.values[n].clone() if copied and n not in self.fresh else self.values[n]
-            for n, copied in zip(self.results, self.copied, strict=True)
+            value.clone() if copied and isinstance(value, Tensor) else value
+            for value, copied in zip(results, self.copied, strict=True)
         ]
 
 
@@ -290,3 +338,16 @@ def _is_view(value: Any, args: Any) -> bool:
         t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)
     }
     return value.untyped_storage().data_ptr() in storages
+
+
+def _where(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
+
+
+def _rank(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.ndim if isinstance(value, Tensor) else 0

@@ -92,8 +92,8 @@ class Draft:
         return Writer(self.plan.reads, self.numbers, self.divisors)
 
     def source(self, *headers: str) -> Source:
-        """The whole source: `functions.h` and `base.h`, the functions of the program, and the headers that call
-        them."""
+        """The whole source: `functions.h` and `base.h`, the functions of the program, and the headers that
+        call them."""
         if len(self.numbers) > MOST_NUMBERS:
             raise UnsupportedError(f"more than {MOST_NUMBERS} expressions of sizes")
         lines = ("attngraph, for the scores", *self.plan.program.text.splitlines())

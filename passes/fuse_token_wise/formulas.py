@@ -1,8 +1,8 @@
 """What one element of an operation's result is, where each token is computed by itself.
 
-By the element rules (`meaning/rules`), and for norms and activations that PyTorch has as one operation by the
-formulas here: recognising attention has no use for what is inside of them. Formulas are kept as they are written:
-rearranging them would change how they round.
+By the element rules (`meaning/rules`), and for norms and activations that PyTorch has as one operation by
+the formulas here: recognising attention has no use for what is inside of them. Formulas are kept as they are
+written: rearranging them would change how they round.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SMALL_FOLD = 1 << 14
 
 
 class Formula(NamedTuple):
-    """`value` is the element at `at`, with one index for each dimension: 0 where its extent is 1, `TOKEN` for the
-    tokens."""
+    """`value` is the element at `at`, with one index for each dimension: 0 where its extent is 1, `TOKEN` for
+    the tokens."""
 
     at: tuple[Expr, ...]
     value: Expr
@@ -98,9 +98,10 @@ class Formulas:
             elif node.op in ("sum", "amax"):
                 if node.args[0].args[0].op != "const" or not self._is_computed(node):
                     return False
-            elif node.op == "size" and node is not count:
-                return False
-            elif node.op not in ("const", "var", "size") and not _is_spelled(node):
+            elif node.op == "size":
+                if node is not count:
+                    return False
+            elif node.op not in ("const", "var") and not _is_spelled(node):
                 return False
         used = {n for n in E.walk(_renamed(value, token)) if n.op in ("size", "var")}
         return TOKEN not in _in_arithmetic(value, token) and not any(n.op == "size" for n in used)
@@ -124,8 +125,8 @@ class Formulas:
 
 
 def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> tuple[Expr, Expr] | None:
-    """The factors of a product with a weight, `(value of the token, weight)`: the weight is a matrix, read at the
-    index that is summed over and at another."""
+    """The factors of a product with a weight, `(value of the token, weight)`: the weight is a matrix, read at
+    the index that is summed over and at another."""
     if body.op != "mul" or len(body.args) != 2:
         return None
     for left, weight in (body.args, body.args[::-1]):

@@ -1,10 +1,11 @@
 """FuseTokenWise: what a decoder computes from each token alone becomes one operation between two attentions.
 
-Matches operations on float32 values on the CPU whose elements follow from elements of the same token and from
-weights (`formulas.py`): products with weights, norms, activations, rotary embeddings, residual sums. All of them
-that need the same attentions, and other operations that are left, become one `attngraph::token_program`
-(`program.py`). Right because each formula is that of the operation, and a region has no way out and in again.
-Nothing is rewritten where no C compiler is found, as the operation is only worth it in compiled form.
+Matches operations on float32 values on the CPU whose elements follow from elements of the same token and
+from weights (`formulas.py`): products with weights, norms, activations, rotary embeddings, residual sums.
+All of them that need the same attentions, and other operations that are left, become one
+`attngraph::token_program` (`program.py`). Right because each formula is that of the operation, and a region
+has no way out and in again. Nothing is rewritten where no C compiler is found, as the operation is only
+worth it in compiled form.
 """
 
 from __future__ import annotations
@@ -47,18 +48,16 @@ class FuseTokenWise:
         if regions:
             _sort(graph)
             graph.clean()
-            outcome.notes.append(
-                f"{before - graph.op_count() + regions} operation(s) that compute each token by itself are now "
-                f"{regions}"
-            )
+            fused = before - graph.op_count() + regions
+            outcome.notes.append(f"{fused} operation(s) that compute each token by itself are now {regions}")
         return outcome
 
 
 def _regions(
     graph: ProgramGraph, facts: Formulas, formulas: Mapping[fx.Node, Formula]
 ) -> list[dict[fx.Node, Formula]]:
-    """The nodes with formulas, by how many other operations must have run before them, one after another. So no
-    path leaves a region and comes back."""
+    """The nodes with formulas, by how many other operations must have run before them, one after another. So
+    no path leaves a region and comes back."""
     depth: dict[fx.Node, int] = {}
     found: dict[tuple[int, Expr], dict[fx.Node, Formula]] = {}
     for node in graph.graph.nodes:

@@ -1,7 +1,7 @@
 """The token program of a region: which values of a token are kept while it runs, and their formulas.
 
-Operations that only move elements, or whose elements are used once, are computed where they are used. The others
-are definitions: products, sums, and values that are used more than once or at several places.
+Operations that only move elements, or whose elements are used once, are computed where they are used. The
+others are definitions: products, sums, and values that are used more than once or at several places.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Token programs computed by C, against the reference: products of all widths, folds, selections, many tokens."""
+"""Token programs computed by C, against the reference: products, folds, selections, many tokens."""
 
 from __future__ import annotations
 

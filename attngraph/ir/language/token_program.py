@@ -6,10 +6,10 @@
     r3[i0 < 768] = r0[0, t, i0] - r2[] / 768    one with an element for each i0
     return r3[1, t, 768]                        results, with their shapes
 
-Values are numbered in the order in which they are given or defined; a definition reads given tensors and earlier
-definitions (by its own indices alone: always for the same token). A definition may begin with one `sum` or
-`amax` over an index. Extents are numbers; only the number of tokens is left open, so one program serves any
-number of tokens. Expressions are those of the score language (`parser.py`).
+Values are numbered in the order in which they are given or defined; a definition reads given tensors and
+earlier definitions (by its own indices alone: always for the same token). A definition may begin with one
+`sum` or `amax` over an index. Extents are numbers; only the number of tokens is left open, so one program
+serves any number of tokens. Expressions are those of the score language (`parser.py`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Given:
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A value of each token: `value` for each combination of the `indices`, whose extents are above 1, folded over
-    one more index if there is a `fold` ("sum" or "amax")."""
+    """A value of each token: `value` for each combination of the `indices`, whose extents are above 1, folded
+    over one more index if there is a `fold` ("sum" or "amax")."""
 
     indices: tuple[Expr, ...]
     value: Expr
@@ -63,8 +63,8 @@ class Definition:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The value of a definition as a tensor: a dimension for each of its indices, in their order, one for the
-    tokens, and any number of extent 1."""
+    """The value of a definition as a tensor: a dimension for each of its indices, in their order, one for
+    the tokens, and any number of extent 1."""
 
     number: int
     shape: tuple[Extent, ...]
@@ -75,8 +75,8 @@ class Result:
 
 
 class Product(NamedTuple):
-    """A definition that multiplies a value of each token by a weight: `sum[j] r<left>[j] * r<weight>[..]`, with
-    the weight as `[out, in]`, or as `[in, out]` if it is `turned`."""
+    """A definition that multiplies a value of each token by a weight: `sum[j] r<left>[j] * r<weight>[..]`,
+    with the weight as `[out, in]`, or as `[in, out]` if it is `turned`."""
 
     left: int
     weight: int
@@ -104,9 +104,10 @@ class TokenProgram:
         for left, weight in (made.value.args, made.value.args[::-1]):
             if left.op != "read" or weight.op != "read" or self.definition(left.value) is None:
                 continue
-            if left.args == (over,) and self.definition(weight.value) is None:
-                if weight.args in ((out, over), (over, out)):
-                    return Product(left.value, weight.value, weight.args == (over, out))
+            if left.args != (over,) or self.definition(weight.value) is not None:
+                continue
+            if weight.args in ((out, over), (over, out)):
+                return Product(left.value, weight.value, weight.args == (over, out))
         return None
 
     @functools.cached_property
@@ -165,7 +166,7 @@ def parse(text: str) -> TokenProgram:
         if results:
             raise TokenProgramError(f"nothing may follow the results: {line}")
         if line.startswith("return "):
-            results = [_result(*found, given, definitions, line) for found in _RESULT.findall(line)]
+            results = [_result(n, shape, given, definitions, line) for n, shape in _RESULT.findall(line)]
             continue
         found = _LINE.fullmatch(line)
         if found is None or int(found[1]) != len(given) + len(definitions):

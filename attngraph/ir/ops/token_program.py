@@ -2,9 +2,9 @@
 
     attngraph::token_program(Tensor[] given, str program) -> Tensor[]
 
-`program` is a token program (`ir/language/token_program.py`); the tensors have the shapes that it names, with the
-same number of tokens. In the memory of a result a token's elements are contiguous. A registered runner computes
-the calls that it supports, plain PyTorch the others: operation by operation, in the dtype of the tensors.
+`program` is a token program (`ir/language/token_program.py`); the tensors have the shapes that it names, with
+the same number of tokens. In the memory of a result a token's elements are contiguous. A registered runner
+computes the calls that it supports, plain PyTorch the others: operation by operation, in the tensors' dtype.
 """
 
 from __future__ import annotations
@@ -160,8 +160,9 @@ class _Evaluation:
         elif row.takes == "truths":
             args = [a != 0 for a in args]
         if node.op == "where":
-            args = [args[0] != 0, *torch.broadcast_tensors(*_promoted(args[1:]))]
-        return row.torch(*(args if node.op == "where" else _promoted(args)))
+            args = [args[0] != 0, *_broadcast(_promoted(args[1:]))]
+        found: Tensor = row.torch(*(args if node.op == "where" else _promoted(args)))
+        return found
 
     def _read(self, node: Expr) -> Tensor:
         """An element for each token and index. Indices that a selection does not choose may be out of range:
@@ -174,7 +175,13 @@ class _Evaluation:
         if not indices:
             return tensor
         places = [self.of(i).clamp(0, n - 1) for i, n in zip(indices, tensor.shape, strict=True)]
-        return tensor[tuple(torch.broadcast_tensors(*places))]
+        found: Tensor = tensor[tuple(_broadcast(places))]
+        return found
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = torch.broadcast_tensors(*tensors)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _promoted(args: Sequence[Tensor]) -> list[Tensor]:

@@ -27,8 +27,8 @@ _log = logging.getLogger("attngraph.codegen.cpu")
 FEW = 32
 """The most tokens for which the C computes the products, MOST_ROWS of c/product.h."""
 AT_ONCE = 512
-"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient, and memory for values
-in between small."""
+"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient, and memory for
+values in between small."""
 
 
 class Tokens:
@@ -118,7 +118,7 @@ class _Prepared:
         strides: list[int] = []
         for number, (tensor, shared) in enumerate(zip(given, self.shared, strict=True)):
             if not self.is_usable(number, tensor):
-                tensor = tensor.contiguous()  # noqa: PLW2901
+                tensor = tensor.contiguous()
                 held.append(tensor)
             places.append(tensor.data_ptr())
             strides += _NO_STRIDES if shared else [*tensor.stride(), *_NO_STRIDES][: source.RANKS]
@@ -159,13 +159,10 @@ class _Prepared:
         for number, phase in enumerate(self.phases):
             for group in phase.groups:
                 for product in group.products:
-                    about = self.program.product(product)
-                    assert about is not None
-                    weight = given[about.weight]
-                    torch.mm(
-                        values[about.left - self.first], weight if about.turned else weight.T,
-                        out=values[product - self.first],
-                    )  # fmt: skip
+                    factors = self.program.product(product)
+                    assert factors is not None
+                    left, weight = values[factors.left - self.first], given[factors.weight]
+                    torch.mm(left, weight if factors.turned else weight.T, out=values[product - self.first])
             if phase.definitions or any(group.following for group in phase.groups):
                 call[_PHASE], call[_MEMBER] = number, 0
                 team.run(self.part, call, members)

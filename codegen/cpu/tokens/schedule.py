@@ -1,8 +1,9 @@
 """The phases of a token program: what threads compute between two points where they wait for each other.
 
-In a phase of tokens each thread takes some of the tokens and computes definitions for them, one after another. In a
-phase of columns the threads share the columns of products with weights; what follows from a product element by
-element (a bias, an activation, a residual sum) is computed by the thread that has just computed these columns.
+In a phase of tokens each thread takes some of the tokens and computes definitions for them, one after
+another. In a phase of columns the threads share the columns of products with weights; what follows from a
+product element by element (a bias, an activation, a residual sum) is computed by the thread that has just
+computed these columns.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from attngraph.ir.language.token_program import TokenProgram
 
 @dataclasses.dataclass
 class Group:
-    """Products of one width whose columns a thread computes together, and the definitions that follow from them
-    element by element."""
+    """Products of one width whose columns a thread computes together, and the definitions that follow from
+    them element by element."""
 
     products: list[int]
     following: list[int]
@@ -69,7 +70,8 @@ def phases(program: TokenProgram) -> list[Phase]:
 
 
 def _joined(program: TokenProgram, number: int, groups: list[Group]) -> list[Group]:
-    """The groups of the phase that a definition can follow: it reads what they compute at its own index alone."""
+    """The groups of the phase that a definition can follow: it reads what they compute at its own index
+    alone."""
     made = program.definition(number)
     assert made is not None
     if made.fold or len(made.indices) != 1 or not groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -33,7 +34,7 @@ UNROLLED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a call has what: the addresses of the given tensors, their strides, the addresses of the values."""
+    """Where a call has what: addresses of the given tensors, their strides, addresses of the values."""
 
     phases: int
     given: int
@@ -57,8 +58,8 @@ class Layout:
 
 
 def row_lengths(program: TokenProgram) -> list[int]:
-    """For each definition the elements from one token's to the next one's. Values in between are spread so that
-    the same element of several tokens does not fall into the same lines of a cache."""
+    """For each definition the elements from one token's to the next one's. Values in between are spread so
+    that the same element of several tokens does not fall into the same lines of a cache."""
     returned = {r.number - len(program.given) for r in program.results}
     widths = [math.prod(d.extents) for d in program.definitions]
     return [n if place in returned or n % SAME_LINES else n + APART for place, n in enumerate(widths)]
@@ -146,7 +147,8 @@ class _Emitter:
             assert about is not None
             width, depth = self._width(group.products[0]), self._width(about.left)
             lines += [
-                f"    const int64_t share_{place} = share_of({width}, {depth}, tokens, members, {int(about.turned)});",
+                f"    const int64_t share_{place} = "
+                f"share_of({width}, {depth}, tokens, members, {int(about.turned)});",
                 f"    const int64_t items_{place} = ({width} + share_{place} - 1) / share_{place};",
             ]
             items.append(f"items_{place}")
@@ -155,7 +157,8 @@ class _Emitter:
             width = self._width(group.products[0])
             lines += [
                 f"        if (item < items_{place}) {{",
-                f"            const int64_t c0 = item * share_{place}, c1 = smaller(c0 + share_{place}, {width});",
+                f"            const int64_t c0 = item * share_{place};",
+                f"            const int64_t c1 = smaller(c0 + share_{place}, {width});",
                 *(f"            {self._product(n)}" for n in group.products),
                 f"            follow_{number}_{place}(c, 0, tokens, c0, c1);",
                 "            continue;",
@@ -172,8 +175,8 @@ class _Emitter:
         ldw = width if about.turned else depth
         ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
         return (
-            f"{function}({self._value(about.left)}, {ldx}, {self._given(about.weight)} + {start}, {ldw}, {depth}, "
-            f"{self._value(number)} + c0, {ldy}, tokens, c1 - c0);"
+            f"{function}({self._value(about.left)}, {ldx}, {self._given(about.weight)} + {start}, {ldw}, "
+            f"{depth}, {self._value(number)} + c0, {ldy}, tokens, c1 - c0);"
         )
 
     def _all(self) -> str:
@@ -190,7 +193,8 @@ class _Emitter:
         return "\n".join([*lines, "}", ""])
 
     def _part(self) -> str:
-        """The function that each thread runs for one phase of many tokens, whose products are computed already."""
+        """The function that each thread runs for one phase of many tokens, whose products are computed
+        already."""
         lines = [
             "void attngraph_part(int64_t *c) {",
             "    const int64_t tokens = c[TOKENS], members = c[MEMBERS], member = take(c + MEMBER);",
@@ -303,8 +307,8 @@ def _flattened(indices: Sequence[str], extents: Sequence[int]) -> str:
 
 
 def _with_digits(made: Definition) -> tuple[Definition, Callable[[Sequence[str]], str]]:
-    """The definition with an index of two digits as two indices (`i // 64` and `i % 64` become loops), and the
-    function that gives the place of an element from the names of its indices."""
+    """The definition with an index of two digits as two indices (`i // 64` and `i % 64` become loops), and
+    the function that gives the place of an element from the names of its indices."""
     extents = made.extents
 
     def flat(names: Sequence[str]) -> str:
@@ -339,8 +343,8 @@ def _replaced(value: Expr, places: dict[Expr, Expr]) -> Expr:
 
 
 def _divided(made: Definition) -> Iterator[tuple[list[tuple[int, int]], Expr]]:
-    """The ranges of the indices in which every selection by an index is decided, and the formula there. Where
-    there would be many, the formula is left as it is."""
+    """The ranges of the indices in which every selection by an index is decided, and the formula there.
+    Where there would be many, the formula is left as it is."""
     full = [(0, n) for n in made.extents]
     cuts: list[list[int]] = [[0, n] for n in made.extents]
     for node in E.walk(made.value):
@@ -352,7 +356,7 @@ def _divided(made: Definition) -> Iterator[tuple[list[tuple[int, int]], Expr]]:
     if math.prod(len(c) - 1 for c in cuts) > UNROLLED or all(len(c) == 2 for c in cuts):
         yield full, made.value
         return
-    places = [list(zip(c, c[1:], strict=False)) for c in cuts]
+    places = [list(itertools.pairwise(c)) for c in cuts]
     for ranges in _combinations(places):
         known = {i: low for i, (low, _) in zip(made.indices, ranges, strict=True)}
         yield list(ranges), _decided(made.value, known)
