@@ -13,6 +13,7 @@ from attngraph.ir.graph.program_graph import Level
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
+from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.merge_heads import MergeHeads
 from attngraph.passes.reassociate_linear import ReassociateLinear
@@ -33,14 +34,14 @@ def order(backend: str = "auto", absorb: str = "auto", decoder: bool = False) ->
         FuseAttention(),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
-        *((InsertKVCache(), Tidy()) if decoder else (ReassociateLinear(),)),
+        *((InsertKVCache(), Tidy(), FuseTokenWise()) if decoder else (ReassociateLinear(),)),
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
     )
 
 
 DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
-PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, InsertKVCache(), Tidy())
+PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, InsertKVCache(), Tidy(), FuseTokenWise())
 """Every pass that can be run by itself on a graph."""
 
 

@@ -24,6 +24,7 @@ from attngraph.capture.first_call import answers_alike, fills_a_table
 from attngraph.capture.flat import closed_over_modules
 from attngraph.capture.structure import Spread, flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
+from attngraph.codegen.cpu.replay import Replay
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.ops import nodes
@@ -196,6 +197,11 @@ def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
     return run
 
 
+def _step_runner(graph: ProgramGraph) -> Callable[..., Any]:
+    """Returns the function that computes a decoder's step, or its stage of the prompt."""
+    return Replay(graph, shortened) if graph.state is not None else shortened(graph.module)
+
+
 @LOCK.trace()
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
@@ -247,7 +253,7 @@ def derive_decoder(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
         captured=result.captured, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
-    run = _runner(options) if options.inductor else (lambda g: shortened(g.module))
+    run = _runner(options) if options.inductor else _step_runner
     step = Step(graph, _owner(target), name, names, report, run, captured.left_out, spread)
     error = None
     if whole is not None:

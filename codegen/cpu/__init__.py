@@ -6,10 +6,12 @@ from attngraph.codegen.cpu.compiled import Compiled
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import kernels
+from attngraph.ir.ops import kernels, token_program
 
 kernels.register(Compiled())
 kernels.register(Flash())
 kernels.register(Tiled())
 cache.CACHED.append(Decode())
+token_program.RUNNERS.append(TOKENS)

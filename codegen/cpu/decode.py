@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import source, team
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Call, Run, Three
+from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.library import Library, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
@@ -76,6 +77,21 @@ class Decode:
             out.index_copy_(2, tokens, part)
         return out
 
+    def link(
+        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
+    ) -> Link | None:  # fmt: skip
+        """The call that `attend` makes, ready to run; None if it is not supported."""
+        about = _Rows(rows)
+        if not q.is_cpu or 0 in q.shape[2:] or any(about.are_long(q.shape[1])):
+            return None
+        if not pages[0].dtype == pages[1].dtype == q.dtype:
+            return None
+        made = _prepare(
+            program.text, program, q.dtype, tuple(r.dtype for r in reads), q.shape[3], pages[1].shape[3]
+        )
+        return None if made is None else made.link(q, new, pages, reads, tuple(sizes), about, _threads())
+
     def source(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
     ) -> str:
@@ -120,6 +136,27 @@ class _Prepared:
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
         sizes: tuple[int, ...], rows: _Rows,
     ) -> Tensor | None:  # fmt: skip
+        made = self.link(q, new, pages, reads, sizes, rows)
+        if made is None:
+            return None
+        call = made.argument
+        team.run(self.function, call, min(_threads(), self.items(q, pages[0], rows) * call.parts))
+        return None if call.bad else made.results[0]
+
+    @staticmethod
+    def items(q: Tensor, k: Tensor, rows: _Rows, whatever_lengths: bool = False) -> int:
+        """How many blocks of queries and heads there are."""
+        group = q.shape[1] // k.shape[1]
+        step = _queries_of_item(group)
+        blocks = rows.most_blocks(step, q.shape[2]) if whatever_lengths else rows.blocks(step)
+        return blocks * k.shape[1] * -(-group // BLOCK_Q)
+
+    def link(
+        self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
+        sizes: tuple[int, ...], rows: _Rows, at_once: int | None = None,
+    ) -> Link | None:  # fmt: skip
+        """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these
+        rows, by as many threads as there are items."""
         k, v = pages
         call, held = Call(), [*new]
         if sizes or reads or max(*q.shape, *k.shape) >= SMALL:
@@ -127,38 +164,18 @@ class _Prepared:
             if not (run.set_numbers() and run.set_reads()):
                 return None
             call, held = run.call, [*held, *run.held]
-        if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+        if at_once and (rows.copies or not _in_place((q, k, v, *(t for t in new if t.shape[2])))):
+            return None  # copies would keep the values of this call
+        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         _, h, _, d = q.shape
-        kv, dv, page, count = k.shape[1], v.shape[3], k.shape[2], rows.count
+        dv = v.shape[3]
         out = _empty(q, dv)
-        wide = -(-dv // self.made.lanes) * self.made.lanes
-        threads = _threads()
-        call.step = max(1, BLOCK_Q // min(h // kv, BLOCK_Q))
-        items = rows.blocks(call.step) * kv * -(-h // kv // BLOCK_Q)
-        call.parts = min(-(-threads // items), max(1, rows.longest // LEAST_KEYS))
-        members = min(threads, items * call.parts)
-        if call.parts > 1:
-            partial = torch.empty(items * call.parts * BLOCK_Q * (wide + 2), dtype=torch.float32)
-            arrived = torch.zeros(items, dtype=torch.int64)
-            held += [partial, arrived]
-            call.partial, call.arrived = partial.data_ptr(), arrived.data_ptr()
-        area = (BLOCK_Q + BLOCK_K) * (d + wide) + 64
-        scratch = torch.empty(members * area + 8, dtype=torch.float32)
-        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        _move_pages(call, k, v)
+        call.q, call.out = q.data_ptr(), out.data_ptr()
         call.q_stride = Three(*q.stride()[:3])
-        call.k_stride = Three(*k.stride()[:3])
-        call.v_stride = Three(*v.stride()[:3])
         call.out_stride = Three(*out.stride()[:3])
-        call.B, call.H, call.Hkv, call.D, call.Dv, call.wide, call.scale = (
-            count,
-            h,
-            kv,
-            d,
-            dv,
-            wide,
-            self.scale,
-        )
+        call.B, call.H, call.Hkv, call.D, call.Dv = rows.count, h, k.shape[1], d, dv
+        call.wide, call.scale = -(-dv // self.made.lanes) * self.made.lanes, self.scale
         if new[0].shape[2] > 0:
             k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)
             held += [k_new, v_new]
@@ -166,10 +183,67 @@ class _Prepared:
             call.k_new_stride = _Two(*k_new.stride()[1:3])
             call.v_new_stride = _Two(*v_new.stride()[1:3])
         call.table, call.starts, call.first, call.held = rows.places
-        call.columns, call.page, call.window = rows.columns, page, self.window
+        call.columns, call.window = rows.columns, self.window
+        most, counters = self._share(call, q, k, rows, at_once, held)
+        if not at_once:
+            held += [k, v]  # a link that stays is told where the pages are
+        lengths = rows.held[-1]
+        return Link(
+            self.function, call, counters, [out], [q, *held, *rows.held], lambda: not call.bad,
+            lambda: _refresh(call, most, lengths), lambda k, v: _move_pages(call, k, v),
+        )  # fmt: skip
+
+    def _share(
+        self, call: Call, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the most
+        parts of an item's keys, and the counters."""
+        threads = _threads()
+        call.step = _queries_of_item(call.H // call.Hkv)
+        items = self.items(q, k, rows, bool(at_once))
+        most = -(-threads // items)
+        call.parts = _parts(most, rows.longest)
+        allocated = most if at_once else call.parts
+        counters = [
+            (ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")
+        ]
+        if allocated > 1:
+            partial = torch.empty(items * allocated * BLOCK_Q * (call.wide + 2), dtype=torch.float32)
+            arrived = torch.zeros(items, dtype=torch.int64)
+            held += [partial, arrived]
+            call.partial, call.arrived = partial.data_ptr(), arrived.data_ptr()
+            counters.append((call.arrived, items * 8))
+        area = (BLOCK_Q + BLOCK_K) * (call.D + call.wide) + 64
+        scratch = torch.empty((at_once or min(threads, items * call.parts)) * area + 8, dtype=torch.float32)
+        held.append(scratch)
         call.scratch_size, call.scratch = area, scratch.data_ptr()
-        team.run(self.function, call, members)
-        return None if call.bad else out
+        return most, counters
+
+
+def _in_place(tensors: Sequence[Tensor]) -> bool:
+    """Whether the C can read all of them where they lie."""
+    return all(t.stride(3) == 1 for t in tensors)
+
+
+def _refresh(call: Call, most: int, lengths: Tensor) -> None:
+    """Divide the keys for the rows' present lengths."""
+    if most > 1:
+        call.parts = _parts(most, max(lengths.tolist(), default=0))
+
+
+def _move_pages(call: Call, k: Tensor, v: Tensor) -> None:
+    """Read other pages."""
+    call.k, call.v, call.page = k.data_ptr(), v.data_ptr(), k.shape[2]
+    call.k_stride, call.v_stride = Three(*k.stride()[:3]), Three(*v.stride()[:3])
+
+
+def _queries_of_item(group: int) -> int:
+    return max(1, BLOCK_Q // min(group, BLOCK_Q))
+
+
+def _parts(most: int, longest: int) -> int:
+    """Into how many parts the keys are divided: at most so many, each of some length."""
+    return min(most, max(1, longest // LEAST_KEYS))
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,6 +277,7 @@ class _Rows:
         self.rows = rows
         self.held = [t if t.is_contiguous() else t.contiguous() for t in rows]
         self.places = [t.data_ptr() for t in self.held]
+        self.copies = any(a is not b for a, b in zip(self.held, rows, strict=True))
         self.count, self.columns = rows.table.shape
         self.counts, first, held = counts(rows)
         self.longest = max(held, default=0)
@@ -221,6 +296,10 @@ class _Rows:
     def blocks(self, step: int) -> int:
         """The number of blocks of `step` queries in all rows together."""
         return len(self.counts) if max(self.counts) <= step else sum(-(-n // step) for n in self.counts)
+
+    def most_blocks(self, step: int, tokens: int) -> int:
+        """The most such blocks, however so many tokens are divided between the rows."""
+        return min(tokens, (tokens + self.count * (step - 1)) // step)
 
 
 _last = threading.local()

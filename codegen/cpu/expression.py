@@ -68,7 +68,7 @@ class Writer(Common):
             place = list(self.numbers).index(node)
             return f"c->real[{place}]" if value.kind == "float" else f"(int)c->whole[{place}]"
         if value.kind == "float":
-            return _number(node)
+            return number_literal(node)
         if value.kind == "long":
             return f"INT64_C({node.value!r})"
         return f"({node.value!r})" if node.value < 0 else str(int(node.value))
@@ -76,7 +76,7 @@ class Writer(Common):
     def cast(self, value: Scalar) -> tuple[str, int]:
         (arg,) = value.args
         if value.kind == "float" and arg.op == "const":
-            return _number(arg.source), ATOM
+            return number_literal(arg.source), ATOM
         held = _TYPES[value.kind]
         return self.code(arg) if held == _TYPES[arg.kind] else f"(({held}){self.code(arg)})", ATOM
 
@@ -188,7 +188,7 @@ class Writer(Common):
         return f"{name}_kept"
 
 
-def _number(node: Expr) -> str:
+def number_literal(node: Expr) -> str:
     """A float32 literal of a constant, rounded to nearest."""
     value = math.nan if node is E.NAN else float(node.value)
     try:

@@ -92,15 +92,22 @@ class Draft:
         return Writer(self.plan.reads, self.numbers, self.divisors)
 
     def source(self, *headers: str) -> Source:
-        """The whole source: `base.h`, the functions, and the headers that call them."""
+        """The whole source: `functions.h` and `base.h`, the functions of the program, and the headers that
+        call them."""
         if len(self.numbers) > MOST_NUMBERS:
             raise UnsupportedError(f"more than {MOST_NUMBERS} expressions of sizes")
         lines = ("attngraph, for the scores", *self.plan.program.text.splitlines())
         head = "".join(f"// {line}\n" for line in lines)
         defines = "".join(f"#define {flag}\n" for flag in self.defines)
-        base, *others = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("base.h", *headers))
-        text = "\n".join([head + defines, base, *self.parts, *others])
+        functions, base, *others = map(header, ("functions.h", "base.h", *headers))
+        text = "\n".join([head + defines, functions, base, *self.parts, *others])
         return Source(text, tuple(self.numbers.items()), frozenset(self.divisors), self.masks)
+
+
+@functools.cache
+def header(name: str) -> str:
+    """The text of a file of `c/`."""
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 @functools.lru_cache(maxsize=256)

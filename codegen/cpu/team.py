@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def run(function: Any, argument: ctypes.Structure, members: int) -> None:
+def run(function: Any, argument: ctypes.Structure | ctypes.Array[Any], members: int) -> None:
     """Call `function(&argument)` on `members` threads in parallel, and wait for all."""
     address = ctypes.byref(argument)
     start = _start()

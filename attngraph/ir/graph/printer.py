@@ -133,9 +133,18 @@ class _Printer:
             is_first = view(node.args[0]) is not None and place == 0
             self.names[node] = whole if is_first else f"{whole}.{place}"
             return []
+        if node.target is torch.ops.attngraph.token_program.default:
+            return self._token_program(node)
         args = [self._argument(a) for a in node.args]
         args += [f"{k}={self._argument(v)}" for k, v in node.kwargs.items() if v is not None]
         return self._line(node, f"{_op(node)}({', '.join(args)})", node.meta.get("val"))
+
+    def _token_program(self, node: fx.Node) -> list[str]:
+        """The line of a token program, each tensor under its name in the program, and the program."""
+        given: Any = node.args[0]
+        args = ", ".join(f"r{number}={self._argument(value)}" for number, value in enumerate(given))
+        lines = self._line(node, f"{op_name(node)}({args})", node.meta["val"])
+        return lines + [f"          {line}" for line in str(node.args[1]).splitlines()]
 
     def _attention(self, node: fx.Node, attention: AttentionOp) -> list[str]:
         """The line of an attention (leading tensors by position, other arguments by name) and its program."""

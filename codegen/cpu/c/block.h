@@ -2,17 +2,12 @@
    Gimelshein 2018), for the loops in loop.h and decode.h. Products are computed by a register block of
    STEP_Q rows and STEP_N vectors. */
 
-#if defined(__AVX512F__)
-enum { LANES = 16, STEP_N = 4 };
-#elif defined(__AVX__)
-enum { LANES = 8, STEP_N = 2 };
-#elif defined(__aarch64__)
-enum { LANES = 4, STEP_N = 4 };
+#if defined(__AVX512F__) || defined(__aarch64__)
+enum { STEP_N = 4 };
 #else
-enum { LANES = 4, STEP_N = 2 };
+enum { STEP_N = 2 };
 #endif
 enum { STEP_Q = 6 };
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. The
    strides of A are `lda` between rows and `step` along the depth, so that it may be transposed. */

@@ -4,37 +4,44 @@
    pages beyond a row's tokens is never read. */
 
 #ifndef HAS_WEIGHTS
-/* The sum of a vector's elements, by pairwise addition. */
-INLINE float sum_of(Vector x) {
-    union { Vector v; float f[LANES]; } u = {.v = x};
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half > 0; half /= 2)
+/* S[row][j] = Q[row] . k[j] for `count` keys, at most STREAMS, that lie `stride` elements apart. */
+INLINE void dots_of(const float *Q, int rows, int64_t D, const float *k, int64_t stride, const int count, float *S) {
+    for (int i = 0; i < rows; ++i) {
+        const float *query = Q + i * D;
+        Vector sums[STREAMS];
+        float total[STREAMS];
+        int64_t d = 0;
 #pragma GCC unroll 8
-        for (int l = 0; l < half; ++l) u.f[l] += u.f[l + half];
-    return u.f[0];
-}
-
-/* S[row][j] = Q[row] . k[j], for keys that lie `stride` elements apart. */
-static void dots_few(const Call *c, const float *Q, int rows, const Element *k, int64_t stride, int keys, float *S) {
-    for (int j = 0; j < keys; ++j) {
-        const Element *from = k + j * stride;
-        int64_t D = c->D;
-#if defined(FLOAT32)
-        const float *key = from;
-#else
-        float key[1024];
-        for (int64_t d = 0; d < D; ++d) key[d] = widen(from[d]);
-#endif
-        for (int i = 0; i < rows; ++i) {
-            const float *query = Q + i * D;
-            Vector sums = {0};
-            int64_t d = 0;
-            for (; d + LANES <= D; d += LANES) sums += *(const Vector *)(query + d) * *(const Vector *)(key + d);
-            float sum = sum_of(sums);
-            for (; d < D; ++d) sum += query[d] * key[d];
-            S[i * BLOCK_K + j] = sum;
+        for (int j = 0; j < count; ++j) sums[j] = (Vector){0};
+        for (; d + LANES <= D; d += LANES)
+#pragma GCC unroll 8
+            for (int j = 0; j < count; ++j) sums[j] += *(const Vector *)(query + d) * *(const Vector *)(k + j * stride + d);
+        totals(sums, total, count);
+#pragma GCC unroll 8
+        for (int j = 0; j < count; ++j) {
+            for (int64_t e = d; e < D; ++e) total[j] += query[e] * k[j * stride + e];
+            S[i * BLOCK_K + j] = total[j];
         }
     }
+}
+
+/* The same for any number of keys. */
+static void dots_few(const Call *c, const float *Q, int rows, const Element *k, int64_t stride, int keys, float *S) {
+    int j = 0;
+#if defined(FLOAT32)
+    for (; j + STREAMS <= keys; j += STREAMS) dots_of(Q, rows, c->D, k + j * stride, stride, STREAMS, S + j);
+    for (; j < keys; ++j) dots_of(Q, rows, c->D, k + j * stride, stride, 1, S + j);
+#else
+    float wide[STREAMS * 1024];
+    for (; j < keys; j += STREAMS) {
+        int count = (int)smaller(STREAMS, keys - j);
+        for (int n = 0; n < count; ++n)
+            for (int64_t d = 0; d < c->D; ++d) wide[n * c->D + d] = widen(k[(j + n) * stride + d]);
+        if (count == STREAMS) dots_of(Q, rows, c->D, wide, c->D, STREAMS, S + j);
+        else
+            for (int n = 0; n < count; ++n) dots_of(Q, rows, c->D, wide + n * c->D, c->D, 1, S + j + n);
+    }
+#endif
 }
 
 /* O[row] = O[row] * decay[row] + sum over j of S[row][j] v[j]. */

@@ -84,23 +84,6 @@ static void pass(Call *c, const Place *at, Block *t, const uint8_t *map, int val
     }
 }
 
-static int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
-
-INLINE void rest(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-/* Waits are mostly short, so a thread spins first: on a busy machine a thread that yields may not run again
-   for milliseconds. */
-static void wait_for(int64_t *counter, int64_t wanted) {
-    for (int turns = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) < wanted; ++turns)
-        turns < 4096 ? rest() : (void)sched_yield();
-}
-
 /* The lines of both maps for a block of queries; null where there is no map. */
 static void lines_of(const Call *c, int64_t b, int64_t h, int64_t q0, const uint8_t *line[2]) {
     for (int n = 0; n < 2; ++n)

@@ -1,0 +1,213 @@
+"""Token programs: what is computed from each token alone, as formulas of single elements.
+
+    r0[1, t, 768]                               a tensor that is given; t counts the tokens
+    r1[768]                                     one that all tokens share, a weight
+    r2[] = sum[j < 768] r0[0, t, j]             a value of each token; this one is a single number
+    r3[i0 < 768] = r0[0, t, i0] - r2[] / 768    one with an element for each i0
+    return r3[1, t, 768]                        results, with their shapes
+
+Values are numbered in the order in which they are given or defined; a definition reads given tensors and
+earlier definitions (by its own indices alone: always for the same token). A definition may begin with one
+`sum` or `amax` over an index. Extents are numbers; only the number of tokens is left open, so one program
+serves any number of tokens. Expressions are those of the score language (`parser.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import NamedTuple
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.parser import expression
+
+TOKEN = E.var("t")
+"""The index of the token in given tensors and results."""
+FOLDS = ("sum", "amax")
+Extent = int | None
+"""A number of elements; None: the number of tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A tensor that a program is given."""
+
+    shape: tuple[Extent, ...]
+
+    @property
+    def token_dim(self) -> int | None:
+        """The dimension that counts the tokens; None if all tokens share the tensor."""
+        return self.shape.index(None) if None in self.shape else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """A value of each token: `value` for each combination of the `indices`, whose extents are above 1, folded
+    over one more index if there is a `fold` ("sum" or "amax")."""
+
+    indices: tuple[Expr, ...]
+    value: Expr
+    fold: str = ""
+    over: Expr | None = None
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(extent(index) for index in self.indices)
+
+    @property
+    def reads(self) -> frozenset[int]:
+        return frozenset(n.value for n in E.walk(self.value) if n.op == "read")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The value of a definition as a tensor: a dimension for each of its indices, in their order, one for
+    the tokens, and any number of extent 1."""
+
+    number: int
+    shape: tuple[Extent, ...]
+
+    @property
+    def token_dim(self) -> int:
+        return self.shape.index(None)
+
+
+class Product(NamedTuple):
+    """A definition that multiplies a value of each token by a weight: `sum[j] r<left>[j] * r<weight>[..]`,
+    with the weight as `[out, in]`, or as `[in, out]` if it is `turned`."""
+
+    left: int
+    weight: int
+    turned: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenProgram:
+    """`given` have the first numbers, `definitions` those that follow."""
+
+    given: tuple[Given, ...]
+    definitions: tuple[Definition, ...]
+    results: tuple[Result, ...]
+
+    def definition(self, number: int) -> Definition | None:
+        """The definition of this number; None if it is a given tensor."""
+        return self.definitions[number - len(self.given)] if number >= len(self.given) else None
+
+    def product(self, number: int) -> Product | None:
+        """How a definition is a product with a weight; None if it is not."""
+        made = self.definition(number)
+        if made is None or made.fold != "sum" or made.value.op != "mul" or len(made.indices) != 1:
+            return None
+        (out,), over = made.indices, made.over
+        for left, weight in (made.value.args, made.value.args[::-1]):
+            if left.op != "read" or weight.op != "read" or self.definition(left.value) is None:
+                continue
+            if left.args != (over,) or self.definition(weight.value) is not None:
+                continue
+            if weight.args in ((out, over), (over, out)):
+                return Product(left.value, weight.value, weight.args == (over, out))
+        return None
+
+    @functools.cached_property
+    def text(self) -> str:
+        lines = [f"r{number}[{_shape(given.shape)}]" for number, given in enumerate(self.given)]
+        for number, made in enumerate(self.definitions, start=len(self.given)):
+            indices = ", ".join(_index(i) for i in made.indices)
+            fold = f"{made.fold}[{_index(made.over)}] " if made.over is not None else ""
+            lines.append(f"r{number}[{indices}] = {fold}{E.format_expr(made.value)}")
+        results = ", ".join(f"r{r.number}[{_shape(r.shape)}]" for r in self.results)
+        return "\n".join([*lines, f"return {results}"])
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def extent(index: Expr) -> int:
+    """The number of values of an index."""
+    return int(index.args[0].value)
+
+
+def index(name: str, count: int) -> Expr:
+    return E.var(name, E.const(count))
+
+
+def _index(variable: Expr) -> str:
+    return f"{variable.value} < {extent(variable)}"
+
+
+def _shape(shape: tuple[Extent, ...]) -> str:
+    return ", ".join("t" if n is None else str(n) for n in shape)
+
+
+class TokenProgramError(ValueError):
+    """A text that is no token program; says which line is not, and why."""
+
+
+_LINE = re.compile(r"r(\d+)\[([^\]]*)\](?:\s*=\s*(?:(sum|amax)\[\s*(\w+)\s*<\s*(\d+)\s*\]\s*)?(.+))?")
+_RESULT = re.compile(r"r(\d+)\[([^\]]*)\]")
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> TokenProgram:
+    """The token program that `text` spells; `parse(program.text) == program`.
+
+    Raises:
+        TokenProgramError: with the line and what is wrong with it.
+    """
+    given: list[Given] = []
+    definitions: list[Definition] = []
+    results: list[Result] = []
+    for line in (line.strip() for line in text.splitlines() if line.strip()):
+        if results:
+            raise TokenProgramError(f"nothing may follow the results: {line}")
+        if line.startswith("return "):
+            results = [_result(n, shape, given, definitions, line) for n, shape in _RESULT.findall(line)]
+            continue
+        found = _LINE.fullmatch(line)
+        if found is None or int(found[1]) != len(given) + len(definitions):
+            raise TokenProgramError(f"expected r{len(given) + len(definitions)}[..] or results: {line}")
+        if found[6] is None:
+            if definitions:
+                raise TokenProgramError(f"given tensors stand before definitions: {line}")
+            given.append(Given(_extents(found[2], line)))
+            continue
+        indices = tuple(_variable(part, line) for part in found[2].split(",") if part.strip())
+        over = index(found[4], int(found[5])) if found[3] else None
+        names = {v.value: v for v in (*indices, *(() if over is None else (over,)))}
+        value = expression(found[6], t=TOKEN, **names)
+        made = Definition(indices, value, found[3] or "", over)
+        late = [n for n in made.reads if n >= len(given) + len(definitions)]
+        if late:
+            raise TokenProgramError(f"r{late[0]} is read before it is defined: {line}")
+        definitions.append(made)
+    if not results:
+        raise TokenProgramError("it returns nothing")
+    return TokenProgram(tuple(given), tuple(definitions), tuple(results))
+
+
+def _variable(part: str, line: str) -> Expr:
+    name, _, count = (p.strip() for p in part.partition("<"))
+    if not count.isdigit() or not name.isidentifier():
+        raise TokenProgramError(f"expected `index < extent`, found `{part.strip()}`: {line}")
+    return index(name, int(count))
+
+
+def _extents(text: str, line: str) -> tuple[Extent, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if parts.count("t") > 1 or any(not (p == "t" or p.isdigit()) for p in parts):
+        raise TokenProgramError(f"a shape has numbers and at most one t: {line}")
+    return tuple(None if p == "t" else int(p) for p in parts)
+
+
+def _result(number: str, shape: str, given: list[Given], definitions: list[Definition], line: str) -> Result:
+    place, extents = int(number) - len(given), _extents(shape, line)
+    if not 0 <= place < len(definitions) or None not in extents:
+        raise TokenProgramError(f"r{number} is no value of each token: {line}")
+    if definitions[place].extents != tuple(n for n in extents if n not in (None, 1)):
+        raise TokenProgramError(f"r{number} has other extents: {line}")
+    return Result(int(number), extents)

@@ -1,0 +1,194 @@
+"""The attngraph dialect: what is computed from each token alone, as one operation.
+
+    attngraph::token_program(Tensor[] given, str program) -> Tensor[]
+
+`program` is a token program (`ir/language/token_program.py`); the tensors have the shapes that it names, with
+the same number of tokens. In the memory of a result a token's elements are contiguous. A registered runner
+computes the calls that it supports, plain PyTorch the others: operation by operation, in the tensors' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language.token_program import TOKEN, Definition, Result, TokenProgram, extent, parse
+from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
+
+INSTEAD = "a decoder has no gradients: differentiate the model itself"
+
+torch.library.define("attngraph::token_program", "(Tensor[] given, str program) -> Tensor[]")
+
+
+class Runner(Protocol):
+    """Computes token programs; returns None for a call that it does not support."""
+
+    name: str
+
+    def run(self, text: str, given: Sequence[Tensor]) -> list[Tensor] | None: ...
+
+    def source(self, program: TokenProgram) -> str:
+        """The source of the code that computes few tokens; "" if the program is not supported."""
+
+
+RUNNERS: list[Runner] = []
+"""In order of preference."""
+
+
+def is_supported(program: TokenProgram) -> bool:
+    """Whether a runner supports the program."""
+    return any(runner.source(program) for runner in RUNNERS)
+
+
+def token_program(given: Sequence[Tensor], program: str) -> list[Tensor]:
+    """The results of a token program."""
+    require_no_derivative("token_program", INSTEAD, (given,))  # decoders call this directly
+    for runner in RUNNERS:
+        found = runner.run(program, given)
+        if found is not None:
+            return found
+    return reference(parse(program), given)
+
+
+@torch.library.impl("attngraph::token_program", "CompositeExplicitAutograd")
+def _token_program(given: list[Tensor], program: str) -> list[Tensor]:
+    with torch.no_grad():
+        return token_program(given, program)
+
+
+@torch.library.register_fake("attngraph::token_program")  # type: ignore[untyped-decorator]
+def _token_program_fake(given: list[Tensor], program: str) -> list[Tensor]:
+    parsed = parse(program)
+    tokens = tokens_in(parsed, given)
+    return [allocated(result, tokens, given[0]) for result in parsed.results]
+
+
+refuse_derivatives("token_program", INSTEAD)
+
+
+def tokens_in(program: TokenProgram, given: Sequence[Tensor]) -> int:
+    """The number of tokens of a call."""
+    return next(
+        tensor.shape[about.token_dim]
+        for tensor, about in zip(given, program.given, strict=True)
+        if about.token_dim is not None
+    )
+
+
+def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
+    """Memory for a result, in which a token's elements are contiguous."""
+    shape = [tokens, *(n for n in result.shape if n is not None)]
+    order = list(range(1, len(shape)))
+    order.insert(result.token_dim, 0)
+    return like.new_empty(shape, dtype=like.dtype).permute(order)
+
+
+# --- in plain PyTorch ---
+
+
+def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
+    """The results by PyTorch's operations on whole tensors."""
+    found = [_token_first(t, about.token_dim) for t, about in zip(given, program.given, strict=True)]
+    tokens = tokens_in(program, given)
+    for number, made in enumerate(program.definitions, start=len(given)):
+        product = program.product(number)
+        if product is not None:
+            weight = given[product.weight]
+            found.append(found[product.left] @ (weight if product.turned else weight.T))
+        else:
+            found.append(_Evaluation(program, made, found, tokens).value())
+    results: list[Tensor] = []
+    for result in program.results:
+        value = found[result.number].reshape([tokens, *(n for n in result.shape if n is not None)])
+        results.append(value.movedim(0, result.token_dim))
+    return results
+
+
+def _token_first(tensor: Tensor, dim: int | None) -> Tensor:
+    return tensor if dim is None else tensor.movedim(dim, 0)
+
+
+class _Evaluation:
+    """The value of one definition: `[tokens, *indices]`. Every expression is a tensor that broadcasts against
+    `[tokens, *indices, over]`."""
+
+    def __init__(self, program: TokenProgram, made: Definition, known: Sequence[Tensor], tokens: int) -> None:
+        self.program, self.made, self.known = program, made, known
+        over = () if made.over is None else (made.over,)
+        self.axes = (TOKEN, *made.indices, *over)
+        self.shape = (tokens, *(extent(i) for i in (*made.indices, *over)))
+        self.done: dict[Expr, Tensor] = {}
+        self.like = next(t for t in known if t.is_floating_point())
+
+    def value(self) -> Tensor:
+        whole = self.of(self.made.value).to(self.like.dtype).expand(self.shape)
+        if self.made.fold == "sum":
+            return whole.sum(-1)
+        return whole.amax(-1) if self.made.fold else whole.contiguous()
+
+    def of(self, node: Expr) -> Tensor:
+        if node not in self.done:
+            self.done[node] = self._of(node)
+        return self.done[node]
+
+    def _of(self, node: Expr) -> Tensor:
+        match node.op:
+            case "const":
+                value = float("nan") if node is E.NAN else node.value
+                dtype = self.like.dtype if node.kind == "float" else None
+                return torch.tensor(value, dtype=dtype, device=self.like.device)
+            case "var":
+                axis = self.axes.index(node)
+                shape = [1] * len(self.axes)
+                shape[axis] = self.shape[axis]
+                return torch.arange(self.shape[axis], device=self.like.device).view(shape)
+            case "read":
+                return self._read(node)
+            case "float":
+                return self.of(node.args[0]).to(self.like.dtype)
+        row = operation_of(node.op)
+        assert row is not None, node.op
+        args = [self.of(a) for a in node.args]
+        if row.takes == "reals":
+            args = [a.to(self.like.dtype) for a in args]
+        elif row.takes == "truths":
+            args = [a != 0 for a in args]
+        if node.op == "where":
+            args = [args[0] != 0, *_broadcast(_promoted(args[1:]))]
+        found: Tensor = row.torch(*(args if node.op == "where" else _promoted(args)))
+        return found
+
+    def _read(self, node: Expr) -> Tensor:
+        """An element for each token and index. Indices that a selection does not choose may be out of range:
+        those elements are read at the last place."""
+        tensor, indices = self.known[node.value], list(node.args)
+        if self.program.definition(node.value) is not None:
+            indices.insert(0, TOKEN)
+        elif self.program.given[node.value].token_dim is not None:
+            indices.insert(0, indices.pop(self.program.given[node.value].token_dim))
+        if not indices:
+            return tensor
+        places = [self.of(i).clamp(0, n - 1) for i, n in zip(indices, tensor.shape, strict=True)]
+        found: Tensor = tensor[tuple(_broadcast(places))]
+        return found
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = torch.broadcast_tensors(*tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _promoted(args: Sequence[Tensor]) -> list[Tensor]:
+    """The operands in the last of their kinds, as numbers of rank zero do not decide in PyTorch."""
+    if len(args) < 2:
+        return list(args)
+    dtype = args[0].dtype
+    for arg in args[1:]:
+        dtype = torch.promote_types(dtype, arg.dtype)
+    return [a.to(dtype) for a in args]

@@ -1,0 +1,22 @@
+/* Several compiled functions, one after another, on the same threads: each thread calls all of them, and waits
+   for the others in between. */
+
+typedef struct { void (*run)(void *); void *argument; } Link;
+typedef struct { void *from; int64_t bytes; } Counters;
+typedef struct { int64_t links, counters, members, arrived; const Link *link; const Counters *counter; } Chain;
+
+/* Sets the counters of all functions to zero; to be called before the threads start. */
+void attngraph_clear(Chain *c) {
+    c->arrived = 0;
+    for (int64_t n = 0; n < c->counters; ++n) memset(c->counter[n].from, 0, (size_t)c->counter[n].bytes);
+}
+
+void attngraph_chain(Chain *c) {
+    for (int64_t n = 0; n < c->links; ++n) {
+        if (n) {
+            take(&c->arrived);
+            wait_for(&c->arrived, n * c->members);
+        }
+        c->link[n].run(c->link[n].argument);
+    }
+}

@@ -1,0 +1,233 @@
+/* What all emitted C begins with: elements of the dtype in use (ELEMENT: FLOAT32, BFLOAT16 or FLOAT16), the
+   functions of the score language, written so that compilers vectorise the loops that call them, vectors, and
+   counters that threads share. Plain C11 with GNU extensions, without PyTorch's headers. */
+
+#include <math.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* ---- elements ---- */
+
+#if defined(FLOAT32)
+typedef float Element;
+INLINE float widen(Element x) { return x; }
+INLINE Element narrow(float x) { return x; }
+#elif defined(FLOAT16)
+typedef _Float16 Element;
+INLINE float widen(Element x) { return (float)x; }
+INLINE Element narrow(float x) { return (Element)x; }
+#else
+typedef uint16_t Element;
+INLINE float widen_bits(uint16_t x) { union { uint32_t i; float f; } u = {.i = (uint32_t)x << 16}; return u.f; }
+INLINE float widen(Element x) { return widen_bits(x); }
+INLINE Element narrow(float x) {        /* to the nearest, ties to even */
+    union { float f; uint32_t i; } u = {.f = x};
+    uint32_t rounded = (u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16;
+    return (Element)(x != x ? 0x7fc0 : rounded);
+}
+#endif
+
+INLINE float from_float(float x) { return x; }
+INLINE float from_bfloat16(uint16_t x) { union { uint32_t i; float f; } u = {.i = (uint32_t)x << 16}; return u.f; }
+INLINE int from_bool(uint8_t x) { return x != 0; }
+INLINE int from_int32(int32_t x) { return x; }
+INLINE int64_t from_int64(int64_t x) { return x; }
+#ifdef __FLT16_MAX__
+INLINE float from_float16(_Float16 x) { return (float)x; }
+#endif
+
+/* ---- functions ----
+   exp by the reduction of Cody and Waite (Software Manual for the Elementary Functions, 1980, chapter 6):
+   x = n ln 2 + r with ln 2 in two parts, then a polynomial in r that is minimax on |r| <= ln 2 / 2. */
+
+INLINE float power_of_two(int n) { union { int32_t i; float f; } u = {.i = (n + 127) * (1 << 23)}; return u.f; }
+
+INLINE float exp_reduced(float r) {     /* exp(r) for |r| <= ln 2 / 2 */
+    float p = 0.001381459878757596f;
+    p = p * r + 0.008368716575205326f;
+    p = p * r + 0.04166838899254799f;
+    p = p * r + 0.1666652113199234f;
+    p = p * r + 0.4999999403953552f;
+    return p * r * r + r + 1.0f;
+}
+
+/* The nearest integer to a small x is read from the last bits of x + 1.5 * 2**23. */
+INLINE float exp_of_negative(float x) { /* x <= 0 or NaN; zero where exp(x) is below the normal numbers */
+    float c = x < -87.0f ? -87.0f : x;
+    float shifted = c * 1.442695040888963f + 12582912.0f;
+    union { float f; int32_t i; } u = {.f = shifted};
+    float n = shifted - 12582912.0f;
+    float r = c - n * 0.693359375f;
+    r = r + n * 2.12194440054690583e-4f;
+    float y = exp_reduced(r) * power_of_two(u.i - 0x4b400000);
+    return x < -87.0f ? 0.0f : y;
+}
+
+INLINE float scaled_exp(int n, float r) {
+    int half = n >> 1;                  /* in two steps, for subnormal results and for 2**128 */
+    return exp_reduced(r) * power_of_two(half) * power_of_two(n - half);
+}
+
+INLINE float exp_(float x) {
+    float c = x < -105.0f ? -105.0f : x;
+    c = c > 90.0f ? 90.0f : c;
+    float shifted = c * 1.442695040888963f + 12582912.0f;
+    union { float f; int32_t i; } u = {.f = shifted};
+    float n = shifted - 12582912.0f;
+    float r = c - n * 0.693359375f;
+    r = r + n * 2.12194440054690583e-4f;
+    return x != x ? x : scaled_exp(u.i - 0x4b400000, r);
+}
+
+INLINE float exp2_(float x) {
+    float c = x < -152.0f ? -152.0f : x;
+    c = c > 130.0f ? 130.0f : c;
+    float shifted = c + 12582912.0f;
+    union { float f; int32_t i; } u = {.f = shifted};
+    float n = shifted - 12582912.0f;
+    return x != x ? x : scaled_exp(u.i - 0x4b400000, (c - n) * 0.6931471805599453f);
+}
+
+INLINE float tanh_(float x) {           /* an odd minimax polynomial near zero, elsewhere by exp */
+    float a = fabsf(x);
+    float z = x * x;
+    float p = -0.005704986862838268f;
+    p = p * z + 0.02063908614218235f;
+    p = p * z - 0.05373971536755562f;
+    p = p * z + 0.13331441581249237f;
+    p = p * z - 0.3333328068256378f;
+    float near = x + x * z * p;
+    float t = exp_of_negative(-2.0f * a);
+    float far = copysignf((1.0f - t) / (1.0f + t), x);
+    return a < 0.625f ? near : far;     /* NaN takes `far` and stays NaN */
+}
+
+INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
+INLINE float rsqrt_(float x) { return 1.0f / sqrtf(x); }
+INLINE float sign_(float x) { return (float)((x > 0) - (x < 0)); }
+INLINE float minimum(float a, float b) { return a < b || a != a ? a : b; }
+INLINE float maximum(float a, float b) { return a > b || a != a ? a : b; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Floor division and its remainder. A divisor is a constant or was checked at launch: it is not 0. */
+#define FLOOR_DIVISION(TYPE, NAME)                                                                    \
+    INLINE TYPE floor_divide_##NAME(TYPE a, TYPE b) {                                                 \
+        TYPE quotient = a / b, rest = a - quotient * b;                                               \
+        return quotient - (rest != 0 && (rest < 0) != (b < 0));                                       \
+    }                                                                                                 \
+    INLINE TYPE floor_modulo_##NAME(TYPE a, TYPE b) {                                                 \
+        TYPE rest = a % b;                                                                            \
+        return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;                                  \
+    }
+FLOOR_DIVISION(int, int)
+FLOOR_DIVISION(int64_t, long)
+
+INLINE float floor_modulo_float(float a, float b) {
+    float rest = fmodf(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
+INLINE float floor_divide_float(float a, float b) { /* exact for results that a float holds */
+    float rest = fmodf(a, b);
+    float quotient = (a - rest) / b;
+    if (rest != 0 && (rest < 0) != (b < 0)) quotient -= 1;
+    float whole = floorf(quotient);
+    if (quotient - whole > 0.5f) whole += 1;
+    return b == 0 ? a / b : quotient == 0 ? copysignf(0.0f, a / b) : whole;
+}
+
+/* Uniform in [0, 1) from a seed and four counters: the finaliser of MurmurHash3 (Appleby) once for each. */
+INLINE uint32_t mix(uint32_t state, uint32_t place) {
+    state ^= place * 0x9E3779B1u;
+    state = (state ^ (state >> 16)) * 0x85EBCA6Bu;
+    state = (state ^ (state >> 13)) * 0xC2B2AE35u;
+    return state ^ (state >> 16);
+}
+INLINE float uniform(uint32_t seed, uint32_t b, uint32_t h, uint32_t q, uint32_t k) {
+    return (float)(int32_t)(mix(mix(mix(mix(seed, b), h), q), k) >> 8) * (1.0f / (1 << 24));
+}
+
+/* ---- vectors ---- */
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* The sum of a vector's elements, by pairwise addition. */
+INLINE float sum_of(Vector x) {
+    union { Vector v; float f[LANES]; } u = {.v = x};
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int l = 0; l < half; ++l) u.f[l] += u.f[l + half];
+    return u.f[0];
+}
+
+enum { STREAMS = 8 };                   /* what is read side by side where the memory's speed counts */
+
+/* total[o] = the sum of the elements of sum[o], for at most STREAMS vectors. Each step adds the halves of pairs of
+   vectors, so that it ends with one vector that holds all totals. */
+#if defined(__clang__)
+INLINE void totals(const Vector *sum, float *total, const int outs) {
+    for (int o = 0; o < outs; ++o) total[o] = sum_of(sum[o]);
+}
+#else
+typedef int32_t Lanes __attribute__((vector_size(4 * LANES)));
+INLINE Vector add_halves(Vector a, Vector b, const int half) {
+    Lanes low, high;                    /* lanes whose number has the bit `half` are b's, the others a's */
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; ++l) {
+        low[l] = l & half ? LANES + l - half : l;
+        high[l] = l & half ? LANES + l : l + half;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+INLINE void totals(const Vector *sum, float *total, const int outs) {
+    Vector part[STREAMS];
+    int count = outs;
+#pragma GCC unroll 8
+    for (int o = 0; o < outs; ++o) part[o] = sum[o];
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2) {
+#pragma GCC unroll 4
+        for (int p = 0; p < (count + 1) / 2; ++p)
+            part[p] = add_halves(part[2 * p], part[2 * p + 1 < count ? 2 * p + 1 : 2 * p], half);
+        count = (count + 1) / 2;
+    }
+#pragma GCC unroll 8
+    for (int o = 0; o < outs; ++o) {    /* vector o went to b's lanes in the steps of its one bits */
+        int lane = 0, half = LANES / 2;
+        for (int n = o; n > 0; n /= 2, half /= 2) lane |= n & 1 ? half : 0;
+        if (LANES >= STREAMS || outs <= LANES) total[o] = part[0][lane];
+    }
+}
+#endif
+
+/* ---- threads ---- */
+
+static int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL); }
+
+INLINE void rest(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Waits are mostly short, so a thread spins first: on a busy machine a thread that yields may not run again
+   for milliseconds. */
+static void wait_for(int64_t *counter, int64_t wanted) {
+    for (int turns = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) < wanted; ++turns)
+        turns < 4096 ? rest() : (void)sched_yield();
+}

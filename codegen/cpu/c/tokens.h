@@ -1,0 +1,23 @@
+/* A token program: its arguments, and how threads share the work. The call is an array of 64-bit integers: the
+   numbers below, a counter for each phase, the address of each given tensor and its strides, the address of each
+   value, `[tokens][width]`. */
+
+enum { TOKENS, MEMBERS, PHASE, MEMBER, ARRIVED, COUNTERS = 8 };
+
+static int64_t rounded_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
+
+/* How many columns of a product one thread computes at a time, so that all threads get equally many shares. A weight
+   `[in, out]` is read in pieces of its rows, which should be long, and the results of all rows should stay in the
+   first cache. One that is `[out, in]` is read row by row, some 1 MiB at a time. */
+static int64_t share_of(int64_t width, int64_t depth, int64_t tokens, int64_t members, int turned) {
+    int64_t each = (width + members - 1) / members;
+    int64_t most = turned ? SHARE / tokens : larger(16, (1 << 18) / depth);
+    int64_t shares = (each + most - 1) / most;
+    return rounded_up((each + shares - 1) / shares, turned ? LANES : 8);
+}
+
+/* Waits until all threads have come here for the `number`th time. */
+static void meet(int64_t *c, int64_t number) {
+    take(c + ARRIVED);
+    wait_for(c + ARRIVED, number * c[MEMBERS]);
+}

@@ -1,0 +1,91 @@
+"""Calls of compiled functions, made once and run many times, all of them by one call (`c/chain.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu.source import header
+
+
+@dataclasses.dataclass
+class Link:
+    """One call, ready to run.
+
+    Attributes:
+        function, argument: of the library, and what it gets.
+        counters: addresses and bytes of what must be zero when it starts.
+        results: where it writes.
+        held: what must stay alive.
+        is_good: whether the last run was valid (no index was out of range).
+        refresh: sets what depends on the rows' lengths.
+        move_pages: makes it read keys and values from other pages.
+    """
+
+    function: Any
+    argument: Any
+    counters: list[tuple[int, int]]
+    results: list[Tensor]
+    held: list[Any]
+    is_good: Callable[[], bool] = lambda: True
+    refresh: Callable[[], None] = lambda: None
+    move_pages: Callable[[Tensor, Tensor], None] | None = None
+
+
+class Chain:
+    """Links that run one after another.
+
+    Raises:
+        CompilerError: there is no compiler.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = list(links)
+        self.members = torch.get_num_threads()
+        code = _library()
+        self._run, self._clear = code.attngraph_chain, code.attngraph_clear
+        addresses = [ctypes.cast(link.function, ctypes.c_void_p).value for link in links]
+        self._table = (_Link * len(links))(
+            *(_Link(a, ctypes.addressof(link.argument)) for a, link in zip(addresses, links, strict=True))
+        )
+        counters = [c for link in links for c in link.counters]
+        self._counters = (_Counters * len(counters))(*(_Counters(*place) for place in counters))
+        self._call = _Chain(
+            len(links), len(counters), self.members, 0, ctypes.addressof(self._table),
+            ctypes.addressof(self._counters),
+        )  # fmt: skip
+
+    def run(self) -> bool:
+        """Run all links; False where one of them found an index out of range."""
+        for link in self.links:
+            link.refresh()
+        self._clear(ctypes.byref(self._call))
+        team.run(self._run, self._call, self.members)
+        return all(link.is_good() for link in self.links)
+
+
+class _Link(ctypes.Structure):
+    _fields_ = (("run", ctypes.c_void_p), ("argument", ctypes.c_void_p))
+
+
+class _Counters(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+class _Chain(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("links", "counters", "members", "arrived")),
+        ("link", ctypes.c_void_p), ("counter", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return toolchain.build("\n".join(["#define FLOAT32", header("functions.h"), header("chain.h")]))[0]

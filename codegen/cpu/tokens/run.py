@@ -1,0 +1,176 @@
+"""`cpu.tokens`: token programs computed by C.
+
+Few tokens are computed by one call, in which all threads read every weight once. Many tokens are computed in
+blocks: the products by PyTorch, whose kernels are made for many rows, everything else by the C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.tokens import source
+from attngraph.codegen.cpu.tokens.schedule import phases
+from attngraph.codegen.unsupported import UnsupportedError
+from attngraph.ir.language.token_program import TokenProgram, parse
+from attngraph.ir.ops.token_program import allocated, tokens_in
+
+_log = logging.getLogger("attngraph.codegen.cpu")
+FEW = 32
+"""The most tokens for which the C computes the products, MOST_ROWS of c/product.h."""
+AT_ONCE = 512
+"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient, and memory for
+values in between small."""
+
+
+class Tokens:
+    """`cpu.tokens`."""
+
+    name = "cpu.tokens"
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Prepared | None] = {}
+        self._lock = threading.Lock()
+
+    def source(self, program: TokenProgram) -> str:
+        try:
+            toolchain.compiler()
+            return source.write(program.text)
+        except (UnsupportedError, toolchain.CompilerError):
+            return ""
+
+    def run(self, text: str, given: Sequence[Tensor]) -> list[Tensor] | None:
+        made = self._known.get(text)
+        if made is None:
+            made = self._prepare(text)
+        return None if made is None else made.run(given)
+
+    def link(self, text: str, given: Sequence[Tensor]) -> Link | None:
+        """A call for few tokens, ready to run; None if it is not supported."""
+        made = self._prepare(text)
+        if made is None or any(t.dtype is not torch.float32 or not t.is_cpu for t in given):
+            return None
+        tokens = tokens_in(made.program, given)
+        if not 0 < tokens <= FEW or any(not made.is_usable(n, t) for n, t in enumerate(given)):
+            return None
+        return made.link(given, [allocated(r, tokens, given[0]) for r in made.program.results], tokens)
+
+    def _prepare(self, text: str) -> _Prepared | None:
+        with self._lock:
+            if text not in self._known:
+                try:
+                    self._known[text] = _Prepared(parse(text), toolchain.build(source.write(text))[0])
+                except (UnsupportedError, toolchain.CompilerError) as error:
+                    _log.warning("not compiled, PyTorch's operations instead: %s\n%s", error, text)
+                    self._known[text] = None
+            return self._known[text]
+
+
+class _Prepared:
+    """A program and its library."""
+
+    def __init__(self, program: TokenProgram, code: ctypes.CDLL) -> None:
+        self.program, self.layout, self.phases = program, source.layout(program), phases(program)
+        self.whole, self.part = code.attngraph_tokens, code.attngraph_part
+        self.first = len(program.given)
+        self.widths = [math.prod(d.extents) for d in program.definitions]
+        self.rows = source.row_lengths(program)
+        self.shared = [about.token_dim is None for about in program.given]
+        returned = {r.number - self.first for r in program.results}
+        self.between = [n for n in range(len(self.widths)) if n not in returned]
+        self.total = sum(self.rows[n] for n in self.between)
+
+    def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
+        if any(t.dtype is not torch.float32 or not t.is_cpu for t in given):
+            return None
+        tokens = tokens_in(self.program, given)
+        results = [allocated(r, tokens, given[0]) for r in self.program.results]
+        if tokens <= FEW:
+            if tokens:
+                self._few(given, results, tokens)
+            return results
+        for start in range(0, tokens, AT_ONCE):
+            count = min(AT_ONCE, tokens - start)
+            parts = [
+                t if about.token_dim is None else t.narrow(about.token_dim, start, count)
+                for t, about in zip(given, self.program.given, strict=True)
+            ]
+            self._many(parts, [o.narrow(r.token_dim, start, count) for o, r in
+                               zip(results, self.program.results, strict=True)], count)  # fmt: skip
+        return results
+
+    def is_usable(self, number: int, tensor: Tensor) -> bool:
+        """Whether the C can read a given tensor where it lies."""
+        return tensor.is_contiguous() if self.shared[number] else tensor.stride(-1) == 1
+
+    def _call(self, given: Sequence[Tensor], tokens: int, members: int) -> tuple[list[int], list[Tensor]]:
+        """The numbers of a call without the addresses of values, and the tensors that it needs kept alive."""
+        held: list[Tensor] = []
+        places = [tokens, members, *([0] * (source.COUNTERS + self.layout.phases - 2))]
+        strides: list[int] = []
+        for number, (tensor, shared) in enumerate(zip(given, self.shared, strict=True)):
+            if not self.is_usable(number, tensor):
+                tensor = tensor.contiguous()
+                held.append(tensor)
+            places.append(tensor.data_ptr())
+            strides += _NO_STRIDES if shared else [*tensor.stride(), *_NO_STRIDES][: source.RANKS]
+        return places + strides, held
+
+    def _few(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
+        made = self.link(given, results, tokens)
+        team.run(made.function, made.argument, torch.get_num_threads())
+
+    def link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> Link:
+        """A call for few tokens, ready to run."""
+        places, held = self._call(given, tokens, torch.get_num_threads())
+        values = [0] * len(self.widths)
+        for result, about in zip(results, self.program.results, strict=True):
+            values[about.number - self.first] = result.data_ptr()
+        scratch = torch.empty(self.total * tokens)
+        address = scratch.data_ptr()
+        for number in self.between:
+            values[number] = address
+            address += self.rows[number] * tokens * 4
+        call = (ctypes.c_int64 * self.layout.length)(*places, *values)
+        counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
+        return Link(self.whole, call, [counters], list(results), [scratch, *held])
+
+    def _many(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
+        members = torch.get_num_threads()
+        places, held = self._call(given, tokens, members)
+        values: list[Tensor] = [torch.empty(0)] * len(self.widths)
+        for result, about in zip(results, self.program.results, strict=True):
+            values[about.number - self.first] = result.movedim(about.token_dim, 0).flatten(1)
+        scratch = torch.empty(self.total * tokens)
+        at = 0
+        for number in self.between:
+            size = self.rows[number] * tokens
+            values[number] = scratch[at : at + size].view(tokens, -1)[:, : self.widths[number]]
+            at += size
+        call = (ctypes.c_int64 * self.layout.length)(*places, *(v.data_ptr() for v in values))
+        for number, phase in enumerate(self.phases):
+            for group in phase.groups:
+                for product in group.products:
+                    factors = self.program.product(product)
+                    assert factors is not None
+                    left, weight = values[factors.left - self.first], given[factors.weight]
+                    torch.mm(left, weight if factors.turned else weight.T, out=values[product - self.first])
+            if phase.definitions or any(group.following for group in phase.groups):
+                call[_PHASE], call[_MEMBER] = number, 0
+                team.run(self.part, call, members)
+        del held
+
+
+_PHASE, _MEMBER = 2, 3
+"""Places in a call, as in c/tokens.h."""
+_NO_STRIDES = [0] * source.RANKS
+
+TOKENS = Tokens()

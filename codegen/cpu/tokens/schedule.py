@@ -1,0 +1,89 @@
+"""The phases of a token program: what threads compute between two points where they wait for each other.
+
+In a phase of tokens each thread takes some of the tokens and computes definitions for them, one after
+another. In a phase of columns the threads share the columns of products with weights; what follows from a
+product element by element (a bias, an activation, a residual sum) is computed by the thread that has just
+computed these columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.token_program import TokenProgram
+
+
+@dataclasses.dataclass
+class Group:
+    """Products of one width whose columns a thread computes together, and the definitions that follow from
+    them element by element."""
+
+    products: list[int]
+    following: list[int]
+
+
+@dataclasses.dataclass
+class Phase:
+    """Either definitions that are computed token by token, or groups of products."""
+
+    definitions: list[int] = dataclasses.field(default_factory=list)
+    groups: list[Group] = dataclasses.field(default_factory=list)
+
+
+def phases(program: TokenProgram) -> list[Phase]:
+    """The phases of a program, in order: of tokens and of columns in turn."""
+    first = len(program.given)
+    level: dict[int, int] = dict.fromkeys(range(first), 0)
+    found: dict[int, Phase] = {}
+    group_of: dict[int, Group] = {}
+    for number in range(first, first + len(program.definitions)):
+        made = program.definition(number)
+        assert made is not None
+        before = {n: level[n] for n in made.reads}
+        last = max(before.values(), default=0)
+        joined: list[Group] = []
+        if program.product(number) is not None:
+            level[number] = last + 1 + last % 2
+        else:
+            joined = _joined(
+                program, number, [group_of[n] for n, at in before.items() if at == last and n in group_of]
+            )
+            level[number] = last if joined else last + last % 2
+        phase = found.setdefault(level[number], Phase())
+        if level[number] % 2 == 0:
+            phase.definitions.append(number)
+            continue
+        group = joined[0] if joined else Group([], [])
+        for other in joined[1:]:
+            if other is not group:
+                group.products += other.products
+                group.following += other.following
+                group_of.update({n: group for n, g in group_of.items() if g is other})
+                phase.groups.remove(other)
+        if not joined:
+            phase.groups.append(group)
+        (group.following if joined else group.products).append(number)
+        group.following.sort()
+        group_of[number] = group
+    return [found[n] for n in sorted(found)]
+
+
+def _joined(program: TokenProgram, number: int, groups: list[Group]) -> list[Group]:
+    """The groups of the phase that a definition can follow: it reads what they compute at its own index
+    alone."""
+    made = program.definition(number)
+    assert made is not None
+    if made.fold or len(made.indices) != 1 or not groups:
+        return []
+    members = {n for group in groups for n in (*group.products, *group.following)}
+    for read in (n for n in E.walk(made.value) if n.op == "read" and n.value in members):
+        other = program.definition(read.value)
+        assert other is not None
+        if read.args != made.indices or other.extents != made.extents:
+            return []
+    unique: list[Group] = []
+    for group in groups:
+        if all(group is not g for g in unique):
+            unique.append(group)
+    return unique

@@ -1,0 +1,413 @@
+"""A token program as the source of a C library: a function for each phase, and one that runs them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.tokens.formula import Formula
+from attngraph.codegen.cpu.tokens.schedule import Group, Phase, phases
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language.parser import operation
+from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
+
+RANKS = 8
+"""The most dimensions of a given tensor."""
+COUNTERS = 8
+"""Where the counters of the phases begin in a call, as in c/tokens.h."""
+SAME_LINES, APART = 512, 16
+"""Values whose length is a multiple of the one have so many elements between two tokens."""
+LOOKED_AT = 1024
+"""The largest extent for which it is computed where a condition on an index changes."""
+UNROLLED = 8
+"""The most loops that one is divided into where a formula selects by its index."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a call has what: addresses of the given tensors, their strides, addresses of the values."""
+
+    phases: int
+    given: int
+    values: int
+
+    @property
+    def given_at(self) -> int:
+        return COUNTERS + self.phases
+
+    @property
+    def strides_at(self) -> int:
+        return self.given_at + self.given
+
+    @property
+    def values_at(self) -> int:
+        return self.strides_at + self.given * RANKS
+
+    @property
+    def length(self) -> int:
+        return self.values_at + self.values
+
+
+def row_lengths(program: TokenProgram) -> list[int]:
+    """For each definition the elements from one token's to the next one's. Values in between are spread so
+    that the same element of several tokens does not fall into the same lines of a cache."""
+    returned = {r.number - len(program.given) for r in program.results}
+    widths = [math.prod(d.extents) for d in program.definitions]
+    return [n if place in returned or n % SAME_LINES else n + APART for place, n in enumerate(widths)]
+
+
+def layout(program: TokenProgram) -> Layout:
+    return Layout(len(phases(program)), len(program.given), len(program.definitions))
+
+
+@functools.lru_cache(maxsize=1024)
+def write(text: str) -> str:
+    """The source of a program.
+
+    Raises:
+        UnsupportedError: the program has an operation that cannot be emitted as C.
+    """
+    program = parse(text)
+    emitter = _Emitter(program)
+    head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
+    headers = (header(name) for name in ("functions.h", "product.h", "tokens.h"))
+    return "\n".join([f"{head}#define FLOAT32\n", *headers, *emitter.functions()])
+
+
+class _Emitter:
+    def __init__(self, program: TokenProgram) -> None:
+        self.program, self.layout, self.phases = program, layout(program), phases(program)
+        self.first = len(program.given)
+        self.rows = row_lengths(program)
+
+    def functions(self) -> Iterator[str]:
+        for number, phase in enumerate(self.phases):
+            if phase.groups:
+                for place, group in enumerate(phase.groups):
+                    yield self._following(f"follow_{number}_{place}", group)
+                yield self._columns(number, phase)
+            elif phase.definitions:
+                yield self._tokens(f"tokens_{number}", phase.definitions)
+        yield self._all()
+        yield self._part()
+
+    # --- phases ---
+
+    def _tokens(self, name: str, numbers: Sequence[int]) -> str:
+        """A function that computes definitions for tokens `t0 .. t1 - 1`."""
+        lines = [f"static void {name}(const int64_t *c, int64_t t0, int64_t t1) {{"]
+        lines += [f"    {line}" for line in self._pointers(numbers)]
+        lines += ["    for (int64_t t = t0; t < t1; ++t) {"]
+        for number in numbers:
+            made = self._definition(number)
+            lines += [f"        {line}" for line in self._loops(number, made)]
+        return "\n".join([*lines, "    }", "}", ""])
+
+    def _following(self, name: str, group: Group) -> str:
+        """A function that computes columns `c0 .. c1 - 1` of what follows from products."""
+        lines = [f"static void {name}(const int64_t *c, int64_t t0, int64_t t1, int64_t c0, int64_t c1) {{"]
+        if group.following:
+            lines += [f"    {line}" for line in self._pointers(group.following)]
+            lines += ["    for (int64_t t = t0; t < t1; ++t) {"]
+            for number in group.following:
+                made = self._definition(number)
+                formula = Formula(made.value, self._read)
+                place = made.indices[0].value
+                lines += [
+                    f"        {line}"
+                    for line in (
+                        "#pragma omp simd",
+                        f"for (int64_t {place} = c0; {place} < c1; ++{place}) {{",
+                        *(f"    {line}" for line in formula.lines),
+                        f"    {self._element(number, [place])} = {formula.code};",
+                        "}",
+                    )
+                ]
+            lines += ["    }"]
+        return "\n".join([*lines, "}", ""])
+
+    def _columns(self, number: int, phase: Phase) -> str:
+        """A function that takes columns of the products of a phase until there are none left."""
+        lines = [
+            f"static void columns_{number}(int64_t *c) {{",
+            "    const int64_t tokens = c[TOKENS], members = c[MEMBERS];",
+        ]
+        items: list[str] = []
+        for place, group in enumerate(phase.groups):
+            about = self.program.product(group.products[0])
+            assert about is not None
+            width, depth = self._width(group.products[0]), self._width(about.left)
+            lines += [
+                f"    const int64_t share_{place} = "
+                f"share_of({width}, {depth}, tokens, members, {int(about.turned)});",
+                f"    const int64_t items_{place} = ({width} + share_{place} - 1) / share_{place};",
+            ]
+            items.append(f"items_{place}")
+        lines += [f"    for (int64_t item; (item = take(c + COUNTERS + {number})) < {' + '.join(items)};) {{"]
+        for place, group in enumerate(phase.groups):
+            width = self._width(group.products[0])
+            lines += [
+                f"        if (item < items_{place}) {{",
+                f"            const int64_t c0 = item * share_{place};",
+                f"            const int64_t c1 = smaller(c0 + share_{place}, {width});",
+                *(f"            {self._product(n)}" for n in group.products),
+                f"            follow_{number}_{place}(c, 0, tokens, c0, c1);",
+                "            continue;",
+                "        }",
+                f"        item -= items_{place};",
+            ]
+        return "\n".join([*lines, "    }", "}", ""])
+
+    def _product(self, number: int) -> str:
+        about = self.program.product(number)
+        assert about is not None
+        width, depth = self._width(number), self._width(about.left)
+        function, start = ("product_turned", "c0") if about.turned else ("product", f"c0 * {depth}")
+        ldw = width if about.turned else depth
+        ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
+        return (
+            f"{function}({self._value(about.left)}, {ldx}, {self._given(about.weight)} + {start}, {ldw}, "
+            f"{depth}, {self._value(number)} + c0, {ldy}, tokens, c1 - c0);"
+        )
+
+    def _all(self) -> str:
+        """The function that each thread runs for few tokens."""
+        lines = [
+            "void attngraph_tokens(int64_t *c) {",
+            "    const int64_t tokens = c[TOKENS], members = c[MEMBERS], member = take(c + MEMBER);",
+            "    const int64_t t0 = tokens * member / members, t1 = tokens * (member + 1) / members;",
+        ]
+        for number, phase in enumerate(self.phases):
+            if number:
+                lines.append(f"    meet(c, {number});")
+            lines.append(f"    columns_{number}(c);" if phase.groups else f"    tokens_{number}(c, t0, t1);")
+        return "\n".join([*lines, "}", ""])
+
+    def _part(self) -> str:
+        """The function that each thread runs for one phase of many tokens, whose products are computed
+        already."""
+        lines = [
+            "void attngraph_part(int64_t *c) {",
+            "    const int64_t tokens = c[TOKENS], members = c[MEMBERS], member = take(c + MEMBER);",
+            "    const int64_t t0 = tokens * member / members, t1 = tokens * (member + 1) / members;",
+            "    switch (c[PHASE]) {",
+        ]
+        for number, phase in enumerate(self.phases):
+            calls = [f"tokens_{number}(c, t0, t1);"] if phase.definitions else [
+                f"follow_{number}_{place}(c, t0, t1, 0, {self._width(group.products[0])});"
+                for place, group in enumerate(phase.groups) if group.following
+            ]  # fmt: skip
+            lines.append(f"    case {number}: {' '.join([*calls, 'break;'])}")
+        return "\n".join([*lines, "    }", "}", ""])
+
+    # --- definitions ---
+
+    def _definition(self, number: int) -> Definition:
+        found = self.program.definition(number)
+        assert found is not None
+        return found
+
+    def _width(self, number: int) -> int:
+        return math.prod(self._definition(number).extents)
+
+    def _loops(self, number: int, made: Definition) -> Iterator[str]:
+        """The loops that compute one definition for token `t`."""
+        made, flat = _with_digits(made)
+        for ranges, value in _divided(made):
+            formula = Formula(value, self._read)
+            indent, closing = "", []
+            names = [i.value for i in made.indices]
+            inner = "" if made.over is not None or not names else names[-1]
+            for name, (low, high) in zip(names, ranges, strict=True):
+                if name == inner:
+                    yield indent + "#pragma omp simd"
+                yield f"{indent}for (int64_t {name} = {low}; {name} < {high}; ++{name}) {{"
+                closing.append(indent + "}")
+                indent += "    "
+            target = self._element(number, [flat(names)])
+            if made.over is None:
+                yield from (f"{indent}{line}" for line in formula.lines)
+                yield f"{indent}{target} = {formula.code};"
+            else:
+                yield from (f"{indent}{line}" for line in self._fold(made, formula, target))
+            yield from reversed(closing)
+
+    @staticmethod
+    def _fold(made: Definition, formula: Formula, target: str) -> Iterator[str]:
+        assert made.over is not None
+        j, count = made.over.value, extent(made.over)
+        is_sum = made.fold == "sum"
+        yield f"{{ float all = {'0.0f' if is_sum else '-INFINITY'};"
+        if is_sum:
+            yield "#pragma omp simd reduction(+:all)"
+        yield f"for (int64_t {j} = 0; {j} < {count}; ++{j}) {{"
+        yield from (f"    {line}" for line in formula.lines)
+        yield f"    all = {f'all + {formula.code}' if is_sum else f'maximum(all, {formula.code})'};"
+        yield "}"
+        yield f"{target} = all; }}"
+
+    # --- memory ---
+
+    def _given(self, number: int) -> str:
+        return f"((const float *)c[{self.layout.given_at + number}])"
+
+    def _value(self, number: int) -> str:
+        return f"((float *)c[{self.layout.values_at + number - self.first}])"
+
+    def _pointers(self, numbers: Sequence[int]) -> Iterator[str]:
+        used = sorted({n for number in numbers for n in self._definition(number).reads} | set(numbers))
+        for n in used:
+            if n >= self.first:
+                yield f"float *const v{n} = {self._value(n)};"
+                continue
+            yield f"const float *const g{n} = {self._given(n)};"
+            if self.program.given[n].token_dim is not None:
+                rank = len(self.program.given[n].shape)
+                at = self.layout.strides_at + n * RANKS
+                names = ", ".join(f"s{n}_{d} = c[{at + d}]" for d in range(rank))
+                yield f"const int64_t {names};"
+
+    def _element(self, number: int, indices: Sequence[str]) -> str:
+        row = self.rows[number - self.first]
+        return f"v{number}[t]" if row == 1 else f"v{number}[t * {row} + {indices[0]}]"
+
+    def _read(self, node: Expr, indices: list[str]) -> str:
+        number = node.value
+        if number >= self.first:
+            return self._element(number, [_flattened(indices, self._definition(number).extents)])
+        about = self.program.given[number]
+        if about.token_dim is None:
+            shape = [n for n in about.shape if n is not None]
+            return f"g{number}[{_flattened(indices, shape)}]"
+        last = len(indices) - 1  # its elements are contiguous, unless it counts the tokens
+        terms = [
+            place if d == last != about.token_dim else f"({place}) * s{number}_{d}"
+            for d, place in enumerate(indices) if place != "0"
+        ]  # fmt: skip
+        return f"g{number}[{' + '.join(terms) or '0'}]"
+
+
+def _flattened(indices: Sequence[str], extents: Sequence[int]) -> str:
+    """The place of an element in contiguous memory."""
+    terms, stride = [], 1
+    for place, count in zip(reversed(indices), reversed(extents), strict=True):
+        if place != "0":
+            terms.append(place if stride == 1 else f"({place}) * {stride}")
+        stride *= count
+    return " + ".join(reversed(terms)) or "0"
+
+
+def _with_digits(made: Definition) -> tuple[Definition, Callable[[Sequence[str]], str]]:
+    """The definition with an index of two digits as two indices (`i // 64` and `i % 64` become loops), and
+    the function that gives the place of an element from the names of its indices."""
+    extents = made.extents
+
+    def flat(names: Sequence[str]) -> str:
+        return _flattened(names, extents)
+
+    if len(made.indices) != 1 or made.fold:
+        return made, flat
+    (whole,) = made.indices
+    divisors = {n.args[1].value for n in E.walk(made.value)
+                if n.op in ("floordiv", "mod") and n.args[0] is whole and n.args[1].op == "const"}  # fmt: skip
+    if len(divisors) != 1 or extents[0] % next(iter(divisors)):
+        return made, flat
+    (divisor,) = divisors
+    high, low = index("i1", extents[0] // divisor), index("i2", divisor)
+    digits = {
+        operation("floordiv", whole, E.const(divisor)): high, operation("mod", whole, E.const(divisor)): low,
+        whole: operation("add", operation("mul", high, E.const(divisor)), low),
+    }  # fmt: skip
+
+    value = _replaced(made.value, digits)
+    return Definition((high, low), value), lambda names: f"{names[0]} * {divisor} + {names[1]}"
+
+
+def _replaced(value: Expr, places: dict[Expr, Expr]) -> Expr:
+    """The formula with these parts replaced, the largest first."""
+    if value in places:
+        return places[value]
+    if value.op == "var" or not value.args:
+        return value
+    args = tuple(_replaced(a, places) for a in value.args)
+    return value if args == value.args else E.make(value.op, args, value.value, value.kind)
+
+
+def _divided(made: Definition) -> Iterator[tuple[list[tuple[int, int]], Expr]]:
+    """The ranges of the indices in which every selection by an index is decided, and the formula there.
+    Where there would be many, the formula is left as it is."""
+    full = [(0, n) for n in made.extents]
+    cuts: list[list[int]] = [[0, n] for n in made.extents]
+    for node in E.walk(made.value):
+        if node.op == "where":
+            for place, i in enumerate(made.indices):
+                if _is_of_index(node.args[0], (i,)):
+                    cuts[place] += _changes(node.args[0], i)
+    cuts = [sorted(set(c)) for c in cuts]
+    if math.prod(len(c) - 1 for c in cuts) > UNROLLED or all(len(c) == 2 for c in cuts):
+        yield full, made.value
+        return
+    places = [list(itertools.pairwise(c)) for c in cuts]
+    for ranges in _combinations(places):
+        known = {i: low for i, (low, _) in zip(made.indices, ranges, strict=True)}
+        yield list(ranges), _decided(made.value, known)
+
+
+def _combinations(parts: list[list[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
+    if not parts:
+        yield []
+        return
+    for first in parts[0]:
+        for rest in _combinations(parts[1:]):
+            yield [first, *rest]
+
+
+def _changes(condition: Expr, variable: Expr) -> list[int]:
+    """Where a condition on an index alone changes as the index grows."""
+    values = _truths(condition)
+    return [n for n in range(1, extent(variable)) if values[n] != values[n - 1]]
+
+
+def _truths(condition: Expr) -> list[bool]:
+    """A condition on one index, for each of its values."""
+
+    def of(node: Expr) -> Tensor:
+        if node.op == "var":
+            return torch.arange(extent(node))
+        if node.op == "const":
+            return torch.tensor(node.value)
+        row = operation_of(node.op)
+        assert row is not None, node
+        return row.torch(*(of(a) for a in node.args))
+
+    found: list[bool] = of(condition).tolist()
+    return found
+
+
+def _decided(value: Expr, known: dict[Expr, int]) -> Expr:
+    """The formula with each selection decided whose condition depends on one of these indices alone."""
+
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node.op == "where" and _is_of_index(node.args[0], known):
+            (place,) = node.args[0].free
+            return args[1] if _truths(node.args[0])[known[place]] else args[2]
+        return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+
+    return E.rebuild(value, leaf)
+
+
+def _is_of_index(condition: Expr, indices: Collection[Expr]) -> bool:
+    """Whether a condition depends on one of these indices and on nothing else."""
+    free = condition.free
+    if len(free) != 1 or not free <= set(indices) or any(extent(i) > LOOKED_AT for i in free):
+        return False
+    return not any(n.op == "read" for n in E.walk(condition))

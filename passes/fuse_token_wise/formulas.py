@@ -1,0 +1,337 @@
+"""What one element of an operation's result is, where each token is computed by itself.
+
+By the element rules (`meaning/rules`), and for norms and activations that PyTorch has as one operation by
+the formulas here: recognising attention has no use for what is inside of them. Formulas are kept as they are
+written: rearranging them would change how they round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language.parser import operation
+from attngraph.ir.language.token_program import TOKEN, extent
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Unliftable, argument
+
+SMALL_FOLD = 1 << 14
+"""A sum of products that is no product with a weight is computed where a token has at most so many terms."""
+
+
+class Formula(NamedTuple):
+    """`value` is the element at `at`, with one index for each dimension: 0 where its extent is 1, `TOKEN` for
+    the tokens."""
+
+    at: tuple[Expr, ...]
+    value: Expr
+
+
+class Formulas:
+    """The formulas of a decoder's graph, which computes all tokens as one sequence."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        assert graph.state is not None
+        one_sequence = [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.length)]
+        self.meaning = Meaning({}, [*graph.conditions, *one_sequence])
+        self._shapes: dict[fx.Node, tuple[Expr, ...] | None] = {}
+
+    def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
+        """The extents of a float32 tensor on the CPU; None for another value."""
+        if node not in self._shapes:
+            value, found = node.meta.get("val"), None
+            if isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu":
+                with contextlib.suppress(Unliftable):
+                    found = self.meaning.shape(node)
+            self._shapes[node] = found
+        return self._shapes[node]
+
+    def tokens(self, node: fx.Node) -> tuple[int, Expr] | None:
+        """The dimension that counts tokens, and its extent; None unless all other extents are numbers."""
+        open_dims = [(d, n) for d, n in enumerate(self.shape(node) or ()) if n.op != "const"]
+        return open_dims[0] if len(open_dims) == 1 and open_dims[0][1].op == "size" else None
+
+    def is_shared(self, node: fx.Node) -> bool:
+        """Whether all tokens share this tensor, and its extents are numbers."""
+        shape = self.shape(node)
+        return shape is not None and all(n.op == "const" for n in shape)
+
+    def of(self, node: fx.Node) -> Formula | None:
+        """The formula of a node's element; None if it is not computed from the same token alone, or not by
+        operations of the score language."""
+        place = self.tokens(node)
+        if node.op != "call_function" or place is None:
+            return None
+        dim, count = place
+        token = E.var("t", count)
+        shape = self.shape(node)
+        assert shape is not None
+        at = tuple(
+            token if d == dim else E.ZERO if E.is_const(n, 1) else E.var(f"o{d}", n)
+            for d, n in enumerate(shape)
+        )
+        try:
+            by_name = _NAMED.get(str(node.target))
+            value = by_name(self.meaning, node, at) if by_name else self.meaning.element(node, at)
+        except (Unliftable, KeyError):
+            return None
+        if not self._is_supported(value, token, count):
+            return None
+        return Formula(tuple(TOKEN if a is token else a for a in at), _renamed(value, token))
+
+    def _is_supported(self, value: Expr, token: Expr, count: Expr) -> bool:
+        for node in E.walk(value):
+            if node.op == "read":
+                if not self._reads_same_token(node, token, count):
+                    return False
+            elif node.op in ("sum", "amax"):
+                if node.args[0].args[0].op != "const" or not self._is_computed(node):
+                    return False
+            elif node.op == "size":
+                if node is not count:
+                    return False
+            elif node.op not in ("const", "var") and not _is_spelled(node):
+                return False
+        used = {n for n in E.walk(_renamed(value, token)) if n.op in ("size", "var")}
+        return TOKEN not in _in_arithmetic(value, token) and not any(n.op == "size" for n in used)
+
+    def _reads_same_token(self, read: Expr, token: Expr, count: Expr) -> bool:
+        source: Any = read.value
+        if self.is_shared(source):
+            return not any(token in a.free for a in read.args)
+        place = self.tokens(source)
+        if place is None or place[1] is not count or read.args[place[0]] is not token:
+            return False
+        return not any(token in a.free for d, a in enumerate(read.args) if d != place[0])
+
+    def _is_computed(self, fold: Expr) -> bool:
+        """Whether a fold is a product with a weight, or so short that it is computed term by term."""
+        variable, body = fold.args
+        terms = math.prod(extent(v) for v in body.free if v.args and v.args[0].op == "const")
+        if terms <= SMALL_FOLD or not any(n.op == "mul" and n.kind == "float" for n in E.walk(body)):
+            return True
+        return split_product(body, variable, self.is_shared) is not None
+
+
+def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> tuple[Expr, Expr] | None:
+    """The factors of a product with a weight, `(value of the token, weight)`: the weight is a matrix, read at
+    the index that is summed over and at another."""
+    if body.op != "mul" or len(body.args) != 2:
+        return None
+    for left, weight in (body.args, body.args[::-1]):
+        if weight.op != "read" or not is_weight(weight.value) or len(weight.args) != 2:
+            continue
+        others = [a for a in weight.args if a is not over]
+        if len(others) == 1 and others[0].op == "var" and others[0] not in left.free and over in left.free:
+            return left, weight
+    return None
+
+
+def _is_spelled(node: Expr) -> bool:
+    """Whether the score language has an operation."""
+    op = node.value if node.op == "raw" else node.op
+    return op == "recip" or (op != "random" and operation_of(op) is not None)
+
+
+def _in_arithmetic(value: Expr, token: Expr) -> set[Expr]:
+    """The token, if anything but an index of a read depends on it."""
+    outside: set[Expr] = set()
+
+    def visit(node: Expr) -> None:
+        if node is token:
+            outside.add(TOKEN)
+        elif node.op not in ("read", "var"):
+            for arg in node.args:
+                visit(arg)
+
+    visit(value)
+    return outside
+
+
+def _renamed(value: Expr, token: Expr) -> Expr:
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node is token:
+            return TOKEN
+        return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+
+    return E.rebuild(value, leaf)
+
+
+def _batch_sizes(graph: ProgramGraph, length: str) -> set[Any]:
+    """The symbols that count sequences: the first dimension of arguments whose second counts the tokens."""
+    found: set[Any] = set()
+    for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
+        shape = getattr(node.meta.get("val"), "shape", ())
+        if (
+            given.kind == "argument"
+            and len(shape) >= 2
+            and str(shape[1]) == length
+            and not isinstance(shape[0], int)
+        ):
+            found.add(shape[0].node.expr)
+    return found
+
+
+# --- norms and activations ---
+
+_Rule = Callable[[Meaning, fx.Node, tuple[Expr, ...]], Expr]
+_NAMED: dict[str, _Rule] = {}
+
+
+def _named(*names: str) -> Callable[[_Rule], _Rule]:
+    def register(rule: _Rule) -> _Rule:
+        _NAMED.update({f"aten.{name}": rule for name in names})
+        return rule
+
+    return register
+
+
+def _mean(context: Meaning, place: Expr, value: Expr) -> Expr:
+    total = E.make("sum", (place, value), None, "float")
+    return operation("div", total, E.const(float(extent(place))))
+
+
+def _last(context: Meaning, node: fx.Node) -> Expr:
+    """An index over the last dimension, if the norm is over that alone."""
+    source, shape = node.args[0], node.args[1]
+    extents = context.shape(source)
+    if not isinstance(shape, (list, tuple)) or len(shape) != 1 or extents[-1].op != "const":
+        raise Unliftable("a norm over more than the last dimension")
+    return context.fresh(extents[-1])
+
+
+def _affine(context: Meaning, value: Expr, weight: Any, bias: Any, at: tuple[Expr, ...]) -> Expr:
+    if weight is not None:
+        value = operation("mul", value, context.read(weight, at[-1:]))
+    return value if bias is None else operation("add", value, context.read(bias, at[-1:]))
+
+
+@_named("layer_norm.default")
+def _layer_norm(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
+    """(x - mean) / sqrt(variance + epsilon) (Ba, Kiros & Hinton 2016, arXiv 1607.06450)."""
+    one, other = _last(context, node), _last(context, node)
+    mean = _mean(context, one, context.read(node.args[0], (*at[:-1], one)))
+    apart = operation("sub", context.read(node.args[0], (*at[:-1], other)), mean)
+    variance = _mean(context, other, operation("mul", apart, apart))
+    epsilon = E.const(float(argument(node, 4, "eps", 1e-5)))
+    by = operation("rsqrt", operation("add", variance, epsilon))
+    value = operation("mul", operation("sub", context.read(node.args[0], at), mean), by)
+    return _affine(context, value, argument(node, 2, "weight"), argument(node, 3, "bias"), at)
+
+
+@_named("rms_norm.default")
+def _rms_norm(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
+    """x / sqrt(mean of x^2 + epsilon) (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    place = _last(context, node)
+    element = context.read(node.args[0], (*at[:-1], place))
+    square = _mean(context, place, operation("mul", element, element))
+    epsilon = argument(node, 3, "eps")
+    epsilon = torch.finfo(node.meta["val"].dtype).eps if epsilon is None else epsilon
+    by = operation("rsqrt", operation("add", square, E.const(float(epsilon))))
+    value = operation("mul", context.read(node.args[0], at), by)
+    return _affine(context, value, argument(node, 2, "weight"), None, at)
+
+
+@_named("gelu.default")
+def _gelu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
+    """Hendrycks & Gimpel 2016, arXiv 1606.08415, and its approximation by tanh."""
+    x = context.read(node.args[0], at)
+    if node.kwargs.get("approximate", "none") == "tanh":
+        cube = operation("mul", operation("mul", x, x), x)
+        inner = operation("add", x, operation("mul", E.const(0.044715), cube))
+        bent = operation("tanh", operation("mul", E.const(math.sqrt(2 / math.pi)), inner))
+    else:
+        bent = operation("erf", operation("mul", x, E.const(math.sqrt(0.5))))
+    return operation("mul", operation("mul", E.const(0.5), x), operation("add", E.const(1.0), bent))
+
+
+@_named("silu.default")
+def _silu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
+    x = context.read(node.args[0], at)
+    return operation("mul", x, operation("sigmoid", x))
+
+
+def placed(value: Expr, places: dict[Expr, Expr]) -> Expr:
+    """A formula with its indices replaced. Index arithmetic and conditions on indices are simplified; what is
+    computed from elements stays as it is written."""
+
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node in places:
+            return places[node]
+        if node.op == "var" or not node.args:
+            return node
+        if node.op == "where" and args[0].op == "const":
+            return args[1] if args[0].value else args[2]
+        whole = node.kind in ("int", "bool") and not any(n.op == "read" for n in E.walk(node))
+        return M.construct(node, args) if whole else E.make(node.op, args, node.value, node.kind)
+
+    return E.rebuild(value, leaf)
+
+
+def spelled(node: Expr) -> Expr:
+    """A formula in the words of the score language: sums and products of two, differences, quotients."""
+
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        match node.op:
+            case "add":
+                return _chain("add", sorted(args, key=lambda a: (a.op == "const", _is_negative(a))))
+            case "mul":
+                over = [a.args[1] for a in args if _is_inverse(a)]
+                parts = [a for a in args if not _is_inverse(a)] or [E.ONE]
+                return _chain("div", [_chain("mul", parts), *over])
+            case "and" | "or":
+                return _chain(node.op, list(args))
+            case "recip":
+                if args[0].op == "sqrt":
+                    return operation("rsqrt", args[0].args[0])
+                return operation("div", E.const(1.0), args[0])
+            case "not" if args[0].op == "eq":
+                return operation("ne", *args[0].args)
+            case "raw":
+                return operation(node.value, *args)
+        return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+
+    return E.rebuild(node, leaf)
+
+
+def _chain(op: str, parts: list[Expr]) -> Expr:
+    whole = parts[0]
+    for part in parts[1:]:
+        if op == "add" and _is_negative(part):
+            positive = _without_sign(part)
+            whole = operation("sub", whole, positive)
+        else:
+            whole = operation(op, whole, part)
+    return whole
+
+
+def _is_inverse(node: Expr) -> bool:
+    return node.op == "div" and E.is_const(node.args[0], 1)
+
+
+def _is_negative(node: Expr) -> bool:
+    factor = node.args[0] if node.op == "mul" else node
+    return (
+        factor.op == "const"
+        and factor is not E.NAN
+        and not isinstance(factor.value, bool)
+        and factor.value < 0
+    )
+
+
+def _without_sign(node: Expr) -> Expr:
+    if node.op == "const":
+        return E.const(-node.value)
+    factor, rest = node.args
+    return rest if E.is_const(factor, -1) else E.make("mul", (E.const(-factor.value), rest), None, node.kind)

@@ -1,0 +1,136 @@
+"""FuseTokenWise: what a decoder computes from each token alone becomes one operation between two attentions.
+
+Matches operations on float32 values on the CPU whose elements follow from elements of the same token and
+from weights (`formulas.py`): products with weights, norms, activations, rotary embeddings, residual sums.
+All of them that need the same attentions, and other operations that are left, become one
+`attngraph::token_program` (`program.py`). Right because each formula is that of the operation, and a region
+has no way out and in again. Nothing is rewritten where no C compiler is found, as the operation is only
+worth it in compiled form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops import token_program as op
+from attngraph.passes.build import Builder
+from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas
+from attngraph.passes.fuse_token_wise.program import Region
+from attngraph.pipeline import Outcome
+
+FEWEST = 3
+"""A region of fewer operations, none of them a product, is left as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseTokenWise:
+    name: str = "fuse-token-wise"
+    requires: Level = Level.CACHED
+    yields: Level = Level.CACHED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        if not op.RUNNERS:
+            return outcome
+        facts = Formulas(graph)
+        formulas = {n: found for n in graph.graph.nodes if (found := facts.of(n)) is not None}
+        before = graph.op_count()
+        replaced: dict[fx.Node, fx.Node] = {}
+        regions = sum(_fuse(graph, facts, members, replaced) for members in _regions(graph, facts, formulas))
+        if regions:
+            _sort(graph)
+            graph.clean()
+            fused = before - graph.op_count() + regions
+            outcome.notes.append(f"{fused} operation(s) that compute each token by itself are now {regions}")
+        return outcome
+
+
+def _regions(
+    graph: ProgramGraph, facts: Formulas, formulas: Mapping[fx.Node, Formula]
+) -> list[dict[fx.Node, Formula]]:
+    """The nodes with formulas, by how many other operations must have run before them, one after another. So
+    no path leaves a region and comes back."""
+    depth: dict[fx.Node, int] = {}
+    found: dict[tuple[int, Expr], dict[fx.Node, Formula]] = {}
+    for node in graph.graph.nodes:
+        own = node in formulas
+        computed = node.op == "call_function" and not is_size(node)
+        depth[node] = max(
+            (depth[n] + (n in formulas and not own and computed) for n in node.all_input_nodes), default=0
+        )
+        if own:
+            place = facts.tokens(node)
+            assert place is not None
+            found.setdefault((depth[node], place[1]), {})[node] = formulas[node]
+    return list(found.values())
+
+
+def _fuse(
+    graph: ProgramGraph, facts: Formulas, members: dict[fx.Node, Formula], replaced: dict[fx.Node, fx.Node]
+) -> int:
+    """Replace the members of a region by one operation; returns how many were made, 0 or 1. `replaced`: the
+    results that stand for values of earlier regions."""
+    computing = [n for n, f in members.items() if f.value.op != "read"]
+    if len(computing) < FEWEST and not any(facts.meaning.contracts(n) for n in computing):
+        return 0
+    members = _without_views_of_given(members)
+    wanted = [n for n in members if any(u not in members for u in n.users)]
+    region = Region(facts, members, wanted)
+    program = region.program
+    if not op.is_supported(program):
+        return 0
+    last = max(members, key=_order(graph).__getitem__)
+    builder = Builder(graph, last)
+    given = [replaced.get(node, node) for node in region.given]
+    made = builder.call(torch.ops.attngraph.token_program.default, given, program.text)
+    for place, node in enumerate(wanted):
+        result = builder.call(operator.getitem, made, place)
+        result.meta |= {key: value for key, value in node.meta.items() if key != "val"}
+        replaced[node] = result
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
+    return 1
+
+
+def _without_views_of_given(members: dict[fx.Node, Formula]) -> dict[fx.Node, Formula]:
+    """Without views of values from outside that are used outside: a program would copy them."""
+    left = dict(members)
+    for node, formula in members.items():
+        if (
+            formula.value.op == "read"
+            and formula.value.value not in left
+            and any(u not in members for u in node.users)
+        ):
+            del left[node]
+    return left
+
+
+def _order(graph: ProgramGraph) -> dict[fx.Node, int]:
+    return {node: place for place, node in enumerate(graph.graph.nodes)}
+
+
+def _sort(graph: ProgramGraph) -> None:
+    """Put every operation behind its operands, otherwise in the order that there is."""
+    order = _order(graph)
+    waiting = {node: len(set(node.all_input_nodes)) for node in order}
+    ready = [(place, node) for node, place in order.items() if not waiting[node]]
+    heapq.heapify(ready)
+    sorted_nodes: list[fx.Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        sorted_nodes.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (order[user], user))
+    output = graph.graph.output_node()
+    for node in sorted_nodes:
+        if node is not output:
+            output.prepend(node)

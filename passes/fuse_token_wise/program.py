@@ -1,0 +1,188 @@
+"""The token program of a region: which values of a token are kept while it runs, and their formulas.
+
+Operations that only move elements, or whose elements are used once, are computed where they are used. The
+others are definitions: products, sums, and values that are used more than once or at several places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import token_program as language
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram
+from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas, placed, spelled, split_product
+
+
+class Region:
+    """The program of some nodes.
+
+    Args:
+        formulas: the formula of each node of the region.
+        wanted: the nodes whose values are used elsewhere.
+
+    Attributes:
+        given: the values that the program is given, in order.
+        program: the program, with a result for each wanted node.
+    """
+
+    def __init__(
+        self, facts: Formulas, formulas: Mapping[fx.Node, Formula], wanted: Sequence[fx.Node]
+    ) -> None:
+        self.facts, self.formulas = facts, formulas
+        self.given: list[fx.Node] = []
+        self._definitions: list[Definition] = []
+        self._of: dict[fx.Node, int] = {}
+        self._inlined: dict[fx.Node, Expr] = {}
+        self._made: dict[Any, int] = {}
+        self._kept = _kept(formulas, wanted)
+        results = [self._result(node) for node in wanted]
+        self.program = self._numbered(results)
+
+    def _result(self, node: fx.Node) -> Result:
+        shape = self.facts.shape(node)
+        place = self.facts.tokens(node)
+        assert shape is not None and place is not None
+        return Result(
+            self._defined(node),
+            tuple(None if d == place[0] else int(n.value) for d, n in enumerate(shape)),
+        )
+
+    # --- formulas ---
+
+    def _element(self, node: fx.Node, at: Sequence[Expr]) -> Expr:
+        """An element of a value, in terms of given tensors and definitions."""
+        formula = self.formulas.get(node)
+        if formula is None:
+            if node not in self.given:
+                self.given.append(node)
+            return E.read(node, tuple(at), "float")
+        if node in self._kept:
+            own = [
+                a
+                for a, at_node in zip(at, formula.at, strict=True)
+                if at_node.op == "var" and at_node is not TOKEN
+            ]
+            return E.read(("defined", self._defined(node)), tuple(own), "float")
+        places = {own: index for own, index in zip(formula.at, at, strict=True) if own.op == "var"}
+        if node not in self._inlined:
+            self._inlined[node] = self._resolved(formula.value)
+        return placed(self._inlined[node], places)
+
+    def _resolved(self, value: Expr) -> Expr:
+        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node.op == "read" and isinstance(node.value, fx.Node):
+                return self._element(node.value, args)
+            if node.op in language.FOLDS:
+                return self._folded(node, args[1])
+            return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+
+        return E.rebuild(value, leaf)
+
+    def _folded(self, fold: Expr, body: Expr) -> Expr:
+        """A fold as a definition of its own, and the element of it."""
+        over = fold.args[0]
+        found = split_product(
+            body, over, lambda source: isinstance(source, fx.Node) and self.facts.is_shared(source)
+        )
+        if found is not None and fold.op == "sum":
+            left, weight = found
+            if not (left.op == "read" and left.args == (over,) and not isinstance(left.value, fx.Node)):
+                number = self._define((over,), left)
+                left = E.read(("defined", number), (over,), "float")
+            body = E.make("mul", (left, weight), None, "float")
+        indices = tuple(sorted(body.free - {over, TOKEN}, key=lambda v: v.serial))
+        return E.read(("defined", self._define(indices, body, fold.op, over)), indices, "float")
+
+    # --- definitions ---
+
+    def _defined(self, node: fx.Node) -> int:
+        """The definition of a node's value."""
+        if node not in self._of:
+            formula = self.formulas[node]
+            indices = tuple(a for a in formula.at if a.op == "var" and a is not TOKEN)
+            value = self._resolved(formula.value)
+            self._of[node] = self._define(indices, value)
+        return self._of[node]
+
+    def _define(
+        self, indices: tuple[Expr, ...], value: Expr, fold: str = "", over: Expr | None = None
+    ) -> int:
+        names: dict[Expr, Expr] = {
+            index: language.index(f"i{place}", language.extent(index)) for place, index in enumerate(indices)
+        }
+        if over is not None:
+            names[over] = language.index("j", language.extent(over))
+        value = placed(value, names)
+        made = tuple(names[i] for i in indices)
+        whole = value.op == "read" and value.args == made and isinstance(value.value, tuple) and not fold
+        if whole and self._definitions[value.value[1]].extents == tuple(map(language.extent, made)):
+            number: int = value.value[1]  # it is an earlier definition, whole
+            return number
+        key = (made, value, fold, None if over is None else names[over])
+        if key not in self._made:
+            self._made[key] = len(self._definitions)
+            self._definitions.append(Definition(made, value, fold, None if over is None else names[over]))
+        return self._made[key]
+
+    def _numbered(self, results: Sequence[Result]) -> TokenProgram:
+        """The program, its values numbered: given tensors first."""
+        used = self._used(results)
+        self.given = [node for node in self.given if node in used]
+        places: dict[Any, int] = {node: number for number, node in enumerate(self.given)}
+        order = [n for n in range(len(self._definitions)) if n in used]
+        places |= {("defined", n): len(self.given) + place for place, n in enumerate(order)}
+
+        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node.op == "read":
+                return E.read(places[node.value], args, "any")
+            return node if node.op == "var" or not args else E.make(node.op, args, node.value, node.kind)
+
+        definitions = []
+        for number in order:
+            made = self._definitions[number]
+            definitions.append(
+                Definition(made.indices, spelled(E.rebuild(made.value, leaf)), made.fold, made.over)
+            )
+        given = []
+        for node in self.given:
+            shape = self.facts.shape(node)
+            assert shape is not None
+            given.append(Given(tuple(int(n.value) if n.op == "const" else None for n in shape)))
+        named = [Result(places["defined", r.number], r.shape) for r in results]
+        return TokenProgram(tuple(given), tuple(definitions), tuple(named))
+
+    def _used(self, results: Sequence[Result]) -> set[Any]:
+        found: set[Any] = set()
+        stack = [r.number for r in results]
+        while stack:
+            number = stack.pop()
+            if number in found:
+                continue
+            found.add(number)
+            for node in E.walk(self._definitions[number].value):
+                if node.op == "read" and isinstance(node.value, tuple):
+                    stack.append(node.value[1])
+                elif node.op == "read":
+                    found.add(node.value)
+        return found
+
+
+def _kept(formulas: Mapping[fx.Node, Formula], wanted: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes whose values are definitions. Users come after what they use in the order of `formulas`."""
+    uses: dict[fx.Node, int] = dict.fromkeys(formulas, 0)
+    kept: set[fx.Node] = set()
+    for node in reversed(list(formulas)):
+        value = formulas[node].value
+        if value.op != "read" and (uses[node] > 1 or node in wanted):
+            kept.add(node)
+        reads = [n for n in E.walk(value) if n.op == "read" and n.value in uses]
+        bound = {v for n in E.walk(value) if n.op in language.FOLDS for v in (n.args[0],)}
+        times = 1 if node in kept or node in wanted else max(1, uses[node])
+        for read in reads:
+            uses[read.value] += 2 if read.free & bound else times
+    return kept

@@ -1,0 +1,340 @@
+"""Recorded steps of decoders give what whole sequences give, whatever happens between two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph import CacheConfig, Decoder
+from attngraph.codegen.cpu import replay
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+
+VOCABULARY = 40
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
+    return model.eval()
+
+
+def learned() -> nn.Module:
+    return stirred(DecoderLM(DecoderLMConfig(VOCABULARY, 2, 16, 2, max_tokens=128)))
+
+
+def rotary() -> nn.Module:
+    return stirred(ModernDecoder(ModernDecoderConfig(VOCABULARY, 2, 16, 4, 2, 4, 32)))
+
+
+class Biased(nn.Module):
+    """A layer of attention whose scores have a bias by distance: of a table, or of a slope for each head.
+    With a window it sees the latest tokens alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.qkv, self.out, self.norm = nn.Linear(16, 48), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.table = nn.Embedding(12, 2)
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, 2, 8).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        at = torch.arange(s)
+        apart = at[:, None] - at[None, :]
+        mask = apart < 0
+        scores = q @ k.transpose(-1, -2) / 8**0.5
+        if self.kind == "window":
+            mask = mask | (apart >= 6)
+        elif self.kind == "table":
+            scores = scores + self.table(apart.clamp(0, 11)).permute(2, 0, 1)
+        else:
+            scores = scores - self.slopes[:, None, None] * apart
+        weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(b, s, 16))
+        return x @ self.embed.weight.T
+
+
+MODELS = {
+    "learned": learned,
+    "rotary": rotary,
+    **{kind: (lambda kind=kind: stirred(Biased(kind))) for kind in ("window", "table", "slopes")},
+}
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each run of a recording gave results."""
+    runs: list[bool] = []
+    run = replay._Recording.run
+
+    def counted(self: Any, inputs: Any) -> Any:
+        found = run(self, inputs)
+        runs.append(found is not None)
+        return found
+
+    monkeypatch.setattr(replay._Recording, "run", counted)
+    yield runs
+
+
+def made(name: str, **config: Any) -> tuple[nn.Module, Decoder]:
+    model = MODELS[name]()
+    found = attngraph.compile(model, cache=CacheConfig(**config) if config else True)
+    return model, found
+
+
+def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(model: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted.to(found.dtype), rtol=2e-4, atol=2e-4)
+
+
+def walk(decoder: Decoder, tokens: Tensor, first: int) -> list[Tensor]:
+    """The logits of each token from `first` on."""
+    state = decoder.prefill(tokens[:, :first])[1]
+    return [decoder.decode(tokens[:, n : n + 1], state) for n in range(first, tokens.shape[1])]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("name", MODELS)
+def test_many_steps_while_pages_grow(name: str, layout: str, replayed: list[bool]) -> None:
+    model, decoder = made(name, layout=layout)
+    tokens = ids(3, 84)
+    wanted = whole(model, tokens)
+    found = walk(decoder, tokens, 4)  # kept while later steps run
+    assert sum(replayed) > 70 and all(replayed)
+    for n, logits in enumerate(found, start=4):
+        close(logits.reshape(3, -1), wanted[:, n])
+
+
+def test_batches_of_different_sizes_and_two_states_in_turn(replayed: list[bool]) -> None:
+    model, decoder = made("rotary")
+    batches = [ids(rows, 30, rows) for rows in (1, 2, 2, 5)]
+    wanted = [whole(model, tokens) for tokens in batches]
+    states = [decoder.prefill(tokens[:, : 3 + n])[1] for n, tokens in enumerate(batches)]
+    found: list[tuple[int, int, Tensor]] = []
+    for step in range(20):
+        for n, (tokens, state) in enumerate(zip(batches, states, strict=True)):
+            at = 3 + n + step
+            found.append((n, at, decoder.decode(tokens[:, at : at + 1], state)))
+    assert sum(replayed) > 60
+    for n, at, logits in found:
+        close(logits.flatten(0, 1), wanted[n][:, at])
+
+
+def test_rows_that_divide_the_same_tokens_in_another_way(replayed: list[bool]) -> None:
+    """As many tokens in all, but more blocks of queries than in the step that was recorded."""
+    model, decoder = made("rotary")
+    tokens = ids(4, 16)
+    wanted = whole(model, tokens)
+    for lengths in ([7, 7, 7, 7], [7, 7, 7, 7], [13, 13, 1, 1], [1, 9, 9, 9], [16, 4, 4, 4], [7, 7, 7, 7]):
+        logits, state = decoder.prefill([tokens[n, :count] for n, count in enumerate(lengths)])
+        for row, count in enumerate(lengths):
+            close(logits[row, :count], wanted[row, :count])
+        assert state.lengths == lengths
+    assert sum(replayed) >= 4
+
+
+def test_a_copy_of_a_state_goes_its_own_way(replayed: list[bool]) -> None:
+    model, decoder = made("learned")
+    one, other = ids(2, 20), ids(2, 20, 1)
+    other[:, :8] = one[:, :8]
+    state = decoder.prefill(one[:, :8])[1]
+    copy = state.copy()
+    for n in range(8, 20):
+        first = decoder.decode(one[:, n : n + 1], state)
+        second = decoder.decode(other[:, n : n + 1], copy)
+        close(first.flatten(0, 1), whole(model, one)[:, n])
+        close(second.flatten(0, 1), whole(model, other)[:, n])
+    assert sum(replayed) > 20
+
+
+def test_weights_change_between_steps(replayed: list[bool]) -> None:
+    model, decoder = made("rotary")
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = ids(2, 8)
+
+    def check() -> None:
+        for _ in range(3):
+            wanted = whole(model, tokens)
+            for n, logits in enumerate(walk(decoder, tokens, 4), start=4):
+                close(logits.flatten(0, 1), wanted[:, n])
+
+    check()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    check()
+    square = next(m for m in model.modules() if isinstance(m, nn.Linear) and m.in_features == m.out_features)
+    square.weight.data = square.weight.data.T  # the same memory, read in another order
+    check()
+    square.weight = nn.Parameter(torch.randn_like(square.weight) / 4)
+    check()
+    model.load_state_dict(kept)
+    check()
+    model.load_state_dict({name: value * 0.9 for name, value in kept.items()}, assign=True)
+    check()
+    assert sum(replayed) > 30
+
+
+def test_other_dtypes_and_back(replayed: list[bool]) -> None:
+    model, decoder = made("learned")
+    tokens = ids(2, 8)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        for _ in range(3):
+            wanted = whole(model, tokens)
+            try:
+                found = walk(decoder, tokens, 4)
+            except attngraph.errors.AttnGraphError:
+                assert dtype is torch.float64
+                break
+            for n, logits in enumerate(found, start=4):
+                close(logits.flatten(0, 1), wanted[:, n])
+
+
+def test_threads_share_a_decoder(replayed: list[bool]) -> None:
+    model, decoder = made("rotary")
+    batches = [ids(2, 40, seed) for seed in range(4)]
+    wanted = [whole(model, tokens) for tokens in batches]
+    walk(decoder, batches[0][:, :6], 3)
+    found: dict[int, list[Tensor]] = {}
+
+    def run(n: int) -> None:
+        found[n] = walk(decoder, batches[n], 4)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(replayed) > 50
+    for n, logits in found.items():
+        close(torch.cat(logits, 1), wanted[n][:, 4:])
+
+
+def test_results_stay_until_the_same_thread_steps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's step between a step and the writing of its keys to the pages changes nothing."""
+    from attngraph.runtime.kv_cache import KVCache
+
+    model, decoder = made("learned")
+    mine, theirs = ids(1, 12), ids(1, 12, 1)
+    wanted, other_state = whole(model, mine), decoder.prefill(theirs[:, :4])[1]
+    state = decoder.prefill(mine[:, :4])[1]
+    write, main = KVCache.write, threading.get_ident()
+    at = iter(range(4, 12))
+
+    def late(self: KVCache, news: Any, given: Any, counts: Any) -> None:
+        if threading.get_ident() == main:
+            n = next(at)
+            step = threading.Thread(target=decoder.decode, args=(theirs[:, n : n + 1], other_state))
+            step.start()
+            step.join()
+        write(self, news, given, counts)
+
+    monkeypatch.setattr(KVCache, "write", late)
+    for n in range(4, 12):
+        close(decoder.decode(mine[:, n : n + 1], state).flatten(0, 1), wanted[:, n])
+
+
+def test_threads_of_the_machine_may_change(replayed: list[bool]) -> None:
+    model, decoder = made("rotary")
+    tokens = ids(1, 40)
+    wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
+    before = torch.get_num_threads()
+    try:
+        for n in range(4, 40):
+            torch.set_num_threads(1 + n // 4 % 2)
+            close(decoder.decode(tokens[:, n : n + 1], state).flatten(0, 1), wanted[:, n])
+    finally:
+        torch.set_num_threads(before)
+    assert sum(replayed) > 25
+
+
+def test_modes_of_gradients_in_turn(replayed: list[bool]) -> None:
+    model, decoder = made("rotary")
+    tokens = ids(2, 24)
+    wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
+    for n in range(4, 24):
+        mode = (torch.inference_mode, torch.no_grad, torch.enable_grad)[n % 3]
+        with mode():
+            logits = decoder.decode(tokens[:, n : n + 1], state)
+        close(logits.flatten(0, 1), wanted[:, n])
+    assert sum(replayed) > 15
+
+
+def test_a_token_out_of_range_is_an_error_and_later_steps_are_right(replayed: list[bool]) -> None:
+    model, decoder = made("learned")
+    tokens = ids(2, 24)
+    wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
+    for n in range(4, 24):
+        if n in (4, 5, 12):
+            with pytest.raises((IndexError, RuntimeError)):
+                decoder.decode(torch.full((2, 1), VOCABULARY + 7), state)
+        close(decoder.decode(tokens[:, n : n + 1], state).flatten(0, 1), wanted[:, n])
+    assert sum(replayed) > 10
+
+
+def test_a_recording_does_not_keep_the_pages_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    run = replay._Recording.run
+    monkeypatch.setattr(replay._Recording, "run", lambda self, inputs: seen.append(self) or run(self, inputs))
+    _, decoder = made("rotary")
+    tokens = ids(2, 10)
+    state = decoder.prefill(tokens[:, :4])[1]
+    for n in range(4, 10):
+        decoder.decode(tokens[:, n : n + 1], state)
+    assert seen
+    pages = {t.untyped_storage().data_ptr() for t in state.stores().values()}
+    for recording in seen:
+        held = [v for v in recording.values.values() if isinstance(v, Tensor)]
+        held += [t for link, *_ in recording.readers for t in link.held]
+        assert pages.isdisjoint(t.untyped_storage().data_ptr() for t in held)
+
+
+def test_other_token_dtypes_make_other_recordings() -> None:
+    model, decoder = made("learned")
+    tokens = ids(2, 20)
+    wanted, state = whole(model, tokens), decoder.prefill(tokens[:, :4])[1]
+    for n in range(4, 20):
+        step = tokens[:, n : n + 1].to((torch.int64, torch.int32)[n % 2])
+        close(decoder.decode(step, state).flatten(0, 1), wanted[:, n])
+
+
+def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None:
+    model, decoder = made("rotary")
+    prompt = ids(2, 5)
+    wanted = prompt
+    for _ in range(12):
+        wanted = torch.cat([wanted, whole(model, wanted)[:, -1:].argmax(-1)], 1)
+    for _ in range(2):
+        assert decoder.generate(prompt, max_new_tokens=12).tolist() == wanted.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay.Replay, "_is_few", lambda self, inputs: False)
+        beams = decoder.generate(prompt, max_new_tokens=12, num_beams=3)
+    for _ in range(2):
+        assert decoder.generate(prompt, max_new_tokens=12, num_beams=3).tolist() == beams.tolist()
+    engine = attngraph.Engine(decoder)
+    for _ in range(2):
+        requests = [engine.submit(row, max_new_tokens=12) for row in prompt]
+        engine.run()
+        for request, row in zip(requests, wanted, strict=True):
+            assert request.result() == row[5:].tolist()
