@@ -93,7 +93,25 @@ class FixedValues:
                 node.replace_input_with(operand, self._taken(node, operand))
         if self.found:
             values = {about.name: node for node, about in self.found.items()}
-            self.graph.stages[Rate.PROMPT] = part_of(self.graph, values)
+            stage = part_of(self.graph, values)
+            self._measure_own_arguments(stage)
+            self.graph.stages[Rate.PROMPT] = stage
+
+    def _measure_own_arguments(self, stage: ProgramGraph) -> None:
+        """Take sizes that the tokens share with the prompt's arguments (the number of sequences) from these: a
+        prompt's stage is not given the tokens."""
+        told = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))[self.ids]
+        inputs = list(zip(stage.placeholders(), stage.inputs, strict=True))
+        others = [n for n, given in inputs if given.kind == "argument" and given != told]
+        found = {
+            str(extent): (node, dim)
+            for node in others for dim, extent in enumerate(node.meta["val"].shape)
+        }  # fmt: skip
+        for ids in (n for n, given in inputs if given == told):
+            for size in [u for u in ids.users if u.target is aten.sym_size.int]:
+                if str(size.meta["val"]) in found:
+                    size.args = found[str(size.meta["val"])]
+        stage.drop_inputs(lambda node, given: given == told and not node.users)
 
     def _is_fixed(self, node: fx.Node) -> bool:
         fact = self.tokens.facts.get(node)
