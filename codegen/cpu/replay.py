@@ -201,8 +201,10 @@ class _Recording:
         ):
             return None
         q, k, v, k_pages, v_pages, table, starts, first, held = (
-            self._settled(n) for n in
-            (view.q, view.k, view.v, view.k_pages, view.v_pages, view.table, view.starts, view.first, view.held)
+            self._settled(n) for n in (
+                view.q, view.k, view.v, view.k_pages, view.v_pages,
+                view.table, view.starts, view.first, view.held,
+            )
         )  # fmt: skip
         sizes = [self.values[s] if isinstance(s, fx.Node) else s for s in view.sizes]
         reads = [self._settled(r) for r in view.reads]
@@ -214,7 +216,7 @@ class _Recording:
         return link
 
     def _is_settled_or_moves(self, node: fx.Node) -> bool:
-        """Whether pages lie where they lay, or are an input, so that compiled code can be told where they are."""
+        """Whether pages lie where they lay, or are an input: compiled code can be told where it is."""
         return node not in self.growing or node in self.pages
 
     def _settled(self, node: fx.Node) -> Tensor:
@@ -235,7 +237,8 @@ class _Recording:
             self._links = []
 
     def _end_waiting(self, needed: Sequence[fx.Node]) -> None:
-        """Make a piece of the operations in PyTorch since the last one, if one of their results is needed now."""
+        """Make a piece of the operations in PyTorch since the last one, if one of their results is needed
+        now."""
         inside = set(self._waiting)
         if inside.isdisjoint(needed):
             return

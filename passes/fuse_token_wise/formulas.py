@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -172,7 +172,7 @@ def _batch_sizes(graph: ProgramGraph, length: str) -> set[Any]:
     """The symbols that count sequences: the first dimension of arguments whose second counts the tokens."""
     found: set[Any] = set()
     for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
-        shape = getattr(node.meta.get("val"), "shape", ())
+        shape: Sequence[Any] = getattr(node.meta.get("val"), "shape", ())
         if (
             given.kind == "argument"
             and len(shape) >= 2

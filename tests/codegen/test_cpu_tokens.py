@@ -46,3 +46,68 @@ def product(depth: int, width: int, turned: bool) -> str:
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
 def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
+
+
+MOVED = """
+r0[2, 6, t]
+r1[t, 2, 5]
+r2[i0 < 12] = r0[i0 // 6, i0 % 6, t] + 1.0
+r3[i0 < 17] = where(i0 < 12, r2[i0], r1[t, 1, i0 - 12])
+r4[i0 < 2, i1 < 6] = where(i0 < 1, r2[i1 + 6], -r0[0, i1, t])
+r5[] = sum[j < 12] r2[j] * r2[j]
+r6[i0 < 2] = amax[j < 6] r4[i0, j]
+return r3[1, 17, t], r4[2, t, 6], r6[t, 2], r5[t]
+"""
+GATED = """
+r0[t, 24]
+r1[40, 24]
+r2[40, 24]
+r3[24, 40]
+r4[i0 < 24] = r0[t, i0] * 1.0
+r5[i0 < 40] = sum[j < 24] r4[j] * r1[i0, j]
+r6[i0 < 40] = sum[j < 24] r4[j] * r2[i0, j]
+r7[i0 < 40] = r5[i0] * sigmoid(r5[i0]) * r6[i0]
+r8[i0 < 24] = sum[j < 40] r7[j] * r3[i0, j]
+r9[i0 < 24] = r8[i0] + r0[t, i0]
+return r9[t, 24]
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 32, 33, 512, 1100])
+@pytest.mark.parametrize("text", [MOVED, GATED])
+def test_selections_digits_folds_and_gates(text: str, tokens: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(text.strip(), tokens)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_products_that_are_gated_are_computed_together() -> None:
+    (group,) = next(p for p in run.phases(parse(GATED)) if p.groups).groups
+    assert (group.products, group.following) == ([5, 6], [7])
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_tensors_are_read_where_they_lie(tokens: int) -> None:
+    x = torch.randn(tokens, 6, 4)[:, :, ::2].permute(2, 1, 0)
+    wide = torch.randn(tokens, 9, 2)[:, 2:7].transpose(1, 2)
+    check(MOVED.strip(), tokens, [x, wide])
+    weight = torch.randn(1, 24).expand(40, 24)
+    check(GATED.strip(), tokens, [torch.randn(24, tokens).T / 5, weight / 5, torch.randn(24, 40).T / 5,
+                                  torch.randn(40, 24).T / 5])  # fmt: skip
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_nan_and_infinity_go_through(special: float, tokens: int) -> None:
+    text = "r0[t, 20]\nr1[i0 < 20] = r0[t, i0] * 1.0\nr2[] = amax[j < 20] r1[j]\nr3[] = sum[j < 20] r1[j]\n"
+    text += "r4[i0 < 20] = where(r1[i0] > 0, r1[i0], exp(r1[i0]))\nreturn r2[t], r3[t], r4[t, 20]"
+    x = torch.randn(tokens, 20)
+    x[1, 7] = special
+    found, wanted = run.Tokens().run(text, [x]), reference(parse(text), [x])
+    assert found is not None
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)

@@ -167,7 +167,8 @@ class _Evaluation:
     def _read(self, node: Expr) -> Tensor:
         """An element for each token and index. Indices that a selection does not choose may be out of range:
         those elements are read at the last place."""
-        tensor, indices = self.known[node.value], list(node.args)
+        tensor: Tensor = self.known[node.value]
+        indices = list(node.args)
         if self.program.definition(node.value) is not None:
             indices.insert(0, TOKEN)
         elif self.program.given[node.value].token_dim is not None:

@@ -148,7 +148,7 @@ class _Prepared:
         places, held = self._call(given, tokens, members)
         values: list[Tensor] = [torch.empty(0)] * len(self.widths)
         for result, about in zip(results, self.program.results, strict=True):
-            values[about.number - self.first] = result.movedim(about.token_dim, 0).flatten(1)
+            values[about.number - self.first] = result.movedim(about.token_dim, 0).view(tokens, -1)
         scratch = torch.empty(self.total * tokens)
         at = 0
         for number in self.between:

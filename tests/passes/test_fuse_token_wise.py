@@ -1,0 +1,236 @@
+"""What a decoder computes from each token alone becomes one operation; what mixes tokens does not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import attngraph
+from attngraph.codegen.cpu import toolchain
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language.token_program import TokenProgram, parse
+from attngraph.ir.ops import token_program as op
+
+WIDTH, HEADS, VOCABULARY = 16, 2, 24
+Mix = Callable[[Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """One attention, with `before` it, `heads` on queries and keys, and `after` it."""
+
+    def __init__(self, before: Mix, after: Mix, heads: Mix = lambda x: x) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.before, self.after, self.heads = before, after, heads
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.before(self.embed(ids))
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        found = functional.scaled_dot_product_attention(self.heads(q), self.heads(k), v, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).reshape(b, s, WIDTH))
+        return self.after(x) @ self.embed.weight.T
+
+
+class Gelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(16), nn.Linear(16, 40), nn.Linear(40, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(functional.gelu(self.wide(self.norm(x)), approximate="tanh"))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.gate, self.up, self.down = (nn.Linear(*at, bias=False) for at in ((16, 40), (16, 40), (40, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Layouts(nn.Module):
+    """Weights that are turned or expanded, and a convolution's `[in, out]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(20, 16).T / 4)
+        self.two = nn.Parameter(torch.randn(16, 20).T.contiguous().T / 4)
+        self.row = nn.Parameter(torch.randn(1, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(x @ self.one)
+        return x + functional.linear(y, self.two) + functional.linear(x, self.row.expand(16, 16))
+
+
+class Batch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.norm.running_mean = torch.randn(16)
+        self.norm.running_var = torch.rand(16) + 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Shapes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unsqueeze(2).expand(-1, -1, 3, -1) * torch.arange(3.0)[:, None]
+        return y.sum(2) + x.unflatten(-1, (4, 4)).flip(-1).transpose(2, 3).flatten(2)
+
+
+def rotated(x: Tensor) -> Tensor:
+    s, d = x.shape[2:]
+    angles = torch.arange(s)[:, None] * 0.1 ** torch.arange(d // 2)
+    cos, sin = (torch.cat([t, t], -1) for t in (angles.cos(), angles.sin()))
+    return x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "layer norm, gelu": lambda: Model(nn.LayerNorm(16), Gelu()),
+    "rms norm, swiglu": lambda: Model(nn.RMSNorm(16), SwiGLU()),
+    "rotary": lambda: Model(SwiGLU(), Gelu(), rotated),
+    "norms of heads": lambda: Model(identity, SwiGLU(), nn.RMSNorm(8)),
+    "layouts": lambda: Model(Layouts(), Layouts()),
+    "batch norm": lambda: Model(Batch(), Gelu()),
+    "shapes": lambda: Model(Shapes(), Shapes()),
+    "running mean": lambda: Model(lambda x: x + x.cumsum(1) / 9, Gelu()),
+}
+
+
+def decoded(model: nn.Module) -> tuple[attngraph.Decoder, ProgramGraph]:
+    made = attngraph.compile(model.eval(), cache=True)
+    made.prefill(torch.zeros(1, 4, dtype=torch.int64))
+    (step,) = made._steps.values()
+    return made, step.graph
+
+
+def programs(graph: ProgramGraph) -> list[TokenProgram]:
+    target = torch.ops.attngraph.token_program.default
+    return [parse(str(n.args[1])) for n in graph.graph.nodes if n.target is target]
+
+
+def check(model: nn.Module, decoder: attngraph.Decoder, tokens: int = 12) -> None:
+    ids = torch.randint(0, VOCABULARY, (2, tokens))
+    with torch.no_grad():
+        wanted = model.double()(ids)
+        model.float()
+    logits, state = decoder.prefill(ids[:, : tokens // 2])
+    found = [logits, *(decoder.decode(ids[:, n : n + 1], state) for n in range(tokens // 2, tokens))]
+    torch.testing.assert_close(torch.cat(found, 1).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoders_answer_as_their_models(name: str) -> None:
+    model = MODELS[name]()
+    decoder, graph = decoded(model)
+    found = programs(graph)
+    assert found and all(op.is_supported(program) for program in found)
+    left = {str(n.target) for n in graph.graph.nodes if n.op == "call_function"}
+    assert not left & {"aten.linear.default", "aten.layer_norm.default", "aten.mm.default"}
+    check(model, decoder)
+
+
+def test_the_program_of_a_gated_layer() -> None:
+    _, graph = decoded(MODELS["rms norm, swiglu"]())
+    before, after = programs(graph)
+    assert sum(before.product(n) is not None for n in range(40) if _defines(before, n)) >= 1
+    products = [n for n in range(40) if _defines(after, n) and after.product(n) is not None]
+    assert len(products) == 5, after.text  # out, gate, up, down, and the tied embedding
+
+
+def _defines(program: TokenProgram, number: int) -> bool:
+    return len(program.given) <= number < len(program.given) + len(program.definitions)
+
+
+def test_what_mixes_tokens_stays() -> None:
+    _, graph = decoded(MODELS["running mean"]())
+    targets = [str(n.target) for n in graph.graph.nodes]
+    assert not any("cumsum" in program.text for program in programs(graph))
+    assert len(targets) > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_stay(dtype: torch.dtype) -> None:
+    _, graph = decoded(MODELS["rotary"]().to(dtype))
+    assert programs(graph) == []
+
+
+def test_nothing_is_done_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise toolchain.CompilerError("none")
+
+    monkeypatch.setattr(toolchain, "compiler", missing)
+    model = MODELS["rotary"]()
+    decoder, graph = decoded(model)
+    assert programs(graph) == []
+    check(model, decoder)
+
+
+def test_the_report_says_what_was_done() -> None:
+    decoder, _ = decoded(MODELS["rotary"]())
+    record = next(p for p in decoder.report.passes if p.name == "fuse-token-wise")
+    assert "compute each token by itself" in " ".join(record.notes)
+
+
+def test_a_value_used_inside_and_outside_of_a_region() -> None:
+    """The running sum needs a value of the region and the region needs the running sum: two regions."""
+
+    class After(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = functional.gelu(self.one(x))
+            return functional.silu(self.two(y.cumsum(1) / 9)) * y
+
+    model = Model(identity, After())
+    decoder, _ = decoded(model)
+    check(model, decoder)
+
+
+STEPS_OF = (
+    lambda r: nn.Linear(16, 16),
+    lambda r: nn.LayerNorm(16),
+    lambda r: nn.RMSNorm(16),
+    lambda r: nn.GELU(),
+    lambda r: nn.Sequential(nn.Linear(16, 33), nn.SiLU(), nn.Linear(33, 16)),
+    lambda r: SwiGLU(),
+    lambda r: Shapes(),
+    lambda r: Layouts(),
+    lambda r: Batch(),
+)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_chains(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def chain() -> nn.Sequential:
+        return nn.Sequential(*(draw.choice(STEPS_OF)(draw) for _ in range(4)), nn.LayerNorm(16))
+
+    model = Model(chain(), chain(), draw.choice([identity, rotated]))
+    decoder, graph = decoded(model)
+    assert programs(graph)
+    check(model, decoder)
+    for program in programs(graph):  # PyTorch's operations compute the same program
+        given = [torch.randn([5 if n is None else n for n in g.shape]) / 4 for g in program.given]
+        compiled = op.token_program(given, program.text)
+        for one, other in zip(compiled, op.reference(program, [g.double() for g in given]), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
