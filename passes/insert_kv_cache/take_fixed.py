@@ -98,8 +98,8 @@ class FixedValues:
             self.graph.stages[Rate.PROMPT] = stage
 
     def _measure_own_arguments(self, stage: ProgramGraph) -> None:
-        """Take sizes that the tokens share with the prompt's arguments (the number of sequences) from these: a
-        prompt's stage is not given the tokens."""
+        """Take sizes that the tokens share with the prompt's arguments (the number of sequences) from
+        these: a prompt's stage is not given the tokens."""
         told = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))[self.ids]
         inputs = list(zip(stage.placeholders(), stage.inputs, strict=True))
         others = [n for n, given in inputs if given.kind == "argument" and given != told]
