@@ -111,3 +111,8 @@ def test_nan_and_infinity_go_through(special: float, tokens: int) -> None:
     assert found is not None
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 600])
+def test_a_value_may_be_returned_in_two_shapes(tokens: int) -> None:
+    check("r0[t, 6]\nr1[i0 < 6] = r0[t, i0] * 2.0\nreturn r1[1, t, 6], r1[6, 1, t]", tokens)

@@ -89,6 +89,20 @@ def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
     return like.new_empty(shape, dtype=like.dtype).permute(order)
 
 
+def memory_of_results(program: TokenProgram, tokens: int, like: Tensor) -> list[Tensor]:
+    """Memory for all results. Those of the same definition share it, as each definition is computed once."""
+    found: dict[int, Tensor] = {}
+    results: list[Tensor] = []
+    for result in program.results:
+        own = allocated(result, tokens, like)
+        if result.number in found:
+            shape = own.movedim(result.token_dim, 0).shape
+            own = found[result.number].view(shape).movedim(0, result.token_dim)
+        found.setdefault(result.number, own.movedim(result.token_dim, 0))
+        results.append(own)
+    return results
+
+
 # --- in plain PyTorch ---
 
 

@@ -21,7 +21,7 @@ from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import phases
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.token_program import TokenProgram, parse
-from attngraph.ir.ops.token_program import allocated, tokens_in
+from attngraph.ir.ops.token_program import memory_of_results, tokens_in
 
 _log = logging.getLogger("attngraph.codegen.cpu")
 FEW = 32
@@ -61,7 +61,7 @@ class Tokens:
         tokens = tokens_in(made.program, given)
         if not 0 < tokens <= FEW or any(not made.is_usable(n, t) for n, t in enumerate(given)):
             return None
-        return made.link(given, [allocated(r, tokens, given[0]) for r in made.program.results], tokens)
+        return made.link(given, memory_of_results(made.program, tokens, given[0]), tokens)
 
     def _prepare(self, text: str) -> _Prepared | None:
         with self._lock:
@@ -92,7 +92,7 @@ class _Prepared:
         if any(t.dtype is not torch.float32 or not t.is_cpu for t in given):
             return None
         tokens = tokens_in(self.program, given)
-        results = [allocated(r, tokens, given[0]) for r in self.program.results]
+        results = memory_of_results(self.program, tokens, given[0])
         if tokens <= FEW:
             if tokens:
                 self._few(given, results, tokens)
