@@ -18,6 +18,7 @@ from attngraph.capture.guards import ValueGuard
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CheckError
 from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate
+from attngraph.ir.versions import version_of
 
 Run = Callable[..., Sequence[Any]]
 Interpret = Callable[[fx.GraphModule], fx.Interpreter]
@@ -123,7 +124,7 @@ class _ValuesOfWeights:
         if interpret is not None:
             return self._named(self.machine((), None, interpret))
         weights = [fetch(None) for fetch in self._fetch]
-        stamps = [(w.data_ptr(), w._version, w.dtype, w.device, w.shape) for w in weights]
+        stamps = [(w.data_ptr(), _stamp(w), w.dtype, w.device, w.shape) for w in weights]
         if stamps != self._stamps:
             with torch.no_grad():
                 self._current = self._named(self.machine(()))
@@ -132,6 +133,12 @@ class _ValuesOfWeights:
 
     def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self._names, values, strict=True))
+
+
+def _stamp(tensor: Tensor) -> object:
+    """What changes when a tensor is written to; where torch does not count, it is new each time."""
+    version = version_of(tensor)
+    return object() if version is None else version
 
 
 def _without_autocast(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
