@@ -62,6 +62,13 @@ class Formulas:
         open_dims = [(d, n) for d, n in enumerate(self.shape(node) or ()) if n.op != "const"]
         return open_dims[0] if len(open_dims) == 1 and open_dims[0][1].op == "size" else None
 
+    def counts_tokens(self, node: fx.Node) -> bool:
+        """Whether a tensor's extents are numbers and symbols. (A product of the numbers of sequences and tokens
+        is that of the tokens, but in the types of the graph they are two sizes.)"""
+        value = node.meta.get("val")
+        extents = value.shape if isinstance(value, Tensor) else ()
+        return all(isinstance(n, int) or n.node.expr.is_Symbol for n in extents)
+
     def is_shared(self, node: fx.Node) -> bool:
         """Whether all tokens share this tensor, and its extents are numbers."""
         shape = self.shape(node)

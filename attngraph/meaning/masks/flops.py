@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from attngraph.ir.language import token_program
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import Rows, counts, shift
@@ -78,6 +79,19 @@ def _attention_backward(
     reads: Any, sizes: Sequence[int], program: str, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
     return 2 * _pairs(q, k, sizes, program) * int(3 * q[3] + 2 * v[3])
+
+
+@register_flop_formula(ops.token_program, get_raw=True)
+def _token_program(given: Sequence[Tensor], program: str, *_: Any, **__: Any) -> int:
+    """Of the products with weights."""
+    parsed = token_program.parse(program)
+    tokens = next(
+        t.shape[about.token_dim]
+        for t, about in zip(given, parsed.given, strict=True) if about.token_dim is not None
+    )  # fmt: skip
+    numbers = range(len(given), len(given) + len(parsed.definitions))
+    weights = [given[p.weight] for p in map(parsed.product, numbers) if p is not None]
+    return sum(2 * tokens * weight.numel() for weight in weights)
 
 
 @register_flop_formula(ops.cached_attention, get_raw=True)
