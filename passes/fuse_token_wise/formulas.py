@@ -63,8 +63,8 @@ class Formulas:
         return open_dims[0] if len(open_dims) == 1 and open_dims[0][1].op == "size" else None
 
     def counts_tokens(self, node: fx.Node) -> bool:
-        """Whether a tensor's extents are numbers and symbols. (A product of the numbers of sequences and tokens
-        is that of the tokens, but in the types of the graph they are two sizes.)"""
+        """Whether a tensor's extents are numbers and symbols. (The number of sequences times that of tokens
+        is that of tokens here, but in the types of the graph they are two sizes.)"""
         value = node.meta.get("val")
         extents = value.shape if isinstance(value, Tensor) else ()
         return all(isinstance(n, int) or n.node.expr.is_Symbol for n in extents)
