@@ -101,11 +101,12 @@ def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> No
 
 
 def _is_of_few_lengths(graph: ProgramGraph, ids: fx.Node) -> bool:
-    """Whether the trace holds for some numbers of tokens alone: it may be that of a loop over blocks."""
+    """Whether the trace holds for some numbers of tokens alone, as that of a loop over blocks may. (One that
+    holds up to some number, as with a table of positions, is none.)"""
     extent = ids.meta["val"].shape[1]
     name = str(extent if isinstance(extent, int) else extent.node.expr)
     limits = [c for c in graph.conditions if {str(s) for s in c.free_symbols} == {name}]
-    return not all(holds(c, {name: 1 << 24}) for c in limits)
+    return all(any(not holds(c, {name: count}) for c in limits) for count in (8, 1 << 24))
 
 
 def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:

@@ -232,10 +232,6 @@ def test_positions_that_count_the_tokens_before_them_have_a_decoder() -> None:
     assert torch.equal(decoder.generate(start, NEW, input_ids=source), theirs(model, input_ids=source))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="it is refused, but the reason names the layer norm of the embeddings, not the attention",
-)
 def test_a_static_encoder_has_no_decoder() -> None:
     made = transformers.BertConfig(**{**TOKENS, **WIDTHS}, attn_implementation="eager")
     model = transformers.BertForMaskedLM(made).eval()
