@@ -50,7 +50,12 @@ def check_bounds(node: Expr, spans: list[tuple[float, float]], points: list[floa
     if math.isinf(low) or math.isinf(high):
         return
     for dtype in (torch.float32, torch.float64):
-        at = [torch.tensor([a, *(a + (b - a) * p for p in points), b], dtype=dtype) for a, b in spans]
+        between = [
+            [min(max(a + (b - a) * p, a), b) for p in points] for a, b in spans
+        ]  # rounding may pass an end
+        at = [
+            torch.tensor([a, *inside, b], dtype=dtype) for (a, b), inside in zip(spans, between, strict=True)
+        ]
         found = value(node, dtype, *torch.meshgrid(*at, indexing="ij"))
         assert bool(((found >= low) & (found <= high)).all()), (
             f"{node} over {spans} is not in {low} .. {high}"
