@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attngraph.api.compile  # noqa: F401  (registers the kernels)
+from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
@@ -44,6 +45,12 @@ def one_thread_and_the_same_random_numbers() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def graphs_run_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests use small tensors, at which a compiled model would run the model itself."""
+    monkeypatch.setattr(budgets, "FUSED_SCORES", 0)
 
 
 # --- golden files -------------------------------------------------------------------------------

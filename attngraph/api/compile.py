@@ -25,24 +25,25 @@ from attngraph.runtime.decoder import Decoder
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
-    disable: Sequence[str] = ..., cache: Literal[False] = ...,
+    disable: Sequence[str] = ..., min_scores: int | None = ..., cache: Literal[False] = ...,
 ) -> CompiledModule: ...  # fmt: skip
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
-    disable: Sequence[str] = ..., cache: Literal[True] | CacheConfig,
+    disable: Sequence[str] = ..., min_scores: int | None = ..., cache: Literal[True] | CacheConfig,
 ) -> Decoder: ...  # fmt: skip
 @overload
 def compile(
     model: None = ..., *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
-    disable: Sequence[str] = ..., cache: bool | CacheConfig = ...,
+    disable: Sequence[str] = ..., min_scores: int | None = ..., cache: bool | CacheConfig = ...,
 ) -> Callable[[Callable[..., Any]], Any]: ...  # fmt: skip
 def compile(
     model: Callable[..., Any] | None = None, *, backend: str = "auto", inductor: bool = False,
     strict: bool = False, dump: str | Path | None = None, passes: Sequence[Pass | str] | None = None,
-    absorb: str = "auto", disable: Sequence[str] = (), cache: bool | CacheConfig = False,
+    absorb: str = "auto", disable: Sequence[str] = (), min_scores: int | None = None,
+    cache: bool | CacheConfig = False,
 ) -> Any:  # fmt: skip
     """Returns a module with the same results as `model`, in which attention runs as fused ops.
 
@@ -61,6 +62,9 @@ def compile(
             "always" applies the projections to queries and results instead, "never" to keys and values,
             "auto" does whichever is cheaper at each call.
         disable: names of passes that are skipped, such as "merge-heads".
+        min_scores: calls whose attentions have fewer scores (queries times keys, of all heads and rows) run
+            the model itself, because fusing gains nothing there. None: about a million on the CPU with the
+            default options, else 0; 0: every call runs the graph.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
 
@@ -71,7 +75,9 @@ def compile(
     Raises:
         TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
     """
-    options = make_options(backend, inductor, strict, dump, passes, absorb=absorb, disable=disable)
+    options = make_options(
+        backend, inductor, strict, dump, passes, absorb=absorb, disable=disable, min_scores=min_scores
+    )
     if model is None:
         given = {k: v for k, v in locals().items() if k not in ("model", "options")}
         return functools.partial(compile, **given)

@@ -6,7 +6,6 @@ model, torch.compile captures it in pieces, and each is compiled by attngraph.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -41,6 +40,7 @@ from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Graphs, KeyOf
+from attngraph.runtime.small_calls import SmallCalls
 from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
 from attngraph.runtime.wrapper import ModelWrapper
 
@@ -66,7 +66,7 @@ class CompiledModule(ModelWrapper):
     _allow_pieces: bool
     _graphs: Graphs
     _pieces: dict[Any, GraphBreaks]
-    _retraces: collections.Counter[str]
+    _small: SmallCalls
     _settling: int
     _forward: Callable[..., Any]
     _generate: Generate | None
@@ -80,7 +80,7 @@ class CompiledModule(ModelWrapper):
     def _reset(self) -> None:
         self._graphs = Graphs()
         self._pieces = {}
-        self._retraces = collections.Counter()
+        self._small = SmallCalls()
         self._settling = 0
         self._forward = _with_signature_of(self._model, self._run)
         self._generate = None
@@ -110,18 +110,25 @@ class CompiledModule(ModelWrapper):
             return self._generate.decoder.report  # nothing but generate has been called
         found = _with_remarks(reporting.merge([*latest, *pieces]))
         graphs = len(self._graphs) + sum(p.graphs for p in pieces)
-        return dataclasses.replace(found, graphs=graphs, retraces=tuple(self._retraces.items()))
+        small = found.small_calls + self._small.count
+        again = tuple(self._graphs.retraces.items())
+        return dataclasses.replace(found, graphs=graphs, retraces=again, small_calls=small)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if _is_transformed():
             return self._model(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        shapes = spec, tuple(t.shape for t in tensors)
         with LOCK.call():
+            if shapes in self._small:
+                return self._itself(shapes, args, kwargs)
             key_of = functools.partial(call_key, leaves, spec, self._model)
             pieces = self._pieces.get(ALWAYS)
             found = None if pieces is not None else self._graphs.find(key_of, tensors)
             if found is not None:
+                if self._is_small(found, tensors):
+                    return self._itself(shapes, args, kwargs)
                 return self._computed(found, tensors, args, kwargs)
             pieces = pieces or self._pieces.get(key_of(frozenset()))
         if pieces is not None:
@@ -136,6 +143,8 @@ class CompiledModule(ModelWrapper):
             return result
         if found is not None:
             with LOCK.call():
+                if self._is_small(found, tensors):
+                    return self._itself(shapes, args, kwargs)
                 return self._computed(found, tensors, args, kwargs)
         where = ALWAYS if ALWAYS in self._pieces else key_of(frozenset())
         try:
@@ -194,6 +203,21 @@ class CompiledModule(ModelWrapper):
         with LOCK.call():
             weights = weights_of(found, tensors, names, rows, queries)
         return weights[at] if isinstance(at, str) else weights
+
+    def _is_small(self, found: Executable, tensors: Sequence[Tensor]) -> bool:
+        """Whether the model itself is as fast as the graph for a call of these sizes. A model that contains
+        compiled ones is not called: they may trace, for which the lock must be free."""
+        wanted = self._options.fused_from
+        if not wanted or found.scores is None or found.scores(tensors) >= wanted:
+            return False
+        parts = self._model.modules() if isinstance(self._model, nn.Module) else ()
+        return not any(isinstance(child, ModelWrapper) for part in parts for child in part.children())
+
+    def _itself(self, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own result for a call of these shapes, which are remembered: whatever else may change,
+        it stays right."""
+        self._small.add(shapes)
+        return self._model(*args, **kwargs)
 
     def _computed(
         self, found: Executable, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -256,8 +280,8 @@ class CompiledModule(ModelWrapper):
         found = change_between(nearest, key, self._model, leaves, left_out)
         if found is None:
             found = change_of_sizes([g.sizes for g in self._graphs.of(key_of, left_out)], tensors)
-        self._retraces[found.what] += 1
-        count = self._retraces[found.what]
+        self._graphs.retraces[found.what] += 1
+        count = self._graphs.retraces[found.what]
         log.info("traced again because of %s", found)
         if count == budgets.RETRACES_TOLD:
             log.warning(
@@ -278,7 +302,7 @@ class CompiledModule(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles contain the model and the options; graphs are traced again."""
-        derived = ("_graphs", "_pieces", "_retraces", "_forward", "_generate")
+        derived = ("_graphs", "_pieces", "_small", "_forward", "_generate")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph.errors import meant
+from attngraph.ir import budgets
 from attngraph.passes import PASSES, order, pass_named
 from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
@@ -31,12 +32,23 @@ class Options:
     progress: Callable[[str], None] | None = None
     absorb: str = "auto"
     disable: tuple[str, ...] = ()
+    min_scores: int | None = None
+
+    @property
+    def fused_from(self) -> int:
+        """The fewest scores per attention with which a call runs the graph and not the model itself."""
+        if self.min_scores is not None:
+            return self.min_scores
+        chosen = self.backend != "auto" or self.inductor or self.passes is not None
+        return 0 if chosen else budgets.FUSED_SCORES
 
     def __post_init__(self) -> None:
         AbsorbMLA(self.absorb)  # raises if the value is invalid
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
         known = [step.name for step in (*(self.passes or ()), *PASSES)]
+        if self.min_scores is not None and self.min_scores < 0:
+            raise ValueError(f"min_scores counts scores, so it is at least 0; found {self.min_scores}.")
         for name in self.disable:
             if name not in known:
                 raise ValueError(f"there is no pass {name!r} to disable; {meant(name, known)}")
@@ -74,7 +86,7 @@ def _as_pass(step: Any) -> Pass:
 def make_options(
     backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
     passes: Sequence[Pass | str] | None = None, progress: Callable[[str], None] | None = None,
-    absorb: str = "auto", disable: Sequence[str] = (),
+    absorb: str = "auto", disable: Sequence[str] = (), min_scores: int | None = None,
 ) -> Options:  # fmt: skip
     """Options from the arguments of `attngraph.compile`.
 
@@ -88,5 +100,13 @@ def make_options(
     if isinstance(disable, str):
         raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
     return Options(
-        backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb, tuple(disable)
+        backend,
+        inductor,
+        strict,
+        Path(folder) if folder else None,
+        chosen,
+        progress,
+        absorb,
+        tuple(disable),
+        min_scores,
     )

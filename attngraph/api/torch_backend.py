@@ -24,6 +24,7 @@ _OF_THE_BACKEND: dict[str, tuple[tuple[type, ...], str]] = {
     "passes": ((list, tuple, type(None)), "a list of passes"),
     "absorb": ((str,), f"one of {', '.join(ABSORB)}"),
     "disable": ((list, tuple), "a list of names of passes"),
+    "min_scores": ((int, type(None)), "a number of scores"),
 }
 """The options of `torch.compile(model, backend="attngraph", options={...})`: types, and a description."""
 

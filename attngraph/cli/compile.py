@@ -38,7 +38,7 @@ def compile_target(
     try:
         made = make_options(
             options.backend, options.inductor, options.strict, options.dump, None, tell, options.absorb,
-            options.disable,
+            options.disable, min_scores=0,
         )  # fmt: skip
     except ValueError as problem:
         raise TargetError(str(problem)) from problem

@@ -71,12 +71,17 @@ PROBE_ATTEMPTS = 8
 
 # --- calls ---
 
+FUSED_SCORES = 1 << 20
+"""Scores per attention, in the mean over a graph's attentions. With fewer, a call on the CPU runs the model
+itself, which is at least as fast at such sizes; the report says so."""
 GRAPHS_KEPT = 8
 """Graphs that a compiled model, or a decoder, keeps. The least recently used one is dropped, and traced again
 if it is needed."""
 SIZE_OPS = 16
 """Operations in a quotient or remainder of symbolic sizes that torch evaluates during a trace. With more, the
 sizes in it are taken as numbers, and calls with other sizes are traced again."""
+SMALL_CALLS_KEPT = 4096
+"""Shapes of calls that are remembered as running the model itself. Beyond, the question is asked again."""
 RETRACES_TOLD = 4
 """How often a model is traced again for one cause before it warns of it."""
 SETTLING_CALLS = 4

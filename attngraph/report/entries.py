@@ -321,7 +321,8 @@ class Entries:
 
     `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
-    took. `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
+    took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
+    `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
     entries of each, including the graphs' texts.
     """
 
@@ -336,6 +337,7 @@ class Entries:
     captured: str = dataclasses.field(default="", repr=False)
     retraces: tuple[tuple[str, int], ...] = ()
     capture: float = 0.0
+    small_calls: int = 0
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
 
 

@@ -82,6 +82,8 @@ class CompileReport(Entries):
             lines += ["", f"  compiled again for other sizes   {stop.source}", f"      {stop.reason}"]
         if self.retraces:
             lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
+        if self.small_calls:
+            lines += ["", _small(self.small_calls, bool(self.attention))]
         return "\n".join([*lines, *self._times()])
 
     def _times(self) -> list[str]:
@@ -108,6 +110,15 @@ class CompileReport(Entries):
 
 FUSING = "fuse-attention"
 """The pass that puts attentions in place of score matrices."""
+
+
+def _small(calls: int, fused: bool) -> str:
+    """The line that says how many calls ran the model itself, and why."""
+    many = "1 call" if calls == 1 else f"{calls} calls"
+    why = (
+        "attention is too small there to gain from fusing" if fused else "there is nothing fused in the graph"
+    )
+    return f"  {many} ran the model itself: {why} (min_scores=0: always run the graph)"
 
 
 def _timed(name: str, what: str, seconds: float) -> str:
@@ -189,6 +200,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         sum(r.graphs for r in reports),
         numbers=tuple(dict.fromkeys(b for r in reports for b in r.numbers)),
         capture=sum(r.capture for r in reports),
+        small_calls=sum(r.small_calls for r in reports),
         parts=tuple(parts),
     )
 

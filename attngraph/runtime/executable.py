@@ -13,6 +13,7 @@ from attngraph.capture.structure import unflatten
 from attngraph.ir.graph.program_graph import ProgramGraph, is_assertion
 from attngraph.report.report import CompileReport
 from attngraph.runtime.machine import Machine, Run
+from attngraph.runtime.small_calls import scores_per_attention
 
 
 class Executable:
@@ -25,16 +26,18 @@ class Executable:
 
     Attributes:
         report: what was done to the graph; set once it is known.
+        scores: the mean number of scores of an attention in a call (`small_calls.py`); None if not counted.
         asserts: whether a call may fail because of a condition on values that the model asserts.
     """
 
-    __slots__ = ("asserts", "captured", "machine", "report", "sizes")
+    __slots__ = ("asserts", "captured", "machine", "report", "scores", "sizes")
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None
     ) -> None:
         self.captured, self.report = captured, CompileReport()
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
+        self.scores = scores_per_attention(captured.graph, self.sizes)
         self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
 

@@ -23,6 +23,8 @@ class Graphs:
 
     def __init__(self) -> None:
         self._kept: collections.OrderedDict[Any, list[Executable]] = collections.OrderedDict()
+        self.retraces: collections.Counter[str] = collections.Counter()
+        """Why calls were traced again, and how often."""
 
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))

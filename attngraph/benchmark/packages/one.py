@@ -56,7 +56,9 @@ def examine(compiler: str, described: Model) -> dict[str, Any]:
     except Exception as problem:
         return {"outcome": "does not run", "reason": _short(problem)}
     target = copy.deepcopy(model)
-    compiled: Any = attngraph.compile(target) if compiler == "attngraph" else torch.compile(target)
+    compiled: Any = (
+        attngraph.compile(target, min_scores=0) if compiler == "attngraph" else torch.compile(target)
+    )
     start, building = time.process_time(), _compilers()
     try:
         found = results(compiled, call)
