@@ -1,12 +1,15 @@
 """Calls with few scores run the model itself; the report says so; larger ones run the graph."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.benchmark import training
 from attngraph.ir import budgets
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.passes import DEFAULT_PIPELINE
@@ -75,9 +78,7 @@ def test_gradients_and_state_are_the_models(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiled.report.small_calls == 2
 
 
-@pytest.mark.parametrize(
-    "options", [{"min_scores": 0}, {"backend": "cpu"}, {"passes": DEFAULT_PIPELINE}]
-)
+@pytest.mark.parametrize("options", [{"min_scores": 0}, {"backend": "cpu"}, {"passes": DEFAULT_PIPELINE}])
 def test_whoever_asks_for_the_graph_gets_it(
     options: dict[str, object], runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,3 +111,9 @@ def test_a_model_with_compiled_parts_runs_as_a_graph(
 def test_the_fewest_scores_are_a_number() -> None:
     with pytest.raises(ValueError, match="min_scores counts scores, so it is at least 0; found -1"):
         attngraph.compile(Layer(), min_scores=-1)
+
+
+def test_the_benchmark_of_training_steps_works(tmp_path: Path) -> None:
+    assert training.main(["--small", "--rounds", "3", "--json", str(tmp_path / "found.json")]) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())
+    assert [row["model"] for row in rows] == list(training.MODELS)
