@@ -239,6 +239,21 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
     )  # fmt: skip
 
 
+def write_epsilons(graph: fx.Graph) -> None:
+    """Write out the epsilon of an RMS norm that leaves it to its dtype. Proofs run graphs in float64, where it
+    would be another one. (In 16-bit dtypes it differs between versions of torch, so those stay.)"""
+    for node in graph.nodes:
+        if str(node.target) == "aten.rms_norm.default" and _argument(node, 3, "eps") is None:
+            dtype = node.args[0].meta["val"].dtype
+            if dtype in (torch.float32, torch.float64):
+                weight = _argument(node, 2, "weight")
+                node.args, node.kwargs = (*node.args[:2], weight, torch.finfo(dtype).eps), {}
+
+
+def _argument(node: fx.Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
 def _wants_gradient(buffer: Tensor) -> bool:
     """Whether a buffer needs a gradient, which a formula derived from its values would not give it."""
     return buffer.requires_grad and torch.is_grad_enabled()

@@ -114,6 +114,7 @@ def capture(
         raise flat.trace.effects.error()
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
+    exported.write_epsilons(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise refusal("forward() writes to an argument that shares its memory with another")
     return _with_sizes(graph, program, flat.trace)

@@ -245,7 +245,7 @@ def _rms_norm(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     square = _mean(context, place, operation("mul", element, element))
     epsilon = argument(node, 3, "eps")
     if epsilon is None:
-        raise Unliftable("an epsilon that depends on the dtype, in which the decoder may be proved")
+        raise Unliftable("an epsilon that is left to a 16-bit dtype")
     by = operation("rsqrt", operation("add", square, E.const(float(epsilon))))
     value = operation("mul", context.read(node.args[0], at), by)
     return _affine(context, value, argument(node, 2, "weight"), None, at)

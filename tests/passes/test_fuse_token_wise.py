@@ -233,3 +233,12 @@ def test_random_chains(seed: int) -> None:
         compiled = op.token_program(given, program.text)
         for one, other in zip(compiled, op.reference(program, [g.double() for g in given]), strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+
+
+def test_a_norm_that_leaves_its_epsilon_to_the_dtype_is_part_of_a_program() -> None:
+    """Its epsilon is that of the model's dtype, in the float64 of the proof as well."""
+    decoder = attngraph.compile(Model(SwiGLU(), nn.RMSNorm(WIDTH)).eval(), cache=True)
+    decoder.generate(torch.randint(VOCABULARY, (1, 4)), max_new_tokens=1)
+    text = {record.name: record.text for record in decoder.report.passes}
+    assert "rms_norm" in text["tidy"] and "rms_norm" not in text["fuse-token-wise"]
+    assert f"+ {torch.finfo(torch.float32).eps}" in text["fuse-token-wise"]
