@@ -240,8 +240,8 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
 
 
 def write_epsilons(graph: fx.Graph) -> None:
-    """Write out the epsilon of an RMS norm that leaves it to its dtype. Proofs run graphs in float64, where it
-    would be another one. (In 16-bit dtypes it differs between versions of torch, so those stay.)"""
+    """Write out the epsilon of an RMS norm that leaves it to its dtype. Proofs run graphs in float64, where
+    it would be another one. (In 16-bit dtypes it differs between versions of torch, so those stay.)"""
     for node in graph.nodes:
         if str(node.target) == "aten.rms_norm.default" and _argument(node, 3, "eps") is None:
             dtype = node.args[0].meta["val"].dtype
