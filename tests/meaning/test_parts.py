@@ -151,7 +151,8 @@ class Map(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.reshape(x.shape[0], 16, -1) for t in self.qkv(x).chunk(3, 1))
-        return ((q.mT @ k / 4).softmax(-1) @ v.mT).mT.reshape(x.shape)
+        mixed: Tensor = (q.mT @ k / 4).softmax(-1) @ v.mT
+        return mixed.mT.reshape(x.shape)
 
 
 @pytest.mark.parametrize("training", [False, True])
