@@ -33,7 +33,7 @@ from attngraph.meaning.attention import layout
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.rule import ELEMENTWISE, Category, category_of
+from attngraph.meaning.rule import ELEMENTWISE, Category, category_of, is_part
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry
@@ -199,7 +199,11 @@ class _Merge:
             return None
         wanted = roles(number, *places)
         kept = tuple(tuple(v for v in role if not E.is_const(v.args[0], 1)) for role in wanted)
-        return self._view(found, kept)
+        seen, dtype = self._view(found, kept), nodes[0].meta["val"].dtype
+        if seen is None or seen.meta["val"].dtype == dtype:
+            return seen
+        # Slices that were each converted (by autocast, mostly) are slices of what is converted.
+        return self.builder.call(aten._to_copy.default, seen, dtype=dtype)
 
     def _progression(self, reads: Sequence[Expr], number: Expr) -> Expr | None:
         """One read, as an expression of `number`, that equals the n-th of the reads for `number` = n."""
@@ -272,7 +276,8 @@ class _Merge:
     def _source(self, node: fx.Node) -> fx.Node:
         """The tensor that a node is a view of."""
         while self.meaning.category(node) is Category.MOVEMENT:
-            moved = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+            made_by: Any = node.args[0] if is_part(node) else node
+            moved = [n for n in made_by.all_input_nodes if self.meaning.is_tensor(n)]
             if len(moved) != 1:
                 break
             (node,) = moved

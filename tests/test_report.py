@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import attngraph
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
@@ -188,3 +189,47 @@ def test_what_came_up_in_running_a_kernel_is_in_the_report(monkeypatch: pytest.M
     assert compiled.report.attention[0].kernel.remarks == (said,)
     assert said in str(compiled.report)
     assert CompileReport.from_json(compiled.report.to_json()).attention[0].kernel.remarks == (said,)
+
+
+def test_a_report_has_the_time_of_each_stage() -> None:
+    report = attngraph.explain(lambda q: (q @ q.mT).softmax(-1) @ q, torch.randn(2, 5, 8))
+    assert list(report.stages) == ["capture", *(record.name for record in report.passes)]
+    assert 0 < sum(report.stages.values()) <= report.seconds
+
+
+class MapAttention(nn.Module):
+    """Two heads of attention among the pixels of a map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(8, 24, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        q, k, v = (t.reshape(b * 2, c // 2, h * w) for t in self.qkv(x).chunk(3, 1))
+        p = torch.einsum("bct,bcs->bts", q / 2, k).softmax(-1)
+        return torch.einsum("bts,bcs->bct", p, v).reshape(b, c, h, w)
+
+
+@pytest.mark.parametrize("height, width", [(4, 6), (8, 8)])
+def test_the_height_of_a_map_is_not_told_as_heads(height: int, width: int) -> None:
+    model, x = MapAttention(), torch.randn(2, 8, height, width)
+    compiled = attngraph.compile(model)
+    torch.testing.assert_close(compiled(x), model(x))
+    (entry,) = compiled.report.attention
+    assert (entry.heads, entry.kv_heads) == (2, 2)
+    assert entry.call is not None and entry.call.queries == height * width
+
+
+def test_heads_that_lie_beside_the_queries_in_one_dimension_are_told_as_heads() -> None:
+    def shared_keys(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Four heads of queries on one of keys, multiplied at once."""
+        b, s, _ = x.shape
+        q = x.view(b, s, 4, 8).transpose(1, 2).reshape(b, 4 * s, 8)
+        return ((q @ k.mT).softmax(-1) @ v).view(b, 4, s, 8)
+
+    x, k, v = torch.randn(2, 7, 32), torch.randn(2, 9, 8), torch.randn(2, 9, 8)
+    compiled = attngraph.compile(shared_keys)
+    torch.testing.assert_close(compiled(x, k, v), shared_keys(x, k, v))
+    (entry,) = compiled.report.attention
+    assert (entry.heads, entry.kv_heads) == (4, 1)

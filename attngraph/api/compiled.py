@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attngraph.api.build import compile_graph
 from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers
 from attngraph.api.options import Options
+from attngraph.api.progress_line import progress_line
 from attngraph.capture.changes import change_between, change_of_sizes
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
@@ -246,7 +247,8 @@ class CompiledModule(ModelWrapper):
             if found is not None:
                 return found
             try:
-                found = compile_graph(self._model, args, kwargs, self._options)
+                with progress_line(self._options) as options:
+                    found = compile_graph(self._model, args, kwargs, options)
                 if not found.accepts(tensors):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"

@@ -21,8 +21,10 @@ from torch import nn
 
 from attngraph.api.build import derive_decoder
 from attngraph.api.options import Options
+from attngraph.api.progress_line import progress_line
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper, own_names
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,14 @@ def bound(compiled: ModelWrapper, model: Any, method: types.MethodType) -> Calla
 def decoder_of(compiled: ModelWrapper, options: Options, config: CacheConfig) -> Decoder:
     """A decoder for the model of a compiled module, derived at its first call."""
     model = compiled._model
-    return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
+    return Decoder(model, config, compiled, functools.partial(_derive, model, options, config))
+
+
+def _derive(
+    model: Callable[..., Any], options: Options, config: CacheConfig, *rest: Any, **named: Any
+) -> Step:  # fmt: skip
+    with progress_line(options) as told:
+        return derive_decoder(model, told, config, *rest, **named)
 
 
 def is_generated_by_transformers(model: Any) -> bool:

@@ -216,6 +216,7 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
         elif kind == "buffer" and name not in written and not _wants_gradient(owner.get_buffer(name)):
             values[placeholder] = owner.get_buffer(name)
         inputs.append(Input(kind, name))
+    values = {name: tensor for name, tensor in values.items() if not tensor.is_meta}  # meta tensors have none
     outputs: list[Output] = []
     order = [spec.arg.name for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")]
     orders = {

@@ -86,6 +86,13 @@ class CompileReport(Entries):
             lines += ["", _small(self.small_calls, bool(self.attention))]
         return "\n".join([*lines, *self._times()])
 
+    @property
+    def stages(self) -> dict[str, float]:
+        """The seconds of each stage of the compilation, in order: capture, then the passes. What is left of
+        `seconds` went into proofs, kernels, and traces that were made again."""
+        first = {"capture": self.capture} if self.capture else {}
+        return first | {record.name: record.seconds for record in self.passes}
+
     def _times(self) -> list[str]:
         """A line for each part of the compilation, with its time."""
         if not self.passes:

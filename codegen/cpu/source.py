@@ -23,6 +23,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Weight
+from attngraph.ir.ops.kernels import SHARED, SHARED_END
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 
@@ -106,8 +107,9 @@ class Draft:
 
 @functools.cache
 def header(name: str) -> str:
-    """The text of a file of `c/`."""
-    return (_FOLDER / name).read_text(encoding="utf-8")
+    """The text of a file of `c/`, between comments that say so."""
+    text = (_FOLDER / name).read_text(encoding="utf-8")
+    return f"// {name}{SHARED}\n{text}// {SHARED_END}{name}\n"
 
 
 @functools.lru_cache(maxsize=256)

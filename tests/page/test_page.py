@@ -11,6 +11,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -430,3 +431,21 @@ def test_what_the_report_warns_of_and_which_sizes_are_numbers_stand_in_the_page(
     assert "is the mask inverted?" in entry.warning
     assert entry.warning in texts
     assert number.reason in texts
+
+
+def test_what_all_kernels_have_is_folded_and_the_parts_are_the_whole_source(
+    equal_layers: Callable[[int], CompileReport],
+) -> None:
+    x = torch.randn(2, 4, 70, 8)
+    report = attngraph.explain(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, x, x, x)
+    (entry,) = report.attention
+    source = entry.kernel.source
+    assert "functions.h, the same in every kernel" in source
+    page_text = page.render(report)
+    shown = page_text[page_text.index('class="source"') :]
+    shown = shown[: shown.index("</details></article>") if "</details></article>" in shown else None]
+    parts = re.findall(r"<pre[^>]*><code>(.*?)</code></pre>", shown, re.DOTALL)
+    assert unescape(re.sub(r"</?[ib]>", "", "".join(parts))) == source
+    assert shown.count('class="shared"') == source.count("the same in every kernel")
+    own = unescape(re.sub(r"</?[ib]>", "", parts[0]))
+    assert own.startswith("// attngraph, for the scores") and len(own.splitlines()) < 20

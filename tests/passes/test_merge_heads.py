@@ -102,6 +102,24 @@ def test_heads_become_one_attention_with_the_answers_of_eager(name: str) -> None
     assert f"merged from {H} attentions" in str(report)
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_that_autocast_converts_one_by_one_become_one_attention(name: str, dtype: torch.dtype) -> None:
+    make, kv_heads = CASES[name]
+    model = make()
+    model = model.float() if isinstance(model, nn.Module) else model
+    compiled, x = attngraph.compile(model), inputs().float()
+    with torch.autocast("cpu", dtype):
+        mine, theirs = compiled(x), model(x)
+    assert mine.dtype == theirs.dtype
+    assert torch.allclose(mine.double(), theirs.double(), atol=0.05)
+    (entry,) = compiled.report.attention
+    assert (entry.heads, entry.kv_heads, entry.merged) == (H, kv_heads, H)
+    ((graph,),) = compiled._graphs.values()
+    (whole,) = graph.captured.graph.attentions()
+    assert {n.meta["val"].dtype for n in whole.args[:3]} == {dtype}  # type: ignore[union-attr]
+
+
 def test_slices_of_one_tensor_are_not_copied() -> None:
     project = nn.Linear(3 * H * D, 3 * H * D, dtype=torch.float64)
     compiled = attngraph.compile(lambda x: slices_of_one_tensor(project(x)))

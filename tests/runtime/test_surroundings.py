@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import attngraph
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 
 Same = Callable[..., None]
 SCALE = 1.0
@@ -251,3 +252,12 @@ def test_a_compiled_model_runs_inside_other_traces(layer: type[nn.Module], x: Te
         mode.allow_non_fake_inputs = True
         assert compiled(mode.from_tensor(x)).shape == x.shape
     assert attngraph.compile(model.to("meta"))(x.to("meta")).shape == x.shape
+
+
+@pytest.mark.parametrize("tokens_on", ["cpu", "meta"])
+def test_a_compiled_model_can_be_moved_to_the_device_without_values(tokens_on: str) -> None:
+    model = DecoderLM(DecoderLMConfig(vocab_size=50, layers=1, width=32, heads=4)).eval()
+    compiled, tokens = attngraph.compile(model), torch.randint(0, 50, (2, 7))
+    compiled(tokens)
+    result = compiled.to("meta")(tokens.to(tokens_on))
+    assert result.shape == (2, 7, 50) and result.is_meta

@@ -16,8 +16,8 @@ import dataclasses
 import enum
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import networkx as nx
 import torch
@@ -27,6 +27,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
+
+_Value = TypeVar("_Value", bound=Hashable)
 
 
 class Level(enum.IntEnum):
@@ -255,10 +257,10 @@ def sort(graph: fx.Graph) -> None:
 
 
 def operands_first(
-    roots: Iterable[fx.Node], operands: Callable[[fx.Node], Sequence[fx.Node]]
-) -> list[fx.Node]:  # fmt: skip
+    roots: Iterable[_Value], operands: Callable[[_Value], Sequence[_Value]]
+) -> list[_Value]:  # fmt: skip
     """The roots and all that `operands` leads to, each after its operands, else in the order of the roots."""
-    order: dict[fx.Node, None] = {}
+    order: dict[_Value, None] = {}
     stack = [(node, False) for node in reversed(list(roots))]
     while stack:
         node, visited = stack.pop()

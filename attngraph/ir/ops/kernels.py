@@ -19,6 +19,9 @@ from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.score import ScoreProgram
 
 Operands = tuple[Tensor, Tensor, Tensor]
+SHARED, SHARED_END = ", the same in every kernel", "end of "
+"""How comments begin and end a part of a kernel's source that other kernels have too: its name stands before
+the first, and after the second."""
 TRUSTED = 128.0
 """A log-sum-exp in float32 that is larger than this in magnitude is too imprecise to recover the sum."""
 

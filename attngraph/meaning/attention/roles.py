@@ -5,7 +5,8 @@ first cut into digits. Then, over the digits of the output:
 
     value    occurs in V alone
     shared   occurs in K or V (and may occur in Q): batch first, then key/value heads
-    query    occurs in Q alone, or only in the scores: the query position, then the heads of a group
+    query    occurs in Q alone, or only in the scores: the query position, then the heads of a group. The
+             digits of one dimension are one position, such as the height and width of a map
 """
 
 from __future__ import annotations
@@ -63,12 +64,21 @@ def assign(
         else:
             return Refusal("its result has a dimension that its queries, keys and values lack")
     row = [d for d in queries if d in beside_keys] or queries[-1:]
+    row = [d for d in queries if d in row or _continue(d, row, output)]
     groups = [d for d in queries if d not in row]
     batch = _batch(output, shared)
     heads = tuple(d for d in shared if d not in batch)
     if set(q | k | v) - set(shared + queries + values) - summed:
         return Refusal("its queries, keys or values vary with something that is no dimension of the result")
     return Roles(batch, heads, tuple(groups), tuple(row), tuple(values))
+
+
+def _continue(digit: Expr, row: list[Expr], output: tuple[Digits, ...]) -> bool:
+    """Whether a digit counts queries together with others in the row: they are one dimension of the result,
+    which the operands cut (the pixels of a map into height and width). Heads in one dimension with the
+    queries are told apart by their number, where that of the queries varies."""
+    alike = [d for d in row if (d.args[0].op == "const") == (digit.args[0].op == "const")]
+    return any(digit in dimension and any(d in dimension for d in alike) for dimension in output)
 
 
 def _batch(output: tuple[Digits, ...], shared: Digits | list[Expr]) -> Digits:

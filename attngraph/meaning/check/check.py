@@ -2,8 +2,10 @@
 
 The region between two nodes and the tensors that both are computed from is run on its own, with every
 floating dtype widened to float64 so that a wrong scale cannot hide in a tolerance, at more than one
-size. Where gradients flow they are compared as well. At the first size both are computed once more in
-float32, because the claim may lose digits that the model keeps. Nothing here edits the graph.
+size. Where sizes are fixed and large, they are computed in part (`parts.py`): at the first, the last and
+random places of some dimensions, that of the queries before all. Where gradients flow they are compared as
+well. At the first size both are computed once more in float32, because the claim may lose digits that the
+model keeps. Nothing here edits the graph.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check.comparison import compare, elementwise, largest
+from attngraph.meaning.check.parts import Box, choose_box
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.rounding import factors, rounding
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
@@ -49,16 +52,13 @@ def _one_thread() -> Iterator[None]:
 @_one_thread()
 def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
     """Whether `new` equals `old` as functions of `leaves`, for random values of these, at two choices of
-    sizes. The sizes of the example are tried where the model runs at none of the others. Where all sizes are
-    the model's own and large, one sample has values enough."""
+    sizes. The sizes of the example are tried where the model runs at none of the others."""
     values, example = graph.known_values(), graph.hints
     order = region((old, new), leaves)
     sizes = choose_sizes(leaves, graph.admits, example)
     if bytes_in_float64(order, {**example, **dict(*sizes[-1:])}) > budgets.SAMPLE_BYTES:
         # Most sizes are the model's own and large: the others are as small as can be.
         sizes = choose_sizes(leaves, graph.admits, example, SMALLEST)
-        if sizes == [{}, {}] and not any(n.meta["val"].dtype == torch.bool for n in leaves):
-            del sizes[1]
     tolerance = TOLERANCE + rounding(order)
     steep = {f"gradient for {leaf}": factor for leaf, factor in factors(order).items()}
     worst = 0.0
@@ -68,11 +68,12 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
         if number == len(sizes) and tried:
             break
         at = {**example, **chosen}  # some operands contribute only a dtype: their sizes are not chosen
-        if bytes_in_float64(order, at) > budgets.CHECK_BYTES:
+        sample = Sample(values, at, number)
+        box, needed = choose_box(order, (old, new), leaves, at, sample.generator)
+        if needed > budgets.CHECK_BYTES:
             return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
         try:
-            sample = Sample(values, at, number)
-            pairs = _both_ways(old, new, leaves, order, sample, graph.gradients)
+            pairs = _both_ways(old, new, leaves, order, sample, graph.gradients, box)
         except (IndexError, RuntimeError, ValueError) as cause:
             # For example, a table is read beyond its end: the model does not allow these sizes together.
             problem = f"cannot be run at small sizes: {cause}"
@@ -87,7 +88,7 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
                 return Verdict(result.error, tuple(tried), f"its {what} differs at sizes ({shown}): {result}")
             worst = max(worst, result.error)
         if len(tried) == 1:
-            problem = _drowned(old, new, leaves, order, sample.in_float32(), pairs[0][1])
+            problem = _drowned(old, new, leaves, order, sample.in_float32(), pairs[0][1], box)
             if problem:
                 return Verdict(worst, tuple(tried), problem)
     return Verdict(worst, tuple(tried), "" if tried else problem)
@@ -95,13 +96,13 @@ def same_value(graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence
 
 def _drowned(
     old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
-    exact: Tensor,
+    exact: Tensor, box: Box,
 ) -> str:  # fmt: skip
     """What is wrong with `new` in float32, if its error is far larger than the error of `old`. (Where only
     one of them is NaN or infinite, one way of writing the function exceeds the range of float32.)"""
     try:
         with torch.no_grad():
-            found = sample.evaluate(order, {leaf: sample.draw(leaf) for leaf in leaves}, new, old)
+            found = sample.evaluate(order, {leaf: sample.draw(leaf) for leaf in leaves}, new, old, box=box)
     except RuntimeError:  # a constant beyond the range of float32: the model itself does not run in it
         return ""
     if not exact.is_floating_point() or not exact.numel():
@@ -118,12 +119,12 @@ def _drowned(
 
 def _both_ways(
     old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node], order: Sequence[fx.Node], sample: Sample,
-    gradients: bool,
+    gradients: bool, box: Box,
 ) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
     """What is compared, as (name, value by the old node, value by the new one)."""
     given = {leaf: sample.draw(leaf, gradients) for leaf in leaves}
     with torch.set_grad_enabled(gradients):
-        both = sample.evaluate(order, given, old, new)
+        both = sample.evaluate(order, given, old, new, box=box)
         pairs = [("value", *both)]
         if gradients:
             inputs = {n: t for n, t in given.items() if t.requires_grad}
@@ -138,4 +139,6 @@ def _gradients(result: Tensor, weight: Tensor, inputs: Sequence[Tensor]) -> Sequ
     if not result.requires_grad:
         return [torch.zeros_like(t) for t in inputs]
     finite = torch.where(result.isfinite(), result, torch.zeros_like(result))
-    return torch.autograd.grad((finite * weight).sum(), inputs, allow_unused=True, materialize_grads=True)
+    total = (finite * weight).sum()
+    # The graph is kept: both values may be computed from parts of one tensor.
+    return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)

@@ -7,7 +7,7 @@ weights can be checked element by element.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,29 +26,40 @@ def draws(node: fx.Node) -> Callable[..., Any] | None:
         case "attngraph.seed.default":
             return lambda: torch.tensor(SEED)
         case "aten.dropout.default" | "aten.native_dropout.default":
-            return lambda value, *_, **__: _dropout(node, value)
+            return lambda value, *_, **__: drop(node, value, value.shape)
         case "aten.scaled_dot_product_attention.default" if argument(node, 4, "dropout_p", 0.0):
             return _attention
     return None
 
 
-def _dropout(node: fx.Node, value: Tensor) -> Any:
+def drop(
+    node: fx.Node, value: Tensor, shape: Sequence[int], box: Sequence[Sequence[int] | None] | None = None
+) -> Any:
+    """What a dropout leaves of its operand.
+
+    Args:
+        shape: that of the whole operand.
+        box: the indices that `value` has of each dimension; None: all.
+    """
     parts = "native" in str(node.target)
     rate = float(argument(node, 1, "p", 0.5))
     if argument(node, 2, "train", parts) is False or rate == 0:
         return (value, torch.ones_like(value, dtype=torch.bool)) if parts else value
-    kept = _kept(value, rate)
+    kept = _kept(shape, rate, value.device, box)
     result = torch.where(kept, value * (1 / (1 - rate)), 0.0)
     return (result, kept) if parts else result
 
 
-def _kept(value: Tensor, rate: float) -> Tensor:
+def _kept(
+    shape: Sequence[int], rate: float, device: torch.device, box: Sequence[Sequence[int] | None] | None = None
+) -> Tensor:  # fmt: skip
     """Which elements a dropout keeps."""
-    shape, device = value.shape, value.device
     env = Environment(Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, device)
     places: list[Any] = [
-        torch.arange(n, device=device).view([-1 if d == axis else 1 for d in range(len(shape))])
-        for axis, n in enumerate(shape)
+        torch.tensor(range(n) if wanted is None else wanted, dtype=torch.int64, device=device).view(
+            [-1 if d == axis else 1 for d in range(len(shape))]
+        )
+        for axis, (n, wanted) in enumerate(zip(shape, box or [None] * len(shape), strict=True))
     ]
     return evaluate.random([SEED, *evaluate.counters(places, list(shape))], env) >= rate
 
@@ -70,4 +81,6 @@ def _attention(
         scores = (scores + shown).masked_fill(hidden, -math.inf)
     weights = scores.softmax(-1)
     weights = torch.where(weights.isnan(), 0.0, weights)
-    return torch.where(_kept(weights, dropout_p), weights * (1 / (1 - dropout_p)), 0.0) @ v
+    return (
+        torch.where(_kept(weights.shape, dropout_p, weights.device), weights * (1 / (1 - dropout_p)), 0.0) @ v
+    )

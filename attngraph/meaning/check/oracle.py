@@ -71,7 +71,7 @@ class Oracle:
             return drawn(*args, **kwargs)
         attention = nodes.called(node.target, args, kwargs)
         if attention is not None:
-            return self._by_reference(attention)
+            return self.by_reference(attention)
         kwargs.pop("pin_memory", None)
         if str(node.target) in _CONVERTING:
             args[0] = _narrowed(node, args[0])
@@ -87,7 +87,7 @@ class Oracle:
             return value.to(self.device or value.device, self.widened(value.dtype))
         return value
 
-    def _by_reference(self, attention: nodes.AttentionOp) -> Any:
+    def by_reference(self, attention: nodes.AttentionOp) -> Any:
         """One of our own ops."""
         ways = attention.references()
         if self.turn is not None:

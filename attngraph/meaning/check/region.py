@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import is_size, operands_first
+from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 
 
@@ -43,9 +44,19 @@ def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
 
 
 def bytes_in_float64(order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
-    """The bytes of all values of a region together, in float64."""
+    """The bytes of all values of a region together, scores of attentions included, in float64."""
     values = (node.meta.get("val") for node in order)
-    return sum(8 * torch.Size(shape_at(v, sizes)).numel() for v in values if isinstance(v, Tensor))
+    found = sum(torch.Size(shape_at(v, sizes)).numel() for v in values if isinstance(v, Tensor))
+    return 8 * (found + sum(scores_of(node, sizes) for node in order))
+
+
+def scores_of(node: fx.Node, sizes: Mapping[str, int]) -> int:
+    """How many scores a node computes that is an attention over whole sequences."""
+    found = nodes.whole(node)
+    if found is None:
+        return 0
+    q, k = (shape_at(n.meta["val"], sizes) for n in (found.q, found.keys[0]))
+    return q[0] * q[1] * q[2] * k[-2]
 
 
 def shape_at(value: Tensor, sizes: Mapping[str, int]) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from attngraph.ir.graph.program_graph import is_measured, is_size
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.oracle import Oracle
+from attngraph.meaning.check.parts import Box, Parts
 from attngraph.meaning.check.region import shape_at
 
 DIFFERENT = ((3, 5, 7, 2, 4, 6, 8, 16), (17, 13, 19, 12, 16, 10, 24, 32))
@@ -72,15 +73,19 @@ class Sample:
             return torch.randint(0, 2, shape, generator=self.generator, dtype=value.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
-    def evaluate(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any], *wanted: fx.Node) -> list[Any]:
-        """The values of the wanted nodes, by the oracle."""
+    def evaluate(
+        self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any], *wanted: fx.Node, box: Box = ()
+    ) -> list[Any]:
+        """The values of the wanted nodes, or of one part of each, by the oracle."""
         known = dict(given)
         for node in order:
             if node not in known and is_size(node) and not is_measured(node):
                 known[node] = evaluate_size(size_expression(node.meta["val"]), self.sizes)
             elif node not in known and node.op == "placeholder":
                 known[node] = self.draw(node)
-        return self.oracle.evaluate(order, known, wanted)
+        if not any(box):
+            return self.oracle.evaluate(order, known, wanted)
+        return Parts(known, self.sizes).evaluate(self.oracle, known, [(node, box) for node in wanted])
 
 
 def choose_sizes(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
+from attngraph.report.page.source import render_source
 from attngraph.report.picture import TileMap, tile_map, to_svg
 
 _SIDE = 32
@@ -145,14 +146,7 @@ def _kernel(entry: AttentionEntry, name: str, sources: dict[str, str]) -> Html:
     if above != f"{name}-source":
         link = tag("a", "the same as above", href=f"#{above}")
         return tag("p", f"The source of {entry.kernel} is ", link, ".", class_="hint")
-    kernel, lines = entry.kernel.name, entry.kernel.source.rstrip("\n").count("\n") + 1
-    return tag(
-        "details",
-        tag("summary", f"Source of {kernel} ({plural(lines, 'line')})"),
-        tag("button", "Copy", type="button", class_="copy", aria_label=f"Copy {kernel}"),
-        tag("pre", tag("code", entry.kernel.source), tabindex=0, role="group", aria_label=kernel),
-        class_="source", id=f"{name}-source",
-    )  # fmt: skip
+    return render_source(entry.kernel.name, entry.kernel.source, f"{name}-source")
 
 
 def _count(number: float) -> str:

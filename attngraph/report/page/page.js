@@ -112,12 +112,13 @@ async function showText(place) {
 }
 
 async function copy(button) {
-  const pre = button.parentElement.querySelector("pre");
+  const whole = button.parentElement.querySelector(".code, pre");
+  const pres = whole.matches("pre") ? [whole] : [...whole.querySelectorAll("pre")];
   let words = "Copied";
   try {
-    await navigator.clipboard.writeText(pre.textContent);
+    await navigator.clipboard.writeText(pres.map((pre) => pre.textContent).join(""));
   } catch {
-    getSelection().selectAllChildren(pre);
+    getSelection().selectAllChildren(whole);
     words = "Selected: copy it with your keyboard";
   }
   button.textContent = words;
@@ -278,7 +279,7 @@ for (const chart of document.querySelectorAll(".chart")) {
 // On paper everything is open but the sources of kernels.
 let closed = [];
 addEventListener("beforeprint", () => {
-  closed = [...document.querySelectorAll("details:not([open]):not(.source):not(.whole)")];
+  closed = [...document.querySelectorAll("details:not([open]):not(.source):not(.shared):not(.whole)")];
   closed = closed.filter((item) => item.parentElement.dataset.kind !== "capture");
   for (const item of closed) item.open = true;
 });

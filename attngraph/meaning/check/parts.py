@@ -1,0 +1,328 @@
+"""Part of a value, computed from the parts of its operands that it needs: how a large claim is checked.
+
+A box lists, for each dimension of a value, the indices that are wanted. Which elements of an operand that
+takes follows from the op's element rule, so some queries of a fixed 4,096 need no score of the others. The op
+itself is run on these parts, as PyTorch defines it; where it cannot be, it is computed whole and the box is
+taken from the result. So a part has the values of the whole: only memory and time differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import is_size, operands_first
+from attngraph.ir.language import expr as E
+from attngraph.ir.language import score as S
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops import nodes
+from attngraph.meaning.check.dropout import drop
+from attngraph.meaning.check.oracle import Oracle
+from attngraph.meaning.check.region import bytes_in_float64, scores_of, shape_at
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import RULES, Unliftable, is_part
+
+Box = tuple[tuple[int, ...] | None, ...]
+"""For each dimension the wanted indices in increasing order; None: all of them."""
+Piece = tuple[fx.Node, Box]
+PLACES = 4
+"""How many indices of a dimension are sampled: its first, its last, and others at random."""
+_RESHAPED = frozenset(
+    name for name, rule in RULES.items() if rule.element is RULES["aten.view.default"].element
+)
+_SLICED = frozenset({"aten.narrow.default", "aten.slice.Tensor"})
+_EXPANDED = frozenset(
+    name for name, rule in RULES.items() if rule.element is RULES["aten.expand.default"].element
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How a piece is computed: `run` gets the oracle and the values of `operands`. On the way it computes
+    some `scores`, which are no value of the graph."""
+
+    operands: tuple[Piece, ...]
+    run: Callable[[Oracle, Sequence[Any]], Any]
+    scores: int = 0
+
+
+class Parts:
+    """Parts of the values of one region.
+
+    Args:
+        given: nodes whose values are not computed here.
+        sizes: a number for every symbolic size.
+    """
+
+    def __init__(self, given: Collection[fx.Node], sizes: Mapping[str, int]) -> None:
+        self.given, self.sizes = given, sizes
+        self._meaning = Meaning(numbers=sizes)
+        self._steps: dict[Piece, Step] = {}
+
+    def order(self, wanted: Sequence[Piece]) -> list[Piece]:
+        """The pieces from which those that are wanted are computed, operands first."""
+        return operands_first(wanted, lambda piece: self.step(piece).operands)
+
+    def bytes(self, wanted: Sequence[Piece]) -> int:
+        """The bytes, in float64, of all these pieces together."""
+        order = self.order(wanted)
+        shapes = [self.shape(node, box) for node, box in order if isinstance(node.meta.get("val"), Tensor)]
+        return 8 * (sum(map(math.prod, shapes)) + sum(self.step(piece).scores for piece in order))
+
+    def evaluate(self, oracle: Oracle, known: Mapping[fx.Node, Any], wanted: Sequence[Piece]) -> list[Any]:
+        """The values of the wanted pieces, from those of the given nodes, each freed after its last use."""
+        order = self.order(wanted)
+        last = {operand: piece for piece in order for operand in self.step(piece).operands}
+        found: dict[Piece, Any] = {}
+        for piece in order:
+            node, box = piece
+            whole = not any(box)
+            operands = self.step(piece).operands
+            if node in known and whole:
+                found[piece] = known[node]
+            else:
+                found[piece] = self.step(piece).run(oracle, [found[operand] for operand in operands])
+            for operand in operands:
+                if last[operand] is piece and operand not in wanted:
+                    found.pop(operand, None)
+        return [found[piece] for piece in wanted]
+
+    def shape(self, node: fx.Node, box: Box = ()) -> list[int]:
+        """The shape of a node, or of a part of it."""
+        whole = shape_at(node.meta["val"], self.sizes)
+        return [n if b is None else len(b) for n, b in itertools.zip_longest(whole, box)]
+
+    def step(self, piece: Piece) -> Step:
+        if piece not in self._steps:
+            self._steps[piece] = self._step(*piece)
+        return self._steps[piece]
+
+    def _step(self, node: fx.Node, box: Box) -> Step:
+        if not any(box):
+            given = node in self.given
+            operands = () if given else tuple(map(self.whole, node.all_input_nodes))
+            scores = 0 if given else scores_of(node, self.sizes)
+            return Step(operands, lambda oracle, values: self._run(oracle, node, operands, values), scores)
+        if node not in self.given and node.op == "call_function":
+            name = str(node.target)
+            ways = [self._of_attention, self._of_dropout, self._by_rule]
+            if name in _RESHAPED:
+                ways = [self._reshaped]
+            for way in ways:
+                found = way(node, box)
+                if found is not None:
+                    return found
+        return Step((self.whole(node),), lambda _, values: _taken(values[0], box))
+
+    def whole(self, node: fx.Node) -> Piece:
+        value = node.meta.get("val")
+        return node, (None,) * value.ndim if isinstance(value, Tensor) else ()
+
+    def _run(self, oracle: Oracle, node: fx.Node, operands: Sequence[Piece], values: Sequence[Any]) -> Any:
+        """The op of a node, on such parts of its operands."""
+        given = dict(zip((operand for operand, _ in operands), values, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        return oracle.compute(node, args, kwargs)
+
+    def _by_rule(self, node: fx.Node, box: Box) -> Step | None:
+        """Where the wanted indices are those of the operands too, the op is run on parts of them."""
+        try:
+            variables, place = self._meaning.places(node)
+            element = self._meaning.element(node, place)
+        except Unliftable:
+            return None
+        wanted = {v: b for v, b in zip(variables, box, strict=True) if b is not None}
+        if _occur(element, wanted):
+            return None
+        boxes: dict[fx.Node, Box] = {}
+        for read in (n for n in E.walk(element) if n.op == "read"):
+            if any(index not in wanted and _occur(index, wanted) for index in read.args):
+                return None
+            found = tuple(wanted.get(index) for index in read.args)
+            same = all(
+                index not in wanted or index.args[0].value == extent
+                for index, extent in zip(read.args, self.shape(read.value), strict=True)
+            )
+            if not same or boxes.setdefault(read.value, found) != found:
+                return None
+        made_by: Any = node.args[0] if is_part(node) else node
+        name = str(node.target)
+        expanded = name in _EXPANDED
+        needed = made_by.all_input_nodes[:1] if expanded else made_by.all_input_nodes
+        if not boxes or any(n not in boxes for n in needed if isinstance(n.meta.get("val"), Tensor)):
+            return None
+        operands = tuple((n, boxes[n]) if n in boxes else self.whole(n) for n in needed)
+        if expanded:
+            return Step(operands, lambda _, values: values[0].expand(self.shape(node, box)))
+        if element.op == "read" and self.shape(node) == self.shape(element.value) and name in _SLICED:
+            return Step(operands, lambda _, values: values[0])  # all of a dimension, by its number
+        if made_by is node:
+            return Step(operands, lambda oracle, values: self._run(oracle, node, operands, values))
+        number: Any = node.args[1]
+        return Step(operands, lambda oracle, values: self._run(oracle, made_by, operands, values)[number])
+
+    def _reshaped(self, node: fx.Node, box: Box) -> Step:
+        """A view: where the wanted elements lie in the operand, by counting both in the same order."""
+        source: Any = node.args[0]
+        before, after = self.shape(source), self.shape(node)
+        found: list[tuple[int, ...] | None] = []
+        # For each group of dimensions that are the operand's in another shape: the extent of its wanted part,
+        # and where the wanted elements lie in it.
+        groups: list[tuple[int, Tensor | None]] = []
+        for i, j in _groups(before, after):
+            if not any(box[j]):
+                found += [None] * (i.stop - i.start)
+                groups.append((math.prod(after[j]), None))
+                continue
+            flat = torch.zeros((), dtype=torch.int64)
+            for extent, indices in zip(after[j], box[j], strict=True):
+                flat = flat[..., None] * extent + torch.tensor(range(extent) if indices is None else indices)
+            digits = torch.unravel_index(flat.flatten(), tuple(before[i]))
+            kept = [torch.unique(digit) for digit in digits]
+            place = torch.zeros((), dtype=torch.int64)
+            for digit, of in zip(digits, kept, strict=True):
+                place = place * len(of) + torch.searchsorted(of, digit.contiguous())
+            found += [tuple(of.tolist()) for of in kept]
+            groups.append((math.prod(map(len, kept)), place))
+
+        def run(oracle: Oracle, values: Sequence[Any]) -> Any:
+            value = values[0].reshape([extent for extent, _ in groups])
+            for dim, (_, place) in enumerate(groups):
+                if place is not None:
+                    value = value.index_select(dim, place.to(value.device))
+            return value.reshape(self.shape(node, box))
+
+        return Step(((source, tuple(found)),), run)
+
+    def _of_attention(self, node: fx.Node, box: Box) -> Step | None:
+        """Some queries of an attention, with all of their keys: in its program, their place is read from a
+        list."""
+        made_by: Any = node.args[0]
+        found = nodes.view(made_by) if is_part(node) and node.args[1] == 0 else None
+        if not isinstance(found, nodes.Attention):
+            return None
+        batch, heads, queries, columns = box
+        group = self.shape(found.q)[1] // self.shape(found.k)[1]
+        theirs = None if heads is None else tuple(head // group for head in heads)
+        q, k, v = (
+            (found.q, (batch, heads, queries, None)),
+            (found.k, (batch, theirs, None, None)),
+            (found.v, (batch, theirs, None, columns)),
+        )
+        reads = [self.whole(read) for read in found.reads]
+        sizes = [self.whole(size) for size in found.sizes if isinstance(size, fx.Node)]
+        lists = [torch.tensor(indices) for indices in box[:3] if indices is not None]
+        named = [name for name, indices in zip(S.INDICES, box[:3], strict=False) if indices is not None]
+        listed = {E.var(name): E.read(len(reads) + n, (E.var(name),), "int") for n, name in enumerate(named)}
+        program = _at(found.program, listed)
+
+        def run(oracle: Oracle, values: Sequence[Any]) -> Any:
+            given = list(values)
+            q, k, v, *rest = given
+            read, counts = rest[: len(reads)], iter(rest[len(reads) :])
+            part = found.replace(
+                q=q, k=k, v=v, reads=(*read, *(places.to(q.device) for places in lists)), program=program,
+                sizes=tuple(next(counts) if isinstance(size, fx.Node) else size for size in found.sizes),
+            )  # fmt: skip
+            return oracle.by_reference(part)[0]
+
+        scores = math.prod(self.shape(*q)[:3]) * self.shape(*k)[2]
+        return Step((q, k, v, *reads, *sizes), run, scores)
+
+    def _of_dropout(self, node: fx.Node, box: Box) -> Step | None:
+        """Some elements of what is left by a dropout: its random numbers depend on their places."""
+        made_by: Any = node.args[0] if is_part(node) else node
+        if not str(made_by.target).startswith(("aten.dropout.", "aten.native_dropout.")):
+            return None
+        shape = self.shape(made_by.args[0])
+        number: Any = node.args[1] if is_part(node) else slice(None)
+
+        def run(oracle: Oracle, values: Sequence[Any]) -> Any:
+            return drop(made_by, values[0], shape, box)[number]
+
+        return Step(((made_by.args[0], box),), run)
+
+
+def choose_box(
+    order: Sequence[fx.Node], targets: Sequence[fx.Node], leaves: Collection[fx.Node],
+    sizes: Mapping[str, int], generator: torch.Generator,
+) -> tuple[Box, int]:  # fmt: skip
+    """Indices of some dimensions of a value, chosen so that computing the targets there takes at most
+    `budgets.SAMPLE_BYTES` in float64, or as little as can be; and the bytes that it takes."""
+    best = bytes_in_float64(order, sizes)
+    box: Box = (None,) * len(targets[0].meta["val"].shape)
+    if best <= budgets.SAMPLE_BYTES:
+        return box, best
+    parts = Parts({n for n in order if n in leaves or is_size(n)}, sizes)
+    shape = parts.shape(targets[0])
+
+    def needed(box: Box) -> int:
+        return parts.bytes([(target, box) for target in targets])
+
+    while best > budgets.SAMPLE_BYTES:
+        tries = [
+            (*box[:dim], _places(extent, generator), *box[dim + 1 :])
+            for dim, extent in enumerate(shape)
+            if box[dim] is None and extent > PLACES
+        ]
+        found = min(tries, key=needed, default=box)
+        if needed(found) >= best:
+            break
+        box, best = found, needed(found)
+    return box, best
+
+
+def _places(extent: int, generator: torch.Generator) -> tuple[int, ...]:
+    others = torch.randperm(extent - 2, generator=generator)[: PLACES - 2] + 1
+    return (0, *sorted(others.tolist()), extent - 1)
+
+
+def _taken(value: Tensor, box: Box) -> Tensor:
+    """The part of a whole value."""
+    for dim, indices in enumerate(box):
+        if indices is not None:
+            value = value.index_select(dim, torch.tensor(indices, device=value.device))
+    return value
+
+
+def _occur(node: Expr, variables: Mapping[Expr, Any]) -> bool:
+    """Whether variables occur in an expression outside of the elements that it reads."""
+    if node.op == "read":
+        return False
+    return node in variables or any(_occur(arg, variables) for arg in node.args)
+
+
+def _at(program: S.ScoreProgram, places: Mapping[Expr, Expr]) -> S.ScoreProgram:
+    """A program with indices replaced."""
+
+    def moved(formula: Expr) -> Expr:
+        return E.rebuild(formula, lambda n, args: places.get(n) or E.make(n.op, args, n.value, n.kind))
+
+    def changed(statement: S.Statement) -> S.Statement:
+        if isinstance(statement, S.Keep):
+            return S.Keep(moved(statement.predicate), moved(statement.fill))
+        return dataclasses.replace(statement, value=moved(statement.value))
+
+    return S.ScoreProgram(tuple(map(changed, program.statements)))
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """The shortest runs of dimensions of equal product in two shapes of the same elements."""
+    i = j = 0
+    while i < len(before) or j < len(after):
+        start = i, j
+        old, i = (before[i], i + 1) if i < len(before) else (1, i)
+        new, j = (after[j], j + 1) if j < len(after) else (1, j)
+        while old != new:
+            if old < new:
+                old, i = old * before[i], i + 1
+            else:
+                new, j = new * after[j], j + 1
+        yield slice(start[0], i), slice(start[1], j)
