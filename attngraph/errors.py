@@ -29,14 +29,16 @@ class CaptureError(AttnGraphError):
         changes_state: the reason is that forward() changes attributes or variables.
         settings: the attributes that it changed, and to what, if a capture might succeed that takes what they
             are set to as results.
+        extents: numbers that are sizes of values, where a dimension became one that had to be symbolic.
     """
 
     def __init__(
         self, message: str, reason: str, source: str = "", lasting: bool = False,
         dimensions: frozenset[tuple[int, int]] = frozenset(), changes_state: bool = False,
-        settings: Mapping[Any, Any] | None = None,
+        settings: Mapping[Any, Any] | None = None, extents: Iterable[int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
+        self.extents = None if extents is None else frozenset(extents)
         self.reason, self.source, self.lasting = reason, source, lasting
         self.dimensions, self.changes_state, self.settings = dimensions, changes_state, settings or {}
 
@@ -61,11 +63,13 @@ class PassError(AttnGraphError):
 class NoDecoderError(AttnGraphError):
     """No decoder can be derived from a model: says which operation prevents it, where, and why."""
 
-    def __init__(self, reason: str, fixes_tokens: bool = False) -> None:
+    def __init__(self, reason: str, fixes_tokens: bool = False, extents: Iterable[int] = ()) -> None:
         super().__init__(f"no decoder can be derived from this model: {reason}")
         self.reason = reason
         self.fixes_tokens = fixes_tokens
         """Whether the model was traced for one number of tokens alone."""
+        self.extents = frozenset(extents)
+        """Numbers that are sizes of its values, and not the number of its tokens."""
 
 
 class ConversionError(AttnGraphError):

@@ -5,6 +5,7 @@
     SSD (Mamba-2)    Dao & Gu 2024, section 3          a decay for each head, from the token
     convolution      H3, Hyena's short filters         the last w tokens, each channel by itself
     time mixing      RWKV-5, Peng et al. 2024          a shift by one token, and a decay for each key digit
+    delta rule       DeltaNet, Yang et al. 2024        what a key reads is taken away; gated: decays
 
 None has code for a state: a decoder derives it. `x` is `[B, T, C]`, and so is the result.
 """
@@ -135,3 +136,26 @@ class TimeMixing(_Projected):
         weights = torch.einsum("bhtd,bhsd,tsd->bhts", q, k, faded)
         output: Tensor = self.receive(x).sigmoid() * self.joined(weights @ v)
         return output
+
+
+class DeltaRule(_Projected):
+    """A token first takes away what its key has in memory, then adds its value, as far as its rate says. All
+    tokens at once: a triangular system gives what each one really writes."""
+
+    def __init__(self, config: MixerConfig, gated: bool = False) -> None:
+        super().__init__(config)
+        self.rate = nn.Linear(config.width, config.heads)
+        self.gate = nn.Linear(config.width, config.heads) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        k = functional.normalize(k, dim=-1)
+        rate = self.rate(x).sigmoid().mT.unsqueeze(-1)  # [B, H, T, 1]
+        kept = pairs(x).to(x.dtype)
+        if self.gate is not None:
+            total = functional.logsigmoid(self.gate(x)).mT.cumsum(-1)
+            apart = total.unsqueeze(3) - total.unsqueeze(2)
+            kept = apart.masked_fill(~pairs(x), -torch.inf).exp()
+        system = (rate * k @ k.mT * kept).tril(-1)
+        written = torch.linalg.solve_triangular(system, rate * v, upper=False, unitriangular=True)
+        return self.joined((q @ k.mT * kept) @ written)

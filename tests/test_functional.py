@@ -46,6 +46,46 @@ def reads_a_view_after_the_write(x: Tensor) -> Tensor:
     return y + row
 
 
+def writes_to_parts_of_views(x: Tensor) -> Tensor:
+    y = x * 2
+    before = y.mT[1:, ::2]
+    y.mT[2, 1:] += 7
+    y.diagonal().mul_(3)
+    y.view(2, 8).unsqueeze(0)[0, 1, 3:5] = before[1, 1]
+    y.permute(1, 0)[-1].unsqueeze(1).neg_()
+    return y.flatten() + before.sum() + y.mT[0, 0]
+
+
+def writes_row_after_row(x: Tensor) -> Tensor:
+    y = -(x @ x.mT).tril(-1)
+    for row in range(1, 4):
+        above = y[..., :row, :row].clone()
+        y[..., row, :row] = y[..., row, :row] + (y[..., row, :row, None].clone() * above).sum(-2)
+    return y + torch.eye(4)
+
+
+def writes_to_one_of_several_views(x: Tensor) -> Tensor:
+    y = x * 2
+    left, right = y.chunk(2, -1)
+    left.add_(1)
+    return left + right
+
+
+def reads_another_of_several_views(x: Tensor) -> Tensor:
+    y = x * 2
+    left, right = y[:, :3].split([1, 2], -1)
+    right.add_(1)
+    return y + left
+
+
+def may_share_without_saying_so(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.einsum("ij->ji", y).type_as(x)
+    rows, columns = torch.meshgrid(y[0], y[1], indexing="ij")
+    y.add_(1)
+    return z + y + rows * columns
+
+
 def writes_to_its_argument(x: Tensor) -> Tensor:
     y = x.to(x.dtype).flatten()
     y.add_(1)
@@ -62,7 +102,9 @@ def writes_a_wider_type(x: Tensor) -> Tensor:
     ("function", "traces"),
     [
         (adds_to_its_own, 0), (writes_to_the_only_view, 0), (copies_a_constant, 0),
-        (reads_what_a_view_wrote, 1), (reads_a_view_after_the_write, 1),
+        (reads_what_a_view_wrote, 0), (reads_a_view_after_the_write, 0),
+        (writes_to_parts_of_views, 0), (writes_row_after_row, 0), (writes_to_one_of_several_views, 1),
+        (reads_another_of_several_views, 1), (may_share_without_saying_so, 0),
         (writes_to_its_argument, 1), (writes_a_wider_type, 1),
     ],
 )  # fmt: skip

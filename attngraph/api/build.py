@@ -61,6 +61,7 @@ def _rewritten(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
     passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
     numbers_at: frozenset[tuple[int, int]] = frozenset(),
+    symbolic_at: frozenset[tuple[int, int]] = frozenset(),
 ) -> _Rewritten:  # fmt: skip
     """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
     size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
@@ -70,7 +71,7 @@ def _rewritten(
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
         tell("capture")
         start = time.perf_counter()
-        captured, numbers = _captured(target, args, kwargs, fixed, tables=only_logits)
+        captured, numbers = _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
         seconds = time.perf_counter() - start
         before = captured.graph.copy() if keep else None
         if only_logits:
@@ -96,6 +97,7 @@ def _captured(
     kwargs: dict[str, Any],
     fixed: frozenset[tuple[int, int]],
     tables: bool,
+    symbolic: frozenset[tuple[int, int]],
 ) -> tuple[Captured, tuple[Break, ...]]:
     """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
     call sets are taken as results where that is possible; with `tables` also those that a first call fills
@@ -105,11 +107,13 @@ def _captured(
     first: CaptureError | None = None
     while True:
         try:
-            found = capturing.capture(target, args, kwargs, fixed, settings, first is not None)
+            found = capturing.capture(target, args, kwargs, fixed, settings, first is not None, symbolic)
             if first is not None and _attributes_follow_data(found):
                 raise first
             return found, tuple(numbers)
         except CaptureError as problem:
+            if problem.extents is not None:
+                raise NoDecoderError(problem.reason, True, problem.extents) from problem
             if problem.settings and not settings:
                 settings = problem.settings
                 continue
@@ -219,10 +223,11 @@ def derive_decoder(
     start = time.perf_counter()
     first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
-    tokens = frozenset({(names.index(name), 1)} if distinct else ())
+    tokens, none = frozenset({(names.index(name), 1)}), frozenset[tuple[int, int]]()
     made = _rewritten(
-        target, (), arguments, options, first, config.proof, only_logits=True, numbers_at=tokens
-    )
+        target, (), arguments, options, first, config.proof, True,
+        numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
+    )  # fmt: skip
     captured, result, whole = made.captured, made.result, made.before
     graph, logits = captured.graph, _place_of_logits(captured.structure)
     spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
@@ -231,22 +236,23 @@ def derive_decoder(
     try:
         last = run_passes(graph, rest, made.dump, options.progress)
     except NoDecoderError as problem:
+        problem.extents |= _extents(graph)
         if made.numbers:
             stop = made.numbers[0]
             where = f" at {stop.source}" if stop.source else ""
             raise NoDecoderError(
                 f"{problem.reason}\n(Sizes of the model are numbers, because torch cannot follow them as "
                 f"symbols{where}: {stop.reason}.)",
-                problem.fixes_tokens,
-            ) from problem
+                problem.fixes_tokens, problem.extents,
+            ) from problem  # fmt: skip
         if not result.missed:
             raise
         first = result.missed[0]
         raise NoDecoderError(
             f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
             f"{first.reason}.)",
-            problem.fixes_tokens,
-        ) from problem
+            problem.fixes_tokens, problem.extents,
+        ) from problem  # fmt: skip
     plan = graph.state
     assert plan is not None
     report = CompileReport(
@@ -274,6 +280,12 @@ def derive_decoder(
     if made.dump is not None:
         made.dump.finish(step.report)
     return step
+
+
+def _extents(graph: ProgramGraph) -> set[int]:
+    """The sizes of a graph's values that are numbers."""
+    values = (n.meta.get("val") for n in graph.graph.nodes)
+    return {n for value in values if isinstance(value, Tensor) for n in value.shape if isinstance(n, int)}
 
 
 def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:

@@ -44,6 +44,8 @@ class Trace:
     checks: Checks = dataclasses.field(default_factory=Checks)
     effects: SideEffects = dataclasses.field(default_factory=SideEffects)
     shapes: tuple[torch.Size, ...] = ()
+    extents: set[int] = dataclasses.field(default_factory=set)
+    """The extents of values that are numbers."""
 
     def of(self, symbols: frozenset[str] | None) -> frozenset[tuple[int, int]]:
         """The dimensions of the arguments, (argument, dimension), whose extents involve these symbols; all

@@ -4,12 +4,14 @@ Window partitions, strides and paddings of an image's sides give formulas of nes
 remainders. torch compares them at every operation, which takes seconds for each. With numbers in place of
 these sizes, the same trace takes milliseconds. Sums and products of sizes are cheap however long they are, so
 only what is inside of a quotient or a remainder counts.
+
+It also stops a trace that must hold for any number of tokens where it is about to hold for some alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy
@@ -19,22 +21,33 @@ from attngraph.capture.replaced import replaced
 from attngraph.ir import budgets
 
 
-class LongFormula(Exception):
-    """A quotient or remainder of sizes is longer than the budget. `symbols`: the names of the sizes in the
-    innermost quotients and remainders of its formula."""
+class SizeProblem(Exception):
+    """Sizes are better numbers. `symbols`: their names."""
 
     def __init__(self, symbols: frozenset[str]) -> None:
-        super().__init__("formulas of its sizes become too long")
+        super().__init__(self.__doc__)
         self.symbols = symbols
 
 
+class LongFormula(SizeProblem):
+    """formulas of its sizes become too long"""
+
+
+class FixedSize(SizeProblem):
+    """how often a loop runs, or another plain number, follows from how many tokens there are"""
+
+
 @contextlib.contextmanager
-def short_formulas() -> Iterator[None]:
-    """Raise LongFormula where torch is about to evaluate one."""
+def short_formulas(kept: Callable[[frozenset[str]], object] = lambda symbols: False) -> Iterator[None]:
+    """Raise LongFormula where torch is about to evaluate one whose quotients or remainders exceed the budget
+    (with the sizes in the innermost of these), and FixedSize where it is about to make a number of a formula
+    of sizes of which `kept` is true."""
     evaluate = ShapeEnv.evaluate_expr
     short: set[Any] = set()
 
     def evaluated(self: ShapeEnv, formula: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(formula, sympy.Expr) and kept(names := frozenset(map(str, formula.free_symbols))):
+            raise FixedSize(names)
         if isinstance(formula, sympy.Basic) and formula not in short:
             parts = formula.atoms(sympy.Function)
             if any(part.count_ops() > budgets.SIZE_OPS for part in parts):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import inspect
 import io
 import itertools
@@ -37,7 +38,7 @@ from attngraph.capture.guards import aliases, things
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
 from attngraph.capture.side_effects import refusal
-from attngraph.capture.size_formulas import LongFormula, short_formulas
+from attngraph.capture.size_formulas import SizeProblem, short_formulas
 from attngraph.capture.state import Snapshot, has_hooks, hooks_that_run
 from attngraph.capture.structure import flatten
 from attngraph.errors import CaptureError
@@ -64,6 +65,7 @@ def capture(
     fixed: frozenset[tuple[int, int]] = frozenset(),
     settings: Settings | None = None,
     reads: bool = False,
+    symbolic: frozenset[tuple[int, int]] = frozenset(),
 ) -> Captured:
     """Trace one call of `target` on these inputs.
 
@@ -71,6 +73,7 @@ def capture(
         fixed: dimensions, (argument, dimension), that are not to be symbolic.
         settings: attributes that are taken as results, as the error of an earlier trace has them.
         reads: whether the call may read them before it sets them. (Then a graph of it cannot serve calls.)
+        symbolic: dimensions without whose being symbolic a graph is of no use.
 
     Raises:
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
@@ -95,14 +98,16 @@ def capture(
                 {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
                 for place, t in enumerate(tensors)
             )
-            program = _export(flat, tensors, (shapes,) if tensors else None)
+            program = _export(flat, tensors, (shapes,) if tensors else None, symbolic - fixed)
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
             program = functional(program)
-    except LongFormula as problem:
-        raise CaptureError(str(problem), str(problem), dimensions=flat.trace.of(problem.symbols)) from problem
+    except SizeProblem as problem:
+        dimensions = flat.trace.of(problem.symbols)
+        fixes = None if symbolic.isdisjoint(dimensions) else flat.trace.extents
+        raise CaptureError(str(problem), str(problem), dimensions=dimensions, extents=fixes) from problem
     except Exception as problem:  # torch raises many types; all mean that the capture failed
         if flat.trace.effects.what:
             raise flat.trace.effects.error() from problem
@@ -120,15 +125,22 @@ def capture(
     return _with_sizes(graph, program, flat.trace)
 
 
-def _export(flat: Flat, tensors: tuple[Tensor, ...], dynamic: Any) -> ExportedProgram:
+def _export(
+    flat: Flat, tensors: tuple[Tensor, ...], dynamic: Any, symbolic: frozenset[tuple[int, int]]
+) -> ExportedProgram:
     """torch.export's trace of the call, with what it cannot follow by itself replaced."""
+
+    def kept(symbols: frozenset[str]) -> bool:
+        return not symbolic.isdisjoint(flat.trace.of(symbols)) if symbolic and symbols else False
+
     with (
+        _without_collections(),
         _whole_stack_traces(),
         _quiet(),
         _without_looking_at_masks(),
-        _without_notes(),
+        _without_notes(flat.trace.extents),
         numpy_of_sizes(),
-        short_formulas(),
+        short_formulas(kept),
         views_taken_apart(),
         _mode_of_weights(flat),
     ):
@@ -226,13 +238,17 @@ def _without_looking_at_masks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_notes() -> Iterator[None]:
+def _without_notes(extents: set[int]) -> Iterator[None]:
     """Disable two steps of tracing that are slow with symbolic sizes: the cache of fake-tensor results, which
     takes longer than recomputing them, and recording each value's memory layout, which its fake tensor has
-    anyway."""
+    anyway (its extents that are numbers are noted)."""
+
+    def note(value: Tensor) -> None:
+        extents.update(n for n in value.shape if isinstance(n, int))
+
     with (
         replaced(torch._dynamo.config, "fake_tensor_cache_enabled", False),
-        replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+        replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", note),
     ):
         yield
 
@@ -250,6 +266,20 @@ def _whole_stack_traces() -> Iterator[None]:
 
     with replaced(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
         yield
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let Python look for unreachable objects after the trace only. It looks each time that some thousands of
+    objects were made, which a trace does at every few operations, at all objects that are there."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

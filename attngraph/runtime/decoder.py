@@ -326,7 +326,7 @@ class Decoder(ModelWrapper):
             return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
         except AttnGraphError as problem:
             if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
-                count = self._distinct()
+                count = self._distinct(problem.extents)
                 return self._derive(name, self._example(name, packed, inputs, count), distinct=count)
             if as_long and width not in (1, EXAMPLE_TOKENS):
                 with contextlib.suppress(AttnGraphError):
@@ -341,13 +341,14 @@ class Decoder(ModelWrapper):
                 "combine it with its causal mask."
             ) from problem
 
-    def _distinct(self) -> int:
-        """A number of tokens of which no size of the model's tensors is a multiple."""
+    def _distinct(self, extents: frozenset[int]) -> int:
+        """A number of tokens of which no size of the model's tensors, and none of `extents`, is a multiple."""
         tensors = (
             t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
         )
-        sizes = {n for t in tensors for n in t.shape}
-        return next((p for p in (11, 13, 17, 19, 23) if all(n % p for n in sizes)), 29)
+        sizes = {n for t in tensors for n in t.shape} | extents
+        primes = (p for p in range(11, 200, 2) if all(p % n for n in (3, 5, 7, 11, 13) if n != p))
+        return next((p for p in primes if all(n % p for n in sizes)), 29)
 
     def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
         """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""

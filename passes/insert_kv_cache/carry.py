@@ -1,10 +1,10 @@
 """Sums over earlier tokens (`meaning/tokens/recurrence.py`), carried from step to step.
 
 Each becomes one `attngraph::running_sum`: what a token writes is a product of something along the axes that
-are summed over (keys) and something along the others (values), where it is one; axes along which tokens decay
-or are read differently are heads. The claim that the recogniser read from three tokens is then run: in
-float64, against the model's own operations, on sequences of several lengths, among them ones of several
-chunks where the model computes in chunks. Used by `insert_kv_cache`.
+are summed over (keys) and something along the others (values), where it is one; axes along which what is
+carried decays or is read differently are heads. The claim that the recogniser read from three tokens is then
+run: in float64, against the model's own operations, on sequences of several lengths, among them ones of
+several chunks where the model computes in chunks. Used by `insert_kv_cache`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Carry:
         def written(formula: Expr, dims: tuple[Expr, ...], sizes: list[int]) -> fx.Node:
             return call(aten.reshape.default, writer.tensor(formula, dims), [tokens, *sizes])
 
-        plain = not part.over and E.is_const(part.read, 1)
+        plain = not part.over and E.is_const(part.read, 1) and not part.across
         q = k = decay = None
         if not plain:
             q = written(part.read, (*layout.heads, *part.over), [heads, width])
@@ -111,7 +111,12 @@ class Carry:
             decay = written(part.decay, (*layout.heads, *along), [heads, _extent(along)])
         about = Carried(f"carried{len(self.carried)}", (heads, width, values), dtype, label)
         state = self.inputs.carried(about)
-        both = call(running_sum, q, k, v, decay, state, self.inputs.rows("starts"), part.inclusive)
+        across: list[fx.Node] = []
+        for side in zip(*part.across, strict=True):
+            vectors = [written(f, (*layout.heads, *part.over), [heads, 1, width]) for f in side]
+            across.append(vectors[0] if len(vectors) == 1 else call(aten.cat.default, vectors, 2))
+        starts = self.inputs.rows("starts")
+        both = call(running_sum, q, k, v, decay, state, starts, part.inclusive, *across)
         out, after = (call(operator.getitem, both, n) for n in (0, 1))
         self.carried[after] = about
         dims = (*layout.heads, *layout.values)
@@ -206,7 +211,7 @@ class _Arranged:
 
 def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
     factors = part.write.args if part.write.op == "mul" else (part.write,)
-    apart = part.read.free | part.decay.free
+    apart = part.read.free.union(part.decay.free, *(e.free for pair in part.across for e in pair))
     values = tuple(v for v in variables if v not in apart)
     of_values = tuple(f for f in factors if not f.free.isdisjoint(values))
     if any(not f.free.isdisjoint(part.over) for f in of_values):  # no product of keys and values

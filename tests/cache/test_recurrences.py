@@ -16,6 +16,7 @@ from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.linear_attention import LinearAttention, LinearAttentionConfig
 from attngraph.models.recurrent_mixers import (
     CausalConvolution,
+    DeltaRule,
     GatedLinearAttention,
     MixerConfig,
     Retention,
@@ -36,6 +37,8 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "state space duality": partial(StateSpaceDuality, MIXER),
     "a causal convolution": partial(CausalConvolution, MIXER),
     "time mixing": partial(TimeMixing, MIXER),
+    "a delta rule": partial(DeltaRule, MIXER),
+    "a gated delta rule": partial(DeltaRule, MIXER, gated=True),
 }
 
 
@@ -117,11 +120,57 @@ def test_a_linear_loop_over_tokens_decodes(decodes: Any) -> None:
     decodes(Scanned(), VOCABULARY, 24)
 
 
+class Householder(nn.Module):
+    """A state that each token reflects along several of its vectors, then adds to, as a loop over tokens."""
+
+    def __init__(self, decays: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(6, VOCABULARY)
+        self.keys, self.values, self.gate = nn.Linear(8, 8), nn.Linear(8, 6), nn.Linear(8, 4)
+        self.decays = decays
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        keys, values = F.normalize(self.keys(x).unflatten(-1, (2, 4)), dim=-1), self.values(x)
+        gate, found = self.gate(x).sigmoid(), []
+        state = torch.zeros(ids.shape[0], 4, 6)
+        for t in range(ids.shape[1]):
+            if self.decays:
+                state = state * gate[:, t, :, None]
+            for n in range(2):
+                k = keys[:, t, n, :, None]
+                state = state - 0.7 * k * (k * state).sum(-2, keepdim=True)
+            state = state + keys[:, t, 0, :, None] * values[:, t, None]
+            found.append((state * gate[:, t, :, None]).sum(1))
+        return self.logits(torch.stack(found, 1))
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_loop_of_reflections_decodes(decodes: Any, decays: bool) -> None:
+    decodes(Householder(decays), VOCABULARY, 24)
+
+
 def test_a_loop_that_counts_is_refused() -> None:
     with pytest.raises(attngraph.NoDecoderError):
         attngraph.compile(Scanned(grows=True).eval(), cache=True).prefill(
             torch.zeros(1, 5, dtype=torch.int64)
         )
+
+
+def test_a_state_mixed_by_a_full_matrix_of_the_token_is_refused() -> None:
+    class Mixed(Scanned):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            mixing = torch.softmax(x.unsqueeze(-1) + x.unsqueeze(-2) ** 3, -1)
+            state, found = torch.zeros(ids.shape[0], 8), []
+            for t in range(ids.shape[1]):
+                state = (mixing[:, t] @ state.unsqueeze(-1)).squeeze(-1) + x[:, t]
+                found.append(state)
+            return self.logits(torch.stack(found, 1))
+
+    with pytest.raises(attngraph.NoDecoderError):
+        attngraph.compile(Mixed().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
 
 
 class Sums(nn.Module):

@@ -12,12 +12,15 @@ from attngraph.ir.ops.running_sum import running_sum
 
 
 def one_by_one(
-    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, inclusive: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, inclusive: bool,
+    left: Tensor | None, right: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     outs = []
     for t in range(len(v)):
         before = state
         added = v[t, :, None] if k is None else k[t, :, :, None] * v[t, :, None]
+        if left is not None and right is not None:
+            added = added + left[t].mT @ (right[t] @ state)
         state = (state if decay is None else state * decay[t, :, :, None]) + added
         read = state if inclusive else before
         outs.append(read[:, 0] if q is None else (q[t, :, :, None] * read).sum(1))
@@ -25,9 +28,10 @@ def one_by_one(
 
 
 @pytest.mark.parametrize("inclusive", [True, False])
+@pytest.mark.parametrize("across", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["sum", "plain", "scalar", "vector", "zeros and signs"])
 @pytest.mark.parametrize("lengths", [(1, 1), (1,), (150,), (70, 0, 3), (2, 0), (5, 5)])
-def test_it_is_the_recurrence(lengths: tuple[int, ...], kind: str, inclusive: bool) -> None:
+def test_it_is_the_recurrence(lengths: tuple[int, ...], kind: str, inclusive: bool, across: int) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -44,10 +48,13 @@ def test_it_is_the_recurrence(lengths: tuple[int, ...], kind: str, inclusive: bo
     elif kind == "zeros and signs":
         decay = draw(n, heads, width).tanh().masked_fill(draw(n, heads, width) > 1, 0.0)
     starts = torch.tensor([0, *itertools.accumulate(lengths)])
-    out, after = running_sum(q, k, v, decay, state, starts, inclusive)
+    left = right = None
+    if across:
+        left, right = (draw(n, heads, across, width).tanh() / 3 for _ in range(2))
+    out, after = running_sum(q, k, v, decay, state, starts, inclusive, left, right)
     for row, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
-        parts = [None if t is None else t[start:end] for t in (q, k, v, decay)]
-        wanted, last = one_by_one(*parts, state[row], inclusive)  # type: ignore[arg-type]
+        parts = [None if t is None else t[start:end] for t in (q, k, v, decay, left, right)]
+        wanted, last = one_by_one(*parts[:4], state[row], inclusive, *parts[4:])  # type: ignore[arg-type]
         torch.testing.assert_close(out[start:end], wanted)
         torch.testing.assert_close(after[row], last)
 

@@ -1,6 +1,6 @@
 """Sums over earlier tokens that are carried from step to step.
 
-    attngraph::running_sum(q?, k?, v, decay?, state, starts, inclusive) -> (out, after)
+    attngraph::running_sum(q?, k?, v, decay?, state, starts, inclusive, left?, right?) -> (out, after)
 
 A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
 starts[r + 1] - 1 belong to row r. For every row and head a matrix is carried,
@@ -8,7 +8,14 @@ starts[r + 1] - 1 belong to row r. For every row and head a matrix is carried,
     S_t = decay_t * S_(t-1) + k_t v_t^T         out_t = q_t S_t    (not inclusive: q_t S_(t-1))
 
 from `state` to `after`, both `[rows, H, D, Dv]`. q, k are `[N, H, D]`, v and out `[N, H, Dv]`, decay is
-`[N, H, D]` or `[N, H, 1]`. Without q and k the matrix is a vector: D is 1, and both count as 1.
+`[N, H, D]` or `[N, H, 1]`. Without q and k the matrix is a vector: D is 1, and both count as 1. With left
+and right, `[N, H, M, D]`, what a token carries on also depends on what M of its vectors make of the matrix (a
+delta rule: left = -beta k, right = k):
+
+    S_t = decay_t * S_(t-1) + left_t^T (right_t S_(t-1)) + k_t v_t^T
+
+Then left_t are M more keys, whose values u_t = right_t S_(t-1) are unknown. Within a chunk they are what
+solves a triangular system (Yang et al. 2024, arXiv 2406.06484, section 3.2).
 
 Many tokens are computed in chunks by matrix products, at a cost linear in the tokens. The decay between two
 tokens of a chunk is the product of the decays between them: nothing is divided, and no exponential of a
@@ -31,36 +38,39 @@ CHUNK, CHUNK_OF_VECTORS = 64, 16
 
 torch.library.define(
     "attngraph::running_sum",
-    "(Tensor? q, Tensor? k, Tensor v, Tensor? decay, Tensor state, Tensor starts, bool inclusive=True) "
-    "-> (Tensor, Tensor)",
+    "(Tensor? q, Tensor? k, Tensor v, Tensor? decay, Tensor state, Tensor starts, bool inclusive=True, "
+    "Tensor? left=None, Tensor? right=None) -> (Tensor, Tensor)",
 )
 
 
 @torch.library.impl("attngraph::running_sum", "CompositeExplicitAutograd")
 def _running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
-    inclusive: bool = True,
+    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tokens, rows = v.shape[0], state.shape[0]
     if tokens == rows:
         lengths = (starts[1:] - starts[:-1]).tolist()
         if all(n == 1 for n in lengths):
-            return _one_token(q, k, v, decay, state, inclusive)
+            return _one_token(q, k, v, decay, state, inclusive, left, right)
     else:
         lengths = (starts[1:] - starts[:-1]).tolist()
     given = [None if t is None else _by_rows(t, lengths, fill) for t, fill in
-             ((q, 0.0), (k, 0.0), (v, 0.0), (decay, 1.0))]  # fmt: skip
+             ((q, 0.0), (k, 0.0), (v, 0.0), (decay, 1.0), (left, 0.0), (right, 0.0))]  # fmt: skip
     assert given[2] is not None
-    out, after = _many_tokens(given[0], given[1], given[2], given[3], state, inclusive)
+    out, after = _many_tokens(given[0], given[1], given[2], given[3], state, inclusive, *given[4:])
     if len(lengths) == 1:
         return out[0, :tokens].clone(), after
     return torch.cat([row[:n] for row, n in zip(out, lengths, strict=True)]), after
 
 
 def _one_token(
-    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, inclusive: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, inclusive: bool,
+    left: Tensor | None, right: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     added = v.unsqueeze(-2) if k is None else k.unsqueeze(-1) * v.unsqueeze(-2)
+    if left is not None and right is not None:
+        added = added + left.mT.to(state.dtype) @ (right.to(state.dtype) @ state)
     after = (state if decay is None else state * decay.unsqueeze(-1)) + added
     read = after if inclusive else state
     out = read.squeeze(-2) if q is None else torch.matmul(q.unsqueeze(-2).to(read.dtype), read).squeeze(-2)
@@ -79,10 +89,11 @@ def _by_rows(value: Tensor, lengths: list[int], fill: float) -> Tensor:
 
 
 def _many_tokens(
-    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, inclusive: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, inclusive: bool,
+    left: Tensor | None, right: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[rows, T, H, ...]` each."""
-    if q is None and k is None and decay is None:  # a vector is added up
+    if q is None and k is None and decay is None and left is None:  # a vector is added up
         sums = v.cumsum(1).to(state.dtype) + state.squeeze(-2).unsqueeze(1)
         last = sums[:, -1:] if v.shape[1] else state.squeeze(-2).unsqueeze(1)
         read = sums if inclusive else torch.cat([state.squeeze(-2).unsqueeze(1), sums[:, :-1]], 1)
@@ -90,43 +101,68 @@ def _many_tokens(
     of_vectors = decay is not None and decay.shape[-1] > 1
     chunk = CHUNK_OF_VECTORS if of_vectors else CHUNK
     ones = v.new_ones(()).expand(*v.shape[:3], 1)
-    parts = [
-        None if t is None else torch.split(t.to(state.dtype).transpose(1, 2), chunk, 2)
-        for t in (ones if q is None else q, ones if k is None else k, v, decay)
-    ]
     outs: list[Tensor] = []
-    assert parts[0] is not None and parts[1] is not None and parts[2] is not None
-    for place in range(len(parts[2])):
-        d = None if parts[3] is None else parts[3][place]
-        out, state = _chunk(parts[0][place], parts[1][place], parts[2][place], d, state, inclusive)
+    for start in range(0, v.shape[1], chunk):
+        q_c, k_c, v_c, decay_c, left_c, right_c = (
+            None if t is None else t[:, start : start + chunk].to(state.dtype).transpose(1, 2)
+            for t in (ones if q is None else q, ones if k is None else k, v, decay, left, right)
+        )
+        assert q_c is not None and k_c is not None and v_c is not None
+        out, state = _chunk(_Decays(decay_c, k_c), q_c, k_c, v_c, state, inclusive, left_c, right_c)
         outs.append(out)
     found = torch.cat(outs, 2).transpose(1, 2) if outs else v
     return found.to(v.dtype), state
 
 
-def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor, inclusive: bool
-) -> tuple[Tensor, Tensor]:
-    """One chunk, `[rows, H, C, D or Dv]`, and the matrix that is carried on."""
-    count = q.shape[2]
-    if decay is None:
-        scores = (q @ k.mT).tril(0 if inclusive else -1)
-        return scores @ v + q @ state, state + k.mT @ v
-    from_start = decay.cumprod(2)  # [rows, H, C, E]
-    between = _between(decay)  # [rows, H, C, C, E]
-    if inclusive:
-        kept, before = between, from_start
-    else:  # what a token reads has not decayed at the token itself
-        one = torch.ones_like(from_start[:, :, :1])
-        kept = torch.cat([torch.zeros_like(between[:, :, :1]), between[:, :, :-1]], 2)
-        before = torch.cat([one, from_start[:, :, :-1]], 2)
-    if decay.shape[-1] == 1:
-        scores = (q @ k.mT) * kept.squeeze(-1)
+class _Decays:
+    """The decays of a chunk: `until`, from its beginning to after each token, `[rows, H, C, E]`, and
+    `between` two tokens, `[rows, H, C, C, E]`; E is 1 or D. `before` and `earlier` are without the later
+    token's own."""
+
+    def __init__(self, decay: Tensor | None, like: Tensor) -> None:
+        if decay is None:
+            self.until = like.new_ones(like.shape[2], 1).expand(*like.shape[:2], -1, -1)
+            self.between = like.new_ones(like.shape[2], like.shape[2]).tril()[None, None, :, :, None]
+        else:
+            self.until, self.between = decay.cumprod(2), _between(decay)
+
+    def before(self) -> Tensor:
+        return torch.cat([torch.ones_like(self.until[:, :, :1]), self.until[:, :, :-1]], 2)
+
+    def earlier(self) -> Tensor:
+        return torch.cat([torch.zeros_like(self.between[:, :, :1]), self.between[:, :, :-1]], 2)
+
+
+def _scores(q: Tensor, k: Tensor, between: Tensor) -> Tensor:
+    """`[rows, H, C * n, C * m]`, of n queries and m keys for each of C tokens: `[rows, H, C, n or m, D]`."""
+    if between.shape[-1] == 1:
+        found = torch.einsum("rhtnd,rhsmd->rhtnsm", q, k) * between.squeeze(-1)[:, :, :, None, :, None]
     else:
-        scores = torch.einsum("rhtd,rhsd,rhtsd->rhts", q, k, kept)
-    out = scores @ v + (q * before) @ state
-    carried = k * between[:, :, count - 1]
-    return out, state * from_start[:, :, count - 1].unsqueeze(-1) + carried.mT @ v
+        found = torch.einsum("rhtnd,rhsmd,rhtsd->rhtnsm", q, k, between)
+    return found.flatten(4, 5).flatten(2, 3)
+
+
+def _chunk(
+    decays: _Decays, q: Tensor, k: Tensor, v: Tensor, state: Tensor, inclusive: bool, left: Tensor | None,
+    right: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One chunk, `[rows, H, C, D or Dv]`, and the matrix that is carried on."""
+    q, keys, values = q.unsqueeze(3), k.unsqueeze(3), v.unsqueeze(3)  # [rows, H, C, 1, D or Dv]
+    if left is not None and right is not None:
+        seen, before = decays.earlier(), decays.before().unsqueeze(3)
+        known = _scores(right, keys, seen) @ v + ((right * before) @ state.unsqueeze(2)).flatten(2, 3)
+        system = -_scores(right, left, seen)
+        u = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        keys = torch.cat([keys, left], 3)
+        values = torch.cat([values, u.unflatten(2, right.shape[2:4])], 3)
+    kept, reached = decays.between, decays.until
+    if not inclusive:  # what a token reads has not decayed at the token itself
+        kept, reached = decays.earlier(), decays.before()
+    out = _scores(q, keys, kept) @ values.flatten(2, 3)
+    out = out + ((q * reached.unsqueeze(3)) @ state.unsqueeze(2)).flatten(2, 3)
+    carried = keys * decays.between[:, :, -1].unsqueeze(3)
+    after = state * decays.until[:, :, -1].unsqueeze(-1) + carried.flatten(2, 3).mT @ values.flatten(2, 3)
+    return out, after
 
 
 def _between(decay: Tensor) -> Tensor:
@@ -141,7 +177,7 @@ def _between(decay: Tensor) -> Tensor:
 @torch.library.register_fake("attngraph::running_sum")  # type: ignore[untyped-decorator]
 def _running_sum_fake(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
-    inclusive: bool = True,
+    inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(v), torch.empty_like(state)
 

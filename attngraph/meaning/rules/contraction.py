@@ -244,3 +244,26 @@ def _minus_infinity(node: Expr) -> tuple[Expr, Expr]:
         pairs = [_minus_infinity(term) for term in node.args]
         return M.or_(*(h for h, _ in pairs)), M.add(*(s for _, s in pairs))
     return E.FALSE, node
+
+
+@rule(CONTRACTION, "linalg_solve_triangular.default")
+def solve_triangular(context: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """By forward substitution, in terms of earlier rows of the solution itself. Only for a row of known
+    number, where the context asks for it (`along_tokens`)."""
+    *batch, row, column = at
+    matrix, sides = node.args[:2]
+    given = node.kwargs
+    if not context.along_tokens or given["upper"] or not given.get("left", True) or row.op != "const":
+        raise Unliftable("a triangular system")
+    known = [
+        M.mul(
+            E.const(-1.0),
+            context.read_broadcast(matrix, (*batch, row, E.const(earlier))),
+            context.read(node, (*batch, E.const(earlier), column)),
+        )
+        for earlier in range(int(row.value))
+    ]
+    value = M.add(context.read_broadcast(sides, (*batch, row, column)), *known)
+    if given.get("unitriangular", False):
+        return value
+    return M.mul(value, M.recip(context.read_broadcast(matrix, (*batch, row, row))))

@@ -58,10 +58,13 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class RunningSum:
-    """A sum over tokens s <= t (not `inclusive`: s < t) of read(t) * decays after s * write(s).
+    """A value that is read from what is carried from token to token.
 
-    `read`, `write` and `decay` are formulas of one token; `over`: the variables that read and write are
-    summed over, besides the tokens. A token's decay multiplies what earlier tokens have written.
+        S_t = decay_t * S_(t-1) + sum of left_t (right_t . S_(t-1)) + write_t
+        out_t = read_t . S_t   (not `inclusive`: read_t . S_(t-1))
+
+    All are formulas of one token; `over`: the variables that read and write are summed over, and (left,
+    right) of `across`.
     """
 
     read: Expr
@@ -69,6 +72,12 @@ class RunningSum:
     decay: Expr
     over: tuple[Expr, ...]
     inclusive: bool
+    across: tuple[tuple[Expr, Expr], ...] = ()
+
+    @property
+    def formulas(self) -> tuple[Expr, ...]:
+        """All of them."""
+        return self.read, self.write, self.decay, *(e for pair in self.across for e in pair)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +97,7 @@ class Sums:
     @property
     def reads(self) -> tuple[fx.Node, ...]:
         """The values that it is computed from."""
-        return _read_by(self.rest, *(e for s in self.sums for e in (s.read, s.write, s.decay)))
+        return _read_by(self.rest, *(e for s in self.sums for e in s.formulas))
 
     operands: ClassVar[tuple[fx.Node, ...]] = ()
     """Values that are kept of earlier tokens: none."""

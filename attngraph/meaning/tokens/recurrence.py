@@ -1,20 +1,20 @@
 """Sums over earlier tokens that can be carried: what a token writes, how it decays, and how it is read.
 
-The third token's element is unfolded (`unfold.py`). A term with factors of the first token shows everything:
-what belongs to the first token is written, what belongs to the second decays it on the way, what belongs to
-the third reads it. The same sum has a term that the second token writes, without a decay by data between the
-two, and usually one that the third writes itself. What reads the third token alone is added at the end.
+What is carried is affine in what was carried before, with coefficients of one token each:
 
-    out_t = sum over s <= t of  read(t) * product of decay(j) for s < j <= t * write(s)   +  rest(t)
+    S_t = A_t S_(t-1) + write_t          out_t = read_t S_(t-1)  +  rest_t
 
-This is a claim, read from three tokens. Whether it holds is decided by running both
-(`passes/insert_kv_cache/carry.py`). Nothing here edits the graph.
+The third token's element is unfolded (`unfold.py`), to terms that are products. A term of the second and the
+third token shows what a token writes and how the next one reads it; the variables that both are summed over
+are those of S. A term of the first and the third shows how S gets past the second: times a factor (a decay),
+or through a product with one of its vectors, which puts another vector in its place (a delta rule). Sums with
+decays, selective scans and delta rules differ in nothing else. This is a claim, read from three tokens.
+Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`). Nothing here edits the graph.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import fx
 
@@ -27,10 +27,8 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, category_of
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
 from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
+from attngraph.meaning.tokens.transitions import THIRD, Reading, joined
 from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Terms, Unfolding
-
-THIRD = 2
-_Counter = collections.Counter[Expr]
 
 
 class SumFinder:
@@ -47,7 +45,7 @@ class SumFinder:
 
     def find(self, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes) -> Sums | None:
         """How a value with these axes follows from carried sums, or None."""
-        if self.tokens <= THIRD or self._left <= 0:
+        if self.tokens <= THIRD or self._left <= 0 or any(len(digits) > 1 for digits in axes):
             return None
         self._left -= 1
         try:
@@ -85,8 +83,6 @@ def find_sums(
         NoTerms, Unliftable: it does not, as far as this can tell; says why.
     """
     shape = meaning.shape(node)
-    if any(len(digits) > 1 for digits in axes):
-        raise NoTerms("its tokens share a dimension with something else")
     own = tuple(E.var(f"own{dim}", extent) for dim, extent in enumerate(shape))
     at: Indices = tuple(
         E.const(THIRD) if space.token in digits else (space.row or E.ZERO) if digits else own[dim]
@@ -112,13 +108,13 @@ def _read(unfolding: Unfolding, node: fx.Node, at: Indices) -> tuple[list[Runnin
 
 
 def _canonical(term: Term) -> Term:
-    """The term with its summation variables named by where they occur."""
+    """The term with its summation variables named by where they occur, the earliest token's first."""
     if not term.over:
         return term
     plain = {v: E.var("n", v.args[0]) for v in term.over}
 
     def shape_of(factor: Factor) -> tuple[int, str]:
-        return (-1 if factor.token is None else factor.token, str(M.substitute(factor.value, plain)))
+        return (THIRD + 1 if factor.token is None else factor.token, str(M.substitute(factor.value, plain)))
 
     order: dict[Expr, None] = {}
     for factor in sorted(term.factors, key=shape_of):
@@ -128,64 +124,22 @@ def _canonical(term: Term) -> Term:
 
 
 def _claims(terms: Terms | Sequence[Term]) -> tuple[list[RunningSum], Expr]:
-    left = list(terms)
-    found: list[RunningSum] = []
-    for first in [t for t in terms if 0 in t.tokens]:
-        found.append(_claim(first, left))
-    strange = [t for t in left if t.tokens - {THIRD}]
-    if strange:
-        raise NoTerms("what the tokens before it contribute follows no pattern that can be carried")
-    if not found:
+    left = [t for t in terms if not t.tokens - {THIRD}]
+    readings = [Reading(t) for t in terms if t.tokens - {THIRD} and min(t.tokens) == 1]
+    firsts = [t for t in terms if 0 in t.tokens]
+    if not firsts:
         raise NoTerms("no earlier token contributes to it")
-    return found, M.add(*(t.value() for t in left)) if left else E.const(0.0)
-
-
-def _claim(first: Term, left: list[Term]) -> RunningSum:
-    """The sum of which this is the first token's term; it is removed from `left` with its other terms."""
-    write, between, read = (_of(first, token) for token in (0, 1, THIRD))
-    left.remove(first)
-    second = _match(left, {1: write, THIRD: read}, first.over)
-    if second is None:
-        raise NoTerms("the second token does not contribute to it as the first does")
-    left.remove(second)
-    inclusive, third = False, None
-    if not between - read:
-        third = _match(left, {THIRD: write + (read - between)}, first.over)
-        if third is not None and _of(third, None) - _of(second, None):
-            third = None  # a token's own term has a factor of its own: it is added at the end
-        inclusive = third is not None
-    if third is not None:
-        left.remove(third)
-        read = read - between
-        factor, common = _quotient(second, third), _of(third, None)
-        number = third.number
-    else:
-        factor, common = _quotient(first, second), _of(second, None)
-        number = second.number
-    decay = M.mul(factor, *between.elements())
-    return RunningSum(
-        M.mul(*read.elements()), M.mul(E.const(number), *common.elements(), *write.elements()), decay,
-        tuple(sorted(first.over, key=lambda v: str(v.value))), inclusive,
-    )  # fmt: skip
-
-
-def _of(term: Term, token: int | None) -> _Counter:
-    return collections.Counter(f.value for f in term.factors if f.token == token)
-
-
-def _match(terms: Sequence[Term], wanted: Mapping[int, _Counter], over: frozenset[Expr]) -> Term | None:
-    """The term with exactly these factors of tokens; any others read no token."""
-    for term in terms:
-        if term.over != over or term.tokens != {t for t, factors in wanted.items() if factors}:
-            continue
-        if all(_of(term, token) == factors for token, factors in wanted.items()):
-            return term
-    return None
-
-
-def _quotient(longer: Term, shorter: Term) -> Expr:
-    """What one more token between multiplies a term by, apart from factors of tokens."""
-    above, below = _of(longer, None), _of(shorter, None)
-    top, bottom = above - below, below - above
-    number = longer.number / shorter.number
-    return M.mul(E.const(number), *top.elements(), *(M.recip(f) for f in bottom.elements()))
+    for first in firsts:
+        found = [(reading, way) for reading in readings for way in reading.ways(first)]
+        if not found:
+            raise NoTerms("the second token does not contribute to it as the first does")
+        reading, way = min(found, key=lambda pair: pair[1].besides)
+        reading.ways_on.append(way)
+    if not all(reading.ways_on for reading in readings):
+        raise NoTerms("what the tokens before it contribute follows no pattern that can be carried")
+    together: dict[Hashable, list[Reading]] = {}
+    for reading in readings:
+        together.setdefault(reading.transition, []).append(reading)
+    return [joined(group, left) for group in together.values()], M.add(
+        *(t.value() for t in left), E.const(0.0)
+    )

@@ -9,7 +9,7 @@ and restoring the order. Nothing here edits the graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class TokenProbe:
     def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
         self.graph, self.space, self.meaning = graph, space, meaning
         self.values = graph.known_values()
+        self.tokens = int(space.tokens.value) if space.tokens.op == "const" else TOKENS
+        """How many tokens each sequence of a test has."""
         self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
 
@@ -66,6 +68,10 @@ class TokenProbe:
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if not steps or len(steps) > budgets.PROBE_NODES or self.left <= 0:
             return 0
+        if self.space.place(axes, self.space.token) is None and any(
+            self.space.place(resolved.get(n, ()), self.space.token) is not None for n in leaves
+        ):
+            return 0  # of all tokens of a sequence together
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
         key = (fingerprint(order, begins), axes)
         if key not in self.known:
@@ -109,9 +115,9 @@ class TokenProbe:
         of_rows = any(self.space.row in d for a in known for d in a) and any(
             any(a) and self.space.place(a, self.space.token) is None for a in known
         )  # a value per sequence can only be combined with tokens of one sequence
-        for seed, picks in enumerate(_OF_ONE_ROW if of_rows else _SELECTIONS):
+        for seed, picks in enumerate(self._selections(of_rows)):
             try:
-                run, given = self._inputs(leaves, ROWS, TOKENS, seed)
+                run, given = self._inputs(leaves, ROWS, self.tokens, seed)
                 (whole,) = run.evaluate(order, given, node)
                 some = {n: self._select(t, resolved.get(n, ((),) * t.ndim), picks) for n, t in given.items()}
                 part, _ = self._inputs((), 1, len(picks), seed)
@@ -137,9 +143,25 @@ class TokenProbe:
         with torch.no_grad():
             return run, {leaf: run.draw(leaf) for leaf in leaves}
 
+    def _selections(self, of_one_row: bool) -> Iterable[Sequence[Pick]]:
+        """Tokens of the two sequences, which then are one sequence. Where a graph is of one number of tokens
+        alone, these are so many, some of them several times."""
+        if self.space.tokens.op != "const":
+            return _OF_ONE_ROW if of_one_row else _SELECTIONS
+        count, generator = self.tokens, torch.Generator().manual_seed(0)
+        tokens = torch.randint(count, (3, count), generator=generator).tolist()
+        rows = torch.randint(ROWS, (3, count), generator=generator).tolist()
+        return [
+            [
+                (picked_rows[0] if of_one_row else row, token)
+                for row, token in zip(picked_rows, places, strict=True)
+            ]
+            for picked_rows, places in zip(rows, tokens, strict=True)
+        ]
+
     def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick]) -> Tensor:
         """The tensor for these tokens alone, as one sequence."""
-        return select(tensor, axes, self.space, picks, (ROWS, TOKENS))
+        return select(tensor, axes, self.space, picks, (ROWS, self.tokens))
 
     # --- who sees whom ---
 
@@ -157,7 +179,7 @@ class TokenProbe:
         if own is None and any(self.space.tokens in E.walk(extent) for extent in self._extents(node)):
             return None
         try:
-            run, given = self._inputs([n for n in leaves if n in order], ROWS, TOKENS, 0)
+            run, given = self._inputs([n for n in leaves if n in order], ROWS, self.tokens, 0)
             if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
                 return None
             (before,) = run.evaluate(order, given, node)
@@ -184,7 +206,7 @@ class TokenProbe:
 
     def _changed(self, tensor: Tensor, axes: Axes, token: int) -> Tensor:
         """The tensor with what it holds for one token changed, in all sequences."""
-        split, place = digits_of(tensor, axes, self.space, (ROWS, TOKENS))
+        split, place = digits_of(tensor, axes, self.space, (ROWS, self.tokens))
         other = split.clone()
         part = other.select(place[self.space.token], token)
         part.copy_(~part if part.dtype == torch.bool else part + 1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
@@ -97,6 +97,7 @@ class Unfolding:
     ) -> None:  # fmt: skip
         self.meaning, self.space, self.facts, self.tokens = meaning, space, facts, tokens
         self.through = through
+        self._place = {node: place for place, node in enumerate(facts)}
         self._along: dict[fx.Node, frozenset[int]] = {}
         self._done: dict[Expr, Terms] = {}
 
@@ -128,7 +129,7 @@ class Unfolding:
             case "add":
                 return tuple(term for a in node.args for term in self._unfold(a))
             case "mul":
-                return self._product([self._unfold(a) for a in self._shortest(node.args)])
+                return self._product(map(self._unfold, sorted(node.args, key=self._work)))
             case "where":
                 return self._where(node)
             case "exp":
@@ -139,16 +140,24 @@ class Unfolding:
                 return (Term(1.0, (Factor(None, node),)),)
         return self._function(node)
 
-    def _shortest(self, factors: Sequence[Expr]) -> list[Expr]:
-        """Factors in an order in which one that is zero comes first: the others are then not followed."""
-        return sorted(factors, key=lambda f: f.op not in ("const", "where"))
+    def _work(self, factor: Expr) -> int:
+        """What grows with the work of unfolding a factor: how late its values are computed."""
+        found = -1
+        for value in (n.value for n in E.walk(factor) if n.op == "read"):
+            while str(value.target) in VIEWS:
+                value = value.args[0]
+            found = max(found, self._place.get(value, len(self._place)))
+        return found
 
-    def _product(self, parts: Sequence[Terms]) -> Terms:
+    def _product(self, parts: Iterable[Terms]) -> Terms:
+        """`parts` are unfolded one by one: if one is zero, the others are not."""
         found: Terms = (Term(1.0),)
         for part in map(_as_one, parts):
             found = tuple(a.times(b, self.meaning.fresh) for a in found for b in part)
             if len(found) > TERMS:
                 raise NoTerms("too many terms")
+            if not found:
+                break
         return found
 
     def _where(self, node: Expr) -> Terms:
