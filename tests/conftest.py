@@ -46,6 +46,12 @@ def one_thread_and_the_same_random_numbers() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def nothing_from_the_cache_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test compiles what it compiles, whatever was compiled before. Tests of the cache turn it on."""
+    monkeypatch.setenv("ATTNGRAPH_CACHE", "0")
+
+
 # --- golden files -------------------------------------------------------------------------------
 
 

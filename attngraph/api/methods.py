@@ -14,15 +14,17 @@ import logging
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from attngraph.api.build import derive_decoder
+from attngraph.api import saving
 from attngraph.api.options import Options
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper, own_names
 
 log = logging.getLogger(__name__)
@@ -52,10 +54,18 @@ def bound(compiled: ModelWrapper, model: Any, method: types.MethodType) -> Calla
     return types.MethodType(method.__func__, compiled)
 
 
-def decoder_of(compiled: ModelWrapper, options: Options, config: CacheConfig) -> Decoder:
-    """A decoder for the model of a compiled module, derived at its first call."""
+def decoder_of(
+    compiled: ModelWrapper, options: Options, config: CacheConfig, saved: saving.Folder | None = None
+) -> Decoder:
+    """A decoder for the model of a compiled module, derived, or taken from what was saved, at its first
+    call."""
     model = compiled._model
-    return Decoder(model, config, compiled, functools.partial(derive_decoder, model, options, config))
+    derive = functools.partial(saving.step_for, model, options, config, saved)
+
+    def save(path: str | Path, steps: Sequence[Step], weights: bool) -> Path:
+        return saving.save(path, model, steps, options, config, weights)
+
+    return Decoder(model, config, compiled, derive, save)
 
 
 def is_generated_by_transformers(model: Any) -> bool:

@@ -322,7 +322,8 @@ class Entries:
     `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
-    entries of each, including the graphs' texts.
+    entries of each, including the graphs' texts. `taken_from`: the folder of files, if it was not compiled
+    now; then times are those of when it was.
     """
 
     attention: tuple[AttentionEntry, ...] = ()
@@ -337,6 +338,7 @@ class Entries:
     retraces: tuple[tuple[str, int], ...] = ()
     capture: float = 0.0
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
+    taken_from: str = ""
 
 
 def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:

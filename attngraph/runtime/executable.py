@@ -26,14 +26,16 @@ class Executable:
     Attributes:
         report: what was done to the graph; set once it is known.
         asserts: whether a call may fail because of a condition on values that the model asserts.
+        traced: what its trace depended on, for saving it.
     """
 
-    __slots__ = ("asserts", "captured", "machine", "report", "sizes")
+    __slots__ = ("asserts", "captured", "machine", "report", "sizes", "traced")
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None
     ) -> None:
         self.captured, self.report = captured, CompileReport()
+        self.traced: Any = None
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
