@@ -29,6 +29,19 @@ Names = dict[str, str]
 """Names of sizes in a file by those in a graph, or the other way round."""
 
 
+_KNOWN = {"aten", "prims", "prim", "attngraph", "_operator", "math", "torch"}
+"""Whose operations the versions of torch and of attngraph decide. What another library's operation gives a
+trace, its shape say, may change with that library."""
+
+
+def _namespaces(part: ProgramGraph) -> set[str]:
+    calls = (n.target for n in part.graph.nodes if n.op == "call_function")
+    return {
+        getattr(target, "namespace", None) or str(getattr(target, "__module__", "")).split(".")[0]
+        for target in calls
+    }
+
+
 def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, Any], Names]:
     """A lowered graph as text, what is not in the text, and the names of its sizes in both.
 
@@ -39,6 +52,11 @@ def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, 
     Raises:
         SavedError: the graph cannot be read back as the same.
     """
+    foreign = {space for part in parts_of(graph).values() for space in _namespaces(part)} - _KNOWN
+    if foreign:
+        raise SavedError(
+            f"its graph has operations of {', '.join(sorted(foreign))}, whose version is not known"
+        )
     head, text, names = format_named(graph)
     text = f"{head}\n{text}\n"
     parts = {title: _beside(part, names) for title, part in parts_of(graph).items()}

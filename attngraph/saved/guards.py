@@ -42,7 +42,7 @@ def describe_call(leaves: Sequence[Any], spec: Any) -> dict[str, str]:
         found[f"argument {place}"] = _leaf(leaf)
     found["arguments that are the same"] = f"{repeats(tensors)} {aliases(tensors)}"
     found["gradients"] = f"{torch.is_grad_enabled()}, inference {torch.is_inference_mode_enabled()}"
-    found["default dtype"] = str(torch.get_default_dtype())
+    found["default dtype and device"] = f"{torch.get_default_dtype()} {torch.get_default_device()}"
     found["autocast"] = str(
         [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     )
