@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attngraph.api.convert import ConvertedModel as ConvertedModel
     from attngraph.api.convert import HeadsReport as HeadsReport
     from attngraph.api.convert import convert_heads as convert_heads
+    from attngraph.api.load import load as load
     from attngraph.errors import AttnGraphError as AttnGraphError
     from attngraph.errors import CacheError as CacheError
     from attngraph.errors import CaptureError as CaptureError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from attngraph.errors import NoDecoderError as NoDecoderError
     from attngraph.errors import NotFusedError as NotFusedError
     from attngraph.errors import PassError as PassError
+    from attngraph.errors import SavedError as SavedError
     from attngraph.errors import TextError as TextError
     from attngraph.errors import VerificationError as VerificationError
     from attngraph.ir.language.parser import parse as parse
@@ -52,10 +54,11 @@ _WHERE = {
     "api.compile": ("compile", "explain"),
     "api.compiled": ("CompiledModule",),
     "api.convert": ("ConvertedModel", "HeadsReport", "convert_heads"),
+    "api.load": ("load",),
     "report.entries": ("AttentionEntry",),
     "errors": (
         "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DumpError", "NoDecoderError",
-        "NotFusedError", "PassError", "TextError", "VerificationError",
+        "NotFusedError", "PassError", "SavedError", "TextError", "VerificationError",
     ),
     "ir.ops.attention": ("attention",),
     "ir.language.parser": ("parse",),

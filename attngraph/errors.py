@@ -90,3 +90,7 @@ class DumpError(AttnGraphError):
 
 class TextError(AttnGraphError):
     """The text of a graph cannot be read: says which line, and what is wrong with it."""
+
+
+class SavedError(AttnGraphError):
+    """A compiled model cannot be saved, or what was saved cannot be used: says which part, and why."""

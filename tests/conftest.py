@@ -53,6 +53,12 @@ def graphs_run_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "FUSED_SCORES", 0)
 
 
+@pytest.fixture(autouse=True)
+def nothing_from_the_cache_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test compiles what it compiles, whatever was compiled before. Tests of the cache turn it on."""
+    monkeypatch.setenv("ATTNGRAPH_CACHE", "0")
+
+
 # --- golden files -------------------------------------------------------------------------------
 
 

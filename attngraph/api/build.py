@@ -157,7 +157,7 @@ def compile_graph(
     made = _rewritten(target, args, kwargs, options, options.pipeline())
     result, graph = made.result, made.captured.graph
     entries = tuple(_entries(graph))
-    found = Executable(made.captured, _owner(target), _runner(options))
+    found = Executable(made.captured, owner_of(target), runner_of(options))
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
@@ -176,7 +176,7 @@ def compile_graph(
     return found
 
 
-def _owner(target: Callable[..., Any]) -> nn.Module:
+def owner_of(target: Callable[..., Any]) -> nn.Module:
     """The module in which parameter names are looked up: a holder with the names of capture's wrapper."""
     holder = nn.Module()
     if isinstance(target, nn.Module):
@@ -187,7 +187,7 @@ def _owner(target: Callable[..., Any]) -> nn.Module:
     return holder
 
 
-def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
+def runner_of(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
     """Returns the function that computes a graph: its module, or that compiled by Inductor."""
 
     def run(graph: ProgramGraph) -> Callable[..., Any]:
@@ -201,8 +201,12 @@ def _runner(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
     return run
 
 
+def step_runner_of(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
+    """As `runner_of`, for a decoder's step and its stage of the prompt."""
+    return runner_of(options) if options.inductor else _step_runner
+
+
 def _step_runner(graph: ProgramGraph) -> Callable[..., Any]:
-    """Returns the function that computes a decoder's step, or its stage of the prompt."""
     return Replay(graph, shortened) if graph.state is not None else shortened(graph.module)
 
 
@@ -259,8 +263,8 @@ def derive_decoder(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
         captured=result.captured, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
-    run = _runner(options) if options.inductor else _step_runner
-    step = Step(graph, _owner(target), name, names, report, run, captured.left_out, spread)
+    run = step_runner_of(options)
+    step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)
     error = None
     if whole is not None:
         if options.progress is not None:

@@ -13,12 +13,14 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from attngraph.api import saving
 from attngraph.api.build import compile_graph
 from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers
 from attngraph.api.options import Options
@@ -30,7 +32,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import CaptureError
+from attngraph.errors import CaptureError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -65,6 +67,7 @@ class CompiledModule(ModelWrapper):
 
     _options: Options
     _allow_pieces: bool
+    _saved: saving.Folder | None
     _graphs: Graphs
     _pieces: dict[Any, GraphBreaks]
     _small: SmallCalls
@@ -72,10 +75,14 @@ class CompiledModule(ModelWrapper):
     _forward: Callable[..., Any]
     _generate: Generate | None
 
-    def __init__(self, target: Callable[..., Any], options: Options, pieces: bool = True) -> None:
+    def __init__(
+        self, target: Callable[..., Any], options: Options, pieces: bool = True,
+        saved: saving.Folder | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(target)
         self._options = options
         self._allow_pieces = pieces
+        self._saved = saved
         self._reset()
 
     def _reset(self) -> None:
@@ -248,7 +255,7 @@ class CompiledModule(ModelWrapper):
                 return found
             try:
                 with progress_line(self._options) as options:
-                    found = compile_graph(self._model, args, kwargs, options)
+                    found = self._compiled_now(args, kwargs, options)
                 if not found.accepts(tensors):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
@@ -268,6 +275,33 @@ class CompiledModule(ModelWrapper):
             self._note_change(key_of, found.captured.left_out, tensors, args, kwargs)
             self._graphs.keep(key_of, found)
             return found
+
+    def _compiled_now(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Executable:  # fmt: skip
+        """A graph from what was compiled before, or compiled now. A part of a model, which torch.compile
+        made, has no name by which it could be found again."""
+        if not self._allow_pieces:
+            return compile_graph(self._model, args, kwargs, options)
+        return saving.executable_for(self._model, args, kwargs, options, self._saved)
+
+    def save(self, path: str | Path, weights: bool = False) -> Path:
+        """Write what was compiled into a folder, for `attngraph.load`.
+
+        Args:
+            path: a new folder, or one of an earlier `save`, which is replaced. weights: also the model's
+                weights, as safetensors.
+
+        Raises:
+            SavedError: nothing has been compiled yet, it has no form in files (a model that is captured in
+                pieces has none), or they cannot be written.
+        """
+        if self._pieces:
+            raise SavedError(
+                "the model is captured in pieces, which torch.compile makes; they cannot be saved."
+            )
+        found = [graph for graphs in self._graphs.values() for graph in graphs]
+        return saving.save(path, self._model, found, self._options, None, weights)
 
     def _note_change(
         self, key_of: KeyOf, left_out: LeftOut, tensors: Sequence[Tensor], args: tuple[Any, ...],
@@ -304,12 +338,13 @@ class CompiledModule(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles contain the model and the options; graphs are traced again."""
-        derived = ("_graphs", "_pieces", "_small", "_forward", "_generate")
+        derived = ("_saved", "_graphs", "_pieces", "_small", "_forward", "_generate")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._saved = None
         self._reset()
 
 

@@ -14,12 +14,13 @@ import logging
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from attngraph.api.build import derive_decoder
+from attngraph.api import saving
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
 from attngraph.runtime.cache_config import CacheConfig
@@ -54,17 +55,26 @@ def bound(compiled: ModelWrapper, model: Any, method: types.MethodType) -> Calla
     return types.MethodType(method.__func__, compiled)
 
 
-def decoder_of(compiled: ModelWrapper, options: Options, config: CacheConfig) -> Decoder:
-    """A decoder for the model of a compiled module, derived at its first call."""
+def decoder_of(
+    compiled: ModelWrapper, options: Options, config: CacheConfig, saved: saving.Folder | None = None
+) -> Decoder:
+    """A decoder for the model of a compiled module, derived, or taken from what was saved, at its first
+    call."""
     model = compiled._model
-    return Decoder(model, config, compiled, functools.partial(_derive, model, options, config))
+    derive = functools.partial(_step_for, model, options, config, saved)
+
+    def save(path: str | Path, steps: Sequence[Step], weights: bool) -> Path:
+        return saving.save(path, model, steps, options, config, weights)
+
+    return Decoder(model, config, compiled, derive, save)
 
 
-def _derive(
-    model: Callable[..., Any], options: Options, config: CacheConfig, *rest: Any, **named: Any
+def _step_for(
+    model: Callable[..., Any], options: Options, config: CacheConfig, saved: saving.Folder | None,
+    *rest: Any, **named: Any,
 ) -> Step:  # fmt: skip
     with progress_line(options) as told:
-        return derive_decoder(model, told, config, *rest, **named)
+        return saving.step_for(model, told, config, saved, *rest, **named)
 
 
 def is_generated_by_transformers(model: Any) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
+from attngraph.capture.executed import recorded
 from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
 from attngraph.capture.state import Place, Snapshot
@@ -93,6 +94,7 @@ class Flat(nn.Module):
             effects.watch(self.trace.target, things(leaves), self._originals),
             watch,
             self.trace.checks.watch(),
+            recorded(),
         ):
             result = target(*args, **kwargs)
         if printed.getvalue():

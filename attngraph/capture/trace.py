@@ -29,7 +29,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture import exported
+from attngraph.capture import executed, exported
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
@@ -262,7 +262,8 @@ def _whole_stack_traces() -> Iterator[None]:
         names = [(f.filename, f.name) for f in frames]
         wrapper = inspect.getfile(Flat), "forward"
         start = names.index(wrapper) + 1 if wrapper in names else 0
-        return traceback.StackSummary.from_list(frames[start:])
+        seen = (f for f in frames[start:] if f.filename != executed.__file__)
+        return traceback.StackSummary.from_list(list(seen))
 
     with replaced(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
         yield

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--version", action="version", version=f"attngraph {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_compile, _demo, _inspect, _opt, _bisect, _show, _bench, _fuzz):
+    for add in (_compile, _demo, _inspect, _opt, _bisect, _show, _bench, _fuzz, _cache):
         add(commands)
     return made
 
@@ -86,6 +86,17 @@ def _demo(commands: Any) -> None:
     )
     demo.set_defaults(batch=None, dump=None, strict=False)
     _how_to_compile(demo)
+
+
+def _cache(commands: Any) -> None:
+    cache = commands.add_parser(
+        "cache",
+        help="what is kept on disk of earlier compilations; clear removes it",
+        epilog="ATTNGRAPH_CACHE=DIR moves it, ATTNGRAPH_CACHE=0 keeps no graphs. "
+        "example: attngraph cache clear",
+    )
+    cache.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help="what to do")
+    cache.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _how_to_compile(command: argparse.ArgumentParser) -> None:

@@ -323,7 +323,8 @@ class Entries:
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
     `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
-    entries of each, including the graphs' texts.
+    entries of each, including the graphs' texts. `taken_from`: the folder of files, if it was not compiled
+    now; then times are those of when it was.
     """
 
     attention: tuple[AttentionEntry, ...] = ()
@@ -339,6 +340,7 @@ class Entries:
     capture: float = 0.0
     small_calls: int = 0
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
+    taken_from: str = ""
 
 
 def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:

@@ -66,6 +66,8 @@ class CompileReport(Entries):
             f"attngraph: {len(self.attention)} of {total} softmax-like places fused, "
             f"compiled in {self.seconds:.2f} s"
         ]
+        if self.taken_from:
+            lines.append(f"  taken from {self.taken_from}; times are those of when it was compiled")
         if self.graphs == 0:
             lines = ["attngraph: nothing traced yet; call the compiled model once"]
         for entries in folded(self.attention):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,16 +51,17 @@ class Decoder(ModelWrapper):
     config_of_cache: CacheConfig
     _derive: Callable[..., Step]
     _steps: dict[Any, Step]
+    _save: Callable[[str | Path, Sequence[Step], bool], Path]
     _signature: inspect.Signature
 
     def __init__(
         self, model: Callable[..., Any], config: CacheConfig, whole: nn.Module,
-        derive: Callable[..., Step],
+        derive: Callable[..., Step], save: Callable[[str | Path, Sequence[Step], bool], Path],
     ) -> None:  # fmt: skip
         super().__init__(model)
         object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
         self.config_of_cache = config
-        self._derive = derive
+        self._derive, self._save = derive, save
         self._steps = {}
         self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
 
@@ -72,6 +74,18 @@ class Decoder(ModelWrapper):
         if self._steps:
             return next(reversed(self._steps.values())).report
         return self.whole.report  # type: ignore[return-value]
+
+    def save(self, path: str | Path, weights: bool = False) -> Path:
+        """Write what was derived into a folder, for `attngraph.load`.
+
+        Args:
+            path: a new folder, or one of an earlier `save`, which is replaced. weights: also the model's
+                weights, as safetensors.
+
+        Raises:
+            SavedError: nothing has been derived yet, it has no form in files, or they cannot be written.
+        """
+        return self._save(path, tuple(self._steps.values()), weights)
 
     # --- the three calls ---
 

@@ -28,14 +28,16 @@ class Executable:
         report: what was done to the graph; set once it is known.
         scores: the mean number of scores of an attention in a call (`small_calls.py`); None if not counted.
         asserts: whether a call may fail because of a condition on values that the model asserts.
+        traced: what its trace depended on, for saving it.
     """
 
-    __slots__ = ("asserts", "captured", "machine", "report", "scores", "sizes")
+    __slots__ = ("asserts", "captured", "machine", "report", "scores", "sizes", "traced")
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None
     ) -> None:
         self.captured, self.report = captured, CompileReport()
+        self.traced: Any = None
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         self.scores = scores_per_attention(captured.graph, self.sizes)
         self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))

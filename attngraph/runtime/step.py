@@ -38,6 +38,8 @@ class Step:
         self.graph, self.plan, self.report = graph, graph.state, report
         self.name, self.names, self.owner, self.left_out = name, list(names), owner, left_out
         self.spread = spread
+        self.traced: Any = None
+        """What its trace depended on, for saving it."""
         self._step = Machine(graph, owner, run, names)
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, names)

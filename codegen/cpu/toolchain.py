@@ -1,7 +1,8 @@
 """From C source to a loaded library: the system's compiler, and a cache of compiled libraries.
 
-The cache is a folder of the user (`$XDG_CACHE_HOME/attngraph`, else `~/.cache/attngraph`), which must be
-owned by the user and closed to others; otherwise a temporary folder of this process is used. An entry's name
+The cache is a folder of the user (`$ATTNGRAPH_CACHE`, else `$XDG_CACHE_HOME/attngraph`, else
+`~/.cache/attngraph`), which must be owned by the user and closed to others; otherwise a temporary folder of
+this process is used. An entry's name
 is a hash of everything that it depends on (source, compiler, flags, processor), and the file ends in a digest
 of its contents, so that a truncated or changed file is compiled again. Files are written, then renamed into
 place.
@@ -24,6 +25,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+from attngraph.ir import cache_folder
 
 _log = logging.getLogger("attngraph.codegen.cpu")
 _DIGEST = hashlib.sha256().digest_size
@@ -79,8 +82,7 @@ def _identity() -> str:
 def folder() -> Path:
     """The folder of compiled libraries: the user's cache if only the user may access it, else a temporary
     one."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    found = Path(base) / "attngraph"
+    found = cache_folder.wanted()
     try:
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = _why_not_safe(found)
@@ -111,6 +113,15 @@ def _why_not_safe(path: Path) -> str | None:
     if os.name == "posix" and found.st_mode & 0o022:
         return "other users may write to it"
     return None
+
+
+@functools.cache
+def machine() -> str:
+    """A digest of the compiler and the processor that kernels are made with and for."""
+    try:
+        return hashlib.sha256(_identity().encode()).hexdigest()[:16]
+    except CompilerError as problem:
+        return f"no compiler: {problem}"
 
 
 def build(source: str) -> tuple[ctypes.CDLL, float]:

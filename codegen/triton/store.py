@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from attngraph.ir import cache_folder
+
 
 def import_source(source: str, name: str, version: str) -> ModuleType:
     """The module with this source, imported from a file. `name` is its kernel's name, made by
@@ -34,11 +36,9 @@ def import_source(source: str, name: str, version: str) -> ModuleType:
 
 @functools.cache
 def directory() -> Path:
-    """`attngraph/triton` in the user's cache home (XDG_CACHE_HOME, else ~/.cache), if it can be private."""
-    home = os.environ.get("XDG_CACHE_HOME")
+    """`triton` in the folder that attngraph keeps what it made in, if it can be private."""
     with contextlib.suppress(OSError, RuntimeError):
-        base = Path(home) if home and os.path.isabs(home) else Path.home() / ".cache"
-        found = base / "attngraph" / "triton"
+        found = cache_folder.wanted() / "triton"
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
         if is_private(found) or _made_private(found):
             return found

@@ -25,14 +25,20 @@ from attngraph.ir.graph.program_graph import Input, Output, Rate
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 
-_KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter")
+Places = Mapping[str, tuple[int, int]]
+"""For names of sizes the input, by number, and its dimension that they are taken from."""
+_OF_A_STEP = ("rows", "pages", "carried", Rate.PROMPT.value)
+_KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter", *_OF_A_STEP)
 _CACHED = ("cached_attention", "cached_latent_attention")
-_WORDS = ("kernel", "values", "absorb", "family")
+_WORDS = ("kernel", "values", "absorb", "family", "by")
 """Arguments of attention nodes that are keywords, not values."""
 
 
-def symbols_of(sizes: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:
-    """A mode in which these sizes are symbols, and the symbols, by name."""
+def symbols_of(
+    sizes: Mapping[str, int], measured: int = 0
+) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:  # fmt: skip
+    """A mode in which these sizes are symbols, and the symbols, by name; besides u0, u1, ..., so many sizes
+    without an example."""
     env = ShapeEnv()
     found: dict[str, torch.SymInt] = {}
     for name, hint in sizes.items():
@@ -41,21 +47,30 @@ def symbols_of(sizes: Mapping[str, int]) -> tuple[FakeTensorMode, dict[str, torc
         made = env.create_symintnode(symbol, hint=hint, source=source)
         assert isinstance(made, torch.SymInt)
         found[name] = made
+    found |= {f"u{number}": env.create_unbacked_symint() for number in range(measured)}
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), found
 
 
 class Body:
-    """A graph under construction; every method raises ValueError for a malformed line."""
+    """A graph under construction; every method raises ValueError for a malformed line.
 
-    def __init__(self, mode: FakeTensorMode, symbols: Mapping[str, torch.SymInt]) -> None:
-        self.mode = mode
+    Args:
+        places: where sizes are taken from, in a text whose types are taken as they are written. None: types
+            are inferred and compared with the written ones.
+    """
+
+    def __init__(
+        self, mode: FakeTensorMode, symbols: Mapping[str, torch.SymInt], places: Places | None = None
+    ) -> None:  # fmt: skip
+        self.mode, self.places = mode, places
         self.graph = fx.Graph()
         self.formulas = Formulas(symbols, self.graph, mode)
         self.inputs: list[Input] = []
         self.outputs: list[Output] = []
         self.values: dict[str, fx.Node] = {}
         self.ended = False
-        self._module = self._source = ""
+        self._module = self._source = self._note = ""
+        self._written: Any = None
 
     def input(self, line: str) -> None:
         """`  buffer $mask: bool[4, 4],`"""
@@ -79,8 +94,13 @@ class Body:
                 if strides is None
                 else torch.empty_strided(shape, strides, **about)
             )
+        for name_of_size, (number, axis) in (self.places or {}).items():
+            if number == len(self.inputs):
+                self.formulas.take(name_of_size, node, axis)
         self.formulas.found(node, wanted.shape)
         self.values[name] = node
+        if kind == "rows":
+            self.values[f"$rows {read_name(name, '$')}"] = node
         self.inputs.append(Input(kind, name[4:] if kind == "argument" else _whole_name(kind, name)))
 
     def statement(self, line: str, program: str) -> None:
@@ -97,23 +117,49 @@ class Body:
                 raise ValueError(f"expected a value such as `%3 = add(%1, %2) : f32[4]`, found {line[:60]!r}")
             if found[1] in self.values:
                 raise ValueError(f"{found[1]} is defined twice")
-            self._source = comment.split("; ")[0]
+            self._source, _, note = comment.partition("; ")
+            self._note = note if self.places is not None else ""
             self._value(found[1], found[2], found[3], read_type(found[4]), program)
 
     def _value(self, name: str, op: str, text: str, wanted: Any, program: str) -> None:
-        if op in _CACHED:
+        if op in _CACHED and self.places is None:
             raise ValueError("graphs of a decoder cannot be read back: what they keep is not in the text")
+        self._written = self._allocated(wanted) if self.places is not None else None
         args, kwargs = self._arguments(text)
-        if op in ("attention", "latent_attention"):
-            node = self._call(getattr(torch.ops.attngraph, op).default, args, _attention(kwargs, program))
+        if op in ("attention", "latent_attention", *_CACHED):
+            shared = {n: self.values[f"$rows {n}"] for n in ("starts", "first") if op in _CACHED}
+            if op == "attention" and self._written is not None:
+                self._written = (self._written, None)
+            target = getattr(torch.ops.attngraph, op).default
+            node = self._call(target, args, _attention(kwargs, program) | shared)
             node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
+        elif op == "token_program":
+            given = [kwargs[f"r{number}"] for number in range(len(kwargs))]
+            node = self._call(torch.ops.attngraph.token_program.default, [given, program], {})
         else:
             node = self._call(_target(op, args, kwargs), args, kwargs)
         if op == "attention":
             self.values[f"{name}.1"] = self._call(operator.getitem, [node, 1], {})
             node = self._call(operator.getitem, [node, 0], {})
         self.values[name] = node
-        self._hold(node.meta["val"], wanted)
+        if self._note:
+            node.meta["tokens"] = self._note
+        if self.places is None:
+            self._hold(node.meta["val"], wanted)
+
+    def _allocated(self, wanted: Any) -> Any:
+        """A value without data of the written type.
+
+        Raises:
+            ValueError: the type does not say what it is.
+        """
+        if isinstance(wanted, list):
+            return [self._allocated(one) for one in wanted]
+        if wanted is None:
+            raise ValueError("the type of a number that is computed from data is not in the text")
+        shape = [self.formulas.value(s) for s in wanted.shape]
+        with self.mode:
+            return torch.empty(shape, dtype=wanted.dtype, device=wanted.device)
 
     def _arguments(self, text: str) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
@@ -150,6 +196,11 @@ class Body:
             node.meta["source"] = self._source
         if self._module:
             node.meta["nn_module_stack"] = {"": (f"model.{self._module}", "")}
+        if self.places is not None:
+            whole = node.args[0] if target is operator.getitem else None
+            is_part = isinstance(whole, fx.Node)
+            node.meta["val"] = whole.meta["val"][node.args[1]] if is_part else self._written  # type: ignore[union-attr, index]
+            return node
         try:
             node.meta["val"] = infer(target, node.args, node.kwargs, self.mode)
         except (
@@ -189,7 +240,8 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(?:(buffer|argument|attribute|check|pages) )?(\$.*?) = )?(.*?)(?: order \[([\d, ]*)\])?",
+                r"(?:(?:(buffer|argument|attribute|check|pages|carried) )?(\$.*?) = )?(.*?)"
+                r"(?: order \[([\d, ]*)\])?",
                 part,
             )
             assert found is not None  # the pattern matches any text
@@ -205,7 +257,8 @@ def _whole_name(kind: str, text: str) -> str:
     """The full name for a printed one: names in the model print without the prefix of capture's wrapper
     module; results of stages have no such prefix."""
     name = read_name(text, "$")
-    return name if kind in ("value", "check", Rate.WEIGHTS.value) else f"model.{name}"
+    plain = ("value", "check", Rate.WEIGHTS.value, *_OF_A_STEP)
+    return name if kind in plain else f"model.{name}"
 
 
 def _target(op: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -234,7 +287,7 @@ def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
     if "values" in kwargs:
         first, _, end = kwargs["values"].partition(":")
         found |= {"key_up": None, "value_up": None, "values": [int(first), int(end) - int(first)]}
-    words = ("kernel", "key_up", "value_up", "absorb", "family")
+    words = ("kernel", "key_up", "value_up", "absorb", "family", "by", "table", "held")
     return found | {name: kwargs[name] for name in words if name in kwargs}
 
 

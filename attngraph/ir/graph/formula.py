@@ -49,6 +49,10 @@ class Formulas:
             if extent in self.symbols:
                 self._places.setdefault(extent, (node, axis))
 
+    def take(self, name: str, node: fx.Node, axis: int) -> None:
+        """Take a size from this dimension of an input, whatever other inputs have it too."""
+        self._places[name] = node, axis
+
     def value(self, text: str) -> Any:
         """The formula's value: a number or a symbolic size.
 

@@ -32,9 +32,25 @@ _SAME = ("starts", "first")
 
 def format_file(graph: ProgramGraph) -> tuple[str, str]:
     """The file's header (format version, level, example sizes and their conditions), and the graph's text."""
+    head, text, _ = format_named(graph)
+    return head, text
+
+
+def parts_of(graph: ProgramGraph) -> dict[str, ProgramGraph]:
+    """The graphs that a file has, by title: stages, then the graph itself."""
+    return {rate.value: graph.stages[rate] for rate in Rate if rate in graph.stages} | {"graph": graph}
+
+
+def is_printed(node: fx.Node, given: Input) -> bool:
+    """Whether an input is in the text: it is used, or callers give it."""
+    return bool(node.users) or given.kind == "argument"
+
+
+def format_named(graph: ProgramGraph) -> tuple[str, str, dict[str, str]]:
+    """What `format_file` gives, and the names of sizes in the text by those in the graph."""
     names: dict[str, str] = {}
-    parts = (*((rate.value, graph.stages[rate]) for rate in Rate if rate in graph.stages), ("graph", graph))
-    lines = [line for name, part in parts for line in _Printer(part, name, names).lines()]
+    parts = parts_of(graph)
+    lines = [line for name, part in parts.items() for line in _Printer(part, name, names).lines()]
     plain = _Sizes(names)
     flags = ", gradients" if graph.gradients else ""
     head = [f"dump {VERSION}, level {graph.level.name.lower()}{flags}"]
@@ -43,7 +59,7 @@ def format_file(graph: ProgramGraph) -> tuple[str, str]:
         head.append(f"sizes {', '.join(sorted(sizes, key=_by_number))}")
     known = [c for c in graph.conditions if {str(s) for s in c.free_symbols} <= graph.hints.keys()]
     head += dict.fromkeys(f"where {plain(c)}" for c in known)
-    return "\n".join(head), "\n".join(lines)
+    return "\n".join(head), "\n".join(lines), names
 
 
 def input_name(given: Input) -> str:
@@ -100,7 +116,7 @@ class _Printer:
         head = [f"{self.title}("]
         for node, given in zip(self.graph.placeholders(), self.graph.inputs, strict=True):
             self.names[node] = input_name(given)
-            if node.users or given.kind == "argument":
+            if is_printed(node, given):
                 kind = "" if given.kind in ("argument", "parameter") else f"{given.kind} "
                 head.append(f"  {kind}{self.names[node]}: {self._type(node.meta.get('val'), True)},")
         body: list[str] = []

@@ -4,35 +4,41 @@ This file goes through the lines; `ir/graph/body.py` builds the graph. The type 
 again and compared with the written one, so inconsistent edits by hand are detected. Only the ops that a text
 names are executed, on fake tensors. Buffer contents are not part of the text (`dump.py` stores them
 separately).
+
+A text that is known to be what was printed (`attngraph/saved/` keeps its digest) may be read with the types
+as they are written: nothing is executed. So graphs over a cache are read, whose types are those of whole
+sequences.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from attngraph.errors import TextError
-from attngraph.ir.graph.body import Body, symbols_of
+from attngraph.ir.graph.body import Body, Places, symbols_of
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import VERSION
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate
 
 
-def read_graph(text: str, file: str = "the text") -> ProgramGraph:
+def read_graph(text: str, file: str = "the text", places: Mapping[str, Places] | None = None) -> ProgramGraph:
     """The graph that a dump's file holds.
 
     Args:
         file: the name of the file in error messages.
+        places: given for a text that is known to be unchanged, whose types are taken as written: for each
+            part (`graph`, or the name of a stage) where its sizes are taken from.
 
     Raises:
         TextError: the file has another format version, is truncated, or has a malformed line; names the line.
     """
-    return _Reader(text, file).graph()
+    return _Reader(text, file, places).graph()
 
 
 @dataclasses.dataclass
@@ -44,17 +50,20 @@ class _Head:
 
 
 class _Reader:
-    def __init__(self, text: str, file: str) -> None:
-        self.file = file
+    def __init__(self, text: str, file: str, places: Mapping[str, Places] | None = None) -> None:
+        self.file, self.places = file, places
         self.lines = text.splitlines()
         self.number = 0
         self.head = _Head()
 
     def graph(self) -> ProgramGraph:
         self._read_head()
-        self.mode, self.symbols = symbols_of(self.head.sizes)
+        measured = (
+            {int(n) for n in re.findall(r"\bu(\d+)\b", "\n".join(self.lines))} if self.places else set()
+        )
+        self.mode, self.symbols = symbols_of(self.head.sizes, max(measured, default=-1) + 1)
         stages = {rate: self._part(rate.value) for rate in Rate if self._peek() == f"{rate.value}("}
-        if Rate.PROMPT in stages:
+        if Rate.PROMPT in stages and self.places is None:
             raise self._error("graphs of a decoder cannot be read back: what they keep is not in the text")
         graph = self._part("graph")
         graph.stages = stages
@@ -102,7 +111,7 @@ class _Reader:
         if self._peek() != f"{title}(":
             raise self._error(f"expected {title}(, found {self._peek()[:60]!r}")
         self.number += 1
-        body = Body(self.mode, self.symbols)
+        body = Body(self.mode, self.symbols, None if self.places is None else self.places.get(title, {}))
         while self._peek() != ") {":
             self._told(body.input, self._peek())
             self.number += 1

@@ -1,0 +1,329 @@
+"""Takes up what was compiled before, from the folder of a saved model or the cache on disk, or compiles.
+
+`compiled.py` and `methods.py` ask here for graphs. What a saved graph is valid for is compared first
+(`saved/guards.py`); nothing of a saved file is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.api import build
+from attngraph.api.options import Options
+from attngraph.capture.content import Content
+from attngraph.capture.executed import TOOLS, collecting
+from attngraph.capture.structure import flatten
+from attngraph.codegen.cpu import toolchain
+from attngraph.errors import SavedError
+from attngraph.ir import cache_folder
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.executable import Executable
+from attngraph.runtime.step import Step
+from attngraph.saved import guards
+from attngraph.saved.disk import Disk
+from attngraph.saved.entry import Files, Known, describe, executable_from, files_of, step_from, unfit_contents
+from attngraph.saved.folder import read_file, read_manifest, write_folder
+from attngraph.saved.plain import made, plain
+from attngraph.saved.weights import Skeleton, weights_of
+
+log = logging.getLogger(__name__)
+_TOLD = 6
+"""Differences that a message names."""
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What a saved graph depends on besides the model: versions, and the machine that kernels are for."""
+    found = {
+        "attngraph": _own_sources(), "python": platform.python_version(),
+        "torch": torch.__version__, "machine": toolchain.machine(),
+    }  # fmt: skip
+    for name in ("triton", *TOOLS):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    if torch.cuda.is_available():
+        found["gpu"] = str([torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())])
+    return found
+
+
+def _own_sources() -> str:
+    """A digest of attngraph's own files: a version may change without another number."""
+    root = Path(__file__).resolve().parents[1]
+    places = [root, *(root / name for name in ("passes", "codegen", "models"))]
+    files = sorted(
+        {p for place in places for ending in ("*.py", "*.h") for p in place.resolve().rglob(ending)}
+    )
+    found = hashlib.sha256()
+    for path in files:
+        if not path.resolve().is_relative_to(root / "models"):
+            found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def options_key(options: Options) -> dict[str, Any]:
+    """The options that decide what a graph becomes."""
+    return {
+        "backend": options.backend, "inductor": options.inductor, "strict": options.strict,
+        "absorb": options.absorb, "disable": sorted(options.disable),
+        "passes": [repr(step) for step in options.passes or ()],
+    }  # fmt: skip
+
+
+class Call:
+    """One call that a graph is needed for: what it is compared by, computed when it is asked for.
+
+    Args:
+        kind: "module" or "decoder", with what belongs to it.
+        checks_model: whether there is a model that could be traced, and so is compared.
+    """
+
+    def __init__(
+        self, kind: Mapping[str, Any], target: Callable[..., Any], args: Any, options: Options,
+        checks_model: bool = True,
+    ) -> None:  # fmt: skip
+        self.target, self.options, self.checks_model = target, options, checks_model
+        self.leaves, spec = flatten(args)
+        self.described = guards.describe_call(self.leaves, spec) | {
+            f"{name} of the decoder": str(value) for name, value in kind.items() if name != "kind"
+        }
+        name = type(target) if isinstance(target, nn.Module) else target
+        self.key = {
+            "versions": versions(), "options": options_key(options), "kind": dict(kind),
+            "call": self.described, "of": f"{name.__module__}.{getattr(name, '__qualname__', '')}",
+        }  # fmt: skip
+        self.owner = build.owner_of(target)
+
+    @functools.cached_property
+    def content(self) -> Content:
+        return guards.describe_state(self.target, self.leaves)
+
+    @functools.cached_property
+    def known(self) -> Known:
+        return Known(self.content.objects, self.owner)
+
+    def unfit(self, files: Files) -> list[str]:
+        """What does not fit, by name; empty if all does."""
+        found = describe(files)
+        if not self.checks_model:
+            found = {**found, "state": {}, "code": []}
+        content = self.content if self.checks_model else Content()
+        unlike = guards.differences(found, self.described, content, found["left_out"])
+        reasons = [reason for reason, _ in zip(unlike, range(_TOLD), strict=False)]
+        return reasons or [r for r in (unfit_contents(files, self.known),) if r]
+
+
+class Folder:
+    """The graphs of a saved model, all read when it is opened.
+
+    Raises:
+        SavedError: a file is missing, or has changed.
+    """
+
+    def __init__(self, path: Path, strict: bool) -> None:
+        self.path, self.strict = path, strict
+        self.about = read_manifest(path)
+        files = {name: read_file(path, self.about, name) for name in self.about["files"]}
+        self.graphs: list[dict[str, bytes]] = []
+        for number in range(self.about["graphs"]):
+            prefix = f"graph-{number}/"
+            self.graphs.append(
+                {name.removeprefix(prefix): data for name, data in files.items() if name.startswith(prefix)}
+            )
+        self.unlike = [
+            f"{name} was {was}, and is {versions().get(name, 'none')}"
+            for name, was in self.about["versions"].items()
+            if versions().get(name, "none") != was
+        ]
+        if self.unlike:
+            self.refuse(self.unlike)
+
+    def refuse(self, reasons: Sequence[str]) -> None:
+        """Say why what is saved is not used.
+
+        Raises:
+            SavedError: strict.
+        """
+        shown = "; ".join(dict.fromkeys(reasons))
+        if self.strict:
+            raise SavedError(f"{self.path} does not fit: {shown}.")
+        log.warning("%s does not fit, the model is traced anew: %s", self.path, shown)
+
+    def entries(self, call: Call) -> Iterator[tuple[Files, str]]:
+        """The graphs that may serve a call.
+
+        Raises:
+            SavedError: strict, and there is none.
+        """
+        reasons: list[str] = []
+        for files in () if self.unlike else self.graphs:
+            unlike = call.unfit(files)
+            reasons += unlike
+            if not unlike:
+                yield files, str(self.path)
+        self.refuse(self.unlike or reasons or ["no graph of it takes these sizes"])
+
+
+class Cached:
+    """The cache on disk."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+
+    def entries(self, call: Call) -> Iterator[tuple[Files, str]]:
+        for path, files in self.disk.entries(call.key):
+            unlike = call.unfit(files)
+            if unlike:
+                log.info("%s does not fit: %s", path, "; ".join(unlike))
+            else:
+                self.disk.used(path)
+                yield files, str(path)
+
+
+def _sources(saved: Folder | None, options: Options) -> list[Folder | Cached]:
+    found: list[Folder | Cached] = [] if saved is None else [saved]
+    disk = the_disk()
+    if disk is not None and options.dump is None and options.passes is None:
+        found.append(Cached(disk))
+    return found
+
+
+def the_disk() -> Disk | None:
+    """The cache on disk; None if it is turned off."""
+    return None if cache_folder.is_off() else Disk(toolchain.folder())
+
+
+def executable_for(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
+    saved: Folder | None = None,
+) -> Executable:  # fmt: skip
+    """An executable for a call, from what was compiled before or compiled now.
+
+    Raises:
+        as `build.compile_graph`. SavedError: what was saved does not fit, and is strict.
+    """
+    call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+    for source in _sources(saved, options):
+        for files, where in source.entries(call):
+            try:
+                found = executable_from(files, call.known, build.runner_of(options))
+            except SavedError as problem:
+                log.info("not used: %s", problem)
+                continue
+            if found.accepts(tensors):
+                found.traced = _as_saved(files)
+                found.report = _taken_up(found.report, where)
+                return found
+    with collecting() as executed:
+        found = build.compile_graph(target, args, kwargs, options)
+    _keep(found, call, executed, options)
+    return found
+
+
+def step_for(
+    target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None, name: str,
+    arguments: dict[str, Any], distinct: int = 0,
+) -> Step:  # fmt: skip
+    """A decoder's step, from what was compiled before or derived now.
+
+    Raises:
+        as `build.derive_decoder`. SavedError: as `executable_for`.
+    """
+    kind = {"kind": "decoder", "tokens": name, "number of tokens": distinct, "config": plain(config)}
+    call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
+    for source in _sources(saved, options):
+        for files, where in source.entries(call):
+            try:
+                found = step_from(files, call.known, build.step_runner_of(options))
+            except SavedError as problem:
+                log.info("not used: %s", problem)
+                continue
+            if found.is_valid():
+                found.traced = _as_saved(files)
+                found.report = _taken_up(found.report, where)
+                return found
+    with collecting() as executed:
+        found = build.derive_decoder(target, options, config, name, arguments, distinct)
+    _keep(found, call, executed, options)
+    return found
+
+
+def _as_saved(files: Files) -> guards.Traced:
+    about = describe(files)
+    return guards.Traced(about["call"], about["state"], about["code"], ())
+
+
+def _taken_up(report: Any, where: str) -> Any:
+    return dataclasses.replace(report, taken_from=where)
+
+
+def _keep(found: Executable | Step, call: Call, executed: Any, options: Options) -> None:
+    """Note what a trace depended on, and keep the graph on disk if it can be compared in another process."""
+    try:
+        content = guards.describe_state(call.target, call.leaves)
+        found.traced = guards.traced(call.described, content, executed)
+        cached = [source for source in _sources(None, options) if isinstance(source, Cached)]
+        if found.traced.doubts:
+            log.info("not kept in the cache because of %s", "; ".join(found.traced.doubts[:_TOLD]))
+        elif cached:
+            cached[0].disk.keep(call.key, files_of(found, found.traced, content, call.owner))
+    except SavedError as problem:
+        log.info("not kept in the cache: %s", problem)
+    except Exception as problem:  # the user's own objects are looked at; what they do is not ours to stop for
+        log.info("not kept in the cache: %s: %s", type(problem).__name__, problem)
+
+
+# --- saving and loading ---
+
+
+def save(
+    path: str | Path, target: Callable[..., Any], found: Sequence[Executable | Step], options: Options,
+    config: CacheConfig | None, weights: bool,
+) -> Path:  # fmt: skip
+    """Write graphs as a saved model.
+
+    Raises:
+        SavedError: there is none, one has no form in files, or the folder cannot be written.
+    """
+    if not found:
+        raise SavedError("nothing has been compiled yet: call the model once, then save it.")
+    content = Content()
+    content.visit("model", target)
+    files: dict[str, bytes] = {}
+    for number, graph in enumerate(found):
+        if graph.traced is None:
+            raise SavedError("this graph was not compiled by attngraph.compile, so it cannot be saved.")
+        if graph.traced.doubts:
+            log.warning(
+                "saved, but these are not compared when it is loaded: %s", "; ".join(graph.traced.doubts)
+            )
+        entry = files_of(graph, graph.traced, content, build.owner_of(target))
+        files |= {f"graph-{number}/{name}": data for name, data in entry.items()}
+    about = {
+        "kind": "module" if config is None else "decoder", "versions": versions(), "graphs": len(found),
+        "options": options_key(options), "config": None if config is None else plain(config),
+        "model": f"{type(target).__module__}.{type(target).__qualname__}",
+    }  # fmt: skip
+    if weights:
+        files |= weights_of(target, about)
+    write_folder(Path(path), about, files, replace=True)
+    return Path(path)
+
+
+def config_of(about: Mapping[str, Any]) -> CacheConfig:
+    """The cache's options that a decoder was saved with."""
+    found: CacheConfig = made(CacheConfig, about["config"])
+    return found

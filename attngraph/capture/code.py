@@ -1,0 +1,88 @@
+"""Digests of Python code, and the functions that stand behind a name.
+
+Two code objects with equal digests do the same and stand on the same lines of their file, wherever that file
+is. What a decorator makes of a function counts with the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_DEPTH = 6
+"""Decorators around decorators that are followed."""
+_WITH_FUNC = (functools.partial, functools.cached_property, functools.partialmethod)
+_known: dict[int, tuple[types.CodeType, str]] = {}
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def code_digest(code: types.CodeType) -> str:
+    """The same in every process for the same source, version of Python and place in its file."""
+    known = _known.get(id(code))
+    if known is None or known[0] is not code:
+        parts = (
+            code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
+            code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount, code.co_flags,
+            code.co_qualname, code.co_firstlineno, code.co_linetable.hex(), code.co_exceptiontable.hex(),
+            [_constant(c) for c in code.co_consts],
+        )  # fmt: skip
+        known = _known[id(code)] = code, digest(repr(parts))
+    return known[1]
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return code_digest(value)
+    if isinstance(value, frozenset):  # its order differs between processes
+        return f"frozenset {sorted(map(_constant, value))}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_constant, value))})"
+    return f"{type(value).__name__} {value!r}"
+
+
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object, and those of the functions, lambdas and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested(constant)
+
+
+def functions_of(value: Any) -> list[types.FunctionType]:
+    """The Python functions that a function, a method, a property or a decorated function consists of."""
+    found: dict[int, types.FunctionType] = {}
+    stack = [(value, 0)]
+    while stack:
+        part, depth = stack.pop()
+        if depth > _DEPTH or id(part) in found:
+            continue
+        inner: list[Any] = []
+        if isinstance(part, types.FunctionType):
+            found[id(part)] = part
+            cells = (c for c in part.__closure__ or () if c != types.CellType())
+            inner = [c.cell_contents for c in cells if _is_code(c.cell_contents)]
+            inner.append(vars(part).get("__wrapped__"))
+        elif isinstance(part, (staticmethod, classmethod, types.MethodType)):
+            inner = [part.__func__]
+        elif isinstance(part, property):
+            inner = [part.fget, part.fset, part.fdel]
+        elif isinstance(part, _WITH_FUNC):
+            inner = [part.func]
+        elif isinstance(part, functools._lru_cache_wrapper):
+            inner = [part.__wrapped__]
+        stack += [(p, depth + 1) for p in inner if p is not None]
+    return list(found.values())
+
+
+def _is_code(value: Any) -> bool:
+    kinds = (
+        types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.partial,
+        functools._lru_cache_wrapper,
+    )  # fmt: skip
+    return isinstance(value, kinds)

@@ -1,0 +1,392 @@
+"""The state that a forward may depend on, described by its content: the same in another process.
+
+`capture/state.py` compares by identity, at every call; here every part has a path (`model.h.0.attn.scale`)
+and a short text, so that a difference has a name. What cannot be described is named in `doubts`: a graph that
+may depend on it is not taken up again unasked.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import os
+import re
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.capture.code import code_digest, digest, functions_of, nested
+from attngraph.capture.state import (
+    _HOOKS,
+    _MODULES_OWN,
+    _PLAIN,
+    _has_value,
+    _is_foreign,
+    _is_open,
+    _set_on_entry,
+    _slots,
+)  # fmt: skip
+from attngraph.ir import budgets
+
+_LINE = 100
+"""Longer texts are written as digests."""
+_ENTRIES = 1 << 14
+_BYTES = 1 << 26
+"""Contents of larger tensors, and containers with more entries, are not described."""
+_MUTE = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
+"""Objects on which no result depends."""
+_NAMED = (
+    types.BuiltinFunctionType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.GetSetDescriptorType,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+)
+
+
+class Content:
+    """What is reachable from some values.
+
+    Attributes:
+        lines: a text for each path.
+        objects: modules, objects and tensors by path.
+        doubts: what could not be described.
+        functions: functions and methods that were met, by path or by the name of the class.
+        codes: for the identity of each code object in them the name of its function.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[str, str] = {}
+        self.objects: dict[str, Any] = {}
+        self.doubts: list[str] = []
+        self.functions: dict[str, types.FunctionType] = {}
+        self.codes: dict[int, str] = {}
+        self._seen: dict[int, str] = {}
+        self._held: list[Any] = []
+        self._classes: dict[type, str] = {}
+
+    def paths(self) -> dict[int, str]:
+        """The path of each object, by its identity."""
+        return {id(value): path for path, value in self.objects.items()}
+
+    def meet(self, name: str, function: types.FunctionType) -> None:
+        self.functions.setdefault(name, function)
+        for code in nested(function.__code__):
+            self.codes.setdefault(id(code), name)
+
+    def put(self, path: str, text: str) -> None:
+        self.lines[path] = text if len(text) <= _LINE else f"{text[:24]}... {digest(text)}"
+
+    def doubt(self, path: str, value: Any) -> None:
+        self.put(path, f"a {_name(type(value))}")
+        self.doubts.append(f"{path}, a {type(value).__name__}")
+
+    def visit(self, path: str, value: Any, depth: int = 0) -> None:
+        if isinstance(value, (*_PLAIN, float, complex, types.NotImplementedType, types.EllipsisType)):
+            self.put(path, f"{type(value).__name__} {value!r}")
+        elif isinstance(value, weakref.ref):
+            self.visit(path, value(), depth)
+        elif id(value) in self._seen:
+            self.put(path, f"same as {self._seen[id(value)]}")
+        elif depth > budgets.STATE_DEPTH:
+            self.doubt(path, value)
+        else:
+            self._seen[id(value)] = path
+            self._held.append(value)  # its identity stays its own
+            self._open(path, value, depth + 1)
+
+    def _open(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self._tensor(path, value)
+        elif isinstance(value, nn.Module):
+            self._module(path, value, depth)
+        elif isinstance(value, type):
+            self.put(path, self.kind(value))
+        elif isinstance(value, types.ModuleType):
+            self.put(path, f"module {value.__name__} {getattr(value, '__version__', '')}")
+        elif isinstance(value, (list, tuple, set, frozenset, dict, types.MappingProxyType)):
+            self._container(path, value, depth)
+        elif isinstance(value, types.MethodType):
+            self._function(path, value.__func__, depth)
+            self.visit(f"{path}.__self__", value.__self__, depth)
+        elif isinstance(value, partial):
+            for name in ("func", "args", "keywords"):
+                self.visit(f"{path}.{name}", getattr(value, name), depth)
+        elif functions_of(value):
+            self._function(path, value, depth)
+        else:
+            self._thing(path, value, depth)
+
+    def _tensor(self, path: str, tensor: Tensor) -> None:
+        """A tensor that is not a weight: by its contents too."""
+        self.objects[path] = tensor
+        about = f"tensor {tensor.dtype} {tuple(tensor.shape)} {tensor.device} {tensor.requires_grad}"
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.nbytes > _BYTES:
+            self.doubt(path, tensor)
+        else:
+            self.put(path, f"{about} {tensor_digest(tensor)}")
+
+    def _module(self, path: str, module: nn.Module, depth: int) -> None:
+        self.objects[path] = module
+        self.put(path, f"{self.kind(type(module))} {'training' if module.training else 'eval'}")
+        for kind, store in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in store.items():
+                where = f"{path}.{name}"
+                if tensor is None:
+                    self.put(where, f"no {kind}")
+                    continue
+                known = self._seen.setdefault(id(tensor), where)
+                same = "" if known == where else f", same as {known}"
+                wants = kind == "buffer" and tensor.requires_grad
+                shape = tuple(tensor.shape)
+                self.put(where, f"{kind} {tensor.dtype} {shape} {tensor.device}{' wants' * wants}{same}")
+                if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+                    self.doubt(where, tensor)
+        for hooks in _HOOKS:
+            for number, hook in enumerate(getattr(module, hooks).values()):
+                self.visit(f"{path}.{hooks}.{number}", hook, depth)
+        for name, value in tuple(vars(module).items()):
+            if name not in _MODULES_OWN:
+                self.visit(f"{path}.{name}", value, depth)
+        for name, child in module._modules.items():
+            self.visit(f"{path}.{name}", child, 0)
+
+    def _container(self, path: str, value: Any, depth: int) -> None:
+        self.put(path, f"{type(value).__name__} of {len(value)}")
+        if len(value) > _ENTRIES:
+            self.doubt(path, value)
+        elif isinstance(value, (set, frozenset)):
+            inner = Content()
+            texts = []
+            for number, entry in enumerate(value):
+                inner.visit(str(number), entry, depth)
+                texts.append(inner.lines[str(number)])
+            self.doubts += [f"{path}, {d}" for d in inner.doubts]
+            self.put(path, f"{type(value).__name__} {sorted(texts)}")
+        elif isinstance(value, (dict, types.MappingProxyType)):
+            for number, (key, inner_value) in enumerate(tuple(value.items())):
+                name = key if isinstance(key, str) else f"{number}"
+                if not isinstance(key, str):
+                    self.visit(f"{path}[key {number}]", key, depth)
+                self.visit(f"{path}[{name}]", inner_value, depth)
+        else:
+            for number, entry in enumerate(value):
+                self.visit(f"{path}[{number}]", entry, depth)
+
+    def _function(self, path: str, value: Any, depth: int) -> None:
+        """A function by its code and what it was made with; not the globals that it names."""
+        texts = []
+        for number, function in enumerate(functions_of(value)):
+            texts.append(f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}")
+            own = f"{path}.{number}" if number else path
+            self.meet(own, function)
+            for name in ("__defaults__", "__kwdefaults__"):
+                if getattr(function, name):
+                    self.visit(f"{own}.{name}", getattr(function, name), depth)
+            names = function.__code__.co_freevars
+            for name, cell in zip(names, function.__closure__ or (), strict=True):
+                if cell != types.CellType() and not isinstance(cell.cell_contents, types.FunctionType):
+                    self.visit(f"{own}.<{name}>", cell.cell_contents, depth)
+            for name, inner in vars(function).items():
+                if name != "__wrapped__":
+                    self.visit(f"{own}.{name}", inner, depth)
+        self.put(path, f"function {'; '.join(texts)}")
+
+    def _thing(self, path: str, value: Any, depth: int) -> None:
+        kind: Any = type(value)
+        if isinstance(value, _MUTE):
+            self.put(path, kind.__name__)
+        elif isinstance(value, enum.Enum):
+            self.put(path, f"{_name(kind)}.{value.name}")
+        elif isinstance(value, _NAMED):
+            self.put(
+                path,
+                f"{kind.__name__} {getattr(value, '__module__', '')} {getattr(value, '__qualname__', value)}",
+            )
+        elif isinstance(value, ContextVar):
+            self.visit(f"{path}.value", value.get(None), depth)
+        elif _is_open(kind) and (hasattr(value, "__dict__") or _slots(kind)):
+            self.objects[path] = value
+            self.put(path, self.kind(kind))
+            passing = _set_on_entry(kind)
+            held = {name: getattr(value, name, None) for name in _slots(kind)}
+            held |= getattr(value, "__dict__", {})
+            for name, inner in tuple(held.items()):
+                if name in passing:
+                    continue
+                if type(inner) is int and abs(inner) > 1 << 32 and _is_hash_of(value, inner):
+                    self.put(f"{path}.{name}", "its own hash, which differs between processes")
+                else:
+                    self.visit(f"{path}.{name}", inner, depth)
+        else:
+            self._closed(path, value)
+
+    def _closed(self, path: str, value: Any) -> None:
+        """An object whose attributes are not all of its state: by its text, if that stands for its value."""
+        try:
+            view = memoryview(value)
+        except TypeError:
+            view = None
+        text = repr(value)
+        if view is not None and view.nbytes <= _BYTES:
+            self.put(
+                path, f"{_name(type(value))} {view.shape} {hashlib.sha256(view.tobytes()).hexdigest()[:32]}"
+            )
+        elif isinstance(value, (slice, re.Pattern)) or (_has_value(value) and " at 0x" not in text):
+            self.put(path, f"{_name(type(value))} {text}")
+        else:
+            self.doubt(path, value)
+
+    def kind(self, kind: type) -> str:
+        """A class: its name, the code of all its methods, and plain attributes."""
+        found = self._classes.get(kind)
+        if found is None:
+            parts = []
+            for owner in kind.__mro__:
+                if owner is object or owner.__module__ == "builtins":
+                    continue
+                parts.append(_name(owner))
+                for name, value in tuple(vars(owner).items()):
+                    for number, function in enumerate(functions_of(value)):
+                        self.meet(f"{_name(owner)}.{name}.{number}", function)
+                        parts.append(f"{name} {code_digest(function.__code__)}")
+                    is_plain = isinstance(value, (int, float, str)) and not name.startswith("__")
+                    if is_plain and not _is_foreign(owner.__module__):
+                        parts.append(f"{name} {value!r}")
+            found = self._classes[kind] = f"class {_name(kind)} {digest(chr(10).join(parts))[:16]}"
+        return found
+
+
+def _is_hash_of(value: Any, number: int) -> bool:
+    try:
+        return number in (id(value), hash(value))
+    except TypeError:
+        return False
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """A digest of a tensor's type and contents."""
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    about = f"{tensor.dtype} {tuple(tensor.shape)}"
+    content = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return hashlib.sha256(about.encode() + content).hexdigest()[:32]
+
+
+# --- code ---
+
+Code = list[tuple[str, str]]
+"""Functions by name, and for each a digest of what it does and of what the global names in it stand for."""
+
+
+def code_behind(codes: Iterable[types.CodeType], state: Content) -> tuple[Code, list[str]]:
+    """The functions that traces ran, by their names (`package.module:Class.method`); those without one of
+    their own by where they were met (`=model.activation`). Second: what cannot be found again."""
+    files: dict[str, str] = {}
+    for name, module in tuple(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str):
+            files.setdefault(os.path.realpath(file), name)
+    found: dict[str, str] = {}
+    about = Content()
+    waiting: list[types.CodeType] = []
+    for code in codes:
+        module_name = files.get(os.path.realpath(code.co_filename), "__main__")
+        name = f"{module_name}:{code.co_qualname.split('.<locals>')[0]}"
+        if id(code) not in about.codes or name not in found:
+            waiting += [code] * (not _describe(name, code, found, state, about))
+    lost = []
+    for code in waiting:
+        met = state.codes.get(id(code)) or about.codes.get(id(code))
+        if met is None or not _describe(f"={met}", code, found, state, about):
+            lost.append(f"the function {code.co_qualname} in {os.path.basename(code.co_filename)}")
+    return list(found.items()), lost + about.doubts
+
+
+def _describe(
+    name: str, code: types.CodeType, found: dict[str, str], state: Content, about: Content
+) -> bool:  # fmt: skip
+    """Describe the function of this name, if it contains the code."""
+    functions = _functions_named(name, state, about)
+    if not any(code is part for f in functions for part in nested(f.__code__)):
+        return False
+    if name not in found:
+        found[name] = described(name, state, about) or ""
+    return True
+
+
+def described(name: str, state: Content, about: Content) -> str | None:
+    """What the function of this name does, and what the global names in it stand for; None if there is none.
+
+    Args:
+        state: the described state. about: gets the functions that are met, and what cannot be described.
+    """
+    functions = _functions_named(name, state, about)
+    if not functions:
+        return None
+    own = Content()
+    own._classes = about._classes
+    for number, function in enumerate(functions):
+        own.visit(f"{name}.{number}", function)
+        names = dict.fromkeys(n for code in nested(function.__code__) for n in code.co_names)
+        for global_name in names:
+            if global_name in function.__globals__:
+                _bound(own, global_name, function.__globals__[global_name], names)
+        if {"environ", "getenv"} & names.keys():
+            _environment(own, function)
+    for met, function in own.functions.items():
+        about.meet(met, function)
+    about.doubts += [f"{name}: {d}" for d in own.doubts]
+    return digest("\n".join(f"{path} {text}" for path, text in own.lines.items()))
+
+
+def _functions_named(name: str, state: Content, about: Content) -> list[types.FunctionType]:
+    if name.startswith("="):
+        met = state.functions.get(name[1:]) or about.functions.get(name[1:])
+        return [] if met is None else [met]
+    module, _, path = name.partition(":")
+    value: Any = sys.modules.get(module)
+    for part in path.split("."):
+        if isinstance(value, type):
+            value = next((vars(k)[part] for k in value.__mro__ if part in vars(k)), None)
+        else:
+            value = getattr(value, "__dict__", {}).get(part)
+    return functions_of(value)
+
+
+def _environment(own: Content, function: types.FunctionType) -> None:
+    """The variables of the environment that a function names."""
+    texts = {c for code in nested(function.__code__) for c in code.co_consts if isinstance(c, str)}
+    variables = sorted(text for text in texts if re.fullmatch(r"[A-Z][A-Z0-9_]+", text))
+    for name in variables:
+        own.put(f"environment {name}", repr(os.environ.get(name)))
+    if not variables:
+        own.doubt("environment", os.environ)
+
+
+def _bound(own: Content, name: str, value: Any, names: Iterable[str]) -> None:
+    """What a global name stands for; of a module what it has under the names that the code uses."""
+    own.visit(name, value)
+    if isinstance(value, types.ModuleType):
+        for inner in names:
+            found = vars(value).get(inner)
+            if found is None or isinstance(found, types.ModuleType):
+                continue
+            if callable(found) or isinstance(found, (int, float, str)):
+                before = len(own.doubts)
+                own.visit(f"{name}.{inner}", found)
+                if _is_foreign(value.__name__):
+                    del own.doubts[before:]

@@ -1,0 +1,131 @@
+"""Which of the user's functions a trace ran: what a graph of it depends on besides state.
+
+A profiler written in C counts calls while forward itself runs; it is off inside of torch's operations, where
+nearly all of a trace's time goes, so it costs next to nothing. Code of torch and of Python's library does not
+count: their versions do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import cProfile
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
+_LIBRARY = tuple({sysconfig.get_path(n) + os.sep for n in ("stdlib", "platstdlib")})
+TOOLS = ("sympy", "mpmath", "networkx", "numpy")
+"""Packages that torch itself works with: what they do follows from their versions."""
+_PACKAGES = tuple({sysconfig.get_path(n) + os.sep for n in ("purelib", "platlib")})
+
+
+class Executed:
+    """The code that ran in the traces of one compilation. `complete`: whether all of it could be seen."""
+
+    def __init__(self) -> None:
+        self.codes: dict[int, types.CodeType] = {}
+        self.complete = True
+
+    def add(self, codes: Iterable[types.CodeType]) -> None:
+        self.codes |= {id(code): code for code in codes}
+
+
+_CURRENT: contextvars.ContextVar[Executed | None] = contextvars.ContextVar("executed", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Executed]:
+    """Collect the code that traces in the body run."""
+    found = Executed()
+    token = _CURRENT.set(found)
+    try:
+        yield found
+    finally:
+        _CURRENT.reset(token)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Record the code that the body runs, if somebody collects it."""
+    into = _CURRENT.get()
+    if into is None:
+        yield
+        return
+    if sys.getprofile() is not None:  # another profiler runs, and there can be one only
+        into.complete = False
+        yield
+        return
+    profile: Any = cProfile.Profile(subcalls=True, builtins=False)
+    try:
+        profile.enable()
+        profile.disable()
+    except ValueError:  # another one, which Python does not show
+        into.complete = False
+        yield
+        return
+    with _Off(profile):
+        profile.enable()
+        try:
+            yield
+        finally:
+            profile.disable()
+            into.add(_of_the_user(profile.getstats()))
+
+
+class _Off(TorchFunctionMode):
+    """Stops the profiler inside of torch's operations."""
+
+    def __init__(self, profile: Any) -> None:
+        super().__init__()
+        self.profile = profile
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.profile.disable()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.profile.enable()
+
+
+def _of_the_user(entries: Iterable[Any]) -> list[types.CodeType]:
+    """The user's code among a profile's entries, and code without a file that it called."""
+    entries = [e for e in entries if isinstance(e.code, types.CodeType)]
+    calls = {
+        id(e.code): [c.code for c in e.calls or () if isinstance(c.code, types.CodeType)] for e in entries
+    }
+    stack = [e.code for e in entries if is_users(e.code.co_filename)]
+    found: dict[int, types.CodeType] = {}
+    while stack:
+        code = stack.pop()
+        if id(code) not in found:
+            found[id(code)] = code
+            stack += [c for c in calls.get(id(code), ()) if _is_generated(c.co_filename)]
+    return list(found.values())
+
+
+def _is_generated(file: str) -> bool:
+    """Whether code has no file: a dataclass's own methods, say, or what is typed into a notebook."""
+    return file.startswith("<") and not file.startswith("<frozen")
+
+
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Whether code of this file is neither torch's, nor Python's own, nor attngraph's."""
+    if file.startswith("<"):
+        return file.startswith(("<stdin", "<ipython", "<input", "<doctest", "<console"))
+    if file.startswith(_TORCH) or (file.startswith(_LIBRARY) and not file.startswith(_PACKAGES)):
+        return False
+    if any(file.startswith(os.path.join(root, tool) + os.sep) for root in _PACKAGES for tool in TOOLS):
+        return False
+    real = os.path.realpath(file)
+    return not real.startswith(_OURS) or real.startswith(os.path.join(_OURS, "models") + os.sep)

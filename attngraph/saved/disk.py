@@ -1,0 +1,99 @@
+"""The cache on disk: graphs that were compiled before, by what they were compiled from.
+
+    <cache>/graphs/<key>/<entry>/    a folder with a manifest, as `folder.py` writes
+
+The key is a digest of what is plain before anything is looked at: versions, options, the model's class and
+the arguments. Entries of one key differ in the model's state, or in code. Nothing in the cache is trusted: an
+entry whose bytes have changed is removed, one that does not fit is passed over. Several processes may use one
+cache: entries appear at once and whole, and one that goes away meanwhile is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attngraph.errors import SavedError
+from attngraph.saved.folder import MANIFEST, as_bytes, read_file, read_manifest, size_of_folder, write_folder
+
+log = logging.getLogger(__name__)
+BYTES, ENTRIES, OF_A_KEY = 1 << 29, 1024, 8
+"""Bound of the cache, and of entries that differ in state alone; the least recently used are removed."""
+
+
+class Disk:
+    """The graphs in one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "graphs"
+
+    def entries(self, key: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, bytes]]]:
+        """The entries of a key, the latest first."""
+        for path in _by_use(self.root / _digest(key)):
+            try:
+                manifest = read_manifest(path)
+                yield path, {name: read_file(path, manifest, name) for name in manifest["files"]}
+            except SavedError as problem:
+                log.info("removed from the cache: %s", problem)
+                shutil.rmtree(path, ignore_errors=True)
+
+    def used(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(path / MANIFEST)
+
+    def keep(self, key: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Keep an entry. That this fails, for want of room or of rights, changes nothing else."""
+        name = hashlib.sha256(b"".join(files[n] for n in ("guards.json", "graph.txt"))).hexdigest()[:16]
+        folder = self.root / _digest(key)
+        try:
+            write_folder(folder / name, {"kind": "cached"}, files, replace=False)
+            for path in _by_use(folder)[OF_A_KEY:]:
+                shutil.rmtree(path, ignore_errors=True)
+            self.make_room()
+        except (SavedError, OSError) as problem:
+            log.info("not kept in the cache: %s", problem)
+
+    def make_room(self, most: int = BYTES, entries: int = ENTRIES) -> None:
+        """Remove the least recently used entries, until the bounds hold."""
+        paths = sorted(self._all(), key=_used, reverse=True)
+        total = 0
+        for number, path in enumerate(paths):
+            total += size_of_folder(path)
+            if total > most or number >= entries:
+                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()  # fails where other entries are left
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def usage(self) -> tuple[int, int]:
+        """The number of entries, and their bytes."""
+        paths = self._all()
+        return len(paths), sum(map(size_of_folder, paths))
+
+    def _all(self) -> list[Path]:
+        return [p.parent for p in self.root.glob(f"*/*/{MANIFEST}")]
+
+
+def _digest(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(as_bytes(key)).hexdigest()[:32]
+
+
+def _by_use(folder: Path) -> list[Path]:
+    return sorted((p.parent for p in folder.glob(f"*/{MANIFEST}")), key=_used, reverse=True)
+
+
+def _used(path: Path) -> float:
+    try:
+        return (path / MANIFEST).stat().st_mtime
+    except OSError:
+        return time.time()

@@ -1,0 +1,252 @@
+"""One compiled graph as files, and the graph from the files: for a call of a module, or for a decoder.
+
+    graph.txt     the lowered graph and its stages, as dumps have them
+    graph.json    what is not in the text, and how results are put together
+    guards.json   what the trace depended on
+    report.json   the report, with the graph after each pass and the proof's result
+    kernel-*.c    the sources of kernels, to be read: kernels are made anew from the graph
+
+Nothing of it is executed. The code of kernels is what this attngraph writes for the graph, from the user's
+own cache of compiled kernels or from the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from attngraph.capture.captured import Attribute, Captured
+from attngraph.capture.content import Content, tensor_digest
+from attngraph.errors import SavedError, TextError
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.report.report import CompileReport
+from attngraph.runtime.executable import Executable
+from attngraph.runtime.machine import Run, own_tensor
+from attngraph.runtime.step import Step
+from attngraph.saved import graphs
+from attngraph.saved.folder import as_bytes
+from attngraph.saved.guards import Traced
+from attngraph.saved.plain import made, plain, size_of, size_text
+from attngraph.saved.structure import read_structure, write_structure
+
+Files = Mapping[str, bytes]
+_ENDINGS = {"cpu": "c", "triton": "py"}
+
+
+# --- to files ---
+
+
+def files_of(
+    found: Executable | Step, traced: Traced, content: Content, owner: nn.Module
+) -> dict[str, bytes]:
+    """The files of a graph.
+
+    Args:
+        content: the model's state, for the paths of its objects.
+        owner: the module in which names of weights are looked up.
+
+    Raises:
+        SavedError: it has no form in files; says why.
+    """
+    graph = found.captured.graph if isinstance(found, Executable) else found.graph
+    live = _live(graph, content)
+    text, beside, names = graphs.write(graph, live)
+    attributes = found.captured.attributes if isinstance(found, Executable) else ()
+    beside["attributes"] = [_attribute(a, content, names) for a in attributes]
+    if isinstance(found, Executable):
+        beside |= {
+            "structure": write_structure(found.captured.structure, names),
+            "shapes": [[size_text(n, names) for n in shape] for shape in found.captured.shapes],
+            "checks": list(found.captured.checks),
+        }
+        left_out = [f"{path}.{name}" for path, name, *_, read in beside["attributes"] if not read]
+    else:
+        beside |= {"name": found.name, "names": found.names, "spread": sorted(found.spread)}
+        left_out = _left_out(found, content)
+    guards = {**traced.sections(), "left_out": left_out, "contents": _contents(graph, owner)}
+    report = dataclasses.replace(found.report, parts=())
+    return {
+        "graph.txt": text.encode(), "graph.json": as_bytes(beside), "guards.json": as_bytes(guards),
+        "report.json": as_bytes(plain(report)), **_kernels(report),
+    }  # fmt: skip
+
+
+def _live(graph: ProgramGraph, content: Content) -> dict[str, str]:
+    """The constants that are the user's own tensors, by path."""
+    tensors = {path: value for path, value in content.objects.items() if isinstance(value, Tensor)}
+    found: dict[str, str] = {}
+    for name, constant in graph.constants.items():
+        for path, tensor in tensors.items():
+            if _memory(tensor) != _memory(constant) or not constant.numel():
+                continue
+            if (tensor.shape, tensor.stride(), tensor.dtype) != (
+                constant.shape, constant.stride(), constant.dtype,
+            ):  # fmt: skip
+                raise SavedError(f"a part of the tensor {path} is in its graph; register it as a buffer")
+            found.setdefault(name, path)
+    return found
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _attribute(attribute: Attribute, content: Content, names: Mapping[str, str]) -> list[Any]:
+    path = content.paths().get(id(attribute.owner))
+    if path is None:
+        raise SavedError(f"the object whose {attribute.name} its forward sets cannot be found again")
+    structure = attribute.structure
+    written = None if structure is None else write_structure(structure, names)
+    return [path, attribute.name, attribute.label, written, attribute.read]
+
+
+def _left_out(step: Step, content: Content) -> list[str]:
+    paths = content.paths()
+    if any(owner not in paths for owner, _ in step.left_out):
+        raise SavedError("an object of which its forward sets an attribute cannot be found again")
+    return sorted(f"{paths[owner]}.{name}" for owner, name in step.left_out)
+
+
+def _contents(graph: ProgramGraph, owner: nn.Module) -> dict[str, str]:
+    """Digests of the buffers that the graph relies on."""
+    return {
+        f"{given.kind} {given.name}": tensor_digest(own_tensor(given, owner, graph.constants)(None))
+        for given in graphs.contents(graph)
+    }
+
+
+def _kernels(report: CompileReport) -> dict[str, bytes]:
+    sources = {entry.kernel.source: entry.kernel.name for entry in report.attention if entry.kernel.source}
+    return {
+        f"kernel-{number:02d}.{re.sub(r'[^a-z0-9._-]', '-', name)}.{_ENDINGS.get(name.split('.')[0], 'txt')}":
+        source.encode()
+        for number, (source, name) in enumerate(sources.items())
+    }  # fmt: skip
+
+
+# --- from files ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What a graph is put in place with: the objects of the model by path, and where its weights are."""
+
+    objects: Mapping[str, Any]
+    owner: nn.Module
+
+
+def unfit_contents(files: Files, known: Known) -> str:
+    """The first buffer that does not hold what the graph relies on; "" if all do."""
+    graph_file, guards = json.loads(files["graph.json"]), json.loads(files["guards.json"])
+    for label, digest in guards["contents"].items():
+        kind, _, name = label.partition(" ")
+        if kind == "constant" and name not in graph_file["live"]:
+            continue
+        tensor = (
+            known.objects.get(graph_file["live"][name])
+            if kind == "constant"
+            else _own(known.owner, kind, name)
+        )
+        if not isinstance(tensor, Tensor) or tensor_digest(tensor) != digest:
+            return f"the {kind} {name.removeprefix('model.')} held other values"
+    return ""
+
+
+def _own(owner: nn.Module, kind: str, name: str) -> Tensor | None:
+    path, _, last = name.rpartition(".")
+    try:
+        module = owner.get_submodule(path)
+    except AttributeError:
+        return None
+    store: Mapping[str, Any] = module._parameters if kind == "parameter" else module._buffers
+    found: Tensor | None = store.get(last)
+    return found
+
+
+def executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Executable:
+    """The executable that `files_of` wrote; its guards have been compared.
+
+    Raises:
+        SavedError: the files do not go together, or the model has not what the graph takes.
+    """
+    return _told(_executable_from, files, known, run)  # type: ignore[no-any-return]
+
+
+def _executable_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Executable:
+    beside = json.loads(files["graph.json"])
+    graph, names, report = _graph(files, beside, known)
+    attributes = tuple(
+        Attribute(
+            known.objects[path], name, label, None if tree is None else read_structure(tree, names), read
+        )
+        for path, name, label, tree, read in beside["attributes"]
+    )
+    captured = Captured(
+        graph, read_structure(beside["structure"], names),
+        tuple(tuple(_extent(n, names) for n in shape) for shape in beside["shapes"]),
+        attributes, tuple(beside["checks"]),
+    )  # fmt: skip
+    found = Executable(captured, known.owner, run)
+    found.report = report
+    return found
+
+
+def step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
+    """The decoder's step that `files_of` wrote; its guards have been compared.
+
+    Raises:
+        SavedError: as `executable_from`.
+    """
+    return _told(_step_from, files, known, run)  # type: ignore[no-any-return]
+
+
+def _step_from(files: Files, known: Known, run: Callable[[ProgramGraph], Run]) -> Step:
+    beside = json.loads(files["graph.json"])
+    graph, _, report = _graph(files, beside, known)
+    split = (path.rpartition(".") for path in json.loads(files["guards.json"])["left_out"])
+    left_out = frozenset((id(known.objects[path]), name) for path, _, name in split if path in known.objects)
+    return Step(
+        graph, known.owner, beside["name"], beside["names"], report, run, left_out,
+        frozenset(beside["spread"]),
+    )  # fmt: skip
+
+
+def _graph(
+    files: Files, beside: Mapping[str, Any], known: Known
+) -> tuple[ProgramGraph, graphs.Names, CompileReport]:
+    live = {name: known.objects[path] for name, path in beside["live"].items()}
+    graph, names = graphs.read(files["graph.txt"].decode(), beside, live)
+    report: CompileReport = made(CompileReport, json.loads(files["report.json"]))
+    graphs.give_entries(graph, report.attention)
+    return graph, names, report
+
+
+def _extent(text: Any, names: Mapping[str, str]) -> Any:
+    found = size_of(text, names)
+    return int(found) if getattr(found, "is_Integer", False) else found
+
+
+def _told(read: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return read(*args)
+    except (
+        TextError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        AssertionError,
+    ) as problem:
+        raise SavedError(f"the files of a graph do not go together: {problem!r}") from problem
+
+
+def describe(files: Files) -> Mapping[str, Any]:
+    """The guards among the files."""
+    found: Mapping[str, Any] = json.loads(files["guards.json"])
+    return found

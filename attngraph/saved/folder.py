@@ -1,0 +1,136 @@
+"""A folder of files with a manifest: written whole or not at all, and read only if no byte has changed.
+
+`manifest.json` has the size and the SHA-256 digest of every other file, and a digest of itself. A folder is
+written under another name and renamed into place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attngraph.errors import SavedError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+def as_bytes(data: Any) -> bytes:
+    """A JSON value in the one form in which it is written."""
+    return json.dumps(data, separators=(",", ":"), sort_keys=True, allow_nan=True).encode() + b"\n"
+
+
+def write_folder(path: Path, about: Mapping[str, Any], files: Mapping[str, bytes], replace: bool) -> None:
+    """Write a folder of files and its manifest, at once.
+
+    Args:
+        about: what the manifest says besides digests.
+        replace: whether what is at `path`, another such folder, gives way.
+
+    Raises:
+        SavedError: it cannot be written, or something else is there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not (path / MANIFEST).is_file():
+            raise SavedError(f"{path} is there already, and is no saved model; name another folder.")
+        work = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        try:
+            for name, data in files.items():
+                (work / name).parent.mkdir(exist_ok=True)
+                (work / name).write_bytes(data)
+            (work / MANIFEST).write_bytes(_manifest(about, files))
+            work.chmod(0o755 if replace else 0o700)
+            _rename(work, path, replace)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as problem:
+        raise SavedError(f"cannot write {path}: {problem.strerror or problem}.") from problem
+
+
+def _manifest(about: Mapping[str, Any], files: Mapping[str, bytes]) -> bytes:
+    listed = {name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in files.items()}
+    content = {**about, "format": FORMAT, "files": listed}
+    return as_bytes({"content": content, "digest": hashlib.sha256(as_bytes(content)).hexdigest()})
+
+
+def _rename(work: Path, path: Path, replace: bool) -> None:
+    if path.exists() and replace:
+        aside = work.with_name(f"{work.name}.old")
+        path.rename(aside)
+        try:
+            work.rename(path)
+        except OSError:
+            aside.rename(path)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileExistsError):  # another process was faster; what it wrote is as good
+            try:
+                work.rename(path)
+            except OSError:
+                if not path.exists():
+                    raise
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest of a folder says.
+
+    Raises:
+        SavedError: there is none, or it has changed, or it has another format.
+    """
+    data = _read(path, MANIFEST)
+    try:
+        found = json.loads(data)
+        content, digest = found["content"], found["digest"]
+        same = as_bytes(found) == data and hashlib.sha256(as_bytes(content)).hexdigest() == digest
+    except (ValueError, KeyError, TypeError, RecursionError):
+        same = False
+    if not same:
+        raise SavedError(f"{path / MANIFEST} has changed since it was written, or is cut off. Save it again.")
+    if content.get("format") != FORMAT:
+        raise SavedError(
+            f"{path} has the format {content.get('format')}; this version of attngraph reads {FORMAT}. "
+            "Save it again."
+        )
+    found_content: dict[str, Any] = content
+    return found_content
+
+
+def read_file(path: Path, manifest: Mapping[str, Any], name: str) -> bytes:
+    """A file of a folder.
+
+    Raises:
+        SavedError: it is missing, or it has changed.
+    """
+    if name not in manifest["files"]:
+        raise SavedError(f"{path} has no {name}.")
+    size, digest = manifest["files"][name]
+    data = _read(path, name)
+    if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+        raise SavedError(f"{path / name} has changed since it was written, or is cut off. Save it again.")
+    return data
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return (path / name).read_bytes()
+    except OSError as problem:
+        raise SavedError(f"cannot read {path / name}: {problem.strerror or problem}.") from problem
+
+
+def size_of_folder(path: Path) -> int:
+    """The bytes of the files in it."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.path.getsize(os.path.join(folder, name))
+    return total

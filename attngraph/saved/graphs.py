@@ -1,0 +1,305 @@
+"""A lowered graph as text and JSON: the text that dumps have, and beside it what is not in the text.
+
+Beside it stand the full names of inputs and results, tensors that the model's code made, the conditions on
+sizes, where sizes are taken from, and the plan of the cache. Before a graph is given out as files it is read
+back and compared with the original node by node; what is not the same is not saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.errors import SavedError, TextError
+from attngraph.ir.graph.literals import split
+from attngraph.ir.graph.printer import format_named, is_printed, parts_of
+from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate, is_size
+from attngraph.ir.graph.reader import read_graph
+from attngraph.ir.graph.values import decode, encode
+from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.report.entries import AttentionEntry
+from attngraph.saved.plain import made, plain, size_of, size_text
+
+Names = dict[str, str]
+"""Names of sizes in a file by those in a graph, or the other way round."""
+
+
+_KNOWN = {"aten", "prims", "prim", "attngraph", "_operator", "math", "torch"}
+"""Whose operations the versions of torch and of attngraph decide. What another library's operation gives a
+trace, its shape say, may change with that library."""
+
+
+def _namespaces(part: ProgramGraph) -> set[str]:
+    calls = (n.target for n in part.graph.nodes if n.op == "call_function")
+    return {
+        getattr(target, "namespace", None) or str(getattr(target, "__module__", "")).split(".")[0]
+        for target in calls
+    }
+
+
+def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, Any], Names]:
+    """A lowered graph as text, what is not in the text, and the names of its sizes in both.
+
+    Args:
+        live: constants that are tensors of the user's own, by their path from the model; their contents are
+            not written.
+
+    Raises:
+        SavedError: the graph cannot be read back as the same.
+    """
+    foreign = {space for part in parts_of(graph).values() for space in _namespaces(part)} - _KNOWN
+    if foreign:
+        raise SavedError(
+            f"its graph has operations of {', '.join(sorted(foreign))}, whose version is not known"
+        )
+    head, text, names = format_named(graph)
+    text = f"{head}\n{text}\n"
+    parts = {title: _beside(part, names) for title, part in parts_of(graph).items()}
+    named = [given for part in parts.values() for given in (*part["inputs"], *part["assumed"])]
+    needed = {name for kind, name in named if kind == "constant"}
+    beside = {
+        "parts": parts,
+        "conditions": [size_text(c, names) for c in graph.conditions],
+        "hints": {names.get(n, n): hint for n, hint in graph.hints.items()},
+        "constants": {n: encode(t) for n, t in graph.constants.items() if n in needed and n not in live},
+        "live": {n: path for n, path in live.items() if n in needed},
+        "state": plain(_with_length(graph.state, names)),
+    }
+    try:
+        again, back = read(text, beside, {n: graph.constants[n] for n in beside["live"]})
+    except (TextError, ValueError, KeyError, IndexError, TypeError) as problem:
+        raise SavedError(f"its graph cannot be read back: {problem}") from problem
+    difference = _difference(graph, again, names, back)
+    if difference:
+        raise SavedError(f"its graph is not the same when it is read back: {difference}")
+    return text, beside, names
+
+
+def read(
+    text: str, beside: Mapping[str, Any], live: Mapping[str, Tensor]
+) -> tuple[ProgramGraph, Names]:  # fmt: skip
+    """The graph that `write` wrote, and the names of its sizes by those in the file. `live`: the user's own
+    tensors among its constants."""
+    places = {
+        title: {n: tuple(p) for n, p in part["sizes"].items()} for title, part in beside["parts"].items()
+    }
+    graph = read_graph(text, "the graph", places)  # type: ignore[arg-type]
+    constants = {n: decode(t) for n, t in beside["constants"].items()} | dict(live)
+    names = dict(zip(_sizes_named(text), graph.hints, strict=True))
+    conditions = tuple(size_of(c, names) for c in beside["conditions"])
+    hints = {names.get(n, n): hint for n, hint in beside["hints"].items()}
+    for title, part in parts_of(graph).items():
+        _complete(part, beside["parts"][title])
+        part.constants, part.conditions, part.hints = constants, conditions, dict(hints)
+    _link_stages(graph)
+    if beside["state"] is not None:
+        graph.state = _with_length(made(CachePlan, beside["state"]), names)
+    return graph, names
+
+
+def _sizes_named(text: str) -> list[str]:
+    """The sizes that the head of a text names, in order."""
+    line = next((line for line in text.splitlines()[:4] if line.startswith("sizes ")), "sizes ")
+    return [part.partition(" = ")[0] for part in split(line.removeprefix("sizes "))]
+
+
+def _with_length(plan: CachePlan | None, names: Names) -> CachePlan | None:
+    """The plan with the other name of the size that it names."""
+    return None if plan is None else dataclasses.replace(plan, length=names.get(plan.length, plan.length))
+
+
+def attention_nodes(graph: ProgramGraph) -> Iterator[fx.Node]:
+    """The nodes that have an entry in the report, in its order."""
+    for part in (*graph.stages.values(), graph):
+        yield from (n for n in part.graph.nodes if "attention" in n.meta)
+
+
+def give_entries(graph: ProgramGraph, entries: tuple[AttentionEntry, ...]) -> None:
+    """Give nodes their entries of the report back."""
+    for node, entry in zip(list(attention_nodes(graph)), entries, strict=True):
+        node.meta["attention"] = entry
+
+
+def _beside(part: ProgramGraph, names: Mapping[str, str]) -> dict[str, Any]:
+    """What the text of one part does not have."""
+    kept = [
+        (node, given)
+        for node, given in zip(part.placeholders(), part.inputs, strict=True)
+        if is_printed(node, given)
+    ]
+    nodes = [n for n in part.graph.nodes if n.op == "call_function" and not is_size(n)]
+    return {
+        "inputs": [[given.kind, given.name] for _, given in kept],
+        "outputs": [[o.kind, o.name, list(o.order)] for o in part.outputs],
+        "assumed": [[given.kind, given.name] for given in _assumed(part)],
+        "sizes": _sizes(part, {node: place for place, (node, _) in enumerate(kept)}, names),
+        "attention": [place for place, node in enumerate(_calls(nodes)) if "attention" in node.meta],
+    }
+
+
+def _sizes(
+    part: ProgramGraph, places: Mapping[fx.Node, int], names: Mapping[str, str]
+) -> dict[str, tuple[int, int]]:  # fmt: skip
+    """Where each size is taken from.
+
+    Raises:
+        SavedError: a decoder's graph takes a size from several places, which have it for different reasons:
+            its tokens are those of several sequences, one after another.
+    """
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    kinds = {node: given.kind for node, given in zip(part.placeholders(), part.inputs, strict=True)}
+    of_step = part.state is not None or not set(kinds.values()).isdisjoint(("rows", "pages", "carried"))
+    for node in part.graph.nodes:
+        if node.target is not torch.ops.aten.sym_size.int:
+            continue
+        source, axis = node.args
+        size = node.meta["val"]
+        name = str(size.node.expr) if isinstance(size, torch.SymInt) else ""
+        if source not in places or (not name.isidentifier() and of_step):
+            if of_step:
+                raise SavedError("a size of it is measured while it runs")
+            continue
+        if name.isidentifier():
+            group = "tokens" if kinds[source] in ("argument", "rows") else kinds[source]
+            found.setdefault(names.get(name, name), {}).setdefault(group, (places[source], int(axis)))
+    if of_step and any(len(groups) > 1 for groups in found.values()):
+        raise SavedError("a size of it is one of the tokens and of something else")
+    return {name: next(iter(groups.values())) for name, groups in found.items()}
+
+
+def _complete(part: ProgramGraph, about: Mapping[str, Any]) -> None:
+    """Give a part what its text does not have."""
+    if len(about["inputs"]) != len(part.inputs) or len(about["outputs"]) != len(part.outputs):
+        raise ValueError("other inputs or results than in the text")
+    part.inputs = tuple(Input(kind, name) for kind, name in about["inputs"])
+    part.outputs = tuple(Output(kind, name, tuple(order)) for kind, name, order in about["outputs"])
+    _assume(part, [Input(kind, name) for kind, name in about["assumed"]])
+    calls = _calls(n for n in part.graph.nodes if n.op == "call_function" and not is_size(n))
+    marked = set(about["attention"])
+    for place, node in enumerate(calls):
+        if place in marked:
+            node.meta["attention"] = None
+
+
+def _assumed(part: ProgramGraph) -> list[Input]:
+    """The inputs whose contents a part relies on. It may need no more of them than was read."""
+    inputs = zip(part.placeholders(), part.inputs, strict=True)
+    return [given for node, given in inputs if node.name in part.assumed]
+
+
+def _assume(part: ProgramGraph, assumed: list[Input]) -> None:
+    """Let a part rely on the contents of these inputs, which it gets if it has them not."""
+    nodes = part.placeholders()
+    for given in (g for g in assumed if g not in part.inputs):
+        with part.graph.inserting_after(nodes[-1] if nodes else None):
+            nodes.append(part.graph.placeholder(f"assumed_{len(nodes)}"))
+        part.inputs = (*part.inputs, given)
+    part.assumed = {node.name for node, given in zip(nodes, part.inputs, strict=True) if given in assumed}
+    part.module.recompile()
+
+
+def _link_stages(graph: ProgramGraph) -> None:
+    """A stage that takes results of another has it among its own stages, as the graph has."""
+    weights = graph.stages.get(Rate.WEIGHTS)
+    prompt = graph.stages.get(Rate.PROMPT)
+    if (
+        weights is not None
+        and prompt is not None
+        and any(i.kind == Rate.WEIGHTS.value for i in prompt.inputs)
+    ):
+        prompt.stages = {Rate.WEIGHTS: weights}
+
+
+# --- the comparison ---
+
+
+def _calls(nodes: Any) -> list[fx.Node]:
+    """The calls among nodes, without the parts that are picked from several results."""
+    return [n for n in nodes if n.target is not operator.getitem]
+
+
+def _difference(graph: ProgramGraph, again: ProgramGraph, names: Names, back: Names) -> str:
+    """The first place where two graphs are not the same; "" if there is none."""
+    first, second = parts_of(graph), parts_of(again)
+    if first.keys() != second.keys():
+        return "its stages"
+    if format_named(graph)[:2] != format_named(again)[:2]:
+        return "its text"
+    forth = {new: old for old, new in back.items()}
+    if plain(_with_length(graph.state, names)) != plain(_with_length(again.state, forth)):
+        return "the plan of its cache"
+    for title, part in first.items():
+        ours, theirs = list(_lines(part)), list(_lines(second[title]))
+        if ours != theirs:
+            place = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
+            return f"value {place} of {title}"
+        if _printed(part) != _printed(second[title]) or set(_assumed(part)) != set(_assumed(second[title])):
+            return f"inputs of {title}"
+        if part.outputs != second[title].outputs or part.gradients != second[title].gradients:
+            return f"results of {title}"
+        kinds = {i.kind for i in part.inputs}
+        if {r for r in part.stages if r.value in kinds} != {
+            r for r in second[title].stages if r.value in kinds
+        }:
+            return f"stages of {title}"
+    return ""
+
+
+def _printed(part: ProgramGraph) -> list[Input]:
+    return [i for n, i in zip(part.placeholders(), part.inputs, strict=True) if is_printed(n, i)]
+
+
+def _lines(part: ProgramGraph) -> Iterator[tuple[Any, ...]]:
+    """Every call with its operands, by number. Sizes are compared by the formulas in the text."""
+    numbers: dict[fx.Node, Any] = {}
+    inputs = zip(part.placeholders(), part.inputs, strict=True)
+    for place, (node, _) in enumerate((n, i) for n, i in inputs if is_printed(n, i)):
+        numbers[node] = ("input", place)
+    count = 0
+
+    def named(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return numbers.get(value, "size")
+        if isinstance(value, (list, tuple)):
+            return tuple(named(v) for v in value)
+        if isinstance(value, dict):
+            return tuple(sorted((k, named(v)) for k, v in value.items() if v is not None))
+        if isinstance(value, slice):
+            return ("slice", named(value.start), named(value.stop), named(value.step))
+        return (type(value).__name__, repr(value))
+
+    for node in part.graph.nodes:
+        if node.op == "output":
+            yield ("output", named(node.args[0]))
+        if node.op != "call_function" or is_size(node):
+            continue
+        if node.target is operator.getitem:
+            numbers[node] = (named(node.args[0]), node.args[1])
+            continue
+        numbers[node] = count
+        count += 1
+        yield (str(node.target), _positional(node, named), "attention" in node.meta)
+
+
+def _positional(node: fx.Node, named: Any) -> tuple[Any, ...]:
+    """A call's arguments in the order of the op's schema, without defaults."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return named(node.args), named(dict(node.kwargs))
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    return tuple(
+        (a.name, named(given[a.name]))
+        for a in schema.arguments
+        if a.name in given and not (a.has_default_value() and given[a.name] is a.default_value)
+    )
+
+
+def contents(graph: ProgramGraph) -> Iterator[Input]:
+    """The inputs whose contents the graph relies on."""
+    for part in parts_of(graph).values():
+        yield from _assumed(part)

@@ -1,0 +1,144 @@
+"""The structure of a call's results as JSON: containers, classes of results, sizes and fixed values.
+
+A class is looked up by its name among the modules that are loaded; nothing is imported. Only classes that are
+made of their parts alone are accepted: those registered with torch's pytrees, and plain objects.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from attngraph.capture.captured import Structure
+from attngraph.errors import SavedError
+from attngraph.saved.plain import dtype_of, size_of, size_text
+
+_LEAF = pytree.tree_flatten(0)[1]
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def write_structure(structure: Structure, names: Mapping[str, str]) -> dict[str, Any]:
+    """The structure as a JSON value. `names`: of sizes in the file by those in the structure.
+
+    Raises:
+        SavedError: something in it has no form in a file.
+    """
+    leaves = [
+        [kind, size_text(value, names) if kind == "size" else _value(value)]
+        for kind, value in structure.leaves
+    ]
+    found = {"tree": _tree(structure.tree), "leaves": leaves}
+    if read_structure(found, {}).tree != structure.tree:
+        raise SavedError(f"results of the structure {structure.tree} have no form in a file")
+    return found
+
+
+def read_structure(found: Mapping[str, Any], names: Mapping[str, str]) -> Structure:
+    """The structure that `write_structure` wrote.
+
+    Raises:
+        SavedError: a class of the results is not loaded. ValueError, KeyError, TypeError: it is no structure.
+    """
+    leaves = tuple(
+        (kind, size_of(value, names) if kind == "size" else _made(value)) for kind, value in found["leaves"]
+    )
+    return Structure(_spec(found["tree"]), leaves)
+
+
+def _tree(spec: Any) -> Any:
+    if spec.is_leaf():
+        return None
+    return {
+        "type": _class_name(spec.type), "context": _value(spec.context),
+        "children": [_tree(child) for child in spec.children()],
+    }  # fmt: skip
+
+
+def _spec(found: Any) -> Any:
+    if found is None:
+        return _LEAF
+    kind = _class(found["type"])
+    if kind not in pytree.SUPPORTED_NODES:
+        raise SavedError(f"results of the class {kind.__qualname__} cannot be made from their parts")
+    return pytree.TreeSpec(kind, _made(found["context"]), [_spec(child) for child in found["children"]])
+
+
+def _value(value: Any) -> Any:
+    """A fixed value, or what a container is besides its parts."""
+    if isinstance(value, enum.Enum):
+        return {"enum": _class_name(type(value)), "name": value.name}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple):
+        return {"tuple": [_value(v) for v in value]}
+    if isinstance(value, list):
+        return [_value(v) for v in value]
+    if isinstance(value, type):
+        return {"class": _class_name(value)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise SavedError(f"a {type(value).__name__} in a result has no form in a file")
+
+
+def _made(found: Any) -> Any:
+    if isinstance(found, _PLAIN):
+        return found
+    if isinstance(found, list):
+        return [_made(v) for v in found]
+    ((kind, value), *more) = found.items()
+    match kind:
+        case "tuple":
+            return tuple(_made(v) for v in value)
+        case "class":
+            return _class(value)
+        case "dtype":
+            return dtype_of(value)
+        case "device":
+            return torch.device(value)
+        case "enum":
+            members: Any = _class(value)
+            if not issubclass(members, enum.Enum):
+                raise ValueError(f"{value} is no enumeration")
+            return members[more[0][1]]
+    raise ValueError(f"{kind!r} is no kind of value")
+
+
+def _class_name(kind: type) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _class(name) is not kind:
+        raise SavedError(
+            f"results of the class {kind.__qualname__} cannot be made: it has no name of its own"
+        )
+    return name
+
+
+def _class(name: str) -> type:
+    """A loaded class that is made of its parts alone.
+
+    Raises:
+        SavedError: there is none.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = None if found is None else vars(found).get(part)
+    if not isinstance(found, type):
+        raise SavedError(f"the class {path} of its results is not loaded; import {module} first")
+    known = found in pytree.SUPPORTED_NODES or issubclass(found, enum.Enum)
+    if not known and (hasattr(found, "__del__") or _is_closed(found)):
+        raise SavedError(f"results of the class {path} cannot be made from their parts")
+    return found
+
+
+def _is_closed(kind: type) -> bool:
+    """Whether a class is one of Python's or torch's own."""
+    root = kind.__module__.partition(".")[0]
+    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return (root == "torch" or root in sys.stdlib_module_names) and root != "__main__" and not named_tuple

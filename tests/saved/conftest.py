@@ -1,0 +1,81 @@
+"""What the tests of saved models share: small models, whose classes are in a file that can be changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = """
+    import torch
+    from torch import nn
+
+    SCALE = 0.5
+    TABLE = {"slope": 0.25}
+
+    def scores(q, k):
+        return q @ k.mT * SCALE
+
+    def helper(x):
+        return scores(x, x) - TABLE["slope"]
+
+    class Layer(nn.Module):
+        kind = "plain"
+
+        def __init__(self, width=8, window=3):
+            super().__init__()
+            self.qkv = nn.Linear(width, 3 * width)
+            self.window = window
+            self.register_buffer("order", torch.ones(64, 64).tril().bool())
+
+        def scores(self, q, k):
+            return scores(q, k)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            t = x.shape[1]
+            i = torch.arange(t)
+            seen = self.order[:t, :t] & (i > i[:, None] - self.window)
+            return self.scores(q, k).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+    class Model(nn.Module):
+        def __init__(self, layers=2, width=8, vocabulary=11):
+            super().__init__()
+            self.embed = nn.Embedding(vocabulary, width)
+            self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+            self.head = nn.Linear(width, vocabulary, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Iterator[Callable[..., types.ModuleType]]:
+    """Makes the module of the models above; called with replacements, one whose source differs."""
+
+    def made(*changes: tuple[str, str]) -> types.ModuleType:
+        text = textwrap.dedent(SOURCE)
+        for before, after in changes:
+            assert before in text
+            text = text.replace(before, after)
+        path = tmp_path / "saved_models.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("saved_models", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["saved_models"] = module
+        exec(compile(text, str(path), "exec"), module.__dict__)  # no stale bytecode of the same second
+        return module
+
+    yield made
+    sys.modules.pop("saved_models", None)

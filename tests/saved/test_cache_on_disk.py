@@ -1,0 +1,235 @@
+"""What was compiled once is not compiled again, in this process or another; in doubt it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.api import build
+from attngraph.cli import main
+from attngraph.saved.disk import Disk
+
+Models = Callable[..., types.ModuleType]
+IDS = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATTNGRAPH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets an entry for each graph that is traced."""
+    found: list[str] = []
+    for name in ("compile_graph", "derive_decoder"):
+        trace = getattr(build, name)
+
+        def counted(*args: Any, trace: Any = trace, name: str = name, **kwargs: Any) -> Any:
+            found.append(name)
+            return trace(*args, **kwargs)
+
+        monkeypatch.setattr(build, name, counted)
+    return found
+
+
+def entries(cache: Path) -> int:
+    return Disk(cache).usage()[0]
+
+
+def test_the_second_time_nothing_is_traced(models: Models, cache: Path, traces: list[str]) -> None:
+    model = models().Model().eval()
+    answers = [attngraph.compile(model)(IDS) for _ in range(2)]
+    assert torch.equal(*answers) and traces == ["compile_graph"]
+    tokens = [attngraph.compile(model, cache=True).generate(IDS, 4) for _ in range(2)]
+    assert torch.equal(*tokens) and traces == ["compile_graph", "derive_decoder"]
+    assert entries(cache) == 2
+
+
+def test_it_is_turned_off_by_the_environment(
+    models: Models, cache: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNGRAPH_CACHE", "0")
+    for _ in range(2):
+        attngraph.compile(models().Model())(IDS)
+    assert len(traces) == 2 and not cache.exists()
+
+
+def test_other_options_modes_and_arguments_are_other_entries(
+    models: Models, cache: Path, traces: list[str]
+) -> None:
+    model = models().Model()
+    attngraph.compile(model)(IDS)
+    with torch.no_grad():
+        attngraph.compile(model)(IDS)
+    attngraph.compile(model, disable=("merge-heads",))(IDS)
+    attngraph.compile(model.eval())(IDS)
+    attngraph.compile(model)(IDS.int())
+    assert len(traces) == entries(cache) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("SCALE = 0.5", "SCALE = 0.25"),
+        ("return scores(q, k)", "return scores(q, k) * 1.0"),
+        ("window=3", "window=4"),
+        ('kind = "plain"', 'kind = "other"'),
+        (".tril().bool()", ".tril(1).bool()"),
+    ],
+)
+def test_changed_code_and_state_miss(
+    change: tuple[str, str], models: Models, cache: Path, traces: list[str]
+) -> None:
+    attngraph.compile(models().Model())(IDS)
+    model = models(change).Model()
+    assert torch.allclose(attngraph.compile(model)(IDS), model(IDS), atol=1e-5)
+    assert len(traces) == 2
+
+
+def test_values_in_closures_defaults_containers_and_objects_miss(cache: Path, traces: list[str]) -> None:
+    class Options:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+    def made(a: float, b: float, c: float, d: float) -> Callable[[Tensor], Tensor]:
+        held, options = {"b": [b]}, Options(c)
+
+        def attend(x: Tensor, shift: float = d) -> Tensor:
+            return ((x @ x.mT) * a + held["b"][0] * options.scale + shift).sigmoid().softmax(-1) @ x
+
+        return attend
+
+    x = torch.randn(2, 5, 4)
+    for numbers in ((1, 2, 3, 4), (9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9), (1, 2, 3, 4)):
+        attend = made(*map(float, numbers))
+        assert torch.allclose(attngraph.compile(attend)(x), attend(x), atol=1e-6)
+    assert len(traces) == 5
+
+
+def test_what_cannot_be_compared_is_not_kept(cache: Path, traces: list[str]) -> None:
+    class Odd:
+        """Its state is hidden: an iterator."""
+
+        def __init__(self) -> None:
+            self.numbers = iter([1.0, 2.0])
+
+    odd = Odd()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = odd
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.mT).softmax(-1) @ x
+
+    for _ in range(2):
+        attngraph.compile(Model())(torch.randn(2, 5, 4))
+    assert len(traces) == 2 and entries(cache) == 0
+
+
+def test_a_variable_of_the_environment_that_is_read_counts(
+    cache: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(x: Tensor) -> Tensor:
+        return (x @ x.mT * float(os.environ.get("SCALE_OF_A_TEST", "1"))).softmax(-1) @ x
+
+    x = torch.randn(2, 5, 4)
+    for scale in ("1", "2", "1"):
+        monkeypatch.setenv("SCALE_OF_A_TEST", scale)
+        assert torch.allclose(attngraph.compile(attend)(x), attend(x), atol=1e-6)
+    assert len(traces) == 2
+
+
+def test_a_damaged_entry_is_removed_and_compiled_again(
+    models: Models, cache: Path, traces: list[str]
+) -> None:
+    model = models().Model()
+    attngraph.compile(model)(IDS)
+    for name in ("graph.txt", "guards.json", "manifest.json"):
+        (file,) = cache.rglob(name)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+        assert torch.allclose(attngraph.compile(model)(IDS), model(IDS), atol=1e-5)
+        assert entries(cache) == 1
+    assert len(traces) == 4
+
+
+def test_a_cache_that_cannot_be_written_changes_nothing(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNGRAPH_CACHE", str(tmp_path / "file"))
+    model = models().Model()
+    assert torch.allclose(attngraph.compile(model)(IDS), model(IDS), atol=1e-5)
+
+
+def test_its_size_is_bounded_and_the_least_recently_used_go(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    files = {"guards.json": b"{}", "graph.txt": b"x" * 1000}
+    for number in range(6):
+        disk.keep({"number": number}, {**files, "guards.json": str(number).encode()})
+        for path in disk._all():
+            os.utime(path / "manifest.json", (0, os.stat(path / "manifest.json").st_mtime - 10))
+    disk.used(next(iter(disk.entries({"number": 0})))[0])
+    disk.make_room(most=1 << 20, entries=3)
+    kept = [n for n in range(6) if list(disk.entries({"number": n}))]
+    assert kept == [0, 4, 5]
+    disk.make_room(most=1500)
+    assert disk.usage()[0] == 1
+    disk.clear()
+    assert disk.usage() == (0, 0)
+
+
+SCRIPT = """
+import sys, torch, attngraph
+sys.path.insert(0, sys.argv[1])
+import saved_models
+from attngraph.api import build
+traces = []
+compile_graph = build.compile_graph
+build.compile_graph = lambda *a, **k: (traces.append(1), compile_graph(*a, **k))[1]
+torch.manual_seed(0)
+model = saved_models.Model()
+ids = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
+assert torch.allclose(attngraph.compile(model)(ids), model(ids), atol=1e-5)
+print(len(traces))
+"""
+
+
+def test_processes_share_it_also_at_once(models: Models, cache: Path, tmp_path: Path) -> None:
+    models()
+    environment = {**os.environ, "ATTNGRAPH_CACHE": str(cache), "PYTHONHASHSEED": "random"}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+
+    def begin() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    together = [begin(), begin()]
+    assert [p.communicate()[0].strip() in ("0", "1") and p.returncode for p in together] == [0, 0]
+    assert entries(cache) == 1
+    (later,) = [begin()]
+    assert later.communicate()[0].strip() == "0"
+
+
+def test_the_command_line_shows_and_clears_it(
+    models: Models, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attngraph.compile(models().Model())(IDS)
+    assert main(["cache"]) == 0
+    assert "1 graph" in (shown := capsys.readouterr().out) and str(cache) in shown
+    assert main(["cache", "clear"]) == 0
+    assert entries(cache) == 0

@@ -1,0 +1,144 @@
+"""A decoder is saved and loaded: equal tokens, nothing derived or proved again."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.api import build
+from attngraph.errors import SavedError
+
+Models = Callable[..., types.ModuleType]
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
+
+
+@pytest.fixture
+def derived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets an entry for each decoder that is derived."""
+    found: list[str] = []
+    derive = build.derive_decoder
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found.append("decoder")
+        return derive(*args, **kwargs)
+
+    monkeypatch.setattr(build, "derive_decoder", counted)
+    return found
+
+
+def same_tokens(model: nn.Module, path: Path, **inputs: Any) -> Any:
+    """Save a decoder of the model, load it, and compare what both generate; returns the loaded one."""
+    decoder = attngraph.compile(model, cache=True)
+    wanted = decoder.generate(IDS, 6, **inputs)
+    decoder.save(path)
+    loaded = attngraph.load(path, model, strict=True)
+    assert torch.equal(loaded.generate(IDS, 6, **inputs), wanted)
+    logits, state = decoder.prefill(IDS, **inputs)
+    again, other = loaded.prefill(IDS, **inputs)
+    assert torch.equal(again, logits)
+    assert torch.equal(loaded.decode(IDS[:, :2], other), decoder.decode(IDS[:, :2], state))
+    assert loaded.report.cache == decoder.report.cache  # with the proof's result
+    return loaded
+
+
+def test_a_loaded_decoder_gives_the_same_tokens(models: Models, tmp_path: Path, derived: list[str]) -> None:
+    model = models().Model().eval()
+    same_tokens(model, tmp_path / "d")
+    assert derived == ["decoder"]
+
+
+def test_a_window_a_paged_cache_and_other_options(models: Models, tmp_path: Path, derived: list[str]) -> None:
+    model = models().Model().eval()
+    config = attngraph.CacheConfig(layout="paged", page=4, rollback=5, proof=False)
+    decoder = attngraph.compile(model, cache=config)
+    wanted = decoder.generate(IDS, 6)
+    decoder.save(tmp_path / "d")
+    loaded = attngraph.load(tmp_path / "d", model, strict=True)
+    assert loaded.config_of_cache == config
+    assert torch.equal(loaded.generate(IDS, 6), wanted)
+    assert derived == ["decoder"]
+
+
+def test_what_rows_carry_is_saved(tmp_path: Path, derived: list[str]) -> None:
+    model = Running().eval()
+    same_tokens(model, tmp_path / "d")
+    assert derived == ["decoder"]
+
+
+class Running(nn.Module):
+    """Linear attention: a running sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        found: Tensor = (q @ k.mT).tril() @ v + x
+        return found @ self.embed.weight.T
+
+
+class Translating(nn.Module):
+    """A decoder that looks at what an encoder made of its prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.own, self.other = (nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, ids: Tensor, source: Tensor) -> Tensor:
+        x, y = self.embed(ids), self.other(self.embed(source))
+        t = ids.shape[1]
+        seen = torch.ones(t, t, dtype=torch.bool).tril()
+        x = x + (self.own(x) @ x.mT).masked_fill(~seen, float("-inf")).softmax(-1) @ x
+        found: Tensor = x + (x @ y.mT).softmax(-1) @ y
+        return found @ self.embed.weight.T
+
+
+def test_a_stage_of_the_prompt_is_saved(tmp_path: Path, derived: list[str]) -> None:
+    model = Translating().eval()
+    decoder = attngraph.compile(model, cache=True)
+    source = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    wanted, state = decoder.prefill(IDS, source=source)
+    decoder.save(tmp_path / "d")
+    loaded = attngraph.load(tmp_path / "d", model, strict=True)
+    logits, other = loaded.prefill(IDS, source=source)
+    assert torch.equal(logits, wanted)
+    assert torch.equal(loaded.decode(IDS[:, :1], other), decoder.decode(IDS[:, :1], state))
+    assert derived == ["decoder"]
+
+
+def test_a_decoder_with_weights_needs_no_class(models: Models, tmp_path: Path, derived: list[str]) -> None:
+    model = models().Model().eval()
+    decoder = attngraph.compile(model, cache=True)
+    wanted = decoder.generate(IDS, 6)
+    decoder.save(tmp_path / "d", weights=True)
+    models(("class Model", "class Gone"))
+    assert torch.equal(attngraph.load(tmp_path / "d").generate(IDS, 6), wanted)
+    assert derived == ["decoder"]
+
+
+def test_a_changed_model_is_named(models: Models, tmp_path: Path, derived: list[str]) -> None:
+    decoder = attngraph.compile(models().Model().eval(), cache=True)
+    decoder.generate(IDS, 2)
+    decoder.save(tmp_path / "d")
+    model = models(("SCALE = 0.5", "SCALE = 0.25")).Model().eval()
+    with pytest.raises(SavedError, match="the code of saved_models"):
+        attngraph.load(tmp_path / "d", model, strict=True).prefill(IDS)
+    loaded = attngraph.load(tmp_path / "d", model)
+    assert torch.allclose(loaded.prefill(IDS)[0], model(IDS), atol=1e-5)
+    assert len(derived) == 2
+
+
+def test_a_decoder_that_was_not_derived_is_not_saved(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(SavedError, match="call the model once"):
+        attngraph.compile(models().Model().eval(), cache=True).save(tmp_path / "d")
