@@ -30,7 +30,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import CaptureError
+from attngraph.errors import CaptureError, DisagreementError
 from attngraph.ir import budgets
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -41,6 +41,7 @@ from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Graphs, KeyOf
+from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
 from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
 from attngraph.runtime.wrapper import ModelWrapper
 
@@ -68,13 +69,14 @@ class CompiledModule(ModelWrapper):
     _pieces: dict[Any, GraphBreaks]
     _retraces: collections.Counter[str]
     _settling: int
+    _draws: bool
     _forward: Callable[..., Any]
     _generate: Generate | None
 
     def __init__(self, target: Callable[..., Any], options: Options, pieces: bool = True) -> None:
         super().__init__(target)
         self._options = options
-        self._allow_pieces = pieces
+        self._allow_pieces = pieces and options.axis is None
         self._reset()
 
     def _reset(self) -> None:
@@ -82,6 +84,7 @@ class CompiledModule(ModelWrapper):
         self._pieces = {}
         self._retraces = collections.Counter()
         self._settling = 0
+        self._draws = False
         self._forward = _with_signature_of(self._model, self._run)
         self._generate = None
 
@@ -117,6 +120,7 @@ class CompiledModule(ModelWrapper):
             return self._model(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._agree(leaves, tensors)
         with LOCK.call():
             key_of = functools.partial(call_key, leaves, spec, self._model)
             pieces = self._pieces.get(ALWAYS)
@@ -147,6 +151,14 @@ class CompiledModule(ModelWrapper):
         if self._options.dump is not None:
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
         return result
+
+    def _agree(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """Check that all ranks make this call, before anything else is exchanged."""
+        axis = self._options.axis
+        if axis is None or axis.mesh is None or not axis.config.agree:
+            return
+        training = getattr(self._model, "training", False)
+        agree(axis, "the call", describe_call(tensors, leaves, training, self._draws))
 
     def weights(
         self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,
@@ -191,6 +203,10 @@ class CompiledModule(ModelWrapper):
             )
         missed = {m.name or "attention": m.reason for m in found.report.missed}
         names = chosen_names(at, names_of_attentions(found.captured.graph), missed)
+        if found.captured.graph.ranks is not None:
+            raise CaptureError(
+                "weights are shown on one device: compile the model without a mesh for that.", "several ranks"
+            )
         with LOCK.call():
             weights = weights_of(found, tensors, names, rows, queries)
         return weights[at] if isinstance(at, str) else weights
@@ -222,7 +238,7 @@ class CompiledModule(ModelWrapper):
             if found is not None:
                 return found
             try:
-                found = compile_graph(self._model, args, kwargs, self._options)
+                found = self._compiled(args, kwargs)
                 if not found.accepts(tensors):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
@@ -242,6 +258,24 @@ class CompiledModule(ModelWrapper):
             self._note_change(key_of, found.captured.left_out, tensors, args, kwargs)
             self._graphs.keep(key_of, found)
             return found
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
+        """The graph of a call. Where a rank has none, no rank has one."""
+        axis = self._options.axis
+        if axis is None or axis.mesh is None:
+            return compile_graph(self._model, args, kwargs, self._options)
+        try:
+            found = compile_graph(self._model, args, kwargs, self._options)
+        except DisagreementError:
+            raise
+        except Exception as problem:
+            with contextlib.suppress(DisagreementError):  # this rank raises its own error
+                agree(axis, "the graph", f"none: {type(problem).__name__}: {problem}")
+            raise
+        if draws_numbers(found.captured.graph.graph) and not self._draws:
+            self._draws = True
+            agree(axis, "the state of random numbers", random_state())
+        return found
 
     def _note_change(
         self, key_of: KeyOf, left_out: LeftOut, tensors: Sequence[Tensor], args: tuple[Any, ...],

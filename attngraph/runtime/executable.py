@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,21 +22,24 @@ class Executable:
         captured: the graph, its structure and its conditions.
         owner: the module whose parameters and buffers the graph's inputs name.
         run: what computes the graph's results from its inputs (None: the graph itself).
+        state: gives the inputs that are neither the call's nor the model's (a rank's parts of parameters).
 
     Attributes:
         report: what was done to the graph; set once it is known.
         asserts: whether a call may fail because of a condition on values that the model asserts.
     """
 
-    __slots__ = ("asserts", "captured", "machine", "report", "sizes")
+    __slots__ = ("asserts", "captured", "machine", "report", "sizes", "state")
 
     def __init__(
-        self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None
-    ) -> None:
+        self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None,
+        state: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:  # fmt: skip
         self.captured, self.report = captured, CompileReport()
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
+        self.state = state
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph accepts a call with these tensors (of the dtypes that it was traced for)."""
@@ -48,7 +51,7 @@ class Executable:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The call's result, once the attributes that the model's forward sets are set."""
-        results = self.machine(tensors)
+        results = self.machine(tensors, self.state())
         values: list[Any] = []
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
