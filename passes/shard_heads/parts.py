@@ -233,7 +233,10 @@ class Parts:
             floating = isinstance(value, tuple) or (isinstance(value, Tensor) and value.is_floating_point())
             given = self.names.get(node)
             if node.op == "placeholder":
-                found = given is not None and given.kind in ("parameter", "argument", "buffer")
+                found = given is not None and given.kind in ("parameter", "argument")
+                found |= isinstance(value, Tensor) and value.requires_grad
+            elif node.target is aten.detach.default:
+                found = False
             else:
                 found = any(self.learns(n) for n in node.all_input_nodes)
             self._learns[node] = floating and found
@@ -243,7 +246,7 @@ class Parts:
 
     def shard(self, parameter: fx.Node, cut: Cut) -> fx.Node:
         """A rank's part of a parameter."""
-        ((dim, table),) = ((d, t) for d, t in cut.items() if not t.is_whole)
+        ((dim, table),) = cut.items()
         key = (parameter, dim, table)
         if key not in self.shards:
             name = self.names[parameter].name

@@ -64,7 +64,7 @@ class _Sharding:
         """Why a parameter is not divided."""
         self.twins: dict[fx.Node, tuple[fx.Node, Cut, tuple[fx.Node, ...]]] = {}
         """Of each node that is computed by parts: its twin, the cut, what its region begins with."""
-        self.checks = RankChecks(graph)
+        self.checks = RankChecks(graph, self.parts.learns)
 
     def run(self) -> list[str]:
         sizes = {

@@ -3,9 +3,10 @@
 A table is a parameter of which rows are chosen by numbers, or whose product with the last activations is a
 result of the model; tied tables are one. Each rank has a run of rows. It looks up the numbers that are in its
 run and gives zeros for the others, so that the sum over ranks is the embedding; of the logits it computes its
-rows, which are gathered. (Numbers outside of the table still raise, as they do on one device.) Where the
-number of rows is no multiple of the number of ranks, the table is divided by the width of its rows instead.
-Tables with fewer rows than a row has values are left whole.
+rows, which are gathered. (Numbers outside of the table still raise, as they do on one device.)
+Where the number of rows is no multiple of the number of ranks, the table is divided by the width of its rows
+instead. Tables with fewer rows than a row has values are left whole, and so are last projections that are not
+at least twice as tall as they are wide.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from attngraph.passes.shard_heads.parts import Parts
 from attngraph.report.entries import DividedEntry
 
 aten = torch.ops.aten
+_TALL = 2
+"""How many times more rows than columns a projection to logits has that is no embedding as well."""
 Proved = Callable[[fx.Node, fx.Node, Iterable[fx.Node]], str]
 
 
@@ -49,7 +52,7 @@ class Vocabulary:
                 continue
             lookups = [u for u in table.users if self._chosen(u, table) is not None]
             products = [p for n in ends for p in self.regions.products(n) if p.parameter is table]
-            if not (lookups or products) or shape[0] < shape[1]:
+            if not (lookups or products) or shape[0] < shape[1] * (1 if lookups else _TALL):
                 continue
             try:
                 cut = self._cut(table)

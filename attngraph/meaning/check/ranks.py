@@ -75,12 +75,12 @@ def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ran
 
 
 class RankChecks(Checks):
-    """The verdicts on what ranks compute together; `below` has the number of rows of the table that integers
-    choose from."""
+    """The verdicts on what ranks compute together. `learns` tells to which values gradients flow; `below` has
+    the number of rows of the table that integers choose from."""
 
-    def __init__(self, graph: ProgramGraph) -> None:
+    def __init__(self, graph: ProgramGraph, learns: Callable[[fx.Node], bool]) -> None:
         super().__init__(graph)
-        self.below: dict[fx.Node, int] = {}
+        self.learns, self.below = learns, dict[fx.Node, int]()
 
     def about(self, node: fx.Node, order: Sequence[fx.Node]) -> Any:
         ranks, told = self.graph.ranks, _given(self.graph).get(node)
@@ -96,7 +96,7 @@ class RankChecks(Checks):
         return None
 
     def verdict(self, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
-        return same_on_ranks(self.graph, old, new, leaves, self.below)
+        return same_on_ranks(self.graph, old, new, leaves, self.learns, self.below)
 
 
 def _given(graph: ProgramGraph) -> dict[fx.Node, Input]:
@@ -106,7 +106,7 @@ def _given(graph: ProgramGraph) -> dict[fx.Node, Input]:
 @_one_thread()
 def same_on_ranks(
     graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node],
-    below: Mapping[fx.Node, int] | None = None,
+    learns: Callable[[fx.Node], bool], below: Mapping[fx.Node, int] | None = None,
 ) -> Verdict:  # fmt: skip
     """Whether `new`, computed by all ranks together, equals `old` on every rank, in float64: the value, and
     the gradients that the backward pass of the ranks gives, at two choices of sizes."""
@@ -129,7 +129,7 @@ def same_on_ranks(
         for node, rows in (below or {}).items():
             sample.draw_below(node, rows)
         try:
-            pairs = _both(graph, old, new, (order, theirs), frozenset(leaves), sample)
+            pairs = _both(graph, old, new, (order, theirs), frozenset(leaves), sample, learns)
         except (IndexError, RuntimeError, ValueError) as cause:
             problem = f"cannot be run at small sizes: {cause}"
             continue
@@ -145,14 +145,14 @@ def same_on_ranks(
 
 def _both(
     graph: ProgramGraph, old: fx.Node, new: fx.Node, orders: tuple[Sequence[fx.Node], Sequence[fx.Node]],
-    leaves: frozenset[fx.Node], sample: Sample,
+    leaves: frozenset[fx.Node], sample: Sample, learns: Callable[[fx.Node], bool],
 ) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
     """What is compared, as (name, value on one device, value on ranks)."""
     ranks = graph.ranks
     assert ranks is not None
     begins = [n for n in orders[0] if n in leaves or n.op == "placeholder"]
     with torch.set_grad_enabled(graph.gradients):
-        given = {n: sample.draw(n, graph.gradients) for n in begins if isinstance(n.meta["val"], Tensor)}
+        given = {n: sample.draw(n, learns(n)) for n in begins if isinstance(n.meta["val"], Tensor)}
         (wanted,) = sample.evaluate(orders[0], given, old)
         start, copies = _begin(graph, ranks, orders[1], given, sample)
         known = sample.known(orders[1], start)

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
+from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.table import Cut, Table
 from attngraph.meaning.rule import Category, Indices, Unliftable
@@ -82,6 +83,8 @@ class Demand:
     def part(self, node: fx.Node, cut: Cut) -> Part:
         if node.target is operator.getitem and nodes.view(node.args[0]) is not None:  # type: ignore[arg-type]
             return Part(How.SAME, (Use(node.args[0], cut),))  # type: ignore[arg-type]
+        if node.target in COLLECTIVES:
+            raise Unplaced("it is a sum over ranks")
         attention = nodes.view(node)
         if attention is not None:
             return self._heads(attention, cut)

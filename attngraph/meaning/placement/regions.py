@@ -221,7 +221,11 @@ class Regions:
         stops: Mapping[fx.Node, str],
     ) -> Region:  # fmt: skip
         """The region without what every rank has whole."""
-        inside: dict[fx.Node, Cut] = {n: c for n, c in cuts.items() if self.is_parameter(n) and is_cut(c)}
+        inside: dict[fx.Node, Cut] = {
+            n: {d: t for d, t in c.items() if not t.is_same}
+            for n, c in cuts.items()
+            if self.is_parameter(n) and is_cut(c)
+        }
         kept: dict[fx.Node, Part] = {}
         for node in reversed(list(parts)):  # operands first
             if is_cut(cuts[node]) or any(u.operand in inside for u in parts[node].uses):

@@ -67,6 +67,11 @@ class Table:
     def is_whole(self) -> bool:
         return self.count == self.extent
 
+    @functools.cached_property
+    def is_same(self) -> bool:
+        """Whether every rank has the same indices."""
+        return bool((self.places == self.places[0]).all())
+
     @property
     def copies(self) -> int:
         """How many ranks have the same indices, at most."""
@@ -111,8 +116,8 @@ Cut = Mapping[int, Table]
 
 
 def is_cut(cut: Cut) -> bool:
-    """Whether ranks have less than all of a value."""
-    return any(not table.is_whole for table in cut.values())
+    """Whether ranks have different parts of a value."""
+    return any(not table.is_same for table in cut.values())
 
 
 def united(cuts: Iterable[Cut]) -> Cut | None:

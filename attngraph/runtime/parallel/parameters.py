@@ -61,8 +61,8 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
         if not (len(placements) == 1 and placements[0].is_replicate()):
             name, found = shard.parameter.removeprefix("model."), ", ".join(map(str, placements))
             raise PlacementError(
-                f"this call divides {name} as {wanted}, but since an earlier one, or since the model was changed, "
-                f"it is {found or 'no DTensor'}.\n"
+                f"this call divides {name} as {wanted}, but since an earlier one, or since the model was "
+                f"changed, it is {found or 'no DTensor'}.\n"
                 'What to do: shard=ShardConfig(parameters="whole").'
             )
         part = shard.of(parameter._local_tensor.detach(), axis.rank).contiguous()
