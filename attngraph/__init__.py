@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from attngraph.errors import CacheError as CacheError
     from attngraph.errors import CaptureError as CaptureError
     from attngraph.errors import ConversionError as ConversionError
+    from attngraph.errors import DisagreementError as DisagreementError
     from attngraph.errors import DumpError as DumpError
     from attngraph.errors import NoDecoderError as NoDecoderError
     from attngraph.errors import NotFusedError as NotFusedError
     from attngraph.errors import PassError as PassError
+    from attngraph.errors import PlacementError as PlacementError
     from attngraph.errors import SavedError as SavedError
     from attngraph.errors import TextError as TextError
     from attngraph.errors import VerificationError as VerificationError
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from attngraph.runtime.engine import Engine as Engine
     from attngraph.runtime.engine import Request as Request
     from attngraph.runtime.kv_cache import KVCache as KVCache
+    from attngraph.runtime.parallel.mesh import ShardConfig as ShardConfig
+    from attngraph.runtime.parallel.mesh import SimulatedMesh as SimulatedMesh
 
 __version__ = "0.1.0"
 
@@ -57,8 +61,9 @@ _WHERE = {
     "api.load": ("load",),
     "report.entries": ("AttentionEntry",),
     "errors": (
-        "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DumpError", "NoDecoderError",
-        "NotFusedError", "PassError", "SavedError", "TextError", "VerificationError",
+        "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DisagreementError", "DumpError",
+        "NoDecoderError", "NotFusedError", "PassError", "PlacementError", "SavedError", "TextError",
+        "VerificationError",
     ),
     "ir.ops.attention": ("attention",),
     "ir.language.parser": ("parse",),
@@ -68,6 +73,7 @@ _WHERE = {
     "runtime.engine": ("Engine", "Request"),
     "runtime.cache_config": ("CacheConfig",),
     "runtime.kv_cache": ("KVCache",),
+    "runtime.parallel.mesh": ("ShardConfig", "SimulatedMesh"),
 }  # fmt: skip
 """The module of each public name: the imports above, as data for lazy loading."""
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _WHERE.items() for name in names}

@@ -84,6 +84,14 @@ class CacheError(AttnGraphError):
     """A call of a decoder does not fit its state: too many tokens, or rows that do not match."""
 
 
+class PlacementError(AttnGraphError):
+    """Parameters cannot be divided among ranks as a call needs it: says which, and what to do."""
+
+
+class DisagreementError(AttnGraphError):
+    """Ranks that run a model together were called differently: says how, on every rank."""
+
+
 class DumpError(AttnGraphError):
     """A dump cannot be written or read: says which file, and what is wrong with it."""
 

@@ -18,15 +18,18 @@ from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.merge_heads import MergeHeads
 from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels
+from attngraph.passes.shard_heads.shard import ShardHeads
 from attngraph.passes.tidy import Tidy
 from attngraph.pipeline import Pass
 
 
-def order(backend: str = "auto", absorb: str = "auto", decoder: bool = False) -> tuple[Pass, ...]:
+def order(
+    backend: str = "auto", absorb: str = "auto", decoder: bool = False, ranks: int = 1, group: str = ""
+) -> tuple[Pass, ...]:
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
-    `attngraph.compile`.
+    `attngraph.compile`. `ranks`: how many ranks of the process group `group` run the graph together.
     """
     family = "" if backend == "auto" else backend
     return (
@@ -35,13 +38,14 @@ def order(backend: str = "auto", absorb: str = "auto", decoder: bool = False) ->
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
         *((InsertKVCache(), Tidy(), FuseTokenWise()) if decoder else (ReassociateLinear(),)),
+        *((ShardHeads(ranks, group),) if ranks > 1 else ()),
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
     )
 
 
 DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
-PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, InsertKVCache(), Tidy(), FuseTokenWise())
+PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, ShardHeads(), InsertKVCache(), Tidy(), FuseTokenWise())
 """Every pass that can be run by itself on a graph."""
 
 

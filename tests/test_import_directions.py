@@ -35,13 +35,13 @@ FLOORS_INSIDE = {
     "ir": ({"budgets", "versions", "cache_folder"}, {"language"}, {"ops"}, {"graph"}),
     "meaning": (
         {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding"}, {"element"}, {"rules"},
-        {"attention"}, {"check"}, {"tokens"}, {"__init__"},
+        {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
         {"build", "shared_scores", "canonicalize", "fuse_attention", "merge_heads", "absorb_mla",
          "reassociate_linear", "insert_kv_cache", "tidy", "fuse_token_wise", "select_kernels",
-         "convert_heads"},
+         "convert_heads", "shard_heads"},
         {"__init__"},
     ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ checks it against the whole model. Which graph is used for which call is decided
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from attngraph.capture.structure import Spread, flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.codegen.cpu.replay import Replay
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
+from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import source_for_short_queries
@@ -40,6 +42,9 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.parallel.agree import agree
+from attngraph.runtime.parallel.parameters import Own, distribute, stand_ins
+from attngraph.runtime.parallel.simulated import simulated
 from attngraph.runtime.proof import prove, prove_longer
 from attngraph.runtime.step import Step
 
@@ -154,14 +159,17 @@ def compile_graph(
             like attention was not fused. DumpError: the dump cannot be written.
     """
     start = time.perf_counter()
-    made = _rewritten(target, args, kwargs, options, options.pipeline())
+    owner = owner_of(target)
+    shared = options.axis is not None and options.axis.mesh is not None
+    with stand_ins(owner) if shared else contextlib.nullcontext():
+        made = _rewritten(target, args, kwargs, options, options.pipeline())
     result, graph = made.result, made.captured.graph
     entries = tuple(_entries(graph))
-    found = Executable(made.captured, owner_of(target), runner_of(options))
+    found = _executable(made.captured, owner, options)
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        numbers=made.numbers, capture=made.seconds,
+        ranks=None if graph.ranks is None else graph.ranks.entry, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
@@ -174,6 +182,19 @@ def compile_graph(
         )
     found.report = report
     return found
+
+
+def _executable(captured: Captured, owner: nn.Module, options: Options) -> Executable:
+    """What runs a graph: on this device, on this rank of several, or on simulated ranks."""
+    axis, graph = options.axis, captured.graph
+    if axis is None or graph.ranks is None:
+        return Executable(captured, owner, runner_of(options))
+    if axis.mesh is None:
+        return Executable(captured, owner, simulated, Own(graph, owner, axis))
+    agree(axis, "the graph", "\n".join(format_file(graph)))
+    if axis.holds_parts:
+        distribute(graph, owner, axis)
+    return Executable(captured, owner, runner_of(options), Own(graph, owner, axis))
 
 
 def owner_of(target: Callable[..., Any]) -> nn.Module:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
+from torch import nn
 
 from attngraph.api.build import compile_graph
 from attngraph.api.compiled import CompiledModule
@@ -19,6 +20,8 @@ from attngraph.pipeline import Pass
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
+from attngraph.runtime.parallel.mesh import ShardConfig
+from attngraph.runtime.parallel.parameters import replicate
 
 
 @overload
@@ -26,24 +29,27 @@ def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
     disable: Sequence[str] = ..., min_scores: int | None = ..., cache: Literal[False] = ...,
+    mesh: Any = ..., shard: ShardConfig | None = ...,
 ) -> CompiledModule: ...  # fmt: skip
 @overload
 def compile(
     model: Callable[..., Any], *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
     disable: Sequence[str] = ..., min_scores: int | None = ..., cache: Literal[True] | CacheConfig,
+    mesh: Any = ..., shard: ShardConfig | None = ...,
 ) -> Decoder: ...  # fmt: skip
 @overload
 def compile(
     model: None = ..., *, backend: str = ..., inductor: bool = ..., strict: bool = ...,
     dump: str | Path | None = ..., passes: Sequence[Pass | str] | None = ..., absorb: str = ...,
     disable: Sequence[str] = ..., min_scores: int | None = ..., cache: bool | CacheConfig = ...,
+    mesh: Any = ..., shard: ShardConfig | None = ...,
 ) -> Callable[[Callable[..., Any]], Any]: ...  # fmt: skip
 def compile(
     model: Callable[..., Any] | None = None, *, backend: str = "auto", inductor: bool = False,
     strict: bool = False, dump: str | Path | None = None, passes: Sequence[Pass | str] | None = None,
     absorb: str = "auto", disable: Sequence[str] = (), min_scores: int | None = None,
-    cache: bool | CacheConfig = False,
+    cache: bool | CacheConfig = False, mesh: Any = None, shard: ShardConfig | None = None,
 ) -> Any:  # fmt: skip
     """Returns a module with the same results as `model`, in which attention runs as fused ops.
 
@@ -67,6 +73,10 @@ def compile(
             default options, else 0; 0: every call runs the graph.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
+        mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, hidden
+            units and vocabulary are divided among ranks. Every rank makes the same calls with the same
+            arguments.
+        shard: a `ShardConfig`: other names of axes, and how parameters are held.
 
     Returns:
         An nn.Module that shares the model's parameters; `.report` says what was done. With `cache`, a
@@ -76,13 +86,17 @@ def compile(
         TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
     """
     options = make_options(
-        backend, inductor, strict, dump, passes, absorb=absorb, disable=disable, min_scores=min_scores
+        backend, inductor, strict, dump, passes, absorb=absorb, disable=disable, min_scores=min_scores,
+        mesh=mesh, shard=shard,
     )
     if model is None:
         given = {k: v for k, v in locals().items() if k not in ("model", "options")}
         return functools.partial(compile, **given)
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
+    axis = options.axis
+    if axis is not None and axis.holds_parts and isinstance(model, nn.Module):
+        replicate(model, axis)
     compiled = CompiledModule(model, options)
     if cache is False:
         return compiled

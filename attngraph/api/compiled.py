@@ -32,7 +32,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import CaptureError, SavedError
+from attngraph.errors import CaptureError, DisagreementError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -43,9 +43,11 @@ from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Graphs, KeyOf
+from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
 from attngraph.runtime.small_calls import SmallCalls
 from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
 from attngraph.runtime.wrapper import ModelWrapper
+from attngraph.saved.weights import Skeleton
 
 log = logging.getLogger(__name__)
 ALWAYS = "always"
@@ -72,6 +74,7 @@ class CompiledModule(ModelWrapper):
     _pieces: dict[Any, GraphBreaks]
     _small: SmallCalls
     _settling: int
+    _draws: bool
     _forward: Callable[..., Any]
     _generate: Generate | None
 
@@ -81,7 +84,7 @@ class CompiledModule(ModelWrapper):
     ) -> None:  # fmt: skip
         super().__init__(target)
         self._options = options
-        self._allow_pieces = pieces
+        self._allow_pieces = pieces and options.axis is None
         self._saved = saved
         self._reset()
 
@@ -90,6 +93,7 @@ class CompiledModule(ModelWrapper):
         self._pieces = {}
         self._small = SmallCalls()
         self._settling = 0
+        self._draws = False
         self._forward = _with_signature_of(self._model, self._run)
         self._generate = None
 
@@ -128,6 +132,7 @@ class CompiledModule(ModelWrapper):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = spec, tuple(t.shape for t in tensors)
+        self._agree(leaves, tensors)
         with LOCK.call():
             if shapes in self._small:
                 return self._itself(shapes, args, kwargs)
@@ -164,6 +169,14 @@ class CompiledModule(ModelWrapper):
         if self._options.dump is not None:
             write_breaks(self._options.dump, self._pieces[where].report().breaks)
         return result
+
+    def _agree(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """Check that all ranks make this call, before anything else is exchanged."""
+        axis = self._options.axis
+        if axis is None or axis.mesh is None or not axis.config.agree:
+            return
+        training = getattr(self._model, "training", False)
+        agree(axis, "the call", describe_call(tensors, leaves, training, self._draws))
 
     def weights(
         self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,
@@ -208,6 +221,10 @@ class CompiledModule(ModelWrapper):
             )
         missed = {m.name or "attention": m.reason for m in found.report.missed}
         names = chosen_names(at, names_of_attentions(found.captured.graph), missed)
+        if found.captured.graph.ranks is not None:
+            raise CaptureError(
+                "weights are shown on one device: compile the model without a mesh for that.", "several ranks"
+            )
         with LOCK.call():
             weights = weights_of(found, tensors, names, rows, queries)
         return weights[at] if isinstance(at, str) else weights
@@ -218,6 +235,8 @@ class CompiledModule(ModelWrapper):
         wanted = self._options.fused_from
         if not wanted or found.scores is None or found.scores(tensors) >= wanted:
             return False
+        if isinstance(self._model, Skeleton):
+            return False  # it has weights, and no forward
         parts = self._model.modules() if isinstance(self._model, nn.Module) else ()
         return not any(isinstance(child, ModelWrapper) for part in parts for child in part.children())
 
@@ -255,7 +274,7 @@ class CompiledModule(ModelWrapper):
                 return found
             try:
                 with progress_line(self._options) as options:
-                    found = self._compiled_now(args, kwargs, options)
+                    found = self._compiled(args, kwargs, options)
                 if not found.accepts(tensors):
                     raise CaptureError(
                         "the traced graph does not accept the call it was traced for", "inconsistent guards"
@@ -276,14 +295,29 @@ class CompiledModule(ModelWrapper):
             self._graphs.keep(key_of, found)
             return found
 
-    def _compiled_now(
+    def _compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Executable:  # fmt: skip
-        """A graph from what was compiled before, or compiled now. A part of a model, which torch.compile
-        made, has no name by which it could be found again."""
-        if not self._allow_pieces:
+        """The graph of a call: one that was compiled before, or compiled now. A part of a model, which
+        torch.compile made, has no name by which it could be found again. Where a rank has no graph, no rank
+        has one."""
+        axis = options.axis
+        if axis is None and self._allow_pieces:
+            return saving.executable_for(self._model, args, kwargs, options, self._saved)
+        if axis is None or axis.mesh is None:
             return compile_graph(self._model, args, kwargs, options)
-        return saving.executable_for(self._model, args, kwargs, options, self._saved)
+        try:
+            found = compile_graph(self._model, args, kwargs, options)
+        except DisagreementError:
+            raise
+        except Exception as problem:
+            with contextlib.suppress(DisagreementError):  # this rank raises its own error
+                agree(axis, "the graph", f"none: {type(problem).__name__}: {problem}")
+            raise
+        if draws_numbers(found.captured.graph.graph) and not self._draws:
+            self._draws = True
+            agree(axis, "the state of random numbers", random_state())
+        return found
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
         """Write what was compiled into a folder, for `attngraph.load`.
@@ -294,12 +328,14 @@ class CompiledModule(ModelWrapper):
 
         Raises:
             SavedError: nothing has been compiled yet, it has no form in files (a model that is captured in
-                pieces has none), or they cannot be written.
+                pieces, or divided among ranks, has none), or they cannot be written.
         """
         if self._pieces:
             raise SavedError(
                 "the model is captured in pieces, which torch.compile makes; they cannot be saved."
             )
+        if self._options.axis is not None:
+            raise SavedError("the model is divided among ranks; a graph of several ranks is not saved yet.")
         found = [graph for graphs in self._graphs.values() for graph in graphs]
         return saving.save(path, self._model, found, self._options, None, weights)
 

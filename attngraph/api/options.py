@@ -15,6 +15,7 @@ from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.pipeline import Pass, without
+from attngraph.runtime.parallel.mesh import ShardConfig, TensorAxis, tensor_axis
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
 __all__ = ["ABSORB", "BACKENDS", "Options", "make_options"]
@@ -33,10 +34,14 @@ class Options:
     absorb: str = "auto"
     disable: tuple[str, ...] = ()
     min_scores: int | None = None
+    axis: TensorAxis | None = None
 
     @property
     def fused_from(self) -> int:
-        """The fewest scores per attention with which a call runs the graph and not the model itself."""
+        """The fewest scores per attention with which a call runs the graph and not the model itself. Ranks
+        have only a part of the model."""
+        if self.axis is not None:
+            return 0
         if self.min_scores is not None:
             return self.min_scores
         chosen = self.backend != "auto" or self.inductor or self.passes is not None
@@ -57,14 +62,18 @@ class Options:
         """The passes for a model without a cache."""
         if self.passes is not None:
             return without(self.passes, self.disable)
-        return without(order(self.backend, self.absorb), self.disable)
+        axis = self.axis
+        ranks, group = (1, "") if axis is None else (axis.count, axis.group)
+        return without(order(self.backend, self.absorb, ranks=ranks, group=group), self.disable)
 
     def decoder_pipeline(self) -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
 
         Raises:
-            ValueError: custom passes were given, or `InsertKVCache` is disabled.
+            ValueError: custom passes or several ranks were given, or `InsertKVCache` is disabled.
         """
+        if self.axis is not None and self.axis.count > 1:
+            raise ValueError("mesh and cache do not go together yet: a decoder runs on one device.")
         if self.passes is not None:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
@@ -86,12 +95,15 @@ def _as_pass(step: Any) -> Pass:
 def make_options(
     backend: str = "auto", inductor: bool = False, strict: bool = False, dump: str | Path | None = None,
     passes: Sequence[Pass | str] | None = None, progress: Callable[[str], None] | None = None,
-    absorb: str = "auto", disable: Sequence[str] = (), min_scores: int | None = None,
+    absorb: str = "auto", disable: Sequence[str] = (), min_scores: int | None = None, mesh: Any = None,
+    shard: ShardConfig | None = None,
 ) -> Options:  # fmt: skip
     """Options from the arguments of `attngraph.compile`.
 
     Raises:
-        ValueError: an unknown backend, pass or value of `absorb`.
+        ValueError: an unknown backend, pass or value of `absorb`, or a mesh without the axis. TypeError:
+        `mesh`
+            is none.
     """
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
     if isinstance(passes, str):
@@ -99,14 +111,12 @@ def make_options(
     chosen = None if passes is None else tuple(map(_as_pass, passes))
     if isinstance(disable, str):
         raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
+    if mesh is None and shard is not None:
+        raise ValueError("shard says what is divided along the axes of a mesh; give the mesh too.")
+    axis = None if mesh is None else tensor_axis(mesh, shard or ShardConfig())
+    if axis is not None and chosen is not None:
+        raise ValueError("passes and mesh do not go together: what ranks divide is decided by a pass.")
     return Options(
-        backend,
-        inductor,
-        strict,
-        Path(folder) if folder else None,
-        chosen,
-        progress,
-        absorb,
-        tuple(disable),
-        min_scores,
-    )
+        backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb, tuple(disable),
+        min_scores, axis,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class Executable:
         captured: the graph, its structure and its conditions.
         owner: the module whose parameters and buffers the graph's inputs name.
         run: what computes the graph's results from its inputs (None: the graph itself).
+        state: gives the inputs that are neither the call's nor the model's (a rank's parts of parameters).
 
     Attributes:
         report: what was done to the graph; set once it is known.
@@ -31,17 +32,19 @@ class Executable:
         traced: what its trace depended on, for saving it.
     """
 
-    __slots__ = ("asserts", "captured", "machine", "report", "scores", "sizes", "traced")
+    __slots__ = ("asserts", "captured", "machine", "report", "scores", "sizes", "state", "traced")
 
     def __init__(
-        self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None
-    ) -> None:
+        self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None,
+        state: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:  # fmt: skip
         self.captured, self.report = captured, CompileReport()
         self.traced: Any = None
         self.sizes = ShapeGuard(captured.shapes, captured.graph.conditions)
         self.scores = scores_per_attention(captured.graph, self.sizes)
         self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
+        self.state = state
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph accepts a call with these tensors (of the dtypes that it was traced for)."""
@@ -53,7 +56,7 @@ class Executable:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """The call's result, once the attributes that the model's forward sets are set."""
-        results = self.machine(tensors)
+        results = self.machine(tensors, self.state())
         values: list[Any] = []
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):

@@ -146,7 +146,7 @@ def _without_autocast(inputs: Sequence[Tensor]) -> contextlib.AbstractContextMan
     stack = contextlib.ExitStack()
     if not torch._C._is_any_autocast_enabled():
         return stack
-    for device in {t.device.type for t in inputs}:
+    for device in {t.device.type for t in inputs if isinstance(t, Tensor)}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
@@ -180,9 +180,18 @@ def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) 
 
     def fetch(_: Any) -> Tensor:
         tensor = store.get(name)
-        return getattr(module, name) if tensor is None else tensor  # type: ignore[no-any-return]
+        tensor = getattr(module, name) if tensor is None else tensor
+        return tensor if type(tensor) in _PLAIN else _of_this_rank(tensor)
 
     return fetch
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def _of_this_rank(tensor: Any) -> Tensor:
+    """What this rank has of a DTensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "_local_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def _writer(output: Output, owner: nn.Module) -> Callable[[Any, Tensor], None] | None:

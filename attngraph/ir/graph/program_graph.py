@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from attngraph.ir.graph.conditions import holds
+from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import CachePlan
 
@@ -53,7 +54,8 @@ class Input:
     """What a placeholder stands for: `kind` is "parameter", "buffer", "constant" or "argument"; `name`
     is the qualified name in the user's model, or the number of the argument leaf. The result of a stage has
     the stage's `Rate` as its kind and the result's name. A decoder's graph also has "pages" of a store,
-    "carried" values of the rows, and "rows", which map tokens to sequences."""
+    "carried" values of the rows, and "rows", which map tokens to sequences. A graph for several ranks has a
+    rank's "shard" of parameters, and "places", numbers that differ by rank (`ranks.py`)."""
 
     kind: str
     name: str
@@ -94,6 +96,7 @@ class ProgramGraph:
         hints: the sizes of the example inputs, by symbol.
         stages: the graphs that run less often and whose results this one takes.
         state: what a decoder's graph keeps from one call to the next.
+        ranks: whom the graph is for, if several ranks run it together.
     """
 
     module: fx.GraphModule
@@ -108,6 +111,7 @@ class ProgramGraph:
     assumed: set[str] = dataclasses.field(default_factory=set)
     stages: dict[Rate, ProgramGraph] = dataclasses.field(default_factory=dict)
     state: CachePlan | None = None
+    ranks: Ranks | None = None
 
     @property
     def graph(self) -> fx.Graph:

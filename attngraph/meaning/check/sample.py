@@ -57,6 +57,12 @@ class Sample:
         drawn: Tensor = self.oracle.widened(self._drawn[node])
         return drawn.detach().requires_grad_() if gradients and drawn.is_floating_point() else drawn
 
+    def draw_below(self, node: fx.Node, limit: int) -> None:
+        """Draw integers from 0 to below `limit` for a node."""
+        value = node.meta["val"]
+        shape = shape_at(value, self.sizes)
+        self._drawn[node] = torch.randint(0, limit, shape, generator=self.generator, dtype=value.dtype)
+
     def _random(self, value: Tensor) -> Tensor:
         shape = shape_at(value, self.sizes)
         if value.dtype == torch.bool:
@@ -77,15 +83,20 @@ class Sample:
         self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any], *wanted: fx.Node, box: Box = ()
     ) -> list[Any]:
         """The values of the wanted nodes, or of one part of each, by the oracle."""
+        known = self.known(order, given)
+        if not any(box):
+            return self.oracle.evaluate(order, known, wanted)
+        return Parts(known, self.sizes).evaluate(self.oracle, known, [(node, box) for node in wanted])
+
+    def known(self, order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """What is given, with the sizes and the inputs that it lacks."""
         known = dict(given)
         for node in order:
             if node not in known and is_size(node) and not is_measured(node):
                 known[node] = evaluate_size(size_expression(node.meta["val"]), self.sizes)
             elif node not in known and node.op == "placeholder":
                 known[node] = self.draw(node)
-        if not any(box):
-            return self.oracle.evaluate(order, known, wanted)
-        return Parts(known, self.sizes).evaluate(self.oracle, known, [(node, box) for node in wanted])
+        return known
 
 
 def choose_sizes(

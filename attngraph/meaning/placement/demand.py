@@ -1,0 +1,358 @@
+"""What a rank needs of a node's operands to compute its part of the node.
+
+By the element rules: an element of the result reads elements of the operands, so the indices that a rank has
+of the result say which it needs of each operand. `uses` answers this for one node; which nodes are computed
+by parts at all is decided in `regions.py`. Nothing here knows an operation by its name but attention (whose
+heads are independent of each other), norms over the last dimensions, and the ways of writing a view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.placement.table import Cut, Table
+from attngraph.meaning.rule import Category, Indices, Unliftable
+
+LARGEST = 1 << 22
+"""Index pairs of one view that are enumerated."""
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "reshape.default", "_unsafe_view.default", "unflatten.int", "flatten.using_ints",
+    )
+)  # fmt: skip
+"""Operations that keep the order of elements in memory and take sizes, or ranges of dimensions."""
+_NORMS = ("aten.layer_norm.default", "aten.rms_norm.default")
+
+
+class Unplaced(Exception):
+    """A node cannot be computed by parts in this way: says why, for a user."""
+
+
+class How(enum.Enum):
+    """How a rank computes its part of a node."""
+
+    SAME = "the operation on its part of the operands"
+    VIEW = "a view of exactly what it needs"
+    PICK = "exactly what it needs, moved"
+    HEADS = "attention of its heads"
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What is needed of an operand. `sources`: for a PICK, the dimension of the result that each dimension
+    of the operand belongs to (None: of one index)."""
+
+    operand: fx.Node
+    cut: Cut
+    sources: tuple[int | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """How a node is computed by parts, and from what."""
+
+    how: How
+    uses: tuple[Use, ...]
+
+
+class Demand:
+    """`part(node, cut)`: how ranks compute this part of a node.
+
+    Raises:
+        Unplaced: no way is known.
+    """
+
+    def __init__(self, meaning: Meaning, ranks: int) -> None:
+        self.meaning, self.ranks = meaning, ranks
+
+    def part(self, node: fx.Node, cut: Cut) -> Part:
+        if node.target is operator.getitem and nodes.view(node.args[0]) is not None:  # type: ignore[arg-type]
+            return Part(How.SAME, (Use(node.args[0], cut),))  # type: ignore[arg-type]
+        if node.target in COLLECTIVES:
+            raise Unplaced("it is a sum over ranks")
+        attention = nodes.view(node)
+        if attention is not None:
+            return self._heads(attention, cut)
+        try:
+            at, places = self.meaning.places(node)
+            category = self.meaning.category(node)
+            value = self._element(node, places)
+        except Unliftable as problem:
+            if str(node.target) in _NORMS:
+                return self._norm(node, cut)
+            raise Unplaced(f"attngraph has no rule for the elements of {node.target}") from problem
+        variables = {at[dim]: table for dim, table in cut.items()}
+        reads = list(_reads(value))
+        self._require_local(value, variables)
+        if category is Category.MOVEMENT and len(reads) == 1 and value.op == "read":
+            return self._moved(node, value, at, cut)
+        uses: dict[fx.Node, Use] = {}
+        for read in reads:
+            found = {d: variables[i] for d, i in enumerate(read.args) if i in variables}
+            others = [i for i in read.args if i not in variables and _mentions(i, variables)]
+            if others:
+                raise Unplaced(f"{node.target} reads other parts of its operand")
+            use = Use(read.value, found)
+            if uses.setdefault(read.value, use).cut != found:
+                raise Unplaced(f"{node.target} reads its operand at two places")
+        return Part(How.SAME, tuple(uses.values()))
+
+    def _element(self, node: fx.Node, at: Indices) -> Expr:
+        try:
+            return self.meaning.element(node, at)
+        except Unliftable:
+            if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+                raise
+        tensors = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
+        return E.make("raw", tuple(self.meaning.read_broadcast(n, at) for n in tensors), "pointwise")
+
+    def _require_local(self, value: Expr, variables: Mapping[Expr, Table]) -> None:
+        """Check that an element depends on its index only through what it reads."""
+        stack, seen = [value], set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op == "read":
+                continue
+            seen.add(node)
+            if node in variables and not variables[node].is_whole:
+                raise Unplaced("the operation depends on the place of an element itself")
+            stack += node.args[1:] if node.op in E.BINDERS else node.args
+
+    def _norm(self, node: fx.Node, cut: Cut) -> Part:
+        """A norm over the last dimensions: the others are independent of each other."""
+        source, sizes = node.args[0], node.args[1]
+        first = len(self.meaning.shape(source)) - len(sizes)  # type: ignore[arg-type]
+        if any(dim >= first and not table.is_whole for dim, table in cut.items()):
+            raise Unplaced("a norm needs all that it is computed over")
+        weights = [a for a in node.all_input_nodes if a is not source]
+        kept = {dim: table for dim, table in cut.items() if dim < first}
+        return Part(How.SAME, (Use(source, kept), *(Use(w, {}) for w in weights)))  # type: ignore[arg-type]
+
+    # --- attention ---
+
+    def _heads(self, attention: nodes.AttentionOp, cut: Cut) -> Part:
+        """Attention of some query heads, with the key/value heads and the entries of tables that they
+        need."""
+        if not isinstance(attention, nodes.Attention):
+            return self._latent_heads(attention, cut)
+        heads = cut.get(1)
+        if heads is None or any(dim != 1 and not table.is_whole for dim, table in cut.items()):
+            raise Unplaced("a part of a head's width is no attention")
+        total = self._number(attention.q, 1)
+        kv = self.kv_heads(heads, total, self._number(attention.k, 1))
+        return Part(
+            How.HEADS,
+            (Use(attention.q, {1: heads}), Use(attention.k, {1: kv}), Use(attention.v, {1: kv}),
+             *self._of_reads(attention, heads)),
+        )  # fmt: skip
+
+    def _latent_heads(self, attention: nodes.AttentionOp, cut: Cut) -> Part:
+        if not isinstance(attention, nodes.LatentAttention):
+            raise Unplaced("attention over a cache")
+        heads = cut.get(1)
+        if heads is None or any(dim != 1 and not table.is_whole for dim, table in cut.items()):
+            raise Unplaced("a part of a head's width is no attention")
+        total = self._number(attention.q, 1)
+        uses = [Use(attention.q, {1: heads}), Use(attention.latent, {})]
+        for projection in attention.projections:
+            uses.append(Use(projection, {0: self.kv_heads(heads, total, self._number(projection, 0))}))
+        return Part(How.HEADS, (*uses, *self._of_reads(attention, heads)))
+
+    def _of_reads(self, attention: nodes.AttentionOp, heads: Table) -> Iterator[Use]:
+        for number, tensor in enumerate(attention.reads):
+            dims = head_dims(attention, number)
+            yield Use(tensor, {} if dims is None else dict.fromkeys(dims, heads))
+
+    def _number(self, node: fx.Node, dim: int) -> int:
+        extent = self.meaning.shape(node)[dim]
+        if extent.op != "const":
+            raise Unplaced("the number of heads is a size that varies")
+        return int(extent.value)
+
+    def kv_heads(self, heads: Table, total: int, kv: int) -> Table:
+        """The key/value heads that some query heads attend to."""
+        group = total // kv
+        found = Table.of(heads.places // group, kv)
+        if found is not None:
+            each = heads.count // found.count
+            local = torch.arange(heads.count) // max(each, 1)
+            even = each * found.count == heads.count
+            if even and torch.equal(found.places[:, local], heads.places // group):
+                return found
+        raise Unplaced(
+            f"{total} query heads that share {kv} key/value heads cannot be divided among {self.ranks} ranks"
+        )
+
+    # --- movement ---
+
+    def _moved(self, node: fx.Node, value: Expr, at: Indices, cut: Cut) -> Part:
+        """An operation that only moves elements. Of two views in a row the second may undo the first, which
+        joins heads with a size that varies: then it is a view of what the first is a view of."""
+        is_view, looked_through = str(node.target) in VIEWS, False
+        while True:
+            try:
+                part = self._moved_once(node, value, at, cut)
+                return Part(How.VIEW, part.uses) if looked_through else part
+            except _Symbolic as problem:
+                if not is_view or str(value.value.target) not in VIEWS:
+                    raise Unplaced("heads are joined with a size that varies") from problem
+                looked_through = True
+                try:
+                    value = self.meaning.element(value.value, value.args)
+                except Unliftable as stop:
+                    raise Unplaced("heads are joined with a size that varies") from stop
+
+    def _moved_once(self, node: fx.Node, value: Expr, at: Indices, cut: Cut) -> Part:
+        source, shape = value.value, self.meaning.shape(value.value)
+        variables = {at[dim]: table for dim, table in cut.items()}
+        found: dict[int, Table] = {}
+        odd, kept = [], False
+        for d, index in enumerate(value.args):
+            if index.op == "var" and index in at and index.args[0] is shape[d]:
+                if index in variables:
+                    found[d] = variables[index]
+            elif shape[d].op == "const" and _computable(index):
+                odd.append(d)
+            elif _mentions(index, variables):
+                raise _Symbolic
+            else:
+                kept = True
+        for group in _groups(odd, value.args):
+            found.update(self._sets(group, value.args, shape, variables))
+        moved = [d for d in odd if not found[d].is_whole or _mentions(value.args[d], variables)]
+        if not moved:
+            for d in odd:
+                del found[d]
+            return Part(How.SAME, (Use(source, found),))
+        if str(node.target) in VIEWS:
+            return Part(How.VIEW, (Use(source, found),))
+        owners = [[v for v in at if _mentions(i, (v,))] for i in value.args]
+        flat = [v for of in owners for v in of]
+        if kept or any(len(of) > 1 for of in owners) or len(set(flat)) != len(flat):
+            raise Unplaced(f"{node.target} mixes dimensions")
+        sources = tuple(at.index(of[0]) if of else None for of in owners)
+        return Part(How.PICK, (Use(source, found, sources),))
+
+    def _sets(
+        self, dims: list[int], indices: Indices, shape: Indices, variables: Mapping[Expr, Table]
+    ) -> dict[int, Table]:
+        """The indices that are read of some dimensions, which share variables: they must be a product."""
+        used = list(dict.fromkeys(v for d in dims for v in _variables(indices[d])))
+        rows: list[list[Tensor]] = []
+        for rank in range(self.ranks):
+            lists = [
+                variables[v].places[rank] if v in variables else torch.arange(int(v.args[0].value))
+                for v in used
+            ]
+            lengths = [len(x) for x in lists]
+            if math.prod(lengths) > LARGEST:
+                raise Unplaced("a view of too many elements")
+            grid = dict(zip(used, torch.meshgrid(*lists, indexing="ij") if lists else (), strict=True))
+            read = [_value(indices[d], grid).broadcast_to(lengths).flatten() for d in dims]
+            sets = [torch.unique(r) for r in read]
+            distinct = torch.unique(torch.stack(read), dim=1).shape[1]
+            if len(dims) > 1 and distinct != math.prod(map(len, sets)):
+                raise Unplaced("a rank's heads are no block of a dimension")
+            rows.append(sets)
+        found = {}
+        for number, d in enumerate(dims):
+            table = Table.of((row[number] for row in rows), int(shape[d].value))
+            if table is None:
+                raise Unplaced("ranks would have unequally many heads")
+            found[d] = table
+        return found
+
+
+class _Symbolic(Exception):
+    """An index of a cut dimension depends on a size that varies."""
+
+
+def head_dims(attention: nodes.AttentionOp, number: int) -> list[int] | None:
+    """The dimensions of a tensor that are read at the head's number; None where heads are used otherwise, so
+    that a rank needs all of the tensor."""
+    found: set[tuple[int, ...]] = set()
+    h = E.var("h")
+    for read in (n for e in attention.program.expressions for n in E.walk(e)):
+        if read.op == "read" and read.value == number:
+            if any(i is not h and _mentions(i, (h,)) for i in read.args):
+                return None
+            found.add(tuple(d for d, i in enumerate(read.args) if i is h))
+    return list(found.pop()) if len(found) == 1 else None
+
+
+def _reads(value: Expr) -> Iterator[Expr]:
+    """The elements of nodes that an expression reads, those that decide where others are read included."""
+    return (n for n in E.walk(value) if n.op == "read" and isinstance(n.value, fx.Node))
+
+
+def _mentions(index: Expr, variables: Mapping[Expr, Any] | tuple[Expr, ...]) -> bool:
+    return any(n in variables for n in E.walk(index) if n.op == "var")
+
+
+def _variables(index: Expr) -> list[Expr]:
+    return [n for n in E.walk(index) if n.op == "var"]
+
+
+def _groups(dims: list[int], indices: Indices) -> list[list[int]]:
+    """The dimensions in groups that share variables."""
+    found: list[tuple[set[Expr], list[int]]] = []
+    for d in dims:
+        mine, members = set(_variables(indices[d])), [d]
+        for other in [f for f in found if f[0] & mine]:
+            found.remove(other)
+            mine |= other[0]
+            members = other[1] + members
+        found.append((mine, members))
+    return [sorted(members) for _, members in found]
+
+
+def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: functools.reduce(function, args)
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "add": _folded(torch.add), "mul": _folded(torch.mul), "sub": torch.sub, "neg": torch.neg,
+    "floordiv": torch.floor_divide, "mod": torch.remainder, "where": torch.where,
+    "min": _folded(torch.minimum), "max": _folded(torch.maximum),
+    "le": torch.le, "lt": torch.lt, "eq": torch.eq, "ne": torch.ne,
+    "and": _folded(torch.logical_and), "or": _folded(torch.logical_or), "not": torch.logical_not,
+}  # fmt: skip
+
+
+def _computable(index: Expr) -> bool:
+    """Whether an index follows from variables of known extent alone."""
+    return all(
+        n.op in _FUNCTIONS or n.op == "const" or (n.op == "var" and n.args and n.args[0].op == "const")
+        for n in _without_extents(index)
+    )
+
+
+def _without_extents(index: Expr) -> Iterator[Expr]:
+    stack = [index]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += () if node.op == "var" else node.args
+
+
+def _value(index: Expr, grid: Mapping[Expr, Tensor]) -> Tensor:
+    if index.op == "const":
+        return torch.tensor(index.value)
+    if index.op == "var":
+        return grid[index]
+    return _FUNCTIONS[index.op](*(_value(a, grid) for a in index.args))

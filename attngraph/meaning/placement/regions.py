@@ -1,0 +1,275 @@
+"""Regions of a graph that ranks compute by parts: from values that all ranks have to a sum over ranks.
+
+A product with a weight sums over a dimension. If each rank has a part of that dimension, it has a part of the
+sum, and one reduction gives the result to all. From there demands are followed backwards, node by node
+(`demand.py`), until they reach rows of parameters, or values that every rank has anyway. So attention with
+its output projection is such a region (the dimension is heads, and rows of the projections of queries, keys
+and values follow), and so is an MLP (the dimension is its hidden units, whatever stands between the two
+products and however many products there are before it). Several demands on one value are united: a packed
+projection gets the rows of queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops import nodes
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
+from attngraph.meaning.placement.table import Cut, Table, is_cut, united
+from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A contraction with a weight. `variable` is summed over; `source` and `weight` are the operands, with
+    the dimension that it runs over, `parameter` the weight's placeholder, `bias` what is added to the sum."""
+
+    node: fx.Node
+    extent: int
+    source: fx.Node
+    source_dim: int
+    weight: fx.Node
+    weight_dim: int
+    parameter: fx.Node
+    bias: fx.Node | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What ranks compute by parts for one product.
+
+    `parts` has the nodes, operands first, without the product itself; `cuts` what a rank has of each of them,
+    and of the parameters. All other values that are used are had whole by every rank; `stops` has those that
+    are computed from weights, and why.
+    """
+
+    product: Product
+    part: Part
+    parts: Mapping[fx.Node, Part]
+    cuts: Mapping[fx.Node, Cut]
+    stops: Mapping[fx.Node, str]
+
+    @property
+    def attentions(self) -> list[fx.Node]:
+        return [n for n, p in self.parts.items() if p.how is How.HEADS]
+
+    @property
+    def parameters(self) -> list[fx.Node]:
+        return [n for n in self.cuts if n.op == "placeholder"]
+
+
+class Regions:
+    """Finds regions of one graph for so many ranks."""
+
+    def __init__(self, graph: ProgramGraph, meaning: Meaning, ranks: int) -> None:
+        self.graph, self.meaning, self.ranks = graph, meaning, ranks
+        self.demand = Demand(meaning, ranks)
+        self.given: dict[fx.Node, Input] = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+
+    def is_parameter(self, node: fx.Node) -> bool:
+        return node in self.given and self.given[node].kind == "parameter"
+
+    def parameter_of(self, node: fx.Node) -> fx.Node | None:
+        """The parameter whose elements a value has, moved; None if it has others."""
+        while not self.is_parameter(node):
+            operands = node.all_input_nodes
+            if self.meaning.category(node) is not Category.MOVEMENT or len(operands) != 1:
+                return None
+            (node,) = operands
+        return node
+
+    def products(self, node: fx.Node) -> Iterator[Product]:
+        """The ways to see a node as a sum over a dimension that it shares with a weight."""
+        if node.op != "call_function" or self.meaning.category(node) is not Category.CONTRACTION:
+            return
+        try:
+            _, at = self.meaning.places(node)
+            value = self.meaning.element(node, at)
+        except Unliftable:
+            return
+        sums = [t for t in (value.args if value.op == "add" else (value,)) if t.op == "sum"]
+        others = [t for t in (value.args if value.op == "add" else ()) if t.op != "sum"]
+        if len(sums) != 1 or len(others) > 1 or any(t.op != "read" for t in others):
+            return
+        bias = others[0].value if others else None
+        variables, body = _unbound(sums[0])
+        reads = [f for f in (body.args if body.op == "mul" else ()) if f.op == "read"]
+        if len(reads) != 2 or len(body.args) != 2:
+            return
+        for variable in variables:
+            places = [[d for d, i in enumerate(r.args) if i is variable] for r in reads]
+            if variable.args[0].op != "const" or any(len(p) != 1 for p in places):
+                continue
+            for a, b in ((0, 1), (1, 0)):
+                parameter = self.parameter_of(reads[b].value)
+                if parameter is not None and self.parameter_of(reads[a].value) is None:
+                    yield Product(
+                        node, int(variable.args[0].value), reads[a].value, places[a][0], reads[b].value,
+                        places[b][0], parameter, bias,
+                    )  # fmt: skip
+
+    def grow(self, product: Product) -> Region:
+        """The region that ends with a product.
+
+        Raises:
+            Unplaced: it cannot be computed by parts, or nothing would be saved.
+        """
+        if product.extent % self.ranks:
+            raise Unplaced(f"{product.extent} units cannot be divided among {self.ranks} ranks")
+        blocks = Table.blocks(product.extent, self.ranks)
+        part = Part(
+            How.SAME,
+            (Use(product.source, {product.source_dim: blocks}),
+             Use(product.weight, {product.weight_dim: blocks})),
+        )  # fmt: skip
+        parts, cuts, stops = self._followed(part)
+        region = self._kept(product, part, parts, cuts, stops)
+        if product.parameter not in region.cuts or not any(map(self._is_divided_product, region.parts)):
+            because = next((f": {r}" for r in stops.values() if r), "")
+            raise Unplaced(f"its input is needed whole{because}")
+        if not region.attentions:
+            self._require_own(region)
+        return region
+
+    def _is_divided_product(self, node: fx.Node) -> bool:
+        return self.meaning.category(node) is Category.CONTRACTION and any(
+            self.parameter_of(n) is not None for n in node.all_input_nodes if self.meaning.is_tensor(n)
+        )
+
+    def _require_own(self, region: Region) -> None:
+        """Check that hidden units are between two products alone: that nothing else needs them, and that they
+        are not computed from what every rank has whole.
+
+        Raises:
+            Unplaced: they are a part of a value that all ranks need, such as the sum of all layers so far.
+        """
+        inside = {*region.parts, region.product.node}
+        for node, part in region.parts.items():
+            if any(user not in inside and not inside.issuperset(user.users) for user in node.users):
+                raise Unplaced("its input is needed whole elsewhere")
+            for use in (*part.uses, *region.part.uses):
+                if use.operand not in region.cuts and is_cut(use.cut) and self._is_computed(use.operand):
+                    raise Unplaced("its input is needed whole elsewhere")
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        """Whether a value follows from a product or a table of the model, not from positions and
+        constants."""
+        stack, seen = [node], set()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += node.all_input_nodes
+                if self.is_parameter(node) or (
+                    node.op == "placeholder" and self.given_kind(node) == "argument"
+                ):
+                    return True
+        return False
+
+    def given_kind(self, node: fx.Node) -> str:
+        return self.given[node].kind if node in self.given else ""
+
+    def _followed(self, part: Part) -> tuple[dict[fx.Node, Part], dict[fx.Node, Cut], dict[fx.Node, str]]:
+        """What is demanded of the values before a product, how it is computed, and where that ends and
+        why."""
+        order = {node: place for place, node in enumerate(self.graph.graph.nodes)}
+        demands: dict[fx.Node, list[Cut]] = {}
+        queue: list[tuple[int, fx.Node]] = []
+
+        def ask(uses: tuple[Use, ...]) -> None:
+            for use in uses:
+                if use.operand not in demands:
+                    heapq.heappush(queue, (-order[use.operand], use.operand))
+                demands.setdefault(use.operand, []).append(use.cut)
+
+        ask(part.uses)
+        parts: dict[fx.Node, Part] = {}
+        cuts: dict[fx.Node, Cut] = {}
+        stops: dict[fx.Node, str] = {}
+        while queue:
+            _, node = heapq.heappop(queue)
+            cut = united(demands[node])
+            if cut is None:
+                raise Unplaced("ranks would have unequally many rows of a projection")
+            cuts[node] = cut
+            if node.op != "call_function":
+                continue
+            moves = self.meaning.category(node) in ELEMENTWISE or _is_head_result(node)
+            if not (is_cut(cut) or moves):
+                stops[node] = "every rank needs all of its heads" if cut else ""
+                continue
+            try:
+                parts[node] = self.demand.part(node, cut)
+            except Unplaced as problem:
+                if is_cut(cut):
+                    where = source_of(node)
+                    stops[node] = f"{problem}{f' ({where})' if where else ''}"
+                continue
+            ask(parts[node].uses)
+        return parts, cuts, stops
+
+    def _kept(
+        self, product: Product, part: Part, parts: Mapping[fx.Node, Part], cuts: Mapping[fx.Node, Cut],
+        stops: Mapping[fx.Node, str],
+    ) -> Region:  # fmt: skip
+        """The region without what every rank has whole."""
+        inside: dict[fx.Node, Cut] = {
+            n: {d: t for d, t in c.items() if not t.is_same}
+            for n, c in cuts.items()
+            if self.is_parameter(n) and is_cut(c)
+        }
+        kept: dict[fx.Node, Part] = {}
+        for node in reversed(list(parts)):  # operands first
+            if is_cut(cuts[node]) or any(u.operand in inside for u in parts[node].uses):
+                kept[node] = parts[node]
+                inside[node] = cuts[node]
+        return Region(product, part, kept, inside, stops)
+
+    def weights_before(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The matrices of the last products that a value is computed from."""
+        stack, seen = [node], set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            found = [p for n in node.all_input_nodes if (p := self._matrix(n)) is not None]
+            yield from found
+            stack += [] if found else node.all_input_nodes
+
+    def _matrix(self, node: fx.Node) -> fx.Node | None:
+        parameter = self.parameter_of(node) if self.meaning.is_tensor(node) else None
+        return parameter if parameter is not None and len(self.meaning.shape(parameter)) > 1 else None
+
+
+def _unbound(value: Expr) -> tuple[list[Expr], Expr]:
+    variables = []
+    while value.op == "sum":
+        variables.append(value.args[0])
+        value = value.args[1]
+    return variables, value
+
+
+def _is_head_result(node: fx.Node) -> bool:
+    """Whether the node is an attention, or one of its results."""
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node
+    return nodes.view(node) is not None or (
+        getattr(node.target, "__name__", "") == "getitem" and nodes.view(source) is not None
+    )
+
+
+def rows_of(region: Region) -> int:
+    """The units that a region divides: heads of attention, or hidden units."""
+    for node in region.attentions:
+        value = nodes.view(node)
+        if value is not None:
+            return int(value.q.meta["val"].shape[1])
+    return region.product.extent

@@ -1,0 +1,69 @@
+"""Whether all ranks are about to do the same: compared before anything else is exchanged.
+
+Each rank gathers a few numbers of every other: a digest of the call (shapes, dtypes, modes), and after a
+trace a digest of the graph, or that tracing failed. Where they differ every rank sees it, and every rank
+raises an error that says what each of them has. A rank that is gone lets the gathering fail, within the
+time-out of the process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.errors import DisagreementError
+from attngraph.runtime.parallel.mesh import TensorAxis
+
+
+def agree(axis: TensorAxis, what: str, text: str) -> None:
+    """Check that `text` is the same on all ranks; `what` says what it describes.
+
+    Raises:
+        DisagreementError: it is not; on every rank.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
+    number = int.from_bytes(digest[:8], "little", signed=True)
+    found = axis.gathered(torch.tensor([number]))
+    if bool((found == found[0]).all()):
+        return
+    texts: list[Any] = [None] * axis.count
+    torch.distributed.all_gather_object(texts, text[:_SHOWN], group=axis.mesh.get_group())
+    lines = "\n".join(f"    rank {rank}: {_difference(t, texts)}" for rank, t in enumerate(texts))
+    raise DisagreementError(f"the ranks disagree about {what}:\n{lines}")
+
+
+_SHOWN = 20_000
+
+
+def _difference(text: str, texts: Sequence[str]) -> str:
+    """The first line in which texts differ, as this one has it."""
+    split = [t.splitlines() for t in texts]
+    for number, line in enumerate(text.splitlines()):
+        if any(number >= len(other) or other[number] != line for other in split):
+            return line.strip()[:200]
+    return "the same, but shorter"
+
+
+def describe_call(tensors: Sequence[Tensor], others: Sequence[Any], training: bool, draws: bool) -> str:
+    """A call as text: what must be equal on all ranks."""
+    lines = [f"tensor {n}: {str(t.dtype)[6:]} {list(t.shape)}" for n, t in enumerate(tensors)]
+    lines += [f"argument: {value!r}"[:200] for value in others if isinstance(value, (int, float, str, bool))]
+    lines.append(f"training={training}, gradients={torch.is_grad_enabled()}")
+    if draws:
+        lines.append(random_state())
+    return "\n".join(lines)
+
+
+def random_state() -> str:
+    """The state of PyTorch's random numbers, as text."""
+    state = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()[:16]
+    return f"random numbers: state {state} (torch.manual_seed makes it equal)"
+
+
+def draws_numbers(graph: fx.Graph) -> bool:
+    """Whether a graph draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)

@@ -1,0 +1,147 @@
+"""Parameters of a model that several ranks run: each a DTensor that says what a rank has of it.
+
+What a graph divides is `Shard`, or `_StridedShard` where a packed projection is cut in equal runs (heads
+inside of queries, keys and values side by side); everything else is replicated. As with `fully_shard`, an
+optimiser is made afterwards: compiling replaces the parameters by DTensors, and the first call lets each rank
+keep its part, in the same objects. DTensors have the shapes of the whole parameters, so optimisers, state
+dicts, gradient clipping and checkpoints work. While a graph is traced the model has stand-ins without memory
+in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.errors import PlacementError
+from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph.ranks import Shard
+from attngraph.meaning.check.ranks import PerRank
+from attngraph.meaning.placement.table import Table
+from attngraph.runtime.machine import own_tensor
+from attngraph.runtime.parallel.mesh import TensorAxis
+
+
+def replicate(model: nn.Module, axis: TensorAxis) -> None:
+    """Make the parameters of a model DTensors that every rank has whole: what is divided is known after the
+    first trace."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    made: dict[int, nn.Parameter] = {}
+    for store, name, parameter in _parameters(model):
+        if isinstance(parameter, DTensor):
+            continue
+        if id(parameter) not in made:
+            whole = DTensor.from_local(parameter.detach(), axis.mesh, [Replicate()], run_check=False)
+            made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        store[name] = made[id(parameter)]
+
+
+def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
+    """Let each rank keep of the parameters what the graph says.
+
+    Raises:
+        PlacementError: another graph of the model divides a parameter otherwise, or it is no replicated
+        DTensor.
+    """
+    from torch.distributed.tensor import DTensor
+
+    assert graph.ranks is not None
+    named = dict(owner.named_parameters(remove_duplicate=False))
+    for shard in graph.ranks.shards.values():
+        parameter: Any = named[shard.parameter]
+        wanted = _placement(shard, parameter)
+        placements: tuple[Any, ...] = getattr(parameter, "placements", ())
+        if placements == (wanted,):
+            continue
+        if not (len(placements) == 1 and placements[0].is_replicate()):
+            name, found = shard.parameter.removeprefix("model."), ", ".join(map(str, placements))
+            raise PlacementError(
+                f"this call divides {name} as {wanted}, but since an earlier one, or since the model was "
+                f"changed, it is {found or 'no DTensor'}.\n"
+                'What to do: shard=ShardConfig(parameters="whole").'
+            )
+        part = shard.of(parameter._local_tensor.detach(), axis.rank).contiguous()
+        made: Any = DTensor.from_local(
+            part, axis.mesh, [wanted], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        # The same object: optimisers refer to it.
+        parameter._spec, parameter._local_tensor = made._spec, made._local_tensor
+        parameter.grad = None
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Every place of a model that has a parameter: the module's store, the name, the parameter."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module._parameters, name, parameter
+
+
+def _placement(shard: Shard, parameter: Tensor) -> Any:
+    from torch.distributed.tensor import Shard as Even
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    (dim,), (places,) = shard.dims, shard.places
+    runs = Table(places.cpu(), int(parameter.shape[dim])).runs()
+    assert runs is not None, "a parameter is held divided only in equal runs"
+    return Even(dim) if runs == 1 else _StridedShard(dim, split_factor=runs)
+
+
+@contextlib.contextmanager
+def stand_ins(owner: nn.Module) -> Iterator[None]:
+    """While a graph is traced: plain parameters of the whole shapes, without memory, instead of the model's.
+    (A trace keeps weak references to what it saw, and such parameters could not be replaced.)"""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    made: dict[int, nn.Parameter] = {}
+    for store, name, parameter in _parameters(owner):
+        if id(parameter) not in made:
+            made[id(parameter)] = _without_memory(parameter)
+        changed.append((store, name, parameter))
+        store[name] = made[id(parameter)]
+    try:
+        yield
+    finally:
+        for store, name, parameter in changed:
+            store[name] = parameter
+
+
+def _without_memory(parameter: Any) -> nn.Parameter:
+    local = getattr(parameter, "_local_tensor", parameter)
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=local.dtype, device=local.device)
+    whole.untyped_storage().resize_(0)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+class Own:
+    """What one rank, or every simulated one, has of a graph's inputs that differ by rank."""
+
+    def __init__(self, graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
+        assert graph.ranks is not None
+        self.axis = axis
+        self._shards = [
+            (name, shard, own_tensor(Input("parameter", shard.parameter), owner, {}))
+            for name, shard in graph.ranks.shards.items()
+            if any(i == Input("shard", name) for i in graph.inputs)
+        ]
+        places = graph.ranks.places.items()
+        self._places: dict[str, Any] = {
+            name: PerRank(numbers) if axis.mesh is None else numbers[axis.rank] for name, numbers in places
+        }
+
+    def __call__(self) -> dict[str, Any]:
+        found = dict(self._places)
+        for name, shard, fetch in self._shards:
+            parameter: Any = fetch(None)
+            if self.axis.mesh is None:
+                found[name] = PerRank(shard.of(parameter, rank) for rank in range(self.axis.count))
+            elif self.axis.holds_parts:
+                found[name] = parameter
+            else:
+                whole = torch.ops.attngraph.sum_gradients(parameter, self.axis.group)
+                found[name] = shard.of(whole, self.axis.rank)
+        return found

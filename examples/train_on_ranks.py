@@ -1,0 +1,74 @@
+"""Train a byte-level language model on several ranks, and beside it on one device, and compare the losses.
+
+    torchrun --nproc-per-node 2 examples/train_on_ranks.py --steps 20
+
+Heads, hidden units and the vocabulary of the plain decoder of `attngraph.models.decoder_lm` are divided among
+the ranks; nothing of the model says how. Rank 0 prints both losses of every step, the largest difference, and
+what each rank holds and sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import attngraph
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.models.text import byte_batch
+
+
+def main() -> None:
+    """Train both, step by step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
+    options = parser.parse_args()
+    torch.distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
+
+    torch.manual_seed(0)  # ranks begin with equal weights
+    alone = DecoderLM(DecoderLMConfig(width=options.width, heads=options.width // 16, layers=2))
+    model = copy.deepcopy(alone)
+    compiled = attngraph.compile(model, mesh=mesh)
+    steps = [_step(compiled, model), _step(alone, alone)]
+    worst = 0.0
+    for number in range(options.steps):
+        batch = byte_batch(4, options.tokens + 1, seed=number)
+        mine, theirs = (step(batch) for step in steps)
+        worst = max(worst, abs(mine - theirs))
+        if torch.distributed.get_rank() == 0:
+            print(f"step {number}: loss {mine:.6f} on {ranks} ranks, {theirs:.6f} on one device")
+    entry = compiled.report.ranks
+    if torch.distributed.get_rank() == 0 and entry is not None:
+        everything, held = entry.parameters
+        print(f"largest difference {worst:.1e}; a rank holds {held:,} of {everything:,} parameters")
+        print(f"and sends {entry.sent_per_token:,} bytes a token, forward")
+    torch.distributed.destroy_process_group()
+
+
+def _step(module: nn.Module, model: nn.Module) -> Callable[[torch.Tensor], float]:
+    """A function that trains on one batch and returns the loss."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: torch.Tensor) -> float:
+        logits = module(batch[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        return loss.item()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

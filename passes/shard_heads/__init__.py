@@ -1,0 +1,1 @@
+"""Tensor parallel: heads, hidden units and the vocabulary divided among ranks."""

@@ -1,0 +1,349 @@
+"""What a rank computes of a region: a twin of every node of it, on the rank's part of the operands.
+
+The nodes of the model stay until the twins are proved equal to them (`shard.py`). Inputs are added for a
+rank's parts of parameters, and for numbers that differ by rank. A value that every rank has whole enters
+through `sum_gradients`, where gradients flow.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import Input, ProgramGraph
+from attngraph.ir.graph.ranks import Shard
+from attngraph.ir.graph.source import ORIGIN
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import Keep, ScoreProgram, Statement
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, SUM_GRADIENTS
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.placement.demand import VIEWS, How, Part, Unplaced, Use, head_dims
+from attngraph.meaning.placement.regions import Product, Region
+from attngraph.meaning.placement.table import Cut, Places, Table
+from attngraph.meaning.rule import is_part
+from attngraph.passes.build import Builder, NoSize
+
+aten = torch.ops.aten
+_H = E.var("h")
+
+
+class Parts:
+    """Builds twins in one graph, which has its `ranks` set."""
+
+    def __init__(self, graph: ProgramGraph, meaning: Meaning) -> None:
+        assert graph.ranks is not None
+        self.graph, self.meaning, self.ranks = graph, meaning, graph.ranks
+        self.names = dict(zip(graph.placeholders(), graph.inputs, strict=True))
+        self.entered: dict[fx.Node, fx.Node] = {}
+        self.shards: dict[tuple[fx.Node, int, Table], fx.Node] = {}
+        self.numbers: dict[Any, fx.Node] = {}
+        self.twins: dict[fx.Node, fx.Node] = {}
+        self.cuts: dict[fx.Node, Cut] = {}
+        self.whole: dict[fx.Node, None] = {}
+        """Values of the model that the twins of the last region use whole."""
+        self._learns: dict[fx.Node, bool] = {}
+
+    def region(self, region: Region) -> fx.Node:
+        """The twins of a region; returns the node that replaces its product.
+
+        Raises:
+            Unplaced: it cannot be computed by parts after all.
+        """
+        self.begin()
+        parameters = {n: region.cuts[n] for n in region.parameters}
+        parts = [(node, part, region.cuts[node]) for node, part in region.parts.items()]
+        return self.product(region.product, region.part, parts, parameters)
+
+    def begin(self) -> None:
+        """Forget the twins of the last region."""
+        self.twins, self.cuts, self.whole = {}, {}, {}
+
+    def product(
+        self, product: Product, part: Part, parts: Sequence[tuple[fx.Node, Part, Cut]],
+        parameters: Mapping[fx.Node, Cut],
+    ) -> fx.Node:  # fmt: skip
+        """A product of which ranks have parts of what it sums over, and what it is computed from."""
+        self._twins(parts, parameters)
+        return self._summed(product, part)
+
+    def rows(
+        self, node: fx.Node, part: Part, cut: Cut, parts: Sequence[tuple[fx.Node, Part, Cut]],
+        parameters: Mapping[fx.Node, Cut],
+    ) -> fx.Node:  # fmt: skip
+        """A node of whose result each rank has a part, and what it is computed from."""
+        self._twins(parts, parameters)
+        return self._twin(node, part, cut)
+
+    def _twins(
+        self, parts: Sequence[tuple[fx.Node, Part, Cut]], parameters: Mapping[fx.Node, Cut]
+    ) -> None:  # fmt: skip
+        for node, cut in parameters.items():
+            self.twins[node], self.cuts[node] = self.shard(node, cut), cut
+        for node, part, cut in parts:
+            self.twins[node], self.cuts[node] = self._twin(node, part, cut), cut
+
+    # --- one node ---
+
+    def _twin(self, node: fx.Node, part: Part, cut: Cut) -> fx.Node:
+        builder = Builder(self.graph, node)
+        try:
+            made = self._made(builder, node, part, cut)
+        except (NoSize, RuntimeError, TypeError, ValueError) as problem:
+            raise Unplaced(f"{node.target} on a part of its operands: {problem}") from problem
+        for key in ("attention", "tokens"):
+            if key in node.meta:
+                made.meta[key] = node.meta[key]
+        wanted, found = node.meta["val"], made.meta["val"]
+        if isinstance(wanted, Tensor):
+            sizes = [cut[d].count if d in cut else n for d, n in enumerate(wanted.shape)]
+            same = all(
+                a == b
+                for a, b in zip(sizes, found.shape, strict=True)
+                if isinstance(a, int) and isinstance(b, int)
+            )
+            if len(sizes) != len(found.shape) or not same or found.dtype != wanted.dtype:
+                raise Unplaced(f"{node.target} has another shape on a part of its operands")
+        return made
+
+    def _made(self, builder: Builder, node: fx.Node, part: Part, cut: Cut) -> fx.Node:
+        if part.how is How.HEADS:
+            return self._heads(builder, node, part, cut[1])
+        given = {use.operand: self._operand(builder, use) for use in part.uses}
+        target: Any = node.target
+        if part.how is How.PICK:
+            return self._moved(builder, node, part.uses[0], given[part.uses[0].operand], cut)
+        (first,) = list(given.values())[:1]
+        if part.how is How.VIEW or str(target) in VIEWS:
+            return builder.call(aten.reshape.default, first, self._sizes(builder, node, cut))
+        if str(target) == "aten.expand.default":
+            return builder.call(aten.expand.default, first, self._sizes(builder, node, cut))
+        if is_part(node) and node.args[0] not in given:
+            whole: Any = node.args[0]
+            args, kwargs = fx.map_arg((whole.args, whole.kwargs), lambda n: given.get(n, n))
+            return builder.call(operator.getitem, builder.call(whole.target, *args, **kwargs), node.args[1])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given.get(n, n))
+        return builder.call(target, *args, **kwargs)
+
+    def _sizes(self, builder: Builder, node: fx.Node, cut: Cut) -> list[Any]:
+        shape = self.meaning.shape(node)
+        return [cut[d].count if d in cut else builder.size(extent) for d, extent in enumerate(shape)]
+
+    def _moved(self, builder: Builder, node: fx.Node, use: Use, x: fx.Node, cut: Cut) -> fx.Node:
+        """Exactly what is needed of an operand, with its dimensions in the places of the result's."""
+        kept = [d for d, source in enumerate(use.sources) if source is not None]
+        for d in reversed(range(len(use.sources))):
+            if d not in kept:
+                x = builder.call(aten.select.int, x, d, 0)
+        places = [use.sources[d] for d in kept]
+        order = sorted(range(len(places)), key=lambda i: places[i] or 0)
+        if order != list(range(len(order))):
+            x = builder.call(aten.permute.default, x, order)
+        rank = len(self.meaning.shape(node))
+        added = [d for d in range(rank) if d not in places]
+        for d in added:
+            x = builder.call(aten.unsqueeze.default, x, d)
+        return builder.call(aten.expand.default, x, self._sizes(builder, node, cut)) if added else x
+
+    def _heads(self, builder: Builder, node: fx.Node, part: Part, heads: Table) -> fx.Node:
+        attention: Any = nodes.view(node)
+        made: dict[str, Any] = {}
+        uses = iter(part.uses)
+        for name in ("q", *attention.key_names, *attention.projection_names):
+            if getattr(attention, name) is not None:
+                made[name] = self._operand(builder, next(uses))
+        reads = [self._operand(builder, use) for use in uses]
+        local = {n for n in range(len(reads)) if head_dims(attention, n) is not None}
+        program = _numbered(attention.program, local, len(reads))
+        if program is not attention.program:
+            reads.append(self.number("heads", heads.places))
+        return builder.attention(attention.replace(**made, reads=tuple(reads), program=program))
+
+    # --- operands ---
+
+    def _operand(self, builder: Builder, use: Use) -> fx.Node:
+        """A rank's part of an operand: of its twin, or of the whole value."""
+        node = use.operand
+        if node in self.twins:
+            have: Cut = self.cuts[node]
+            x = self.twins[node]
+        else:
+            have, x = {}, self.enter(node)
+        if not isinstance(node.meta["val"], Tensor):
+            return x
+        for dim in sorted({*have, *use.cut}):
+            x = self._picked(builder, x, dim, have.get(dim), use.cut.get(dim), node)
+        return x
+
+    def _picked(
+        self, builder: Builder, x: fx.Node, dim: int, have: Table | None, want: Table | None, node: fx.Node
+    ) -> fx.Node:
+        """What is wanted of a dimension, of what there is."""
+        known = have or want
+        assert known is not None
+        whole = Table.whole(known.extent, known.ranks)
+        have, want = have or whole, want or whole
+        if have == want:
+            return x
+        places = have.positions(want)
+        if places is None:
+            raise Unplaced(f"a rank lacks a part of {node}")
+        if not bool((places == places[0]).all()):
+            return builder.call(aten.index_select.default, x, dim, self.number("places", places))
+        return self._at(builder, x, dim, places[0])
+
+    def _at(self, builder: Builder, x: fx.Node, dim: int, places: Tensor) -> fx.Node:
+        """The entries of a dimension at places that are the same for every rank."""
+        steps = places.diff()
+        first, last = int(places[0]), int(places[-1])
+        if not len(steps):
+            return builder.call(aten.narrow.default, x, dim, first, 1)
+        if int(steps[0]) > 0 and bool((steps == steps[0]).all()):
+            if int(steps[0]) == 1:
+                return builder.call(aten.narrow.default, x, dim, first, len(places))
+            return builder.call(aten.slice.Tensor, x, dim, first, last + 1, int(steps[0]))
+        return builder.call(
+            aten.index_select.default, x, dim, self.number("places", places.repeat(self.ranks.count, 1))
+        )
+
+    def enter(self, node: fx.Node) -> fx.Node:
+        """A value that every rank has whole, where ranks begin to differ."""
+        self.whole[node] = None
+        if not self.learns(node):
+            return node
+        if node not in self.entered or self.entered[node]._erased:
+            after = self._last_placeholder() if node.op == "placeholder" else node
+            with self.graph.graph.inserting_after(after):
+                made = self.graph.graph.call_function(SUM_GRADIENTS, (node, self.ranks.group))
+            made.meta = {k: v for k, v in node.meta.items() if k in (*ORIGIN, "val")}
+            self.entered[node] = made
+        return self.entered[node]
+
+    def learns(self, node: fx.Node) -> bool:
+        """Whether a gradient may flow to the value."""
+        if not self.graph.gradients:
+            return False
+        if node not in self._learns:
+            value = node.meta.get("val")
+            floating = isinstance(value, tuple) or (isinstance(value, Tensor) and value.is_floating_point())
+            given = self.names.get(node)
+            if node.op == "placeholder":
+                found = given is not None and given.kind in ("parameter", "argument")
+                found |= isinstance(value, Tensor) and value.requires_grad
+            elif node.target is aten.detach.default:
+                found = False
+            else:
+                found = any(self.learns(n) for n in node.all_input_nodes)
+            self._learns[node] = floating and found
+        return self._learns[node]
+
+    # --- inputs ---
+
+    def shard(self, parameter: fx.Node, cut: Cut) -> fx.Node:
+        """A rank's part of a parameter."""
+        ((dim, table),) = cut.items()
+        key = (parameter, dim, table)
+        if key not in self.shards:
+            name = self.names[parameter].name
+            same = sum(s.parameter == name for s in self.ranks.shards.values())
+            label = f"{name}#{same}" if same else name
+            value = parameter.meta["val"]
+            sizes = [table.count if d == dim else n for d, n in enumerate(value.shape)]
+            self.shards[key] = self.input("shard", label, sizes, value.dtype, value.device)
+            self.shards[key].meta.update({k: v for k, v in parameter.meta.items() if k in ORIGIN})
+            self.ranks.shards[label] = Shard(name, (dim,), (table.places,))
+        return self.shards[key]
+
+    def number(self, name: str, places: Places) -> fx.Node:
+        """An input of numbers that differ by rank."""
+        key = (name, tuple(places.shape), tuple(places.flatten().tolist()))
+        if key not in self.numbers:
+            label = f"{name}{len(self.numbers)}"
+            device = self.graph.placeholders()[-1].meta["val"].device
+            self.numbers[key] = self.input("places", label, list(places.shape[1:]), torch.int64, device)
+            self.ranks.places[label] = places.to(device)
+        return self.numbers[key]
+
+    def input(
+        self, kind: str, name: str, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> fx.Node:
+        """A new input of the graph."""
+        with self.graph.graph.inserting_after(self._last_placeholder()):
+            node = self.graph.graph.placeholder(f"{kind}_{len(self.graph.inputs)}")
+        with self.graph.fake_mode():
+            node.meta = {"val": torch.empty(sizes, dtype=dtype, device=device)}
+        self.graph.inputs = (*self.graph.inputs, Input(kind, name))
+        return node
+
+    def _last_placeholder(self) -> fx.Node:
+        return self.graph.placeholders()[-1]
+
+    # --- where ranks come together ---
+
+    def _summed(self, product: Product, part: Part) -> fx.Node:
+        """The product of all ranks' parts: each rank's product, added up, and the bias."""
+        builder = Builder(self.graph, product.node)
+        target: Any = product.node.target
+        given = {use.operand: self._operand(builder, use) for use in part.uses}
+        if product.bias is None:
+            args, kwargs = fx.map_arg((product.node.args, product.node.kwargs), lambda n: given.get(n, n))
+            mine = builder.call(target, *args, **kwargs)
+        else:
+            plain = {
+                aten.linear.default: aten.linear.default, aten.addmm.default: aten.mm.default,
+                aten.baddbmm.default: aten.bmm.default,
+            }  # fmt: skip
+            if target not in plain or product.node.kwargs:
+                raise Unplaced(f"the bias of {target} cannot be added after the sum")
+            operands = [a for a in product.node.args if a is not product.bias]
+            mine = builder.call(plain[target], *(given[a] for a in operands))  # type: ignore[index]
+        return self.summed(builder, mine, product.bias)
+
+    def summed(self, builder: Builder, mine: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+        found = builder.call(ALL_REDUCE, mine, self.ranks.group)
+        return found if bias is None else builder.call(aten.add.Tensor, found, bias)
+
+    def gathered(self, builder: Builder, mine: fx.Node, dim: int, table: Table) -> fx.Node:
+        """All of a dimension of which each rank has a part.
+
+        Raises:
+            Unplaced: nobody has some of it.
+        """
+        flat = table.places.flatten().tolist()
+        first = {index: place for place, index in reversed(list(enumerate(flat)))}
+        if len(first) != table.extent:
+            raise Unplaced("no rank has all of it")
+        found = builder.call(ALL_GATHER, mine, dim, self.ranks.count, self.ranks.group)
+        order = torch.tensor([first[index] for index in range(table.extent)])
+        if torch.equal(order, torch.arange(len(flat))):
+            return found
+        return self._at(builder, found, dim, order)
+
+
+def _numbered(program: ScoreProgram, local: set[int], number: int) -> ScoreProgram:
+    """A program for a rank's heads: tensors in `local` are read at the rank's own heads; elsewhere the number
+    of a head is what tensor `number` says."""
+    mine = E.read(number, (_H,))
+
+    def replaced(formula: Expr) -> Expr:
+        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node is _H:
+                return mine
+            if (node.op == "read" and node.value in local) or args == node.args:
+                return node
+            return E.make(node.op, args, node.value, node.kind)
+
+        return E.rebuild(formula, leaf)
+
+    def rewritten(statement: Statement) -> Statement:
+        if isinstance(statement, Keep):
+            return Keep(replaced(statement.predicate), replaced(statement.fill))
+        return type(statement)(replaced(statement.value))
+
+    made = tuple(map(rewritten, program.statements))
+    return program if made == program.statements else ScoreProgram(made)

@@ -1,0 +1,163 @@
+"""ShardHeads: attention by heads, MLPs by hidden units and tables by vocabulary, divided among ranks.
+
+The plan is derived: `meaning/placement/regions.py` finds what can be computed by parts, `parts.py` builds it,
+and `meaning/check/ranks.py` proves it in float64, all ranks in one process, gradients included, before the
+graph is changed. Regions with attention come first, so that a projection whose rows are heads is cut by
+heads. A result of a region that is needed whole elsewhere (keys that the model returns) is gathered. What is
+not divided stays as it is, computed by every rank; the report says why, with its line. Never changes what the
+model computes, and knows no model, module or parameter by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from torch import fx
+
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph.source import module_of, source_of
+from attngraph.meaning.check.ranks import RankChecks
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.placement.demand import Unplaced
+from attngraph.meaning.placement.regions import Product, Region, Regions, rows_of
+from attngraph.meaning.placement.table import Cut
+from attngraph.passes.build import Builder
+from attngraph.passes.shard_heads.account import account
+from attngraph.passes.shard_heads.merge_sums import merge_sums
+from attngraph.passes.shard_heads.parts import Parts
+from attngraph.passes.shard_heads.storage import settle
+from attngraph.passes.shard_heads.vocabulary import Vocabulary
+from attngraph.pipeline import Outcome
+from attngraph.report.entries import DividedEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardHeads:
+    """`ranks`: how many; `group`: the name of their process group."""
+
+    ranks: int = 2
+    group: str = "tensor"
+    name: str = "shard-heads"
+    requires: Level = Level.FUSED
+    yields: Level = Level.FUSED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        if self.ranks > 1:
+            graph.ranks = Ranks(self.ranks, self.group)
+            outcome.notes += _Sharding(graph).run()
+        return outcome
+
+
+class _Sharding:
+    def __init__(self, graph: ProgramGraph) -> None:
+        assert graph.ranks is not None
+        self.graph, self.ranks = graph, graph.ranks
+        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.regions = Regions(graph, self.meaning, self.ranks.count)
+        self.parts = Parts(graph, self.meaning)
+        self.decided: dict[fx.Node, Cut] = {}
+        self.entries: list[DividedEntry] = []
+        self.reasons: dict[fx.Node, str] = {}
+        """Why a parameter is not divided."""
+        self.twins: dict[fx.Node, tuple[fx.Node, Cut, tuple[fx.Node, ...]]] = {}
+        """Of each node that is computed by parts: its twin, the cut, what its region begins with."""
+        self.checks = RankChecks(graph, self.parts.learns)
+
+    def run(self) -> list[str]:
+        sizes = {
+            i.name: _elements(n) for n, i in self.parts.names.items() if i.kind == "parameter" and n.users
+        }
+        for only_attention in (True, False):
+            for node in list(self.graph.graph.nodes):
+                if node.users and any(
+                    self._divide(product, only_attention) for product in self.regions.products(node)
+                ):
+                    self.graph.clean()
+        self._gather()
+        vocabulary = Vocabulary(
+            self.graph, self.regions, self.parts, self._is_proved, self.checks.below
+        )  # fmt: skip
+        self.entries += vocabulary.divide(self.decided, self.reasons)
+        self.graph.clean()
+        merge_sums(self.graph)
+        kept = settle(self.graph, self.parts)
+        self.graph.assumed |= {n.name for n in self.meaning.assumed}
+        unused = [i for i in self.graph.inputs if i.kind in ("shard", "places", "parameter")]
+        self.graph.drop_inputs(lambda node, given: given in unused and not node.users)
+        reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept
+        self.ranks.entry = account(self.graph, tuple(self.entries), sizes, reasons)
+        attention = sum(e.what == "heads" for e in self.entries)
+        return [f"{len(self.entries)} part(s) divided among {self.ranks.count} ranks, {attention} attention"]
+
+    def _divide(self, product: Product, only_attention: bool) -> bool:
+        """Compute the region that ends with a product by parts, if that can be done and is proved."""
+        try:
+            region = self.regions.grow(product)
+            if only_attention and not region.attentions:
+                return False
+            if any(self.decided.get(n, region.cuts[n]) != region.cuts[n] for n in region.parameters):
+                raise Unplaced("its parameters are divided otherwise elsewhere")
+            made = self.parts.region(region)
+            problem = self._is_proved(product.node, made, [*self.parts.whole, *region.parameters])
+            if problem:
+                raise Unplaced(problem)
+        except Unplaced as reason:
+            where = "" if "(" in str(reason) else source_of(product.node)
+            self.reasons.setdefault(product.parameter, f"{reason} ({where})" if where else str(reason))
+            return False
+        for stop, why in region.stops.items():
+            if why:
+                self.reasons.update(dict.fromkeys(self.regions.weights_before(stop), why))
+        begins = (*self.parts.whole, *region.parameters)
+        twins = self.parts.twins
+        self.twins.update((n, (twins[n], region.cuts[n], begins)) for n in region.parts)
+        self.decided.update((n, region.cuts[n]) for n in region.parameters)
+        self.entries.append(_entry(region))
+        product.node.replace_all_uses_with(made)
+        self.meaning.forget_elements()
+        return True
+
+    def _is_proved(self, old: fx.Node, new: fx.Node, leaves: Iterable[fx.Node]) -> str:
+        """What is wrong with `new` as what all ranks compute for `old`; "" if it is proved equal."""
+        return self.checks.same_value(old, new, leaves).problem
+
+    def _gather(self) -> None:
+        """Gather what is computed by parts and needed whole elsewhere."""
+        alive = [n for n in self.graph.graph.nodes if n in self.twins]
+        for node in alive:
+            outside = [u for u in node.users if u not in self.twins]
+            twin, cut, begins = self.twins[node]
+            cuts = [(d, t) for d, t in cut.items() if not t.is_whole]
+            if not outside or len(cuts) > 1 or "val" not in node.meta or isinstance(node.meta["val"], tuple):
+                continue
+            builder = Builder(self.graph, node)
+            try:
+                whole = self.parts.gathered(builder, twin, *cuts[0]) if cuts else twin
+            except Unplaced:
+                continue
+            if self._is_proved(node, whole, begins):
+                continue
+            for user in outside:
+                user.replace_input_with(node, whole)
+            name = module_of(node)
+            if cuts:
+                self.entries.append(DividedEntry("gathered", name, source_of(node), cuts[0][1].extent))
+        self.meaning.forget_elements()
+        self.graph.clean()
+
+
+def _elements(parameter: fx.Node) -> int:
+    """The number of elements of a matrix; of a vector, negative."""
+    value = parameter.meta["val"]
+    return int(value.numel()) if value.ndim > 1 else -int(value.numel())
+
+
+def _entry(region: Region) -> DividedEntry:
+    what = "heads" if region.attentions else "hidden units"
+    node = region.attentions[0] if region.attentions else region.product.node
+    entry = node.meta.get("attention")
+    name = entry.name if entry is not None else module_of(node)
+    return DividedEntry(what, name, source_of(node), rows_of(region))

@@ -1,0 +1,216 @@
+"""Tables by rows: embeddings and the projection to logits, divided among ranks by vocabulary.
+
+A table is a parameter of which rows are chosen by numbers, or whose product with the last activations is a
+result of the model; tied tables are one. Each rank has a run of rows. It looks up the numbers that are in its
+run and gives zeros for the others, so that the sum over ranks is the embedding; of the logits it computes its
+rows, which are gathered. (Numbers outside of the table still raise, as they do on one device.)
+Where the number of rows is no multiple of the number of ranks, the table is divided by the width of its rows
+instead. Tables with fewer rows than a row has values are left whole, and so are last projections that are not
+at least twice as tall as they are wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.language import expr as E
+from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
+from attngraph.meaning.placement.regions import Product, Regions
+from attngraph.meaning.placement.table import Cut, Table
+from attngraph.meaning.rule import Category, Unliftable
+from attngraph.passes.build import Builder
+from attngraph.passes.shard_heads.parts import Parts
+from attngraph.report.entries import DividedEntry
+
+aten = torch.ops.aten
+_TALL = 2
+"""How many times more rows than columns a projection to logits has that is no embedding as well."""
+Proved = Callable[[fx.Node, fx.Node, Iterable[fx.Node]], str]
+
+
+class Vocabulary:
+    """Divides the tables of one graph."""
+
+    def __init__(
+        self, graph: ProgramGraph, regions: Regions, parts: Parts, prove: Proved, below: dict[fx.Node, int]
+    ) -> None:  # fmt: skip
+        self.graph, self.regions, self.parts, self.prove, self.below = graph, regions, parts, prove, below
+        self.meaning, self.ranks = regions.meaning, regions.ranks
+
+    def divide(self, decided: dict[fx.Node, Cut], reasons: dict[fx.Node, str]) -> list[DividedEntry]:
+        found = []
+        ends = self._ends()
+        for table in self.graph.placeholders():
+            shape = table.meta["val"].shape
+            if not self.regions.is_parameter(table) or table in decided or len(shape) != 2:
+                continue
+            lookups = [u for u in table.users if self._chosen(u, table) is not None]
+            products = [p for n in ends for p in self.regions.products(n) if p.parameter is table]
+            if not (lookups or products) or shape[0] < shape[1] * (1 if lookups else _TALL):
+                continue
+            try:
+                cut = self._cut(table)
+                changes = [(n, self._looked_up(n, table, cut)) for n in lookups]
+                changes += [(p.node, self._multiplied(p, table, cut)) for p in products]
+            except Unplaced as reason:
+                reasons[table] = str(reason)
+                continue
+            for old, new in changes:
+                old.replace_all_uses_with(new)
+            decided[table] = cut
+            self.meaning.forget_elements()
+            node = (lookups or [p.node for p in products])[0]
+            what = "rows of a table" if 0 in cut else "columns of a table"
+            found.append(
+                DividedEntry(what, module_of(node), source_of(node), int(shape[0 if 0 in cut else 1]))
+            )
+        return found
+
+    def _cut(self, table: fx.Node) -> Cut:
+        """The rows of each rank, or the columns."""
+        shape = table.meta["val"].shape
+        for dim in (0, 1):
+            if shape[dim] % self.ranks == 0:
+                return {dim: Table.blocks(int(shape[dim]), self.ranks)}
+        raise Unplaced(
+            f"neither its {shape[0]} rows nor its {shape[1]} columns can be divided among {self.ranks} ranks"
+        )
+
+    def _ends(self) -> list[fx.Node]:
+        """The products whose results leave the model without another product."""
+        results = self.graph.graph.output_node().all_input_nodes
+        found, stack, seen = [], list(results), set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op != "call_function":
+                continue
+            seen.add(node)
+            if self.meaning.category(node) is Category.CONTRACTION:
+                found.append(node)
+            elif not isinstance(node.meta.get("val"), tuple):
+                stack += node.all_input_nodes
+        return found
+
+    def _chosen(self, node: fx.Node, table: fx.Node) -> fx.Node | None:
+        """The numbers by which a node picks rows of the table; None where it does something else."""
+        try:
+            _, at = self.meaning.places(node)
+            value = self.meaning.element(node, at)
+        except (Unliftable, TypeError):
+            return None
+        if value.op != "read" or value.value is not table:
+            return None
+        row, column = value.args
+        numbers = [n for n in E.walk(row) if n.op == "read"]
+        plain = column is at[-1] and len(numbers) == 1
+        return numbers[0].value if plain and isinstance(numbers[0].value, fx.Node) else None
+
+    def _looked_up(self, node: fx.Node, table: fx.Node, cut: Cut) -> fx.Node:
+        numbers = self._chosen(node, table)
+        assert numbers is not None
+        self.parts.whole = {table: None}
+        mine, builder = self.parts.shard(table, cut), Builder(self.graph, node)
+        args: Any = node.args
+        pads_too = str(node.target) == "aten.embedding.default" and len(args) > 2
+        padding = int(args[2]) if pads_too else -1
+        rows = int(table.meta["val"].shape[0])
+
+        def looked_up(places: fx.Node) -> fx.Node:
+            given = {table: mine, numbers: places}
+            mapped, kwargs = fx.map_arg((args, node.kwargs), lambda n: given.get(n, n))
+            if pads_too:
+                mapped = (*mapped[:2], -1, *mapped[3:])
+            found = builder.call(node.target, *mapped, **kwargs)
+            if padding < 0 or not self.graph.gradients:
+                return found
+            # The row that pads gets no gradient.
+            pads = builder.call(aten.eq.Scalar, numbers, padding)
+            pads = builder.call(aten.unsqueeze.default, pads, -1)
+            still = builder.call(aten.detach.default, found)
+            return builder.call(aten.where.self, pads, still, found)
+
+        if 0 not in cut:
+            new = self.parts.gathered(builder, looked_up(numbers), len(node.meta["val"].shape) - 1, cut[1])
+        else:
+            first = self.parts.number("first", cut[0].places[:, :1])
+            local = builder.call(aten.sub.Tensor, numbers, first)
+            mine_too = self._between(builder, local, cut[0].count)
+            known = self._between(builder, numbers, rows)
+            others = builder.call(
+                aten.logical_and.default, known, builder.call(aten.logical_not.default, mine_too)
+            )
+            found = looked_up(builder.call(aten.masked_fill.Scalar, local, others, 0))
+            hidden = builder.call(aten.unsqueeze.default, others, -1)
+            new = self.parts.summed(builder, builder.call(aten.masked_fill.Scalar, found, hidden, 0.0))
+        return self._proved(node, new, [table, numbers], {numbers: rows})
+
+    def _between(self, builder: Builder, numbers: fx.Node, limit: int) -> fx.Node:
+        """Which numbers are in 0 .. limit - 1."""
+        low = builder.call(aten.ge.Scalar, numbers, 0)
+        return builder.call(aten.logical_and.default, low, builder.call(aten.lt.Scalar, numbers, limit))
+
+    def _multiplied(self, product: Product, table: fx.Node, cut: Cut) -> fx.Node:
+        node, dim = product.node, next(iter(cut))
+        self.parts.begin()
+        shards: dict[fx.Node, Cut] = {table: cut}
+        if self._table_dim(product) == dim:  # what is summed over is divided
+            ways = (Use(product.source, {product.source_dim: cut[dim]}),
+                    Use(product.weight, {product.weight_dim: cut[dim]}))  # fmt: skip
+            parts = self._weight_parts(product, table, cut)
+            new = self.parts.product(product, Part(How.SAME, ways), parts, shards)
+        else:
+            last = len(node.meta["val"].shape) - 1
+            wanted = {last: cut[dim]}
+            part = self.regions.demand.part(node, wanted)
+            for use in part.uses:
+                if self.regions.is_parameter(use.operand) and use.cut:
+                    shards[use.operand] = use.cut
+            new = self.parts.rows(node, part, wanted, self._weight_parts(product, table, cut), shards)
+            new = self.parts.gathered(Builder(self.graph, node), new, last, cut[dim])
+        return self._proved(node, new, [*self.parts.whole, *shards], {})
+
+    def _table_dim(self, product: Product) -> int:
+        """The dimension of the table that a product sums over."""
+        node, dim = product.weight, product.weight_dim
+        while node is not product.parameter:
+            _, at = self.meaning.places(node)
+            value = self.meaning.element(node, at)
+            if value.op != "read" or at[dim] not in value.args:
+                raise Unplaced("its product reads it in another form")
+            node, dim = value.value, value.args.index(at[dim])
+        return dim
+
+    def _weight_parts(self, product: Product, table: fx.Node, cut: Cut) -> list[tuple[fx.Node, Part, Cut]]:
+        """The operations between the table and a product, which move its elements."""
+        found: list[tuple[fx.Node, Part, Cut]] = []
+        node, wanted = product.weight, cut
+        chain = []
+        while node is not table:
+            chain.append(node)
+            (node,) = node.all_input_nodes
+        for node in reversed(chain):
+            _, at = self.meaning.places(node)
+            value = self.meaning.element(node, at)
+            if value.op != "read" or any(value.args[d] not in at for d in wanted):
+                raise Unplaced("its product reads it in another form")
+            mine = {at.index(value.args[d]): t for d, t in wanted.items()}
+            found.append((node, Part(How.SAME, (Use(value.value, wanted),)), mine))
+            wanted = mine
+        return found
+
+    def _proved(
+        self, old: fx.Node, new: fx.Node, leaves: list[fx.Node], below: dict[fx.Node, int]
+    ) -> fx.Node:  # fmt: skip
+        self.below.clear()
+        self.below.update(below)
+        problem = self.prove(old, new, leaves)
+        self.below.clear()
+        if problem:
+            raise Unplaced(problem)
+        return new

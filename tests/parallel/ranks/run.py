@@ -1,0 +1,157 @@
+"""One of several processes of a test: `python run.py TASK RANK RANKS FILE`. The last line is its result."""
+
+import copy
+import datetime
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import attngraph
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0, packed: bool = True) -> None:
+        super().__init__()
+        self.packed = packed
+        self.table, self.dropout = nn.Embedding(64, 32), nn.Dropout(dropout)
+        self.norm, self.out = nn.LayerNorm(32), nn.Linear(32, 32)
+        sizes = [96] if packed else [32] * 3
+        self.qkv = nn.ModuleList(nn.Linear(32, n) for n in sizes)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        y = self.norm(x)
+        parts = self.qkv[0](y).chunk(3, -1) if self.packed else [p(y) for p in self.qkv]
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in parts)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+        x = x + self.down(self.up(x).relu())
+        return x @ self.table.weight.T
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(mesh, rank, config=None):
+    """A few steps of training, beside one device."""
+    torch.manual_seed(0)
+    alone = Block()
+    model = copy.deepcopy(alone)
+    compiled = attngraph.compile(model, mesh=mesh, shard=config)
+    adams = [torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (model, alone)]
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        found = []
+        for module, optimiser in ((compiled, adams[0]), (alone, adams[1])):
+            logits = module(ids[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            norm = whole(nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+            optimiser.step()
+            optimiser.zero_grad()
+            found.append((loss.detach(), norm))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    for name, wanted in alone.state_dict().items():
+        torch.testing.assert_close(whole(model.state_dict()[name]), wanted, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled.eval()(ids), alone.eval()(ids), rtol=1e-3, atol=1e-4)
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+    return f"held {held} reported {compiled.report.ranks.parameters}"
+
+
+def train_whole(mesh, rank):
+    return train(mesh, rank, attngraph.ShardConfig(parameters="whole"))
+
+
+def checkpoint(mesh, rank):
+    """Saved from two ranks, loaded by another model on two ranks, and by one on one device."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = sys.argv[4] + ".checkpoint"
+    ids = torch.arange(12).view(2, 6)
+    torch.manual_seed(0)
+    first = Block(packed=False)
+    alone = copy.deepcopy(first)
+    attngraph.compile(first, mesh=mesh)(ids)
+    dcp.save(first.state_dict(), checkpoint_id=folder)
+    torch.manual_seed(1)
+    second = Block(packed=False)
+    compiled = attngraph.compile(second, mesh=mesh)
+    compiled(ids)
+    state = second.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    second.load_state_dict(state)
+    torch.testing.assert_close(compiled(ids), alone(ids))
+    return "loaded"
+
+
+def disagree(mesh, rank):
+    compiled = attngraph.compile(Block(), mesh=mesh)
+    ids = torch.arange(12).view(2, 6)
+    compiled(ids)
+    found = []
+    for other in (ids[:, : 4 + rank], ids.float() if rank else ids):
+        try:
+            compiled(other)
+        except attngraph.DisagreementError as problem:
+            found.append(str(problem).replace("\n", " "))
+    compiled(ids)  # and all is well afterwards
+    return " | ".join(found)
+
+
+def disagree_in_code(mesh, rank):
+    model = Block()
+    if rank:
+        model.down = nn.Linear(64, 32, bias=False)
+    try:
+        attngraph.compile(model, mesh=mesh)(torch.arange(12).view(2, 6))
+    except attngraph.DisagreementError as problem:
+        return str(problem).replace("\n", " ")
+    return "nothing"
+
+
+def disagree_in_numbers(mesh, rank):
+    compiled = attngraph.compile(Block(dropout=0.5), mesh=mesh)
+    ids = torch.arange(12).view(2, 6)
+    torch.manual_seed(0)
+    compiled(ids)
+    torch.manual_seed(rank)
+    try:
+        compiled(ids)
+    except attngraph.DisagreementError as problem:
+        return str(problem).replace("\n", " ")
+    return "nothing"
+
+
+def die(mesh, rank):
+    compiled = attngraph.compile(Block(), mesh=mesh)
+    ids = torch.arange(12).view(2, 6)
+    compiled(ids)
+    if rank == 1:
+        print("gone", flush=True)
+        os._exit(0)
+    start = time.time()
+    try:
+        compiled(ids)
+    except Exception as problem:
+        return f"{type(problem).__name__} within the time-out: {time.time() - start < 30}"
+    return "nothing"
+
+
+if __name__ == "__main__":
+    task, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=ranks,
+        timeout=datetime.timedelta(seconds=20),
+    )  # fmt: skip
+    result = globals()[task](init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)), rank)
+    print(result, flush=True)
+    os._exit(0) if task == "die" else dist.destroy_process_group()

@@ -1,0 +1,225 @@
+"""Plain modules on simulated ranks: which are divided, which are not and why, and that nothing is wrong."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.report.entries import RanksEntry
+
+Compared = Callable[..., RanksEntry]
+
+
+class Attention(nn.Module):
+    """Attention with packed projections, `kv` key/value heads, and one of several oddities."""
+
+    def __init__(self, heads: int = 4, kv: int = 4, odd: str = "") -> None:
+        super().__init__()
+        self.heads, self.kv, self.odd = heads, kv, odd
+        self.qkv = nn.Linear(32, 8 * (heads + 2 * kv))
+        self.out = nn.Linear(8 * heads, 32)
+        self.norm = nn.RMSNorm(8)
+        self.table = nn.Parameter(torch.randn(heads, 9))
+        self.sink = nn.Parameter(torch.randn(heads))
+        self.register_buffer("slopes", torch.rand(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = x.shape[1]
+        packed = self.qkv(x).unflatten(-1, (self.heads + 2 * self.kv, 8)).transpose(1, 2)
+        q, k, v = packed.split([self.heads, self.kv, self.kv], 1)
+        if self.odd == "norms":
+            q, k = self.norm(q), self.norm(k)
+        k, v = (t.repeat_interleave(self.heads // self.kv, 1) for t in (k, v))
+        i = torch.arange(s)
+        scores = q @ k.mT / 8**0.5
+        if self.odd == "table":
+            scores = scores + self.table[:, (i[:, None] - i).clamp(0, 8)]
+        if self.odd == "slopes":
+            scores = scores - self.slopes[:, None, None] * (i[:, None] - i)
+        scores = scores.masked_fill(i > i[:, None], float("-inf"))
+        if self.odd == "sink":
+            column = self.sink[None, :, None, None].expand(x.shape[0], -1, s, 1)
+            p = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        else:
+            p = scores.softmax(-1)
+        p = F.dropout(p, 0.3, self.odd == "dropout")
+        return self.out((p @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("odd", ["", "norms", "table", "slopes", "sink"])
+def test_attention_is_divided_by_heads(same_on_ranks: Compared, odd: str) -> None:
+    entry = same_on_ranks(Attention(odd=odd), 2, torch.randn(2, 5, 32, dtype=torch.float64))
+    assert [(e.what, e.count) for e in entry.divided] == [("heads", 4)]
+    assert [s.what for s in entry.sent] == ["all-reduce"]
+    assert not [name for name, _, _ in entry.whole if name in ("qkv.weight", "out.weight", "table")]
+
+
+@pytest.mark.parametrize("kv, ranks", [(2, 4), (1, 2), (1, 4), (2, 8)])
+def test_key_heads_that_are_fewer_than_ranks_are_shared(same_on_ranks: Compared, kv: int, ranks: int) -> None:
+    entry = same_on_ranks(Attention(heads=8, kv=kv), ranks, torch.randn(2, 5, 32, dtype=torch.float64))
+    assert [(e.what, e.count) for e in entry.divided] == [("heads", 8)]
+    assert "qkv.weight" in {name for name, _, _ in entry.whole}  # told, not hidden
+
+
+@pytest.mark.parametrize("heads, kv, ranks", [(3, 3, 2), (6, 3, 2), (4, 4, 3)])
+def test_heads_that_cannot_be_divided_are_left_to_every_rank(
+    same_on_ranks: Compared, heads: int, kv: int, ranks: int
+) -> None:
+    entry = same_on_ranks(Attention(heads, kv), ranks, torch.randn(2, 5, 32, dtype=torch.float64))
+    assert entry.divided == () and entry.sent == ()
+    reasons = {name: reason for name, _, reason in entry.whole}
+    assert "divided among" in reasons["out.weight"] or "heads" in reasons["out.weight"]
+
+
+def test_dropout_of_weights_is_that_of_one_device(same_on_ranks: Compared) -> None:
+    """The numbers of heads in the random numbers are those of the whole model."""
+    model = Attention(odd="dropout").double()
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    both = []
+    for mesh in (None, attngraph.SimulatedMesh(tensor=2)):
+        torch.manual_seed(3)
+        both.append(attngraph.compile(model, mesh=mesh)(x))
+    torch.testing.assert_close(*both)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        self.up = nn.Linear(16, 96 if packed else 48)
+        self.gate = nn.Linear(16, 48)
+        self.down = nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).chunk(2, -1) if self.packed else (self.up(x), self.gate(x))
+        return x + self.down(F.silu(a) * b)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mlps_are_divided_by_hidden_units(same_on_ranks: Compared, packed: bool) -> None:
+    entry = same_on_ranks(GatedMLP(packed), 4, torch.randn(3, 16, dtype=torch.float64))
+    assert [(e.what, e.count) for e in entry.divided] == [("hidden units", 48)]
+    assert len(entry.sent) == 1 and not [n for n, _, _ in entry.whole if n.startswith(("up", "down"))]
+
+
+class Mixing(nn.Module):
+    """Hidden units that depend on each other: no MLP."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.how == "softmax":
+            y = y.softmax(-1)
+        if self.how == "norm":
+            y = self.norm(y)
+        if self.how == "flip":
+            y = y + y.flip(-1)
+        if self.how == "cumsum":
+            y = y.cumsum(-1)
+        return self.down(y)
+
+
+@pytest.mark.parametrize("how", ["softmax", "norm", "flip", "cumsum"])
+def test_hidden_units_that_depend_on_each_other_are_not_divided(same_on_ranks: Compared, how: str) -> None:
+    entry = same_on_ranks(Mixing(how), 2, torch.randn(3, 16, dtype=torch.float64))
+    assert entry.divided == () and entry.sent == ()
+
+
+class Residual(nn.Module):
+    """What is multiplied last is also a result: dividing it would only add messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.a(x)
+        return self.b(x), x
+
+
+def test_a_sum_of_layers_is_not_divided(same_on_ranks: Compared) -> None:
+    assert same_on_ranks(Residual(), 2, torch.randn(3, 16, dtype=torch.float64)).divided == ()
+
+
+class Keys(Attention):
+    """Also returns what it computes heads from, as models do that fill a cache."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 8)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)), k
+
+
+def test_heads_that_the_model_returns_are_gathered(same_on_ranks: Compared) -> None:
+    entry = same_on_ranks(Keys(), 2, torch.randn(2, 5, 32, dtype=torch.float64))
+    assert [e.what for e in entry.divided] == ["heads", "gathered"]
+    assert sorted(s.what for s in entry.sent) == ["all-gather", "all-reduce"]
+
+
+class Tied(nn.Module):
+    def __init__(self, rows: int, padding: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 16, padding_idx=padding)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids).tanh() @ self.table.weight.T
+
+
+@pytest.mark.parametrize("rows, what", [(64, "rows of a table"), (63, "columns of a table")])
+def test_tables_are_divided_by_rows_or_else_by_columns(
+    same_on_ranks: Compared, rows: int, what: str
+) -> None:  # fmt: skip
+    ids = torch.tensor([[0, 5, 62], [31, 32, 1]])
+    for padding in (None, 5):
+        entry = same_on_ranks(Tied(rows, padding), 2, ids)
+        assert [e.what for e in entry.divided] == [what]
+        assert entry.parameters[1] * 2 == entry.parameters[0]
+
+
+def test_a_number_outside_of_the_table_raises_as_on_one_device() -> None:
+    compiled = attngraph.compile(Tied(64), mesh=attngraph.SimulatedMesh(tensor=2))
+    compiled(torch.tensor([[1, 2]]))
+    for wrong in (64, 100, -1):
+        with pytest.raises((IndexError, RuntimeError), match="range"):
+            compiled(torch.tensor([[1, wrong]]))
+
+
+def test_the_graph_shows_what_is_sent_and_a_rank_sends_what_the_report_says() -> None:
+    """Counted on the tensors that cross, for the tokens of the call."""
+    model = nn.Sequential(Attention(), GatedMLPOf32())
+    compiled = attngraph.compile(model, mesh=attngraph.SimulatedMesh(tensor=4))
+    compiled(torch.randn(2, 5, 32))
+    entry = compiled.report.ranks
+    assert entry is not None
+    text = compiled.report.passes[-1].text
+    assert text.count("attngraph.all_reduce(") == 2
+    assert entry.sent_per_token == 2 * (2 * 32 * 4 * 3 // 4)
+    assert f"sent by each rank: {entry.sent_per_token:,} bytes a token" in str(compiled.report)
+
+
+class GatedMLPOf32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_a_mesh_must_be_one_and_have_named_axes() -> None:
+    with pytest.raises(TypeError, match="mesh must be"):
+        attngraph.compile(nn.Linear(2, 2), mesh=4)
+    with pytest.raises(ValueError, match="give the mesh"):
+        attngraph.compile(nn.Linear(2, 2), shard=attngraph.ShardConfig())
+    with pytest.raises(ValueError, match="no axis 'model'"):
+        mesh = attngraph.SimulatedMesh(tensor=2)
+        attngraph.compile(nn.Linear(2, 2), mesh=mesh, shard=attngraph.ShardConfig(tensor="model"))
+    with pytest.raises(ValueError, match="at least one rank"):
+        attngraph.SimulatedMesh(tensor=0)

@@ -1,0 +1,71 @@
+"""Two processes on this machine, by gloo: training, checkpoints, disagreement, and a rank that dies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RUN = Path(__file__).parent / "ranks" / "run.py"
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+
+
+def _run(task: str, folder: Path, ranks: int = 2) -> list[str]:
+    """What each rank says last."""
+    root = Path(__file__).parent.parent.parent
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(RUN), task, str(rank), str(ranks), str(folder / "meet")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, problem) in zip(started, outputs, strict=True):
+        assert process.returncode == 0, problem[-3000:]
+    return [out.strip().splitlines()[-1] for out, _ in outputs]
+
+
+def test_training_is_that_of_one_device_and_ranks_hold_their_part(tmp_path: Path) -> None:
+    """Losses, norms of gradients, parameters after SGD with momentum, and evaluation; held as reported."""
+    for said in _run("train", tmp_path):
+        held, reported = said.removeprefix("held ").split(" reported ")
+        whole, part = (int(n) for n in reported.strip("()").split(", "))
+        assert int(held) == part and part < 0.55 * whole
+
+
+def test_parameters_may_stay_whole_on_every_rank(tmp_path: Path) -> None:
+    for said in _run("train_whole", tmp_path):
+        held, reported = said.removeprefix("held ").split(" reported ")
+        assert int(held) == int(reported.strip("()").split(", ")[0])
+
+
+def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path) -> None:
+    assert _run("checkpoint", tmp_path) == ["loaded"] * 2
+
+
+def test_ranks_that_are_called_differently_all_say_so(tmp_path: Path) -> None:
+    for said in _run("disagree", tmp_path):
+        shapes, dtypes = said.split(" | ")
+        assert "disagree about the call" in shapes and "[2, 4]" in shapes and "[2, 5]" in shapes
+        assert "rank 0: tensor 0: int64" in dtypes and "rank 1: tensor 0: float32" in dtypes
+
+
+def test_ranks_with_other_code_all_say_so(tmp_path: Path) -> None:
+    assert all("disagree about the graph" in said for said in _run("disagree_in_code", tmp_path))
+
+
+def test_ranks_with_other_random_numbers_all_say_so(tmp_path: Path) -> None:
+    assert all("random numbers" in said for said in _run("disagree_in_numbers", tmp_path))
+
+
+def test_a_rank_that_is_gone_is_an_error_of_the_others(tmp_path: Path) -> None:
+    alive, gone = _run("die", tmp_path)
+    assert gone == "gone" and alive.endswith("within the time-out: True")
