@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from attngraph.errors import CaptureError as CaptureError
     from attngraph.errors import ConversionError as ConversionError
     from attngraph.errors import DumpError as DumpError
+    from attngraph.errors import ExportError as ExportError
     from attngraph.errors import NoDecoderError as NoDecoderError
     from attngraph.errors import NotFusedError as NotFusedError
     from attngraph.errors import PassError as PassError
     from attngraph.errors import TextError as TextError
     from attngraph.errors import VerificationError as VerificationError
+    from attngraph.exporter.export import export as export
+    from attngraph.exporter.report import ExportReport as ExportReport
     from attngraph.ir.language.parser import parse as parse
     from attngraph.ir.language.score import ProgramError as ProgramError
     from attngraph.ir.language.score import ScoreProgram as ScoreProgram
@@ -54,9 +57,11 @@ _WHERE = {
     "api.convert": ("ConvertedModel", "HeadsReport", "convert_heads"),
     "report.entries": ("AttentionEntry",),
     "errors": (
-        "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DumpError", "NoDecoderError",
-        "NotFusedError", "PassError", "TextError", "VerificationError",
+        "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DumpError", "ExportError",
+        "NoDecoderError", "NotFusedError", "PassError", "TextError", "VerificationError",
     ),
+    "exporter.export": ("export",),
+    "exporter.report": ("ExportReport",),
     "ir.ops.attention": ("attention",),
     "ir.language.parser": ("parse",),
     "ir.language.score": ("ProgramError", "ScoreProgram"),

@@ -153,7 +153,7 @@ def compile_graph(
     made = _rewritten(target, args, kwargs, options, options.pipeline())
     result, graph = made.result, made.captured.graph
     entries = tuple(_entries(graph))
-    found = Executable(made.captured, _owner(target), _runner(options))
+    found = Executable(made.captured, owner_of(target), _runner(options))
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
@@ -172,7 +172,7 @@ def compile_graph(
     return found
 
 
-def _owner(target: Callable[..., Any]) -> nn.Module:
+def owner_of(target: Callable[..., Any]) -> nn.Module:
     """The module in which parameter names are looked up: a holder with the names of capture's wrapper."""
     holder = nn.Module()
     if isinstance(target, nn.Module):
@@ -254,7 +254,7 @@ def derive_decoder(
         captured=result.captured, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     run = _runner(options) if options.inductor else _step_runner
-    step = Step(graph, _owner(target), name, names, report, run, captured.left_out, spread)
+    step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)
     error = None
     if whole is not None:
         if options.progress is not None:
