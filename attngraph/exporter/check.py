@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Captured
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import ExportError
+from attngraph.exporter.report import empty_cache
 from attngraph.exporter.tracing import varies
 from attngraph.runtime.step import Step
 from attngraph.runtime.verify import compare, tensors_of
@@ -134,7 +135,7 @@ class _Steps:
     def _logits(self, ids: Tensor, skipped: Sequence[int]) -> Tensor:
         total = ids.shape[1]
         counts = [n for n in (total - 2, 1, 1) if n > 0] if total > 2 else [1] * total
-        past, found, at = empty_past(self.step, ids.shape[0]), list[Tensor](), 0
+        past, found, at = empty_cache(self.step.plan.stores, ids.shape[0]), list[Tensor](), 0
         for count in counts:
             real = torch.tensor([at + count - skip for skip in skipped], dtype=torch.int64)
             lengths = [real] if self.padding else []
@@ -142,16 +143,6 @@ class _Steps:
             found.append(logits)
             at += count
         return torch.cat(found, 1)
-
-
-def empty_past(step: Step, rows: int, tokens: int = 0) -> list[Tensor]:
-    """A cache for so many rows and tokens, of zeros."""
-    found: list[Tensor] = []
-    for about in step.plan.stores:
-        shape = list(about.shape)
-        shape[about.row_dim], shape[about.token_dim] = rows, tokens
-        found.append(torch.zeros(shape, dtype=about.dtype))
-    return found
 
 
 def _padded(ids: Tensor, padding: bool) -> list[int]:

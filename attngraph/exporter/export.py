@@ -24,9 +24,9 @@ from attngraph.api.options import Options
 from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
-from attngraph.exporter.check import Run, check_decoder, check_whole, empty_past
+from attngraph.exporter.check import Run, check_decoder, check_whole
 from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
-from attngraph.exporter.report import ExportReport
+from attngraph.exporter.report import ExportReport, empty_cache
 from attngraph.exporter.step import StepModule
 from attngraph.exporter.tracing import traced, varies
 from attngraph.exporter.whole import Whole
@@ -140,7 +140,7 @@ def _decoder(
     width = ids.shape[2:]
     example_ids = ids[:1, :1].expand(rows, tokens, *width).contiguous()
     lengths = torch.tensor([tokens + kept, tokens + kept - 1]) if padding else None
-    example = (example_ids, lengths, empty_past(step, rows, kept))
+    example = (example_ids, lengths, empty_cache(step.plan.stores, rows, kept))
     dynamic = [[0, 1], *([[0]] if padding else []), *([s.row_dim, s.token_dim] for s in step.plan.stores)]
     program = traced(module, example, {}, dynamic)
     remarks = [
@@ -153,8 +153,10 @@ def _decoder(
         given = {"use_cache": False, **kwargs} if "use_cache" in derived._signature.parameters else kwargs
         return check_decoder(run, step, model, ids, given, padding)
 
-    told = formats.write(program, path, format, names, checked if check else None)
-    return ExportReport(path, format, tuple(lowering.found), *names, told, tuple(remarks))
+    told = formats.write(
+        program, path, format, names, checked if check else None, module.size_names(step.plan.stores)
+    )
+    return ExportReport(path, format, tuple(lowering.found), *names, told, tuple(remarks), step.plan.stores)
 
 
 def _remarks(

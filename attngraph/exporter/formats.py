@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ExportError
 from attngraph.exporter.tracing import varies
 
@@ -36,9 +38,10 @@ def require_onnx() -> None:
 
 def write(
     program: ExportedProgram, path: Path, format: str, names: tuple[Sequence[str], Sequence[str]],
-    check: Check | None,
+    check: Check | None, sizes: Sequence[Mapping[int, str]] = (),
 ) -> str:  # fmt: skip
-    """Write the program; returns what the check says. Nothing new is at `path` unless the check passes."""
+    """Write the program; returns what the check says. Nothing new is at `path` unless the check passes.
+    `sizes`: names for dimensions of the inputs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".attngraph-") as folder:
         made = Path(folder) / path.name
@@ -46,7 +49,7 @@ def write(
             _quietly(lambda: torch.export.save(program, made))
             run = None if check is None else _pt2(made)
         else:
-            _write_onnx(program, made, names)
+            _write_onnx(program, made, names, sizes)
             run = None if check is None else onnx_session(made, names[1])
         told = "" if check is None or run is None else check(run)
         del run
@@ -92,7 +95,10 @@ def _leaves(program: ExportedProgram) -> list[Any]:
     return torch.utils._pytree.tree_leaves(example, is_leaf=lambda x: x is None)
 
 
-def _write_onnx(program: ExportedProgram, path: Path, names: tuple[Sequence[str], Sequence[str]]) -> None:
+def _write_onnx(
+    program: ExportedProgram, path: Path, names: tuple[Sequence[str], Sequence[str]],
+    sizes: Sequence[Mapping[int, str]],
+) -> None:  # fmt: skip
     given: dict[str, Any] = {
         "input_names": list(names[0]),
         "output_names": list(names[1]),
@@ -103,15 +109,35 @@ def _write_onnx(program: ExportedProgram, path: Path, names: tuple[Sequence[str]
         # torch's own optimisation also fuses rotary embeddings, and takes their angles to have a batch.
         found: Any = torch.onnx.export(program, dynamo=True, verbose=False, optimize=False, **given)
         importlib.import_module("onnxscript.optimizer").optimize(found.model)
+        _name_sizes(found.model, sizes)
         return found
 
     try:
-        _quietly(lambda: made().save(str(path)))
+        with LOCK.trace():
+            _quietly(lambda: made().save(str(path)))
     except Exception as problem:
         root: BaseException = problem
         while root.__cause__ is not None:
             root = root.__cause__
         raise ExportError(f"torch.onnx cannot write the model: {_first_line(root)}") from problem
+
+
+def _name_sizes(model: Any, sizes: Sequence[Mapping[int, str]]) -> None:
+    """Give symbolic sizes the names of the inputs' dimensions everywhere, in place of torch's (`s14`)."""
+    known = {
+        str(given.shape[dim].value): name
+        for given, dims in zip(model.graph.inputs, sizes, strict=False)
+        for dim, name in dims.items()
+        if not isinstance(given.shape[dim], int)
+    }
+    if not known:
+        return
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, known)) + r")\b")
+    values = (*model.graph.inputs, *(v for node in model.graph for v in node.outputs))
+    for value in (v for v in values if v.shape is not None and not v.shape.frozen):
+        for dim, size in enumerate(value.shape):
+            if not isinstance(size, int) and size.value is not None:
+                value.shape[dim] = pattern.sub(lambda found: known[found[1]], str(size.value))
 
 
 def onnx_session(path: Path, outputs: Sequence[str]) -> Run:
@@ -135,8 +161,8 @@ def onnx_session(path: Path, outputs: Sequence[str]) -> Run:
     inputs = [given.name for given in session.get_inputs()]
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        feeds = {n: t.detach().cpu().numpy() for n, t in zip(inputs, tensors, strict=True)}
         try:
+            feeds = {n: t.detach().cpu().numpy() for n, t in zip(inputs, tensors, strict=True)}
             found = session.run(list(outputs), feeds)
         except Exception as problem:
             raise ExportError(f"onnxruntime cannot run the file: {_first_line(problem)}") from problem

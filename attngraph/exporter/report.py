@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.ops.cached_attention import Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +34,10 @@ class ExportReport:
     Attributes:
         path: the file. format: "pt2" or "onnx".
         attentions: every recognised attention and how it is written.
-        inputs, outputs: their names, in order, and their shapes.
+        inputs, outputs: their names, in order.
         checked: what the answers of the file were compared with, and how far apart they are; "" if the
             check was left out.
+        stores: what a decoder keeps of tokens: its inputs `past_...`, in order.
         remarks: what else is to be known: dimensions that became numbers, attentions not recognised.
     """
 
@@ -41,6 +48,11 @@ class ExportReport:
     outputs: tuple[str, ...]
     checked: str = ""
     remarks: tuple[str, ...] = ()
+    stores: tuple[Store, ...] = ()
+
+    def empty_cache(self, rows: int) -> list[Tensor]:
+        """What a decoder is given for `past` with prompts."""
+        return empty_cache(self.stores, rows)
 
     def count(self, how: str) -> int:
         """How many attentions are written so."""
@@ -55,3 +67,13 @@ class ExportReport:
         lines += [f"  {remark}" for remark in self.remarks]
         lines += [f"  checked: {self.checked}" if self.checked else "  not checked"]
         return "\n".join(lines)
+
+
+def empty_cache(stores: Sequence[Store], rows: int, tokens: int = 0) -> list[Tensor]:
+    """A cache for so many rows and tokens, of zeros."""
+    found: list[Tensor] = []
+    for about in stores:
+        shape = list(about.shape)
+        shape[about.row_dim], shape[about.token_dim] = rows, tokens
+        found.append(torch.zeros(shape, dtype=about.dtype))
+    return found

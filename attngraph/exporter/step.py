@@ -14,6 +14,7 @@ values behind those of the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ class StepModule(nn.Module):
         self.past, self.present = [f"past_{n}" for n in own], [f"present_{n}" for n in own]
         self.inputs = [step.name, *(["lengths"] if padding else []), *self.past]
         self.outputs = ["logits", *self.present]
+
+    def size_names(self, stores: Sequence[Store]) -> list[dict[int, str]]:
+        """Names for the sizes of the inputs that vary."""
+        own = [{0: "batch", 1: "tokens"}, *([{0: "batch"}] if self.padding else [])]
+        return own + [{store.row_dim: "batch", store.token_dim: "past"} for store in stores]
 
     def forward(self, tokens: Tensor, lengths: Tensor | None, past: list[Tensor]) -> tuple[Any, ...]:
         plan, graph = self._step.plan, self._step.graph

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ExportError
 
 
@@ -37,7 +39,7 @@ def traced(
     level = quiet.level
     try:
         quiet.setLevel(logging.CRITICAL)
-        with torch.no_grad(), warnings.catch_warnings():
+        with LOCK.trace(), torch.no_grad(), _without_autocast(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
         # Torch's text of guards fails on inputs of several kinds; sizes are checked by the range constraints.
@@ -50,6 +52,16 @@ def traced(
         raise ExportError(f"torch.export cannot trace the rewritten model: {reason}") from problem
     finally:
         quiet.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Autocast is off: its casts are in the graph already."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def varies(size: Any) -> bool:

@@ -165,7 +165,11 @@ def test_a_decoder_with_its_cache(way: str, padding: bool, format: str, tmp_path
     if format == "onnx":
         import onnx
 
-        made = [n for n in onnx.load(tmp_path / "decoder.onnx").graph.node if n.op_type == "Attention"]
+        graph = onnx.load(tmp_path / "decoder.onnx").graph
+        sizes = [[d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in graph.input]
+        lengths = [["batch"]] if padding else []
+        assert sizes == [["batch", "tokens"], *lengths, *[["batch", HEADS, "past", WIDTH]] * 4]
+        made = [n for n in graph.node if n.op_type == "Attention"]
         assert len(made) == report.count("Attention operation") == 2
         assert all(n.input[4] and n.input[5] for n in made), "the past is an input of the operation"
         own = way in ("causal", "softcap") and not padding
@@ -249,3 +253,34 @@ class Counter(nn.Module):
 def test_a_model_that_writes_to_a_buffer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(attngraph.ExportError, match=r"writes to a buffer \(model.seen\)"):
         attngraph.export(attngraph.compile(Counter()), tmp_path / "a.pt2", (torch.randn(2, 3),))
+
+
+def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from attngraph.cli import main
+
+    file = tmp_path / "lm.pt2"
+    target = ["export", "attngraph.models.targets:tiny_decoder_lm", "--tokens", "12"]
+    assert main([*target, "-o", str(file), "--decoder"]) == 0
+    told = capsys.readouterr().out
+    assert f"{file}: 2 attention(s): 2 as scaled_dot_product_attention" in told
+    assert "checked: prompts and then single tokens, equal to eager" in told and file.exists()
+    assert main([*target, "-o", str(tmp_path / "lm.txt")]) == 2
+    assert "format must be one of pt2, onnx" in capsys.readouterr().err
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.drop = Block(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.block(x))
+
+
+def test_a_model_in_training_mode_is_told_to_be_switched(tmp_path: Path) -> None:
+    model = Dropping()
+    with pytest.raises(attngraph.ExportError, match=r"random numbers.*call model\.eval\(\) first"):
+        attngraph.export(attngraph.compile(model), tmp_path / "a.pt2", example(""))
+    attngraph.export(attngraph.compile(model.eval()), tmp_path / "a.pt2", example(""))
+    model = Block().train()  # nothing in it is random
+    attngraph.export(attngraph.compile(model), tmp_path / "a.pt2", example(""))
