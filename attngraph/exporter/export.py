@@ -25,6 +25,7 @@ from attngraph.capture.structure import flatten
 from attngraph.errors import ExportError
 from attngraph.exporter import formats
 from attngraph.exporter.check import Run, check_decoder, check_whole
+from attngraph.exporter.limits import Limits
 from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
 from attngraph.exporter.report import ExportReport, empty_cache
 from attngraph.exporter.step import StepModule
@@ -38,6 +39,9 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.decoder import Decoder
 
 FORMATS, FALLBACKS = ("pt2", "onnx"), ("sdpa", "eager")
+EXAMPLE = (2, 3, 4)
+"""Rows, new tokens and cached tokens of the call that a decoder is traced with: torch.export takes sizes that
+are equal for one size, and sizes of 1 for fixed."""
 
 
 def export(
@@ -77,13 +81,14 @@ def export(
     if format == "onnx":
         formats.require_onnx()
     way = PLAIN if fallback == "eager" else OPERATION if format == "onnx" else SDPA
+    lowering = Lowering(way, format == "onnx")
     if not flatten((tuple(args), kwargs))[0]:
         raise ExportError("export needs an example call: export(compiled, path, args, kwargs).")
     if type(compiled) is Decoder:
-        return _decoder(compiled, path, tuple(args), kwargs, format, Lowering(way), check, padding)
+        return _decoder(compiled, path, tuple(args), kwargs, format, lowering, check, padding)
     if type(compiled) is not CompiledModule:
         raise TypeError(f"export takes what attngraph.compile returns, found {type(compiled).__name__}.")
-    return _whole(compiled, path, tuple(args), kwargs, format, Lowering(way), check)
+    return _whole(compiled, path, tuple(args), kwargs, format, lowering, check)
 
 
 def plain_options(options: Options, *more: str) -> Options:
@@ -106,10 +111,7 @@ def _whole(
     module = Whole(captured, owner_of(model), lowering, _names(model, args, named), list(named))
     dynamic = [[d for d, n in enumerate(shape) if varies(n)] for shape in captured.shapes]
     program = traced(module, args, named, dynamic)
-    remarks = [
-        f"not recognised, so left as it is: {m.name or m.source}: {m.reason}" for m in found.report.missed
-    ]
-    remarks += formats.became_numbers(program, module.inputs, dynamic)
+    remarks = _remarks(found.report, program, module.inputs, dynamic, module.limits)
     names = (tuple(module.inputs), tuple(module.outputs))
 
     def checked(run: Run) -> str:
@@ -132,21 +134,13 @@ def _decoder(
     with torch.no_grad():
         step = derived._step(derived.pack(ids, None), kwargs)
     module = StepModule(step, lowering, padding)
-    rows, tokens, kept = (
-        2,
-        3,
-        4,
-    )  # as different as can be, and none is 1, which torch.export takes for a number
-    width = ids.shape[2:]
-    example_ids = ids[:1, :1].expand(rows, tokens, *width).contiguous()
+    rows, tokens, kept = EXAMPLE
+    example_ids = ids[:1, :1].expand(rows, tokens, *ids.shape[2:]).contiguous()
     lengths = torch.tensor([tokens + kept, tokens + kept - 1]) if padding else None
     example = (example_ids, lengths, empty_cache(step.plan.stores, rows, kept))
     dynamic = [[0, 1], *([[0]] if padding else []), *([s.row_dim, s.token_dim] for s in step.plan.stores)]
     program = traced(module, example, {}, dynamic)
-    remarks = [
-        f"not recognised, so left as it is: {m.name or m.source}: {m.reason}" for m in step.report.missed
-    ]
-    remarks += formats.became_numbers(program, module.inputs, dynamic)
+    remarks = _remarks(step.report, program, module.inputs, dynamic, module.limits)
     names = (tuple(module.inputs), tuple(module.outputs))
 
     def checked(run: Run) -> str:
@@ -160,9 +154,11 @@ def _decoder(
 
 
 def _remarks(
-    report: CompileReport, program: ExportedProgram, inputs: Sequence[str], dynamic: Sequence[Sequence[int]]
-) -> list[str]:
+    report: CompileReport, program: ExportedProgram, inputs: Sequence[str], dynamic: Sequence[Sequence[int]],
+    limits: Limits,
+) -> list[str]:  # fmt: skip
     missed = [f"not recognised, so left as it is: {m.name or m.source}: {m.reason}" for m in report.missed]
+    missed += [f"only for sizes with {words}" for words in limits.words()]
     return missed + formats.became_numbers(program, inputs, dynamic)
 
 

@@ -47,15 +47,21 @@ def write(
         made = Path(folder) / path.name
         if format == "pt2":
             _quietly(lambda: torch.export.save(program, made))
-            run = None if check is None else _pt2(made)
         else:
             _write_onnx(program, made, names, sizes)
-            run = None if check is None else onnx_session(made, names[1])
-        told = "" if check is None or run is None else check(run)
-        del run
+        told = "" if check is None else check(reader(made, format, names[1]))
         for file in Path(folder).iterdir():
             os.replace(file, path.parent / file.name)
     return told
+
+
+def reader(path: Path, format: str, outputs: Sequence[str]) -> Run:
+    """Runs a file: from its inputs in order to its outputs.
+
+    Raises:
+        ExportError: onnxruntime is not installed, or does not load the file.
+    """
+    return _pt2(path) if format == "pt2" else _session(path, outputs)
 
 
 def became_numbers(
@@ -140,12 +146,8 @@ def _name_sizes(model: Any, sizes: Sequence[Mapping[int, str]]) -> None:
                 value.shape[dim] = pattern.sub(lambda found: known[found[1]], str(size.value))
 
 
-def onnx_session(path: Path, outputs: Sequence[str]) -> Run:
-    """Runs a file in onnxruntime.
-
-    Raises:
-        ExportError: it is not installed, or does not load the file.
-    """
+def _session(path: Path, outputs: Sequence[str]) -> Run:
+    """Runs a file in onnxruntime."""
     if importlib.util.find_spec("onnxruntime") is None:
         raise ExportError(
             "the check runs the file in onnxruntime, which is not installed. What to do: "

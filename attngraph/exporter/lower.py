@@ -58,10 +58,11 @@ class Result:
 
 
 class Lowering:
-    """How attentions are written. `way`: OPERATION, SDPA or PLAIN, where it can say the program."""
+    """How attentions are written. `way`: OPERATION, SDPA or PLAIN, where it can say the program. `in_onnx`:
+    whether the program is written as ONNX."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
+    def __init__(self, way: str, in_onnx: bool = False) -> None:
+        self.way, self.in_onnx = way, in_onnx
         self.found: list[ExportedAttention] = []
         self._masks: dict[Any, tuple[Any, Tensor | None]] = {}
 

@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(HEADS * WIDTH, 30)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.place(torch.arange(ids.shape[1]))
+        x = self.embed(ids) + self.place.weight[: ids.shape[1]]
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
@@ -284,3 +284,48 @@ def test_a_model_in_training_mode_is_told_to_be_switched(tmp_path: Path) -> None
     attngraph.export(attngraph.compile(model.eval()), tmp_path / "a.pt2", example(""))
     model = Block().train()  # nothing in it is random
     attngraph.export(attngraph.compile(model), tmp_path / "a.pt2", example(""))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) * 2 if x.shape[1] > 4 else self.block(x)
+
+
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+def test_a_file_refuses_sizes_for_which_the_model_takes_another_branch(format: str, tmp_path: Path) -> None:
+    if format == "onnx":
+        as_onnx()
+    from attngraph.exporter import formats
+
+    model, file = Branches().eval(), tmp_path / f"a.{format}"
+    report = attngraph.export(attngraph.compile(model), file, (torch.randn(2, 8, 32),))
+    assert "only for sizes with x.shape[1] > 4" in report.remarks
+    run = formats.reader(file, format, report.outputs)
+    x = torch.randn(3, 5, 32)
+    torch.testing.assert_close(run([x])[0], model(x).detach())
+    with pytest.raises(
+        (attngraph.ExportError, RuntimeError), match=r"this file is for sizes|out of|invalid index"
+    ):
+        run([torch.randn(3, 4, 32)])
+
+
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+def test_a_decoder_refuses_more_tokens_than_its_table_of_positions(format: str, tmp_path: Path) -> None:
+    if format == "onnx":
+        as_onnx()
+    from attngraph.exporter import formats
+
+    file = tmp_path / f"a.{format}"
+    decoder = attngraph.compile(Decoder().eval(), cache=True)
+    report = attngraph.export(decoder, file, (torch.randint(0, 30, (2, 9)),), padding=False)
+    assert report.remarks == ("only for sizes with tokens in a row <= 64",)
+    run = formats.reader(file, format, report.outputs)
+    _, *past = run([torch.zeros(2, 63, dtype=torch.int64), *report.empty_cache(2)])
+    logits, *full = run([torch.zeros(2, 1, dtype=torch.int64), *past])
+    assert logits.shape == (2, 1, 30)
+    with pytest.raises((attngraph.ExportError, RuntimeError), match=r"tokens in a row <= 64|invalid index"):
+        run([torch.zeros(2, 1, dtype=torch.int64), *full])
