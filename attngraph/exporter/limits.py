@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.ir.graph.conditions import test_of
+from attngraph.ir.graph.conditions import python_text, test_of
 
 _NOWHERE = 1 << 20
 """An index that nothing has."""
@@ -30,7 +30,9 @@ class Limits:
 
     def words(self) -> list[str]:
         """The conditions as users may read them: `x.shape[1] <= 64`."""
-        return [re.sub(r"\w+", lambda m: self._names.get(m[0], m[0]), str(c)) for c in self.conditions]
+        return [
+            re.sub(r"\w+", lambda m: self._names.get(m[0], m[0]), python_text(c)) for c in self.conditions
+        ]
 
     def hold(self, sizes: Mapping[str, Any], device: torch.device) -> Tensor | None:
         """Whether all hold, as a tensor that a trace follows; None where there are none."""

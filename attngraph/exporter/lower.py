@@ -66,6 +66,11 @@ class Lowering:
         self.found: list[ExportedAttention] = []
         self._masks: dict[Any, tuple[Any, Tensor | None]] = {}
 
+    def begin(self) -> None:
+        """Forget what was written: a trace begins."""
+        self.found.clear()
+        self._masks.clear()
+
     def attention(
         self, name: str, program: ScoreProgram, operands: Operands, places: Places = ANYWHERE
     ) -> Result:

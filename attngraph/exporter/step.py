@@ -77,7 +77,7 @@ class StepModule(nn.Module):
                 given.append(getattr(slots, about.name)())
             else:
                 given.append(None)  # only attention reads it, which knows the rows by itself
-        self._lowering.found.clear()
+        self._lowering.begin()
         run = _Run(self._step, self._lowering, slots)
         logits, *news = run.run(*given)
         present = [

@@ -94,7 +94,7 @@ class Whole(nn.Module):
         tensors = [leaf for leaf in flatten((args, named))[0] if isinstance(leaf, Tensor)]
         tensors = self._checked(tensors)
         given = [self.weights[i] if i in self.weights else tensors[int(i.name)] for i in self._graph.inputs]
-        self._lowering.found.clear()
+        self._lowering.begin()
         made = Rewritten(self._graph, self._lowering).run(*given)
         kinds = [o.kind for o in self._graph.outputs]
         values = [v for v, kind in zip(made, kinds, strict=True) if kind in ("value", "attribute")]

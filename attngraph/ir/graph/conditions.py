@@ -32,6 +32,11 @@ def test_of(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
     return names, eval(code, {"math": math, "torch": torch, "Fraction": fractions.Fraction})
 
 
+def python_text(condition: Any) -> str:
+    """A relation as a Python expression of its symbols."""
+    return PythonPrinter().doprint(condition)  # type: ignore[no-any-return]
+
+
 def _is_printed(formula: Any) -> bool:
     """Whether torch's printer supports the function; it prints unsupported ones as plain Python calls."""
     return hasattr(PythonPrinter, f"_print_{type(formula).__name__}")
