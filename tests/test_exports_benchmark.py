@@ -44,4 +44,5 @@ def test_a_stock_model_gives_the_same_where_attngraph_is_not(name: str) -> None:
     row = examine(name)
     assert row["outcome"] in ("equal", "not built", "refused"), row
     if row["outcome"] == "equal":
-        assert row["onnx"] == row["attentions"]
+        assert row["onnx"] + row["plain"] == row["attentions"]
+        assert row["plain"] == 0 or any("heads" in words for words in row["onnx words"]), row

@@ -19,6 +19,7 @@ from attngraph.exporter import masks
 from attngraph.exporter.masks import Places
 from attngraph.exporter.report import ExportedAttention
 from attngraph.exporter.standard import NotStandard, Standard, standard_form
+from attngraph.exporter.tracing import varies
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Environment
 from attngraph.ir.language.score import ScoreProgram
@@ -83,6 +84,8 @@ class Lowering:
                 form = standard_form(program, operands.q.dtype)
                 if form.softcap and how == SDPA:
                     raise NotStandard("scores go through a tanh, which torch's operation does not have")
+                if how == OPERATION and varies(operands.q.shape[1]):
+                    raise NotStandard("the number of heads follows from the sizes of the call")
                 form = _where_it_stands(form, joined, places)
             except NotStandard as problem:
                 how, reason, form = PLAIN, str(problem), None
@@ -154,7 +157,7 @@ def _with_one_more_key(joined: Operands) -> Operands:
 
 
 def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    grouped = q.shape[1] != joined.k.shape[1]
+    grouped = not _same(q.shape[1], joined.k.shape[1])
     return F.scaled_dot_product_attention(
         q, joined.k, joined.v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )

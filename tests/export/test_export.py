@@ -329,3 +329,22 @@ def test_a_decoder_refuses_more_tokens_than_its_table_of_positions(format: str, 
     assert logits.shape == (2, 1, 30)
     with pytest.raises((attngraph.ExportError, RuntimeError), match=r"tokens in a row <= 64|invalid index"):
         run([torch.zeros(2, 1, dtype=torch.int64), *full])
+
+
+class HeadsOfTokens(nn.Module):
+    """Each token attends to nine values of its own: the tokens are heads (as in ConvBERT)."""
+
+    def forward(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        s = torch.einsum("btd,btnd->btn", q, k) + bias
+        return torch.einsum("btn,btnd->btd", s.softmax(-1), k[..., :4])
+
+
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+def test_heads_whose_number_varies(format: str, tmp_path: Path) -> None:
+    if format == "onnx":
+        as_onnx()
+    call = (torch.randn(2, 6, 8), torch.randn(2, 6, 9, 8), torch.randn(9))
+    report = attngraph.export(attngraph.compile(HeadsOfTokens()), tmp_path / f"a.{format}", call)
+    expected = "plain operations" if format == "onnx" else "scaled_dot_product_attention"
+    assert [a.how for a in report.attentions] == [expected]
+    assert report.checked.startswith("equal to eager")

@@ -19,7 +19,7 @@ import torch
 import attngraph
 from attngraph.benchmark.causal_models.one import NotBuilt, build, prompts, whole_sequences
 from attngraph.benchmark.exports.classes import DECODERS
-from attngraph.exporter.lower import OPERATION, SDPA
+from attngraph.exporter.lower import OPERATION, PLAIN, SDPA
 
 NEW, SKIPPED = 16, 2
 """Greedy tokens that are compared, and how many tokens of the second prompt are padding."""
@@ -99,6 +99,7 @@ def _row(reports: list[attngraph.ExportReport], equal: list[bool], reason: str) 
         row["attentions"] = len(report.attentions)
         row[format] = _operations(report.path) if format == "onnx" else report.count(how)
         row[f"{format} words"] = sorted({a.words for a in report.attentions})
+    row["plain"] = reports[0].count(PLAIN)
     row["left"] = sum(r.startswith("not recognised") for r in reports[0].remarks)
     return row
 
