@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attngraph.errors import ConversionError as ConversionError
     from attngraph.errors import DisagreementError as DisagreementError
     from attngraph.errors import DumpError as DumpError
+    from attngraph.errors import ExportError as ExportError
     from attngraph.errors import NoDecoderError as NoDecoderError
     from attngraph.errors import NotFusedError as NotFusedError
     from attngraph.errors import PassError as PassError
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from attngraph.errors import SavedError as SavedError
     from attngraph.errors import TextError as TextError
     from attngraph.errors import VerificationError as VerificationError
+    from attngraph.exporter.export import export as export
+    from attngraph.exporter.report import ExportReport as ExportReport
     from attngraph.ir.language.parser import parse as parse
     from attngraph.ir.language.score import ProgramError as ProgramError
     from attngraph.ir.language.score import ScoreProgram as ScoreProgram
@@ -62,9 +65,11 @@ _WHERE = {
     "report.entries": ("AttentionEntry",),
     "errors": (
         "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DisagreementError", "DumpError",
-        "NoDecoderError", "NotFusedError", "PassError", "PlacementError", "SavedError", "TextError",
-        "VerificationError",
+        "ExportError", "NoDecoderError", "NotFusedError", "PassError", "PlacementError", "SavedError",
+        "TextError", "VerificationError",
     ),
+    "exporter.export": ("export",),
+    "exporter.report": ("ExportReport",),
     "ir.ops.attention": ("attention",),
     "ir.language.parser": ("parse",),
     "ir.language.score": ("ProgramError", "ScoreProgram"),

@@ -76,6 +76,10 @@ class ConversionError(AttnGraphError):
     """A model's heads cannot be converted: says what prevents it, and where."""
 
 
+class ExportError(AttnGraphError):
+    """A model cannot be exported: says what prevents it, and what to do."""
+
+
 class CheckError(AttnGraphError):
     """A condition on values that the model's forward checks does not hold: says at which line."""
 

@@ -15,9 +15,10 @@ from attngraph import cli, passes
 from attngraph.api import options
 from attngraph.benchmark import gpu
 from attngraph.cli import choices
+from attngraph.exporter import export
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
-COMMANDS = ("compile", "demo", "inspect", "opt", "bisect", "show", "bench", "fuzz")
+COMMANDS = ("compile", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "fuzz")
 QUICK = ["--tokens", "24", "--rounds", "1", "--no-torch-compile"]
 
 
@@ -276,6 +277,7 @@ def test_what_arguments_may_be_is_what_there_is() -> None:
     assert choices.ABSORB == options.ABSORB
     assert tuple(step.name for step in passes.PASSES) == choices.PASSES
     assert choices.SUITES == gpu.SUITES
+    assert (choices.FORMATS, choices.FALLBACKS) == (export.FORMATS, export.FALLBACKS)
 
 
 @pytest.mark.slow

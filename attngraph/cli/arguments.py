@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attngraph import __version__
-from attngraph.cli.choices import ABSORB, BACKENDS, PAGE, PASSES, SUITES
+from attngraph.cli.choices import ABSORB, BACKENDS, FALLBACKS, FORMATS, PAGE, PASSES, SUITES
 from attngraph.report.programs import WELL_KNOWN
 
 _EPILOG = """\
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--version", action="version", version=f"attngraph {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_compile, _demo, _inspect, _opt, _bisect, _show, _bench, _fuzz, _cache):
+    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _fuzz, _cache):
         add(commands)
     return made
 
@@ -115,6 +115,25 @@ def _how_to_compile(command: argparse.ArgumentParser) -> None:
         help="do not measure torch.compile, nor inductor=True, beside it",
     )  # fmt: skip
     command.add_argument("--rounds", type=POSITIVE, default=5, help="rounds of timing (default 5)")
+
+
+def _export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a model, or its decoder, as a file that runs without attngraph",
+        epilog="example: attngraph export attngraph.models.targets:tiny_decoder_lm --decoder -o lm.onnx. The "
+        "file is run and compared with the model before it is kept.",
+    )
+    _target(export)
+    export.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the file to write")
+    export.add_argument("--format", choices=FORMATS, help="default: by the file's name")
+    export.add_argument("--decoder", action="store_true", help="with a cache as its input and output")
+    export.add_argument(
+        "--fallback", default="sdpa", choices=FALLBACKS, help="how attention is written in pt2"
+    )
+    export.add_argument("--no-padding", action="store_true", help="decoder: all rows are equally long")
+    export.add_argument("--no-check", action="store_true", help="do not run the file")
+    export.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _inspect(commands: Any) -> None:

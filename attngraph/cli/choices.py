@@ -9,6 +9,8 @@ PASSES = (
     "canonicalize", "fuse-attention", "merge-heads", "absorb-mla", "reassociate-linear", "select-kernels",
     "insert-kv-cache", "tidy", "fuse-token-wise",
 )  # fmt: skip
+FORMATS = ("pt2", "onnx")
+FALLBACKS = ("sdpa", "eager")
 SUITES = ("attention", "decode", "mla")
 PAGE = "report.html"
 """The file in which `attngraph inspect` writes its page, in the folder of the dump."""

@@ -15,12 +15,12 @@ from torch.utils._sympy.printers import PythonPrinter
 
 def holds(condition: Any, sizes: Mapping[str, int]) -> bool:
     """Whether a sympy relation is true for these sizes; also True if it cannot be evaluated."""
-    names, test = _compiled(condition)
+    names, test = test_of(condition)
     return any(name not in sizes for name in names) or bool(test(*(sizes[name] for name in names)))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _compiled(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
+def test_of(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
     """The symbol names of a relation, and the relation compiled to a Python function of their values, which
     is about a thousand times faster than sympy's substitution. Symbol names do not appear in the code."""
     symbols = sorted(condition.free_symbols, key=str)
@@ -30,6 +30,11 @@ def _compiled(condition: Any) -> tuple[tuple[str, ...], Callable[..., Any]]:
     printer = _PlacesForNames({symbol: f"_{place}" for place, symbol in enumerate(symbols)})
     code = f"lambda {', '.join(printer.places.values())}: {printer.doprint(condition)}"
     return names, eval(code, {"math": math, "torch": torch, "Fraction": fractions.Fraction})
+
+
+def python_text(condition: Any) -> str:
+    """A relation as a Python expression of its symbols."""
+    return PythonPrinter().doprint(condition)  # type: ignore[no-any-return]
 
 
 def _is_printed(formula: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,15 +45,22 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The values of a program's names while it is evaluated on one tile."""
+    """The values of a program's names while it is evaluated on one tile.
+
+    `places`: positions that are not those of the tile, by the name of the index. With them nothing looks at
+    values, so that a trace can follow: that what is read is in range must be known.
+    """
 
     tile: Tile
     reads: Sequence[Tensor]
     sizes: Sequence[int]
     dtype: torch.dtype
     device: torch.device
+    places: Mapping[str, Tensor] | None = None
 
     def index(self, name: str) -> Tensor:
+        if self.places is not None and name in self.places:
+            return self.places[name]
         lo, hi = self.tile.range(name)
         shape = [1, 1, 1, 1]
         shape[S.INDICES.index(name)] = hi - lo
@@ -180,12 +187,16 @@ def read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
 def _read(node: Expr, env: Environment, names: dict[str, Value]) -> Tensor:
     source = env.reads[node.value]
     plain = [a for a in node.args if a.op == "var"]
-    if len(set(plain)) == len(plain) and all(a.op == "var" or a.op == "const" for a in node.args):
+    counted = not env.places or not any(a.value in env.places for a in plain)
+    if counted and len(set(plain)) == len(plain) and all(a.op in ("var", "const") for a in node.args):
         return _read_view(node.value, node.args, env)
     picks: list[Tensor] = []
     for extent, arg in zip(source.shape, node.args, strict=True):
         value = evaluate(arg, env, names)
         place = value if isinstance(value, Tensor) else torch.tensor(value, device=env.device)
+        if env.places is not None:
+            picks.append(place.to(torch.int64))
+            continue
         low, high = (int(x) for x in torch.aminmax(place)) if place.numel() else (0, 0)
         if low < 0 or high >= extent:
             raise IndexError(

@@ -1,0 +1,45 @@
+"""`attngraph export TARGET -o FILE`: a model, or its decoder, as a file that runs without attngraph."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import torch
+
+from attngraph.api.compile import compile as compiled_model
+from attngraph.cli.problems import TargetError
+from attngraph.cli.progress import Progress
+from attngraph.cli.target import load_target, run_as_given
+from attngraph.exporter.export import export
+
+
+def run(options: argparse.Namespace) -> int:
+    tell = Progress()
+    tell(f"building {options.target}")
+    model, inputs = load_target(options.target, batch=options.batch, tokens=options.tokens)
+    with torch.no_grad():
+        run_as_given(model, model, inputs, options.target)
+    made: Any = compiled_model(model, cache=options.decoder)
+    tell(f"writing {options.out}")
+    try:
+        report = export(
+            made, options.out, inputs, format=options.format or "", fallback=options.fallback,
+            check=not options.no_check, padding=not options.no_padding,
+        )  # fmt: skip
+    except ValueError as problem:
+        raise TargetError(str(problem)) from problem
+    tell.done()
+    if options.json:
+        found = {
+            "target": options.target, "path": str(report.path), "format": report.format,
+            "attentions": [dataclasses.asdict(a) for a in report.attentions],
+            "inputs": report.inputs, "outputs": report.outputs, "checked": report.checked,
+            "remarks": report.remarks,
+        }  # fmt: skip
+        print(json.dumps(found, indent=2))
+    else:
+        print(report)
+    return 0

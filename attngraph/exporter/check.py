@@ -1,0 +1,151 @@
+"""Compares the answers of an exported file with those of the model, by the rule of `runtime/verify.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attngraph.capture.captured import Captured
+from attngraph.capture.structure import flatten, unflatten
+from attngraph.errors import ExportError
+from attngraph.exporter.report import empty_cache
+from attngraph.exporter.tracing import varies
+from attngraph.runtime.step import Step
+from attngraph.runtime.verify import compare, tensors_of
+
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def check_whole(
+    run: Run, captured: Captured, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    named: Sequence[str],
+) -> str:  # fmt: skip
+    """What is to be said of the comparison for the example call, for a smaller one, and for sizes of one.
+
+    Raises:
+        ExportError: the answers differ.
+    """
+
+    def runs(*a: Any, **k: Any) -> list[Tensor]:
+        return list(run(tensors_of((a, {n: k[n] for n in named}))))
+
+    agreement = compare(runs, model, args, kwargs)
+    if not agreement.holds:
+        raise ExportError(f"the exported model is {agreement}. The file was not kept.")
+    told = str(agreement)
+    less = _of_sizes(captured, args, kwargs, lambda n: max(2, n - 1))
+    if less is not None:
+        other = compare(runs, model, *less)
+        if not other.holds:
+            raise ExportError(f"the exported model is {other} for other sizes. The file was not kept.")
+        told += "; equal for other sizes too"
+    ones = _of_sizes(captured, args, kwargs, lambda _: 1)
+    if ones is None:
+        return told
+    try:
+        holds = compare(runs, model, *ones).holds
+    except Exception:
+        holds = False
+    return told if holds else f"{told}; sizes of 1 where the example has more: not equal, so give at least 2"
+
+
+def _of_sizes(
+    captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any], size: Callable[[int], int]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The example call with other sizes, cut from its tensors; None where sizes do not vary by themselves."""
+    symbols = {extent for shape in captured.shapes for extent in shape if varies(extent)}
+    if not symbols or not all(getattr(s, "is_Symbol", False) for s in symbols):
+        return None
+    hints = {s: captured.graph.hints[str(s)] for s in symbols}
+    chosen = {s: size(n) for s, n in hints.items()}
+    at_least_two = {str(s): max(2, n) for s, n in chosen.items()}
+    if chosen == hints or not captured.graph.admits(at_least_two):
+        return None
+    shapes = iter(captured.shapes)
+    leaves, spec = flatten((args, kwargs))
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            for dim, extent in enumerate(next(shapes)):
+                leaf = leaf.narrow(dim, 0, chosen[extent]) if varies(extent) else leaf
+            leaves[place] = leaf.contiguous()
+    cut: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(leaves, spec)
+    return cut
+
+
+def check_decoder(
+    run: Run, step: Step, model: Callable[..., Any], ids: Tensor, inputs: Mapping[str, Any], padding: bool
+) -> str:
+    """What is to be said of the comparison: prompts first, then single tokens; all rows, then one row alone.
+
+    Raises:
+        ExportError: the answers differ.
+    """
+    whole = _Whole(model, step.name, dict(inputs), padding)
+    agreement = compare(_Steps(run, step, padding), whole, (ids,))
+    if not agreement.holds:
+        raise ExportError(f"the exported decoder is {agreement}. The file was not kept.")
+    return f"prompts and then single tokens, {agreement}"
+
+
+class _Whole(nn.Module):
+    """The model's logits for whole sequences: of each row without its padding, then of the first row."""
+
+    def __init__(self, model: Callable[..., Any], name: str, inputs: dict[str, Any], padding: bool) -> None:
+        super().__init__()
+        if isinstance(model, nn.Module):
+            self.model = model
+        else:
+            self.function = model
+        self.name, self.given, self.padding = name, inputs, padding
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        skipped = _padded(ids, self.padding)
+        return [self._logits(row[None, skip:])[0] for row, skip in zip(ids, skipped, strict=True)] + [
+            self._logits(ids[:1])[0]
+        ]
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        found = self._call(ids)
+        if found.ndim == 3 and found.shape[1] == ids.shape[1]:
+            return found
+        # The model gives the result of the last token alone: it is called for each beginning.
+        parts = [self._call(ids[:, :end]).reshape(1, -1) for end in range(1, ids.shape[1] + 1)]
+        return torch.stack(parts, 1)
+
+    def _call(self, ids: Tensor) -> Tensor:
+        call: Callable[..., Any] = getattr(self, "model", None) or self.function
+        result = call(**{self.name: ids, **self.given})
+        logits = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
+        return logits if isinstance(logits, Tensor) else tensors_of(result)[0]
+
+
+class _Steps:
+    """The same from the file, call by call."""
+
+    def __init__(self, run: Run, step: Step, padding: bool) -> None:
+        self.run, self.step, self.padding = run, step, padding
+
+    def __call__(self, ids: Tensor) -> list[Tensor]:
+        rows, skipped = self._logits(ids, _padded(ids, self.padding)), _padded(ids, self.padding)
+        return [row[skip:] for row, skip in zip(rows, skipped, strict=True)] + [self._logits(ids[:1], [0])[0]]
+
+    def _logits(self, ids: Tensor, skipped: Sequence[int]) -> Tensor:
+        total = ids.shape[1]
+        counts = [n for n in (total - 2, 1, 1) if n > 0] if total > 2 else [1] * total
+        past, found, at = empty_cache(self.step.plan.stores, ids.shape[0]), list[Tensor](), 0
+        for count in counts:
+            real = torch.tensor([at + count - skip for skip in skipped], dtype=torch.int64)
+            lengths = [real] if self.padding else []
+            logits, *past = self.run([ids[:, at : at + count], *lengths, *past])
+            found.append(logits)
+            at += count
+        return torch.cat(found, 1)
+
+
+def _padded(ids: Tensor, padding: bool) -> list[int]:
+    """How many tokens of each row are taken as padding."""
+    most = max(0, min(3, ids.shape[1] - 3))
+    return [row % (most + 1) if padding else 0 for row in range(ids.shape[0])]

@@ -1,0 +1,179 @@
+"""The entry point: `attngraph.export`.
+
+A model is captured and its attention recognised as for `attngraph.compile`, by the passes up to that point
+alone; then its graph is traced again with each attention written as other runtimes have it, and written to a
+file. The file's answers are compared with the model's before `export` returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from attngraph.api.build import compile_graph, owner_of
+from attngraph.api.compiled import CompiledModule
+from attngraph.api.methods import decoder_of
+from attngraph.api.options import Options
+from attngraph.capture.structure import flatten
+from attngraph.errors import ExportError
+from attngraph.exporter import formats
+from attngraph.exporter.check import Run, check_decoder, check_whole
+from attngraph.exporter.limits import Limits
+from attngraph.exporter.lower import OPERATION, PLAIN, SDPA, Lowering
+from attngraph.exporter.report import ExportReport, empty_cache
+from attngraph.exporter.step import StepModule
+from attngraph.exporter.tracing import traced, varies
+from attngraph.exporter.whole import Whole
+from attngraph.passes.absorb_mla.absorb import AbsorbMLA
+from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
+from attngraph.passes.reassociate_linear import ReassociateLinear
+from attngraph.passes.tidy import Tidy
+from attngraph.report.report import CompileReport
+from attngraph.runtime.decoder import Decoder
+
+FORMATS, FALLBACKS = ("pt2", "onnx"), ("sdpa", "eager")
+EXAMPLE = (2, 3, 4)
+"""Rows, new tokens and cached tokens of the call that a decoder is traced with: torch.export takes sizes that
+are equal for one size, and sizes of 1 for fixed."""
+
+
+def export(
+    compiled: Callable[..., Any], path: str | Path, args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, *, format: str = "", fallback: str = "sdpa", check: bool = True,
+    padding: bool = True,
+) -> ExportReport:  # fmt: skip
+    """Write a compiled model, or a decoder, to a file that runs without attngraph.
+
+    Args:
+        compiled: what `attngraph.compile` returned. With `cache` the file computes new tokens over a cache
+            that is its input and its output (docs/export.md).
+        path: the file to write.
+        args, kwargs: an example call. Sizes that may vary in a compiled model may vary in the file. Arguments
+            that hold no tensor keep the values given here. Of a decoder: prompts, `[B, T]`.
+        format: "pt2" (torch.export's program; `torch.export.load`) or "onnx". Default: by the file's name.
+        fallback: how attention is written in a pt2 file, and in an ONNX file what the Attention operation
+            cannot say: "sdpa" (torch's scaled_dot_product_attention where it can say it) or "eager" (matmul
+            and softmax everywhere).
+        check: run the file and compare its answers with the model's.
+        padding: of a decoder: whether rows may have unequal lengths, which is an input more, and a mask for
+            every attention.
+
+    Returns:
+        What was written, and how each attention is written.
+
+    Raises:
+        ExportError: the model cannot be exported, or its file gives other answers; nothing is left at `path`.
+        CaptureError, NoDecoderError: as from compiling.
+    """
+    path, kwargs = Path(path), dict(kwargs or {})
+    format = format or path.suffix.removeprefix(".")
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, found {format!r}.")
+    if fallback not in FALLBACKS:
+        raise ValueError(f"fallback must be one of {', '.join(FALLBACKS)}, found {fallback!r}.")
+    if format == "onnx":
+        formats.require_onnx()
+    way = PLAIN if fallback == "eager" else OPERATION if format == "onnx" else SDPA
+    lowering = Lowering(way, format == "onnx")
+    if not flatten((tuple(args), kwargs))[0]:
+        raise ExportError("export needs an example call: export(compiled, path, args, kwargs).")
+    if type(compiled) is Decoder:
+        return _decoder(compiled, path, tuple(args), kwargs, format, lowering, check, padding)
+    if type(compiled) is not CompiledModule:
+        raise TypeError(f"export takes what attngraph.compile returns, found {type(compiled).__name__}.")
+    return _whole(compiled, path, tuple(args), kwargs, format, lowering, check)
+
+
+def plain_options(options: Options, *more: str) -> Options:
+    """The options with the passes alone that find attention; kernels are chosen by whoever runs the file."""
+    left_out = (AbsorbMLA.name, ReassociateLinear.name, *more)
+    return dataclasses.replace(
+        options, backend="reference", inductor=False, dump=None, disable=(*options.disable, *left_out)
+    )
+
+
+def _whole(
+    compiled: CompiledModule, path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], format: str,
+    lowering: Lowering, check: bool,
+) -> ExportReport:  # fmt: skip
+    model = compiled._model
+    with torch.no_grad():
+        found = compile_graph(model, args, kwargs, plain_options(compiled._options))
+    named = {name: value for name, value in kwargs.items() if _tensors(value)}
+    captured = found.captured
+    module = Whole(captured, owner_of(model), lowering, _names(model, args, named), list(named))
+    dynamic = [[d for d, n in enumerate(shape) if varies(n)] for shape in captured.shapes]
+    program = traced(module, args, named, dynamic)
+    remarks = _remarks(found.report, program, module.inputs, dynamic, module.limits)
+    names = (tuple(module.inputs), tuple(module.outputs))
+
+    def checked(run: Run) -> str:
+        return check_whole(run, captured, model, args, kwargs, list(named))
+
+    told = formats.write(program, path, format, names, checked if check else None)
+    return ExportReport(path, format, tuple(lowering.found), *names, told, tuple(remarks))
+
+
+def _decoder(
+    decoder: Decoder, path: Path, args: tuple[Any, ...], kwargs: dict[str, Any], format: str,
+    lowering: Lowering, check: bool, padding: bool,
+) -> ExportReport:  # fmt: skip
+    model, whole = decoder._model, cast(CompiledModule, decoder.whole)
+    options = plain_options(whole._options, Tidy.name, FuseTokenWise.name)
+    derived = decoder_of(whole, options, decoder.config_of_cache)
+    ids = args[0] if args else kwargs.pop(derived._name({}), None)
+    if not isinstance(ids, Tensor) or ids.ndim < 2 or len(args) > 1:
+        raise ExportError("a decoder is exported with prompts as one tensor, [B, T].")
+    with torch.no_grad():
+        step = derived._step(derived.pack(ids, None), kwargs)
+    module = StepModule(step, lowering, padding)
+    rows, tokens, kept = EXAMPLE
+    example_ids = ids[:1, :1].expand(rows, tokens, *ids.shape[2:]).contiguous()
+    lengths = torch.tensor([tokens + kept, tokens + kept - 1]) if padding else None
+    example = (example_ids, lengths, empty_cache(step.plan.stores, rows, kept))
+    dynamic = [[0, 1], *([[0]] if padding else []), *([s.row_dim, s.token_dim] for s in step.plan.stores)]
+    program = traced(module, example, {}, dynamic)
+    remarks = _remarks(step.report, program, module.inputs, dynamic, module.limits)
+    names = (tuple(module.inputs), tuple(module.outputs))
+
+    def checked(run: Run) -> str:
+        given = {"use_cache": False, **kwargs} if "use_cache" in derived._signature.parameters else kwargs
+        return check_decoder(run, step, model, ids, given, padding)
+
+    told = formats.write(
+        program, path, format, names, checked if check else None, module.size_names(step.plan.stores)
+    )
+    return ExportReport(path, format, tuple(lowering.found), *names, told, tuple(remarks), step.plan.stores)
+
+
+def _remarks(
+    report: CompileReport, program: ExportedProgram, inputs: Sequence[str], dynamic: Sequence[Sequence[int]],
+    limits: Limits,
+) -> list[str]:  # fmt: skip
+    missed = [f"not recognised, so left as it is: {m.name or m.source}: {m.reason}" for m in report.missed]
+    missed += [f"only for sizes with {words}" for words in limits.words()]
+    return missed + formats.became_numbers(program, inputs, dynamic)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _names(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of a call's tensors, in order: those of the model's arguments."""
+    signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    parameters = list(signature.parameters.values())
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    plain += [f"input_{n}" for n in range(len(plain), len(args))]
+    found: list[str] = []
+    for name, value in (*zip(plain, args, strict=False), *kwargs.items()):
+        own = _tensors(value)
+        found += [name] if len(own) == 1 else [f"{name}.{n}" for n in range(len(own))]
+    return found

@@ -1,0 +1,194 @@
+"""Attention as operations that other runtimes have: torch's own, or the Attention operation of ONNX.
+
+`Lowering.attention` computes what `attngraph::attention` means and notes how it is written. What the usual
+operations cannot say is computed by the program's definition in plain operations, where all scores are in
+memory at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attngraph.exporter import masks
+from attngraph.exporter.masks import Places
+from attngraph.exporter.report import ExportedAttention
+from attngraph.exporter.standard import NotStandard, Standard, standard_form
+from attngraph.exporter.tracing import varies
+from attngraph.ir.language import evaluate
+from attngraph.ir.language.evaluate import Environment
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import kernels
+
+OPERATION, SDPA, PLAIN = "Attention operation", "scaled_dot_product_attention", "plain operations"
+ANYWHERE = Places()
+"""Queries and keys that count from zero."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What an attention is computed from; `[B, H, tokens, width]`. `past`: earlier keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    reads: Sequence[Tensor]
+    sizes: Sequence[Any]
+    past: tuple[Tensor, Tensor] | None = None
+
+    def joined(self) -> Operands:
+        """The same with earlier keys and values before the new ones."""
+        if self.past is None:
+            return self
+        k, v = (torch.cat([old, new], 2) for old, new in zip(self.past, (self.k, self.v), strict=True))
+        return dataclasses.replace(self, k=k, v=v, past=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result, and earlier and new keys and values where the operation gives them; None: all of these are
+    in the operands."""
+
+    out: Tensor
+    present: tuple[Tensor, Tensor] | None = None
+
+
+class Lowering:
+    """How attentions are written. `way`: OPERATION, SDPA or PLAIN, where it can say the program. `in_onnx`:
+    whether the program is written as ONNX."""
+
+    def __init__(self, way: str, in_onnx: bool = False) -> None:
+        self.way, self.in_onnx = way, in_onnx
+        self.found: list[ExportedAttention] = []
+        self._masks: dict[Any, tuple[Any, Tensor | None]] = {}
+
+    def begin(self) -> None:
+        """Forget what was written: a trace begins."""
+        self.found.clear()
+        self._masks.clear()
+
+    def attention(
+        self, name: str, program: ScoreProgram, operands: Operands, places: Places = ANYWHERE
+    ) -> Result:
+        """One attention, called `name` in the report."""
+        joined = operands.joined()
+        how, reason = self.way, ""
+        form = None
+        if how != PLAIN:
+            try:
+                form = standard_form(program, operands.q.dtype)
+                if form.softcap and how == SDPA:
+                    raise NotStandard("scores go through a tanh, which torch's operation does not have")
+                if how == OPERATION and varies(operands.q.shape[1]):
+                    raise NotStandard("the number of heads follows from the sizes of the call")
+                form = _where_it_stands(form, joined, places)
+            except NotStandard as problem:
+                how, reason, form = PLAIN, str(problem), None
+        env = masks.environment(joined.q, joined.k, joined.reads, joined.sizes, places)
+        if form is None:
+            self.found.append(ExportedAttention(name, how, reason, str(program)))
+            return Result(_by_definition(program, joined, env, places))
+        result, words = self._standard(form, operands, joined, env, places)
+        self.found.append(ExportedAttention(name, how, words, str(program)))
+        return result
+
+    def _standard(
+        self, form: Standard, operands: Operands, joined: Operands, env: Environment, places: Places
+    ) -> tuple[Result, str]:  # fmt: skip
+        q, dtype = operands.q, operands.q.dtype
+        if form.queries is not None:
+            q = q * masks.factor_of(form.queries, env).to(dtype)
+        by_itself = form.causal and places.real is None and form.sink is None
+        if self.way == SDPA:
+            by_itself &= places.are_counted
+        mask = None if by_itself else self._mask(form, env, dtype, places)
+        words = "causal" if by_itself else "" if mask is None else "with a mask"
+        if form.sink is not None:
+            joined = _with_one_more_key(joined)
+            operands = dataclasses.replace(joined, q=q)
+            mask, words = masks.with_sink(mask, form.sink, env, dtype), "with a mask; a sink is one more key"
+        if self.way == SDPA:
+            out, present = _sdpa(q, joined, mask, by_itself, form.scale), None
+        else:
+            if by_itself and not places.are_counted and operands.past is None:
+                by_itself, mask = False, self._mask(form, env, dtype, places)
+                words = "with a mask"
+            out, present = _operation(q, operands, mask, by_itself, form)
+        if form.results is not None:
+            out = out * masks.factor_of(form.results, env).to(dtype)
+        if form.blind_is_zero and form.adds and mask is not None and form.sink is None:
+            out = out.masked_fill((mask == -torch.inf).all(-1, keepdim=True), 0.0)
+        return Result(out, present), words
+
+    def _mask(self, form: Standard, env: Environment, dtype: torch.dtype, places: Places) -> Tensor | None:
+        """The mask; layers with equal masks share one."""
+        sizes = tuple(str(n) for n in env.tile.shape)
+        own = (places.q, places.k, places.real, places.own)
+        key = (
+            form.mask, form.blind_is_zero, form.sees_itself, dtype, sizes, tuple(map(str, env.sizes)),
+            tuple(map(id, env.reads)), tuple(map(id, own)),
+        )  # fmt: skip
+        if key not in self._masks:
+            # The tensors are kept as well, so that none of them gets the number of another.
+            self._masks[key] = ((tuple(env.reads), own), masks.mask_of(form, env, dtype, places))
+        return self._masks[key][1]
+
+
+def _where_it_stands(form: Standard, joined: Operands, places: Places) -> Standard:
+    """A query sees itself only where there is a key for every query."""
+    aligned = not places.are_counted or _same(joined.q.shape[2], joined.k.shape[2])
+    return form if aligned else dataclasses.replace(form, sees_itself=False)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two sizes are one number or one symbol; nothing is assumed about symbols."""
+    left, right = (n if isinstance(n, int) else n.node.expr for n in (a, b))
+    return bool(left == right)
+
+
+def _with_one_more_key(joined: Operands) -> Operands:
+    k, v = (F.pad(t, (0, 0, 0, 1)) for t in (joined.k, joined.v))
+    return dataclasses.replace(joined, k=k, v=v)
+
+
+def _sdpa(q: Tensor, joined: Operands, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    grouped = not _same(q.shape[1], joined.k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, joined.k, joined.v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _operation(
+    q: Tensor, operands: Operands, mask: Tensor | None, causal: bool, form: Standard
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """The Attention operation of ONNX; torch only records it."""
+    past_key, past_value = operands.past or (None, None)
+    out, key, value, _ = torch.onnx.ops.attention(
+        q, operands.k, operands.v, mask, past_key, past_value, is_causal=causal, scale=form.scale,
+        softcap=form.softcap,
+    )  # fmt: skip
+    return out, None if operands.past is None else (key, value)
+
+
+def _by_definition(program: ScoreProgram, joined: Operands, env: Environment, places: Places) -> Tensor:
+    """The program's own formulas, in plain operations."""
+    q, k, v = (t.to(env.dtype) for t in (joined.q, joined.k, joined.v))
+    dot = kernels.dot(q, k)
+    scores = evaluate.scores(program, dot, env)
+    if places.real is not None and places.own is not None:
+        scores = scores.masked_fill(~places.real, -torch.inf).masked_fill(places.own, 0.0)
+    sink = evaluate.sink(program, env)
+    if sink is None:
+        weights = scores.softmax(-1)
+    else:
+        one_more = sink.expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, one_more], -1).softmax(-1)[..., : k.shape[2]]
+    weights = evaluate.weights(program, weights, env, dot)
+    batch, heads, queries, keys = weights.shape
+    grouped = weights.reshape(batch, k.shape[1], (heads // k.shape[1]) * queries, keys)
+    return (grouped @ v).reshape(batch, heads, queries, v.shape[3]).to(joined.v.dtype)

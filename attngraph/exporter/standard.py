@@ -1,0 +1,299 @@
+"""What the usual attention operations can say of a score program: scale, softcap, a mask, factors, a sink.
+
+torch's scaled_dot_product_attention and the Attention operation of ONNX compute
+
+    softmax(cap(scale * q . k) + mask) v            cap(x) = c * tanh(x / c), in ONNX alone
+
+`standard_form` takes a program apart into these, or says why it cannot. It is exact: a factor of the scores
+that depends on the query goes to the queries, a sink is one more key whose score the mask sets, and what a
+program does to results after the softmax is done to them. A finite fill that replaces scores becomes a large
+negative number that scores vanish beside, so rows that see no key still are the mean of all keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from attngraph.ir.language import evaluate
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr, format_number
+from attngraph.ir.language.parser import operation
+from attngraph.ir.language.score import (
+    DOT,
+    SCORE,
+    WEIGHT,
+    Keep,
+    Score,
+    ScoreProgram,
+    Sink,
+    Statement,
+    Weight,
+    index,
+)  # fmt: skip
+from attngraph.meaning.masks.fold import HIDES, added_to_score
+from attngraph.meaning.masks.words import distance_limit
+
+LOWEST = 1e30
+"""Minus this stands for finite fills: scores of usual size vanish beside it in float32, so equal ones stay
+equal, and it is far from the lowest number, which onnxruntime takes for minus infinity."""
+_STEP = 1e3
+"""A higher one of several finite fills is this many times nearer to zero."""
+
+
+class NotStandard(Exception):
+    """A program that the usual operations cannot say; the message is the reason, in the user's words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Standard:
+    """A program taken apart.
+
+    Attributes:
+        scale: of the dot. softcap: 0 for none.
+        queries: what queries are multiplied by besides; None for nothing.
+        mask: statements that make the mask from scores of zero; empty for no mask.
+        causal: the mask only hides later keys.
+        fills: the mask has finite fills.
+        sink: the score of one more key, whose value is zero.
+        results: what results are multiplied by; None for nothing.
+        blind_is_zero: a row that sees no key is zero, not NaN.
+        sees_itself: every query sees the key of its own position.
+    """
+
+    scale: float
+    softcap: float
+    queries: Expr | None
+    mask: tuple[Statement, ...]
+    causal: bool
+    fills: bool
+    sink: Expr | None
+    results: Expr | None
+    blind_is_zero: bool
+    sees_itself: bool
+
+    @property
+    def adds(self) -> bool:
+        """Whether the mask is more than which keys are seen."""
+        return self.fills or any(isinstance(s, Score) for s in self.mask)
+
+
+def standard_form(program: ScoreProgram, dtype: torch.dtype) -> Standard:
+    """The program in the terms above.
+
+    Raises:
+        NotStandard: it has none.
+    """
+    reader = _Reader(_stand_ins(program, dtype))
+    for statement in program.statements:
+        reader.read(statement)
+    mask = tuple(reader.mask)
+    factor = reader.factor
+    constant = _number(factor)
+    if _mentions(factor, index("k")):
+        raise NotStandard("scores are multiplied by what depends on the key")
+    return Standard(
+        1.0 if constant is None else constant,
+        reader.softcap,
+        None if constant is not None else factor,
+        mask,
+        _is_causal(mask),
+        reader.fills,
+        program.sink,
+        reader.results,
+        reader.blind_is_zero or program.sink is not None,
+        all(_keeps_own(s) for s in mask),
+    )
+
+
+class _Reader:
+    """The statements read so far: scores are cap(factor * dot) plus what `mask` makes of zero."""
+
+    def __init__(self, fills: dict[float, float]) -> None:
+        self.stand_ins = fills
+        self.factor: Expr = E.const(1.0)
+        self.softcap = 0.0
+        self.mask: list[Statement] = []
+        self.fills = self.blind_is_zero = False
+        self.results: Expr | None = None
+
+    def read(self, statement: Statement) -> None:
+        match statement:
+            case Score(value):
+                self._score(value)
+            case Keep():
+                self._keep(statement)
+            case Weight(value):
+                self._weight(value)
+            case Sink():
+                pass
+
+    def _score(self, value: Expr) -> None:
+        if _mentions(value, DOT) and (self.mask or self.softcap or not _is_one(self.factor)):
+            raise NotStandard("scores use the product of query and key in several places")
+        if _mentions(value, DOT) and _mentions(value, SCORE):
+            raise NotStandard("scores use the product of query and key in several places")
+        unit = DOT if _mentions(value, DOT) else SCORE
+        caps = [n for n in E.walk(value) if n.op == "tanh" and _mentions(n, unit)]
+        if caps:
+            value, unit = self._cap(value, unit, caps), caps[0]
+        slope, rest = _linear(value, unit)
+        number = _number(slope)
+        if self.softcap and unit is not SCORE:
+            if number is None or number <= 0:
+                raise NotStandard("the factor of a tanh of the scores is no positive number")
+            self._set_cap(number)
+        elif self.softcap and not _is_one(slope):
+            raise NotStandard("scores are multiplied after a tanh")
+        else:
+            self.factor = slope if _is_one(self.factor) else operation("mul", self.factor, slope)
+            if self.mask and not _is_one(slope):
+                if number is None or number <= 0:
+                    raise NotStandard("scores are multiplied after a mask")
+                self.mask.append(Score(operation("mul", SCORE, slope)))
+        if rest is not None:
+            self.mask.append(Score(operation("add", SCORE, rest)))
+
+    def _cap(self, value: Expr, unit: Expr, caps: Sequence[Expr]) -> Expr:
+        """Read a tanh of the scores; what it is multiplied by comes afterwards."""
+        if len(caps) > 1 or self.mask or self.softcap:
+            raise NotStandard("a tanh of the scores is applied after a mask or another tanh")
+        inner, rest = _linear(caps[0].args[0], unit)
+        scale = _number(operation("mul", self.factor, inner))
+        if rest is not None or scale is None:
+            raise NotStandard("a tanh of the scores is of more than a multiple of the product")
+        self.factor, self.softcap = E.const(float(scale)), 1.0
+        return value
+
+    def _set_cap(self, cap: float) -> None:
+        scale = _number(self.factor)
+        assert scale is not None
+        self.softcap, self.factor = cap, E.const(float(scale * cap))
+
+    def _keep(self, keep: Keep) -> None:
+        if _mentions(keep.predicate, DOT) or _mentions(keep.predicate, SCORE):
+            raise NotStandard("which keys are seen depends on the scores")
+        if keep.is_hard or keep.lowers:
+            self.mask.append(Keep(keep.predicate))
+            return
+        added = added_to_score(keep.fill)
+        if keep.fill.op == "const":
+            self.fills = True
+            self.mask.append(Keep(keep.predicate, E.const(self.stand_ins[float(keep.fill.value)])))
+        elif abs(added) < float("inf"):
+            self.fills = True
+            lowered = E.const(float(max(added, -LOWEST)))
+            self.mask.append(Keep(keep.predicate, operation("add", SCORE, lowered)))
+        else:
+            raise NotStandard("hidden scores are replaced by a formula")
+
+    def _weight(self, value: Expr) -> None:
+        if _zeroes_nan(value):
+            self.blind_is_zero = True
+            return
+        slope, rest = _linear(value, WEIGHT)
+        if rest is not None or _mentions(slope, index("k")) or _mentions(slope, DOT):
+            raise NotStandard("weights are changed after the softmax")
+        self.results = slope if self.results is None else operation("mul", self.results, slope)
+
+
+def _stand_ins(program: ScoreProgram, dtype: torch.dtype) -> dict[float, float]:
+    """What stands for each finite number that replaces scores: the lowest gets the lowest.
+
+    Raises:
+        NotStandard: a fill is no number that hides, or the dtype has no room.
+    """
+    fills = {float(k.fill.value) for k in program.keeps if k.fill.op == "const" and k.fill is not E.NAN}
+    finite = sorted(f for f in fills if f != float("-inf"))
+    if any(f > -HIDES for f in finite):
+        number = format_number(max(finite))
+        raise NotStandard(f"hidden scores are replaced by {number}, which counts beside other scores")
+    if finite and dtype == torch.float16:
+        raise NotStandard("in half precision a finite fill cannot be told from the scores")
+    return {fill: -LOWEST / _STEP**place for place, fill in enumerate(finite)}
+
+
+def _linear(value: Expr, unit: Expr) -> tuple[Expr, Expr | None]:
+    """`value` as slope * unit + rest.
+
+    Raises:
+        NotStandard: it is not of this form.
+    """
+    if value is unit:
+        return E.const(1.0), None
+    if not _mentions(value, unit):
+        return E.const(0.0), value
+    args = value.args
+    if value.op == "neg":
+        slope, rest = _linear(args[0], unit)
+        return operation("neg", slope), None if rest is None else operation("neg", rest)
+    if value.op in ("add", "sub") and len(args) == 2:
+        (a, x), (b, y) = (_linear(arg, unit) for arg in args)
+        slope = a if not _mentions(args[1], unit) else operation(value.op, a, b)
+        if not _mentions(args[0], unit):
+            slope = b if value.op == "add" else operation("neg", b)
+        if y is None:
+            return slope, x
+        if x is None:
+            return slope, y if value.op == "add" else operation("neg", y)
+        return slope, operation(value.op, x, y)
+    if value.op in ("mul", "div") and len(args) == 2:
+        inner, other = args if _mentions(args[0], unit) else (args[1], args[0])
+        if not _mentions(other, unit) and (value.op == "mul" or inner is args[0]):
+            slope, rest = _linear(inner, unit)
+            slope = operation(value.op, slope, other)
+            return slope, None if rest is None else operation(value.op, rest, other)
+    if unit is WEIGHT:
+        raise NotStandard("weights are changed after the softmax")
+    raise NotStandard("scores are no multiple of the product of query and key plus a bias")
+
+
+def _mentions(value: Expr, part: Expr) -> bool:
+    return any(node is part for node in E.walk(value))
+
+
+def _number(value: Expr) -> float | None:
+    """The value of a formula of numbers alone."""
+    if any(n.op in ("var", "read", "size", "dot", "s", "p") for n in E.walk(value)):
+        return None
+    return float(evaluate.number(value))
+
+
+def _is_one(value: Expr) -> bool:
+    return _number(value) == 1.0
+
+
+def _zeroes_nan(value: Expr) -> bool:
+    """Whether weights that are NaN become zero and the others stay."""
+    if value.op != "where" or value.args[0].op != "isnan" or value.args[0].args[0] is not WEIGHT:
+        return False
+    return E.is_const(value.args[1], 0) and value.args[2] is WEIGHT
+
+
+def _is_causal(mask: Sequence[Statement]) -> bool:
+    if len(mask) != 1 or not isinstance(mask[0], Keep) or not mask[0].is_hard:
+        return False
+    limit = distance_limit(mask[0].predicate)
+    return limit is not None and limit[0] == "ahead" and E.is_const(limit[1], 0)
+
+
+def _keeps_own(statement: Statement) -> bool:
+    """Whether a statement leaves the pair of a query and the key of its own position alone."""
+    if isinstance(statement, Score):
+        return not any(n.op == "read" for n in E.walk(statement.value))
+    if not isinstance(statement, Keep):
+        return True
+    if not statement.is_hard:
+        return True  # a finite fill leaves no row without keys
+    parts = [statement.predicate]
+    for part in parts:  # grows
+        if part.op == "and":
+            parts += part.args
+            continue
+        limit = distance_limit(part)
+        number = None if limit is None else _number(limit[1])
+        if number is None or number < 0:
+            return False
+    return True
