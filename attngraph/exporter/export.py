@@ -84,6 +84,9 @@ def export(
     lowering = Lowering(way, format == "onnx")
     if not flatten((tuple(args), kwargs))[0]:
         raise ExportError("export needs an example call: export(compiled, path, args, kwargs).")
+    whole = compiled.whole if type(compiled) is Decoder else compiled
+    if type(whole) is CompiledModule and whole._options.axis is not None:
+        raise ExportError("the model is divided among ranks; compile it without a mesh to export it.")
     if type(compiled) is Decoder:
         return _decoder(compiled, path, tuple(args), kwargs, format, lowering, check, padding)
     if type(compiled) is not CompiledModule:
