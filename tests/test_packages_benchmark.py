@@ -93,13 +93,15 @@ def test_the_page_prints_lost_rows_and_packages_that_are_missing(monkeypatch: py
     assert not is_slow(ours, {"seconds": 40.0, "building": 0.0})
 
 
-def test_every_task_has_a_row_and_none_is_run_twice(tmp_path: Path) -> None:
+def test_every_task_has_a_row_and_none_is_run_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
     file = tmp_path / "rows.jsonl"
     tasks = Tasks("task", _work, "attngraph.benchmark.processes")
-    told: list[str] = []
+    options = tasks.parser(None).parse_args(["--json", str(file), "--seconds", "15", "--at-once", "3"])
     names = ["good", "ends", "slow"]
-    rows = tasks.run(names, file, 15, told.append, at_once=3)
+    rows = tasks.run(names, options)
     assert [row["outcome"] for row in rows] == ["done", "failed", "out of time"]
-    assert len(told) == 3
-    assert tasks.run(names, file, 15, told.append) == rows
-    assert len(told) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert tasks.run(names, options) == rows
+    assert capsys.readouterr().err == ""

@@ -6,8 +6,10 @@ copies of one that has imported what all of them need.
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,31 +42,37 @@ class Tasks:
         rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
         return list({row[self.key]: row for row in rows}.values())
 
-    def run(
-        self, names: Sequence[str], file: Path | None, limit: float, tell: Callable[[str], None],
-        at_once: int = 1,
-    ) -> list[Row]:  # fmt: skip
-        """The rows of these tasks; new ones are appended to the file at once.
+    def parser(self, about: str | None) -> argparse.ArgumentParser:
+        """The arguments that every command over tasks has. What it parses is given to `run`."""
+        package = self.preload.rpartition(".")[0]
+        parser = argparse.ArgumentParser(prog=f"python -m {package}", description=about)
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="JSON lines; a run goes on where it ended"
+        )
+        parser.add_argument("--table", type=Path, metavar="FILE", help="write the table here")
+        parser.add_argument("--seconds", type=float, default=240, help="time limit of a task (default: 240)")
+        parser.add_argument("--at-once", type=int, default=1, help="processes at a time (default: 1)")
+        return parser
 
-        Args:
-            limit: seconds that a task may take.
-            at_once: how many processes run at a time.
-        """
+    def run(self, names: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
+        """The rows of these tasks; new ones are appended to the file at once. Progress goes to standard
+        error."""
+        file: Path | None = arguments.json
         found = {row[self.key]: row for row in self.known(file)}
         writing = Lock()
 
         def compute(name: str) -> None:
             if name in found:
                 return
-            tell(f"{names.index(name) + 1} of {len(names)}: {name}")
-            row = self._one(name, limit)
+            print(f"{names.index(name) + 1} of {len(names)}: {name}", file=sys.stderr, flush=True)
+            row = self._one(name, arguments.seconds)
             with writing:
                 found[name] = row
                 if file is not None:
                     with file.open("a") as out:
                         out.write(json.dumps(row) + "\n")
 
-        with ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(arguments.at_once) as pool:
             list(pool.map(compute, names))
         return [found[name] for name in names]
 

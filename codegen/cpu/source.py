@@ -97,7 +97,7 @@ class Draft:
         call them."""
         if len(self.numbers) > MOST_NUMBERS:
             raise UnsupportedError(f"more than {MOST_NUMBERS} expressions of sizes")
-        lines = ("attngraph, for the scores", *self.plan.program.text.splitlines())
+        lines = ("attngraph, for the scores", *(self.plan.program.text or "s = dot").splitlines())
         head = "".join(f"// {line}\n" for line in lines)
         defines = "".join(f"#define {flag}\n" for flag in self.defines)
         functions, base, *others = map(header, ("functions.h", "base.h", *headers))

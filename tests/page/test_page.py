@@ -30,6 +30,7 @@ from attngraph.report.entries import Missed, PassRecord
 from attngraph.report.page.chart import charts
 from attngraph.report.page.diff import compare
 from attngraph.report.page.folding import Fold, Hunk, fold
+from attngraph.report.page.graphs import final_text
 from attngraph.report.page.html import TIMES, html, span_of_names, tag
 from attngraph.report.page.layers import read_lines
 from attngraph.report.page.layout import place
@@ -449,3 +450,18 @@ def test_what_all_kernels_have_is_folded_and_the_parts_are_the_whole_source(
     assert shown.count('class="shared"') == source.count("the same in every kernel")
     own = unescape(re.sub(r"</?[ib]>", "", parts[0]))
     assert own.startswith("// attngraph, for the scores") and len(own.splitlines()) < 20
+
+
+def test_the_box_of_an_attention_has_its_program() -> None:
+    def causal(q: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+        return (q @ q.mT / 4).masked_fill(hidden, -torch.inf).softmax(-1) @ q
+
+    report = attngraph.explain(causal, torch.randn(2, 5, 8))
+    (chart,) = charts(read_lines(report.passes[-1].text or final_text(report)))
+    (box,) = [box for box in chart.boxes() if box.program]
+    assert box.program == tuple(report.attention[0].program.splitlines()) == ("s = 0.25 * dot", "keep k <= q")
+    assert box.is_attention
+    drawn = page.render(report)
+    drawn = drawn[drawn.index('class="chart"') :]
+    assert "keep k &lt;= q</tspan>" in drawn and "\n    keep k &lt;= q" in drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 from typing import Any
@@ -42,7 +43,7 @@ def test_a_terminal_shows_stages_and_the_line_is_erased(monkeypatch: pytest.Monk
     monkeypatch.setattr(progress_line, "SILENT", 0.001)
     before = threading.active_count()
     shown = compiled_with(True, monkeypatch)
-    assert "attngraph compiles: 0 s, capture" in shown
+    assert re.search(r"attngraph compiles: \d+ s, capture", shown)
     assert shown.endswith("\r\x1b[K") and "\n" not in shown
     assert threading.active_count() == before
 

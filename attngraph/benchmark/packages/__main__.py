@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 from attngraph.benchmark.packages.description import version
 from attngraph.benchmark.packages.models import MODELS
@@ -16,20 +14,13 @@ TASKS = Tasks("task", work, "attngraph.benchmark.packages.preload")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m attngraph.benchmark.packages", description=__doc__)
+    parser = TASKS.parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="models whose title has one of these texts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON lines; a run goes on where it ended")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table here")
-    parser.add_argument("--seconds", type=float, default=240, help="time limit of a process (default: 240)")
-    parser.add_argument("--at-once", type=int, default=1, help="processes at a time (default: 1)")
     parser.add_argument("--of", nargs="+", choices=COMPILERS, default=COMPILERS, help="default: both")
     options = parser.parse_args()
     models = [m for m in MODELS if not options.only or any(text in m.title for text in options.only)]
     installed = [m.title for m in models if version(m.package) is not None]
-    found = TASKS.run(
-        [f"{compiler}: {title}" for compiler in options.of for title in installed], options.json,
-        options.seconds, lambda text: print(text, file=sys.stderr, flush=True), options.at_once,
-    )  # fmt: skip
+    found = TASKS.run([f"{compiler}: {title}" for compiler in options.of for title in installed], options)
     rows = {row["task"]: row for row in found}
     print(summary(models, rows))
     if options.table:

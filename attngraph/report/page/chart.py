@@ -23,7 +23,7 @@ class Box:
     """Ops in one box, in order, or a value from elsewhere (no ops).
 
     `reads` are indices of boxes of the chart; `band` says which part of the layer it belongs to; `leaves`
-    whether something outside the chart reads its value.
+    whether something outside the chart reads its value. `program` are the lines of the program in its op.
     """
 
     lines: tuple[Line, ...]
@@ -31,6 +31,7 @@ class Box:
     reads: tuple[int, ...] = ()
     band: str = ""
     leaves: bool = False
+    program: tuple[str, ...] = ()
 
     @property
     def is_attention(self) -> bool:
@@ -103,6 +104,11 @@ def _boxes(chart: Chart) -> list[Box]:
     for line in values:
         for name in {_whole(n) for n in line.references}:
             readers[name] = readers.get(name, 0) + 1
+    programs: dict[str, tuple[str, ...]] = {}
+    of = ""
+    for line in chart.lines:
+        of = of if line.is_program else line.value
+        programs[of] = (*programs.get(of, ()), line.code.strip()) if line.is_program else ()
     boxes: list[Box] = []
     place: dict[str, int] = {}
     for line in values:
@@ -125,7 +131,8 @@ def _boxes(chart: Chart) -> list[Box]:
             continue
         reads = tuple(place[name] for name in names)
         place[line.value] = len(boxes)  # set after `reads`: in a malformed text a value may read itself
-        boxes.append(Box((line,), line.value, reads, band, line.value in chart.outside))
+        leaves = line.value in chart.outside
+        boxes.append(Box((line,), line.value, reads, band, leaves, programs[line.value]))
     return boxes
 
 

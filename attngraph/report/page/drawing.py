@@ -18,6 +18,8 @@ _LETTER, _LINE, _PAD = 7.3, 16.0, 7.0
 _ROW_GAP, _MARGIN, _LABEL = 22.0, 14.0, 6.0
 _LONGEST = 26
 """Most letters of a line in a box."""
+_PROGRAM = 4
+"""Most lines of an attention's program in its box; beside the picture stands all of it."""
 
 
 def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
@@ -61,8 +63,11 @@ def _texts(box: Box) -> list[str]:
     if not box.lines:
         return [f"input {box.name[4:]}" if box.name.startswith("%arg") else f"from {box.name}"]
     ops = [_shortened(line.op) for line in box.lines]
-    more = [word for line in box.lines for word in _kernel(line)] if box.is_attention else _weights(box)[:1]
-    return [*ops, *map(_shortened, more)]
+    if not box.is_attention:
+        return [*ops, *map(_shortened, _weights(box)[:1])]
+    program = [_begun(line) for line in box.program[:_PROGRAM]]
+    more = ["…"] if len(box.program) > _PROGRAM else []
+    return [*ops, *(_shortened(word) for line in box.lines for word in _kernel(line)), *program, *more]
 
 
 def _weights(box: Box) -> list[str]:
@@ -84,6 +89,10 @@ def _kernel(line: Line) -> list[str]:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
+
+
+def _begun(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _tops(boxes: Sequence[Box], placed: Placed, heights: Sequence[float]) -> tuple[list[float], float]:
@@ -184,5 +193,6 @@ def _about(box: Box) -> list[str]:
         is_argument = box.name.startswith("%arg")
         return [f"argument {box.name[4:]} of the model" if is_argument else f"{box.name}, computed elsewhere"]
     found = [f"{line.code.strip()}{f'   {line.note}' if line.note else ''}" for line in box.lines]
+    found += [f"    {line}" for line in box.program]
     module = box.lines[0].module
     return [*found, *([f"in {module}"] if module else [])]

@@ -266,6 +266,8 @@ for (const chart of document.querySelectorAll(".chart")) {
     box.addEventListener("mouseenter", () => tell(box));
     box.addEventListener("click", () => box.focus());
   }
+  const first = boxes.find((box) => box.tabIndex === 0);
+  if (first) tell(first);
   chart.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
     const ends = { Home: boxes[0], End: boxes.at(-1) };
