@@ -55,6 +55,8 @@ _CHATTY = (
 )
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep
 _PLANE, _VOLUME = (nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d)
 
 
@@ -256,17 +258,22 @@ def _without_notes(extents: set[int]) -> Iterator[None]:
 @contextlib.contextmanager
 def _whole_stack_traces() -> Iterator[None]:
     """Let traces record every line of the user's code. Torch's tracer keeps only frames of functions called
-    `forward`, which loses lines in helper functions; the frame filter can be overridden."""
+    `forward`, which loses lines in helper functions; the frame filter can be overridden. Of torch's own
+    frames only those of its layers are kept: to write the others out takes a tenth of a trace."""
 
     def below_wrapper(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         names = [(f.filename, f.name) for f in frames]
         wrapper = inspect.getfile(Flat), "forward"
         start = names.index(wrapper) + 1 if wrapper in names else 0
-        seen = (f for f in frames[start:] if f.filename != executed.__file__)
-        return traceback.StackSummary.from_list(list(seen))
+        return traceback.StackSummary.from_list([f for f in frames[start:] if _is_told(f.filename)])
 
     with replaced(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
         yield
+
+
+def _is_told(file: str) -> bool:
+    """Whether lines of this file say where in the user's code an operation is, or in which layer."""
+    return file != executed.__file__ and (not file.startswith(_TORCH) or file.startswith(_LAYERS))
 
 
 @contextlib.contextmanager

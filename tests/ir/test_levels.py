@@ -105,3 +105,33 @@ def test_a_broken_promise_is_found_from_its_level_on(what: str, graph: ProgramGr
 def test_every_level_says_what_it_promises() -> None:
     assert set(PROMISES) == set(Level)
     assert all(promise.__doc__ for promises in PROMISES.values() for promise in promises)
+
+
+def test_equal_layers_are_inferred_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification infers a call once, however many layers have it; a wrong type in any layer is found."""
+    import attngraph.ir.graph.verify as verifying
+
+    def layers(count: int) -> tuple[ProgramGraph, int]:
+        class Layers(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for _ in range(count):
+                    x = (x @ x.mT).relu() @ x + 1
+                return x
+
+        graph = capture(Layers(), (torch.randn(2, 5, 4),), {}).graph
+        for node in graph.graph.nodes:
+            node.meta.pop("inferred", None)
+        calls: list[object] = []
+        infer = verifying.infer
+        monkeypatch.setattr(verifying, "infer", lambda *args: (calls.append(args[0]), infer(*args))[1])
+        verify(graph)
+        monkeypatch.setattr(verifying, "infer", infer)
+        return graph, len(calls)
+
+    graph, many = layers(6)
+    assert many == layers(2)[1]
+    last = [n for n in graph.graph.nodes if n.op == "call_function" and "val" in n.meta][-1]
+    last.meta["val"] = last.meta["val"].double()
+    last.meta.pop("inferred", None)
+    with pytest.raises(VerificationError, match="recorded as"):
+        verify(graph)

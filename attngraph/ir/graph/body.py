@@ -71,6 +71,7 @@ class Body:
         self.ended = False
         self._module = self._source = self._note = ""
         self._written: Any = None
+        self._of_type: dict[TensorType, torch.Tensor] = {}
 
     def input(self, line: str) -> None:
         """`  buffer $mask: bool[4, 4],`"""
@@ -84,16 +85,8 @@ class Body:
         wanted = read_type(found[3])
         if not isinstance(wanted, TensorType):
             raise ValueError(f"an input is one tensor, found {found[3]!r}")
-        shape = [self.formulas.value(s) for s in wanted.shape]
-        strides = None if wanted.strides is None else [self.formulas.value(s) for s in wanted.strides]
-        about: dict[str, Any] = {"dtype": wanted.dtype, "device": wanted.device}
         node = self.graph.placeholder(f"input_{len(self.inputs)}")
-        with self.mode:
-            node.meta["val"] = (
-                torch.empty(shape, **about)
-                if strides is None
-                else torch.empty_strided(shape, strides, **about)
-            )
+        node.meta["val"] = self._allocated(wanted)
         for name_of_size, (number, axis) in (self.places or {}).items():
             if number == len(self.inputs):
                 self.formulas.take(name_of_size, node, axis)
@@ -157,9 +150,20 @@ class Body:
             return [self._allocated(one) for one in wanted]
         if wanted is None:
             raise ValueError("the type of a number that is computed from data is not in the text")
+        known = self._of_type.get(wanted)
+        if known is not None and self.places is not None:
+            return known  # nothing but its type is asked of a value that was not inferred
         shape = [self.formulas.value(s) for s in wanted.shape]
+        strides = None if wanted.strides is None else [self.formulas.value(s) for s in wanted.strides]
+        about: dict[str, Any] = {"dtype": wanted.dtype, "device": wanted.device}
         with self.mode:
-            return torch.empty(shape, dtype=wanted.dtype, device=wanted.device)
+            made = (
+                torch.empty(shape, **about)
+                if strides is None
+                else torch.empty_strided(shape, strides, **about)
+            )
+        self._of_type[wanted] = made
+        return made
 
     def _arguments(self, text: str) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []

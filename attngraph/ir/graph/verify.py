@@ -7,6 +7,7 @@ breaks an invariant is named at once, and the graph before it is still available
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,10 +149,45 @@ def _spelling(node: fx.Node) -> tuple[str, str, str]:
     return str(node.target), str(node.args), str(node.kwargs)
 
 
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+"""For each environment of symbolic sizes the results of calls by what inference depends on: equal layers have
+equal calls, of which one is inferred."""
+
+
+def _inferred(node: fx.Node, mode: Any) -> Tensor:
+    """What the op gives for operands like these."""
+    known = {} if mode is None or mode.shape_env is None else _KNOWN.setdefault(mode.shape_env, {})
+    try:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        call = node.target, _described(args)
+        found = known.get(call)
+    except (TypeError, RuntimeError, AttributeError):  # an operand without a plain layout
+        return infer(node.target, node.args, node.kwargs, mode)  # type: ignore[no-any-return]
+    if found is None:
+        found = known[call] = infer(node.target, node.args, node.kwargs, mode)
+    return found
+
+
+def _described(value: Any) -> Any:
+    """An operand as far as shapes and types depend on it; equal for equal layers."""
+    if isinstance(value, Tensor):
+        layout = (tuple(map(_described, value.shape)), tuple(map(_described, value.stride())))
+        return value.dtype, value.device, layout
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.expr
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(inner)) for name, inner in value.items())
+    if isinstance(value, slice):
+        return slice, _described((value.start, value.stop, value.step))
+    return type(value), value
+
+
 def _check_shape(node: fx.Node) -> None:
     recorded = node.meta["val"]
     try:
-        found = infer(node.target, node.args, node.kwargs, getattr(recorded, "fake_mode", None))
+        found = _inferred(node, getattr(recorded, "fake_mode", None))
     except (RuntimeError, ValueError, TypeError) as problem:
         raise VerificationError(
             f"{node}: {node.target} cannot be applied to its operands: {problem}"
