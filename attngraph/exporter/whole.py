@@ -27,6 +27,7 @@ class Rewritten(fx.Interpreter):
     def __init__(self, graph: ProgramGraph, lowering: Lowering) -> None:
         super().__init__(graph.module)
         self.lowering, self.node = lowering, graph.graph.output_node()
+        self.extra_traceback = False  # our errors are for users, who do not know these nodes
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n

@@ -6,8 +6,6 @@ DECODERS = (
     "OPTForCausalLM", "BloomForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM",
     "FalconForCausalLM", "MptForCausalLM", "StableLmForCausalLM", "CohereForCausalLM", "OlmoForCausalLM",
     "Olmo2ForCausalLM", "GraniteForCausalLM", "Starcoder2ForCausalLM", "GptOssForCausalLM",
-    "SmolLM3ForCausalLM", "GPTBigCodeForCausalLM", "CodeGenForCausalLM", "DeepseekV3ForCausalLM",
-    "MixtralForCausalLM", "Qwen2MoeForCausalLM",
 )  # fmt: skip
 ENCODERS = (
     "AlbertForMaskedLM", "BertForMaskedLM", "CamembertForMaskedLM", "ConvBertForMaskedLM",
@@ -15,7 +13,5 @@ ENCODERS = (
     "EsmForMaskedLM", "EuroBertForMaskedLM", "LayoutLMForMaskedLM", "MPNetForMaskedLM",
     "MegatronBertForMaskedLM", "MobileBertForMaskedLM", "ModernBertForMaskedLM", "NomicBertForMaskedLM",
     "RemBertForMaskedLM", "RoCBertForMaskedLM", "RoFormerForMaskedLM", "RobertaForMaskedLM",
-    "RobertaPreLayerNormForMaskedLM", "SqueezeBertForMaskedLM", "XLMRobertaForMaskedLM",
-    "XLMRobertaXLForMaskedLM", "XmodForMaskedLM", "FlaubertWithLMHeadModel", "GteForMaskedLM",
-    "JinaEmbeddingsV3ForMaskedLM",
+    "RobertaPreLayerNormForMaskedLM",
 )  # fmt: skip
