@@ -31,6 +31,10 @@ from attngraph.meaning.tokens.transitions import THIRD, Reading, joined
 from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Terms, Unfolding
 
 
+class _NotYet(NoTerms):
+    """A loop over tokens has not come to the later ones."""
+
+
 class SumFinder:
     """Looks for sums over earlier tokens in one graph, at most `budgets.SUM_ATTEMPTS` times.
 
@@ -50,6 +54,9 @@ class SumFinder:
         self._left -= 1
         try:
             return find_sums(self._meaning, self.space, facts, node, axes, self.tokens, _from_sums(facts))
+        except _NotYet:
+            self._left += 1
+            return None
         except (NoTerms, Unliftable) as why_not:
             self.why_not[node] = str(why_not)
             return None
@@ -88,6 +95,9 @@ def find_sums(
         E.const(THIRD) if space.token in digits else (space.row or E.ZERO) if digits else own[dim]
         for dim, digits in enumerate(axes)
     )
+    last = (E.const(tokens - 1) if index is E.const(THIRD) else index for index in at)
+    if _is_constant(meaning, facts, node, tuple(last)):
+        raise _NotYet("its later tokens have no value yet")
     found, through = _read(Unfolding(meaning, space, facts, tokens, from_sums), node, at), from_sums
     if isinstance(found, NoTerms) and from_sums:
         found, through = _read(Unfolding(meaning, space, facts, tokens), node, at), frozenset()
@@ -107,6 +117,21 @@ def _read(unfolding: Unfolding, node: fx.Node, at: Indices) -> tuple[list[Runnin
         return NoTerms("it is computed by too many operations")
 
 
+def _is_constant(meaning: Meaning, facts: Mapping[fx.Node, Fact], node: fx.Node, at: Indices) -> bool:
+    """Whether an element is a number, as in a tensor of zeros that a loop has not yet written everywhere."""
+
+    def is_plain(read: Expr) -> bool:
+        return facts[read.value].kind in (Kind.FIXED, Kind.POSITION)
+
+    element = meaning.element(node, at)
+    while element.op == "read":
+        known = facts.get(element.value)
+        if known is not None and known.kind is not Kind.MIXING:
+            return meaning.lift(element, is_plain).op == "const"
+        element = meaning.element(element.value, element.args)
+    return element.op == "const"
+
+
 def _canonical(term: Term) -> Term:
     """The term with its summation variables named by where they occur, the earliest token's first."""
     if not term.over:
@@ -124,6 +149,8 @@ def _canonical(term: Term) -> Term:
 
 
 def _claims(terms: Terms | Sequence[Term]) -> tuple[list[RunningSum], Expr]:
+    if any(token > THIRD for t in terms for token in t.tokens):
+        raise NoTerms("later tokens contribute to it")
     left = [t for t in terms if not t.tokens - {THIRD}]
     readings = [Reading(t) for t in terms if t.tokens - {THIRD} and min(t.tokens) == 1]
     firsts = [t for t in terms if 0 in t.tokens]
