@@ -14,7 +14,7 @@ Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from torch import fx
 
@@ -28,7 +28,7 @@ from attngraph.meaning.rule import Category, Unliftable, category_of
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
 from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
 from attngraph.meaning.tokens.transitions import THIRD, Reading, joined
-from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Terms, Unfolding
+from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Unfolding
 
 
 class _NotYet(NoTerms):
@@ -110,7 +110,7 @@ def find_sums(
 
 def _read(unfolding: Unfolding, node: fx.Node, at: Indices) -> tuple[list[RunningSum], Expr] | NoTerms:
     try:
-        return _claims([_canonical(term) for term in unfolding.terms(node, at)])
+        return _claims([_canonical(term) for term in unfolding.terms(node, at)], unfolding.meaning.values)
     except NoTerms as why_not:
         return why_not
     except RecursionError:
@@ -148,9 +148,15 @@ def _canonical(term: Term) -> Term:
     return term.renamed(names)
 
 
-def _claims(terms: Terms | Sequence[Term]) -> tuple[list[RunningSum], Expr]:
-    if any(token > THIRD for t in terms for token in t.tokens):
+def _reads_table(factor: Factor, tables: Collection[fx.Node]) -> bool:
+    return factor.token is None and any(n.value in tables for n in E.walk(factor.value) if n.op == "read")
+
+
+def _claims(terms: Sequence[Term], tables: Collection[fx.Node]) -> tuple[list[RunningSum], Expr]:
+    later = [t for t in terms if t.tokens and max(t.tokens) > THIRD]
+    if not all(any(_reads_table(f, tables) for f in t.factors) for t in later):
         raise NoTerms("later tokens contribute to it")
+    terms = [t for t in terms if t not in later]  # times entries of tables: zeros, if the claim holds
     left = [t for t in terms if not t.tokens - {THIRD}]
     readings = [Reading(t) for t in terms if t.tokens - {THIRD} and min(t.tokens) == 1]
     firsts = [t for t in terms if 0 in t.tokens]
