@@ -9,6 +9,7 @@ functionalisation does the same, but traces the program twice more. Used by `fun
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -177,6 +178,8 @@ class Writes:
 
 def _put_back(graph: fx.Graph, view: fx.Node, source: fx.Node, value: fx.Node) -> fx.Node:
     """The tensor that a view shows, where the view has a new value."""
+    if view.target is aten.slice.Tensor and _takes_all(view):
+        return value
     if view.target in _PARTS:
         return graph.call_function(_PARTS[view.target], (source, value, *view.args[1:]), dict(view.kwargs))
     if view.target in (aten.alias.default, aten.detach.default):
@@ -192,6 +195,13 @@ def _put_back(graph: fx.Graph, view: fx.Node, source: fx.Node, value: fx.Node) -
             shape[dim] = graph.call_function(aten.sym_size.int, (source, dim))
             shape[dim].meta["val"] = extent
     return graph.call_function(aten.view.default, (value, shape))
+
+
+def _takes_all(view: fx.Node) -> bool:
+    """Whether a slice is `[:]`."""
+    given: list[object] = [0, None, None, 1]  # dim, start, end, step
+    given[: len(view.args) - 1] = view.args[1:]
+    return not view.kwargs and given[1:] in ([None, None, 1], [0, None, 1], [0, sys.maxsize, 1])
 
 
 _SELF_INVERSE = frozenset({aten.transpose.int, aten.t.default})

@@ -356,7 +356,7 @@ class Decoder(ModelWrapper):
             ) from problem
 
     def _distinct(self, extents: frozenset[int]) -> int:
-        """A number of tokens of which no size of the model's tensors or of `extents` is a multiple."""
+        """A number of tokens of which no size of the model's tensors, and none of `extents`, is one."""
         tensors = (
             t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
         )

@@ -36,7 +36,9 @@ from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.write_formula import FormulaWriter, NotWritten
 
 aten = torch.ops.aten
-EQUAL = elementwise(1e-8)
+EXACT, ENTRIES = 1e-8, 16
+"""How far two values that should be equal may be apart: by rounding in float64, or of so many entries of the
+model's tables."""
 LENGTHS = (5, 2, 1, 19, 70)
 """Tokens of the sequences on which a claim is compared, besides two and a half times the longest chunk."""
 LONGEST_CHUNK = 1024
@@ -126,8 +128,25 @@ class Carry:
 
     # --- the check ---
 
-    def difference(self, node: fx.Node, new: fx.Node) -> str:
-        """How the new value differs from the model's own operations; empty if nowhere."""
+    def rounding(self, fact: Fact) -> float:
+        """By how much entries of tables, from which decays are read by comparing some, are off: a model with
+        tables of a decay's powers computes them in its own dtype. 0 without such tables."""
+        assert isinstance(fact.scan, Sums)
+        found = 0.0
+        for read in (n for e in fact.scan.formulas for n in E.walk(e) if n.op == "read"):
+            shape = self.tokens.meaning.shape(read.value)
+            dtype = read.value.meta["val"].dtype
+            if dtype.is_floating_point and any(
+                index.op == "const" and extent is not E.ONE
+                for index, extent in zip(read.args, shape, strict=True)
+                if self.tokens[read.value].kind is Kind.FIXED
+            ):
+                found = max(found, torch.finfo(dtype).eps)
+        return found
+
+    def difference(self, node: fx.Node, new: fx.Node, rounding: float) -> str:
+        """How the new value differs from the model's own operations; empty if nowhere. `rounding`: of tables,
+        which is not taken for a difference."""
         facts, scan = self.tokens.facts, self.tokens[node].scan
         assert isinstance(scan, Sums)
         known = (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
@@ -149,7 +168,7 @@ class Carry:
                 given |= self._rows(length, run)
                 (wanted,) = run.evaluate(before, given, node)
                 (found,) = run.evaluate(after, given, new)
-            verdict = compare(found, wanted, EQUAL)
+            verdict = compare(found, wanted, elementwise(max(EXACT, ENTRIES * rounding)))
             if not verdict.holds:
                 return f"for {length} token(s): {verdict}"
             compared = max(compared, length)

@@ -99,6 +99,7 @@ class _Insertion:
         self.fixed = FixedValues(graph, ids, tokens, self.inputs)
         self.stores: dict[fx.Node, Store] = {}
         self.carried: dict[fx.Node, Carried] = {}
+        self.rounding = 0.0
         self.made: dict[fx.Node, fx.Node] = {}
         """What replaces a value, once all of them are made."""
         self.expanded = 0
@@ -140,6 +141,7 @@ class _Insertion:
             str(self.space.tokens.value),
             most_tokens,
             tuple(self.carried.values()),
+            self.rounding,
         )
         self.graph.clean()
         if self.space.tokens.op == "const":
@@ -276,14 +278,19 @@ class _Insertion:
                 f"{op_name(node)} at {source_of(node)}: it is a sum over earlier tokens, and {problem} "
                 "cannot be computed for a few new ones."
             ) from problem
-        difference = carry.difference(node, new)
+        rounding = carry.rounding(fact)
+        self.rounding = max(self.rounding, rounding)
+        difference = carry.difference(node, new, rounding)
         if difference:
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: three tokens look like a sum over earlier tokens "
                 f"that can be carried, but more do not ({difference})."
             )
         self.tokens.facts[new], self.made[node] = fact, new
-        self.outcome.notes.append(f"the running sum at {source_of(node)} is carried from token to token")
+        known = ", as far as the model's tables are exact (they are rounded)" if rounding else ""
+        self.outcome.notes.append(
+            f"the running sum at {source_of(node)} is carried from token to token{known}"
+        )
 
     # --- attention ---
 

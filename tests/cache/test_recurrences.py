@@ -151,6 +151,43 @@ def test_a_loop_of_reflections_decodes(decodes: Any, decays: bool) -> None:
     decodes(Householder(decays), VOCABULARY, 24)
 
 
+class Blocks(nn.Module):
+    """A sum over earlier tokens in blocks of four, whose decays stand in tables of float32."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.logits = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        place = torch.arange(4)
+        inside = torch.where(place[:, None] >= place, (-0.3 * (place[:, None] - place)).exp(), 0.0)
+        inside[3, 1] += off
+        self.register_buffer("inside", inside)
+        self.register_buffer("before", (-0.3 * (place + 1)).exp()[:, None])
+        self.register_buffer("after", (-0.3 * (3 - place)).exp()[:, None])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, found = self.embed(ids), []
+        state = torch.zeros(ids.shape[0], 8, 8)
+        for start in range(0, ids.shape[1], 4):
+            part = x[:, start : start + 4]
+            size = part.shape[1]
+            own = (part @ part.mT * self.inside[:size, :size]) @ part
+            found.append(own + (part * self.before[:size]) @ state)
+            state = state * self.before[size - 1] + (part * self.after[4 - size :]).mT @ part
+        return self.logits(torch.cat(found, 1))
+
+
+def test_decays_in_rounded_tables_decode(decodes: Any) -> None:
+    decoder = decodes(Blocks(), VOCABULARY, 24)
+    assert any("rounded" in note for record in decoder.report.passes for note in record.notes)
+
+
+@pytest.mark.parametrize("off", [1e-1, 1e-4, 1e-5])
+def test_a_table_that_holds_something_else_is_refused(off: float) -> None:
+    with pytest.raises(attngraph.NoDecoderError, match="three tokens look like"):
+        attngraph.compile(Blocks(off).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
 def test_a_loop_that_counts_is_refused() -> None:
     with pytest.raises(attngraph.NoDecoderError):
         attngraph.compile(Scanned(grows=True).eval(), cache=True).prefill(

@@ -28,6 +28,18 @@ CLASSES: dict[str, Callable[[], Any]] = {
         **SIZES, **HEADS, attn_layer_period=2, attn_layer_offset=1, num_experts=1, num_experts_per_tok=1,
         mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False,
     ),
+    "Qwen3Next": lambda: transformers.Qwen3NextConfig(
+        **SIZES, **HEADS, head_dim=16, layer_types=["linear_attention", "full_attention"], num_experts=4,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    ),
+    "MiniMax": lambda: transformers.MiniMaxConfig(
+        **SIZES, **HEADS, head_dim=8, layer_types=["linear_attention", "full_attention"], block_size=8,
+        num_local_experts=2,
+    ),
+    "RecurrentGemma": lambda: transformers.RecurrentGemmaConfig(
+        **SIZES, **HEADS, lru_width=32, attention_window_size=256, block_types=["recurrent", "attention"]
+    ),
 }  # fmt: skip
 
 

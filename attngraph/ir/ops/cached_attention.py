@@ -145,7 +145,8 @@ class CachePlan:
     """What a decoder's graph keeps: `stores` of every token, `carried` of every row. `expanded`: bytes per
     token that keys and values of every query head would take; `attentions`: how many use the stores;
     `length`: the symbol for a sequence's length in the graph's conditions, or the only length that was
-    traced; `most_tokens`: the longest sequence that the model's position tables cover."""
+    traced; `most_tokens`: the longest sequence that the model's position tables cover; `rounding`: of tables
+    that say how carried values decay, relative to their entries, 0 without such tables."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -154,6 +155,7 @@ class CachePlan:
     length: str = ""
     most_tokens: int | None = None
     carried: tuple[Carried, ...] = ()
+    rounding: float = 0.0
 
     @property
     def bytes_per_row(self) -> int:

@@ -97,7 +97,12 @@ class Sums:
     @property
     def reads(self) -> tuple[fx.Node, ...]:
         """The values that it is computed from."""
-        return _read_by(self.rest, *(e for s in self.sums for e in s.formulas))
+        return _read_by(*self.formulas)
+
+    @property
+    def formulas(self) -> tuple[Expr, ...]:
+        """All of them."""
+        return self.rest, *(e for s in self.sums for e in s.formulas)
 
     operands: ClassVar[tuple[fx.Node, ...]] = ()
     """Values that are kept of earlier tokens: none."""

@@ -14,7 +14,7 @@ Whether it holds is decided by running both (`passes/insert_kv_cache/carry.py`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from torch import fx
 
@@ -28,7 +28,11 @@ from attngraph.meaning.rule import Category, Unliftable, category_of
 from attngraph.meaning.tokens.axes import Axes, Indices, Space
 from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
 from attngraph.meaning.tokens.transitions import THIRD, Reading, joined
-from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Terms, Unfolding
+from attngraph.meaning.tokens.unfold import Factor, NoTerms, Term, Unfolding
+
+
+class _NotYet(NoTerms):
+    """A loop over tokens has not come to the later ones."""
 
 
 class SumFinder:
@@ -50,6 +54,9 @@ class SumFinder:
         self._left -= 1
         try:
             return find_sums(self._meaning, self.space, facts, node, axes, self.tokens, _from_sums(facts))
+        except _NotYet:
+            self._left += 1
+            return None
         except (NoTerms, Unliftable) as why_not:
             self.why_not[node] = str(why_not)
             return None
@@ -88,6 +95,9 @@ def find_sums(
         E.const(THIRD) if space.token in digits else (space.row or E.ZERO) if digits else own[dim]
         for dim, digits in enumerate(axes)
     )
+    last = (E.const(tokens - 1) if index is E.const(THIRD) else index for index in at)
+    if _is_constant(meaning, facts, node, tuple(last)):
+        raise _NotYet("its later tokens have no value yet")
     found, through = _read(Unfolding(meaning, space, facts, tokens, from_sums), node, at), from_sums
     if isinstance(found, NoTerms) and from_sums:
         found, through = _read(Unfolding(meaning, space, facts, tokens), node, at), frozenset()
@@ -100,11 +110,26 @@ def find_sums(
 
 def _read(unfolding: Unfolding, node: fx.Node, at: Indices) -> tuple[list[RunningSum], Expr] | NoTerms:
     try:
-        return _claims([_canonical(term) for term in unfolding.terms(node, at)])
+        return _claims([_canonical(term) for term in unfolding.terms(node, at)], unfolding.meaning.values)
     except NoTerms as why_not:
         return why_not
     except RecursionError:
         return NoTerms("it is computed by too many operations")
+
+
+def _is_constant(meaning: Meaning, facts: Mapping[fx.Node, Fact], node: fx.Node, at: Indices) -> bool:
+    """Whether an element is a number, as in a tensor of zeros that a loop has not yet written everywhere."""
+
+    def is_plain(read: Expr) -> bool:
+        return facts[read.value].kind in (Kind.FIXED, Kind.POSITION)
+
+    element = meaning.element(node, at)
+    while element.op == "read":
+        known = facts.get(element.value)
+        if known is not None and known.kind is not Kind.MIXING:
+            return meaning.lift(element, is_plain).op == "const"
+        element = meaning.element(element.value, element.args)
+    return element.op == "const"
 
 
 def _canonical(term: Term) -> Term:
@@ -123,7 +148,15 @@ def _canonical(term: Term) -> Term:
     return term.renamed(names)
 
 
-def _claims(terms: Terms | Sequence[Term]) -> tuple[list[RunningSum], Expr]:
+def _reads_table(factor: Factor, tables: Collection[fx.Node]) -> bool:
+    return factor.token is None and any(n.value in tables for n in E.walk(factor.value) if n.op == "read")
+
+
+def _claims(terms: Sequence[Term], tables: Collection[fx.Node]) -> tuple[list[RunningSum], Expr]:
+    later = [t for t in terms if t.tokens and max(t.tokens) > THIRD]
+    if not all(any(_reads_table(f, tables) for f in t.factors) for t in later):
+        raise NoTerms("later tokens contribute to it")
+    terms = [t for t in terms if t not in later]  # times entries of tables: zeros, if the claim holds
     left = [t for t in terms if not t.tokens - {THIRD}]
     readings = [Reading(t) for t in terms if t.tokens - {THIRD} and min(t.tokens) == 1]
     firsts = [t for t in terms if 0 in t.tokens]
