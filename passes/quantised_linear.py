@@ -119,7 +119,7 @@ class _Products:
         for left, right in (body.args, body.args[::-1]):
             if left.op != "read" or right.op != "read" or out in left.free or over not in left.free:
                 continue
-            factors = self._factors(right, out, over)
+            factors = None if self._is_narrowed(right.value) else self._factors(right, out, over)
             if factors is None or _dtype(left.value) != torch.float32:
                 continue
             x = self._seen(left, (*((i,) if i.op == "var" else () for i in at[:-1]), (over,)))
@@ -153,6 +153,14 @@ class _Products:
         digit = _digit([part for part in (scale, zero) if part is not None], over)
         weight = self._seen(integer, ((out,), (over,)))
         return weight, *(None if p is None else self._by_group(p, out, digit) for p in (scale, zero))  # type: ignore[return-value]
+
+    def _is_narrowed(self, node: fx.Node) -> bool:
+        """Whether a value was rounded to 16 bits on its way from the model's own tensors: formulas do not
+        say."""
+        dtype = _dtype(node)
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4:
+            return True
+        return node not in self.own and any(map(self._is_narrowed, node.all_input_nodes))
 
     def _is_weight(self, node: Expr) -> bool:
         return _is_read(node, *_INTEGERS) and len(node.free) == 2

@@ -21,7 +21,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import DTYPES, TOKEN, extent, weight_of
+from attngraph.ir.language.token_program import DTYPES, GROUP, TOKEN, extent, weight_of
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, argument
@@ -299,38 +299,42 @@ def _silu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
 
 
 def _linear_q(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
-    """`ir/ops/linear_q.py`. Where an output has one scale, the sum is multiplied by it."""
+    """`ir/ops/linear_q.py`. Where each output has one scale and no zero, the sum is multiplied by it."""
     x, weight, scales, zeros, bias = node.args
-    over = context.fresh(context.shape(weight)[1])
-
-    def where_it_lies(tensor: Any, indices: tuple[Expr, ...], ranks: tuple[int, ...] = (2,)) -> Expr:
-        """An element of a tensor, or of what it is a view of: nothing is copied to another layout."""
-        read = context.read(tensor, indices)
-        base = context.lift(read, lambda r: context.category(r.value) is Category.MOVEMENT)
-        return base if base.op == "read" and len(base.args) in ranks and _are_plain(base.args) else read
-
-    element = operation("float", where_it_lies(weight, (at[-1], over)))
+    depth = context.shape(weight)[1]
+    over, out = context.fresh(depth), at[-1]
     one = scales is not None and zeros is None and E.is_const(context.shape(scales)[1], 1)
+    element = operation("float", _where_it_lies(context, weight, (out, over), scales is None or one))
     if scales is not None and not one:
         groups = context.shape(scales)[1]
-        group = M.floordiv(over, M.floordiv(over.args[0], groups)) if groups is not E.ONE else E.ZERO
+        size = M.floordiv(depth, groups)
+        if groups is not E.ONE and (size.op != "const" or size.value % GROUP):
+            raise Unliftable("groups that are no whole vectors")
+        group = E.ZERO if groups is E.ONE else M.floordiv(over, size)
         if zeros is not None:
-            zero = where_it_lies(zeros, (at[-1], group))
+            zero = _where_it_lies(context, zeros, (out, group))
             element = operation("sub", element, zero if zero.kind == "float" else operation("float", zero))
-        element = operation("mul", element, where_it_lies(scales, (at[-1], group)))
+        element = operation("mul", element, _where_it_lies(context, scales, (out, group)))
     product = operation("mul", context.read(x, (*at[:-1], over)), element)
     value = E.make("sum", (over, product), None, "float")
     if one:
-        value = operation("mul", value, where_it_lies(scales, (at[-1], E.ZERO), (0, 1, 2)))
+        scale = context.lift(context.read(scales, (out, E.ZERO)), lambda r: _only_moves(context, r))
+        value = operation("mul", value, scale)
     return value if bias is None else operation("add", value, context.read(bias, at[-1:]))
 
 
+def _where_it_lies(context: Meaning, tensor: Any, at: tuple[Expr, ...], turned: bool = False) -> Expr:
+    """An element of a matrix, or of that of which it is a view: nothing is copied to another layout."""
+    read = context.read(tensor, at)
+    base = context.lift(read, lambda r: _only_moves(context, r))
+    return base if base.op == "read" and base.args in (at, at[::-1] if turned else at) else read
+
+
+def _only_moves(context: Meaning, read: Expr) -> bool:
+    return context.category(read.value) is Category.MOVEMENT
+
+
 _NAMED["attngraph.linear_q.default"] = _linear_q
-
-
-def _are_plain(indices: Sequence[Expr]) -> bool:
-    """Whether the indices of a read need no arithmetic but for a group's number."""
-    return all(i.op in ("var", "const", "floordiv") for i in indices)
 
 
 def placed(value: Expr, places: dict[Expr, Expr]) -> Expr:

@@ -33,19 +33,39 @@ class Int8Linear(nn.Module):
 
 
 class GroupedLinear(Int8Linear):
-    """With a scale and a zero for each group of 16 inputs."""
+    """With a scale and a zero for each group of inputs."""
+
+    group = 16
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__(source)
-        parts = source.weight.detach().unflatten(1, (-1, 16))
+        parts = source.weight.detach().unflatten(1, (-1, self.group))
         low = parts.amin(-1, keepdim=True)
         scale = (parts.amax(-1, keepdim=True) - low) / 15
         self.weight = ((parts - low) / scale).round().to(torch.uint8).flatten(1)
         self.scale, self.zero = nn.Buffer(scale), nn.Buffer(-low / scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.weight.unflatten(1, (-1, 16)).to(x.dtype)
+        parts = self.weight.unflatten(1, (-1, self.group)).to(x.dtype)
         return F.linear(x, ((parts - self.zero) * self.scale).flatten(1), self.bias)
+
+
+class SmallGroups(GroupedLinear):
+    """Groups that are no whole vectors: PyTorch multiplies."""
+
+    group = 8
+
+
+class TurnedLinear(Int8Linear):
+    """With the matrix as `[in, out]`."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__(source)
+        self.weight = self.weight.T.contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x @ self.weight.to(x.dtype) * self.scale
+        return found if self.bias is None else found + self.bias
 
 
 class Wrapped(torch.Tensor):
@@ -139,7 +159,7 @@ def note_of(decoder: Any) -> str:
     return " ".join(n for p in decoder.report.passes if p.name == "quantised-linear" for n in p.notes)
 
 
-@pytest.mark.parametrize("convert", [Int8Linear, GroupedLinear, wrapped])
+@pytest.mark.parametrize("convert", [Int8Linear, TurnedLinear, GroupedLinear, SmallGroups, wrapped])
 def test_greedy_tokens_are_those_of_the_quantised_model(convert: Any) -> None:
     model = quantised(convert)
     ids = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))

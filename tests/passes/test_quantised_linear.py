@@ -84,6 +84,7 @@ OTHERS = {
     "two scales": "F.linear(x, w.float() * s[:, None] * s_group.repeat_interleave(32, 1))",
     "integers that are computed": "F.linear(x, (w + w).float() * s[:, None])",
     "64-bit integers": "F.linear(x, i64.float() * s[:, None])",
+    "a weight in 16 bits": "F.linear(x, (w.to(torch.bfloat16) * s.to(torch.bfloat16)[:, None]).float())",
     "a rounded weight": "F.linear(x, (w.float() * s[:, None]).round())",
     "integers chosen by the input": "F.linear(x, torch.where(x.sum() > 0, w, -w).float())",
     "double": "F.linear(x.double(), w.double())",

@@ -29,6 +29,8 @@ TOKEN = E.var("t")
 FOLDS = ("sum", "amax")
 DTYPES = ("float32", "int8", "uint8", "int32")
 """Of given tensors. Those that count tokens have the first."""
+GROUP = 16
+"""So many elements of a weight's row, or a multiple, have one scale: whole vectors of every length."""
 Extent = int | None
 """A number of elements; None: the number of tokens."""
 

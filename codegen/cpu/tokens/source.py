@@ -15,12 +15,10 @@ from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
+from attngraph.ir.language.token_program import GROUP, Definition, TokenProgram, extent, index, parse
 
 RANKS = 8
 """The most dimensions of a given tensor."""
-LONGEST_VECTOR = 16
-"""The largest LANES of c/functions.h."""
 COUNTERS = 8
 """Where the counters of the phases begin in a call, as in c/tokens.h."""
 _ELEMENTS = {"float32": "float", "int8": "int8_t", "uint8": "uint8_t", "int32": "int32_t"}
@@ -91,7 +89,7 @@ def _require_whole_groups(program: TokenProgram) -> None:
             continue
         if program.given[about.weight].dtype == "int32":
             raise UnsupportedError("a product with a weight of int32")
-        if by is not None and by.group % LONGEST_VECTOR and by.group != extent(_over(program, number)):
+        if by is not None and by.group % GROUP and by.group != extent(_over(program, number)):
             raise UnsupportedError(f"a scale for each {by.group} elements of a weight")
 
 
