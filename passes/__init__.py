@@ -16,6 +16,7 @@ from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.merge_heads import MergeHeads
+from attngraph.passes.quantised_linear import QuantisedLinear
 from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.shard_heads.shard import ShardHeads
@@ -37,7 +38,7 @@ def order(
         FuseAttention(),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
-        *((InsertKVCache(), Tidy(), FuseTokenWise()) if decoder else (ReassociateLinear(),)),
+        *((InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise()) if decoder else (ReassociateLinear(),)),
         *((ShardHeads(ranks, group),) if ranks > 1 else ()),
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
     )
@@ -45,7 +46,9 @@ def order(
 
 DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
-PASSES: tuple[Pass, ...] = (*DEFAULT_PIPELINE, ShardHeads(), InsertKVCache(), Tidy(), FuseTokenWise())
+PASSES: tuple[Pass, ...] = (
+    *DEFAULT_PIPELINE, ShardHeads(), InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise(),
+)  # fmt: skip
 """Every pass that can be run by itself on a graph."""
 
 

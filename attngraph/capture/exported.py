@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph
@@ -201,7 +202,11 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
             if spec.kind.name != "CUSTOM_OBJ":
                 reason = f"an input of kind {spec.kind.name}"
             raise CaptureError(f"cannot capture the model: {reason}", reason)
-        name = str(spec.target)
+        name = (
+            _inside_of_wrapper(owner, str(spec.target))
+            if kind in ("parameter", "buffer")
+            else str(spec.target)
+        )
         placeholder = getattr(spec.arg, "name", "")
         if kind == "argument":
             name, arguments = str(arguments), arguments + 1
@@ -213,7 +218,11 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
                     "What to do: register it as a parameter or a submodule.",
                     "a weight that is not the model's own",
                 )
-        elif kind == "buffer" and name not in written and not _wants_gradient(owner.get_buffer(name)):
+        elif (
+            kind == "buffer"
+            and name == spec.target
+            and not (name in written or _wants_gradient(owner.get_buffer(name)))
+        ):
             values[placeholder] = owner.get_buffer(name)
         inputs.append(Input(kind, name))
     values = {name: tensor for name, tensor in values.items() if not tensor.is_meta}  # meta tensors have none
@@ -234,10 +243,69 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
                 outputs.append(Output("argument", inputs[order.index(str(result.target))].name))
             case other:
                 raise CaptureError(f"cannot capture a result of kind {other}", other)
+    inputs = _taken_apart(program.graph, inputs, constants, values)
     return ProgramGraph(
         fx.GraphModule({}, program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
         torch.is_grad_enabled(),
     )  # fmt: skip
+
+
+def _taken_apart(
+    graph: fx.Graph, inputs: Sequence[Input], constants: dict[str, Tensor], values: dict[str, Tensor]
+) -> list[Input]:
+    """The inputs, with the tensors inside of a weight that wraps others (integers and their scales, say) in
+    its place: a graph reads plain tensors, whose memory and versions are known."""
+    found: list[Input] = []
+    waiting = list(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))[::-1]
+    while waiting:
+        node, given = waiting.pop()
+        reading = [] if given.kind == "argument" else [u for u in node.users if _reads_inside(u)]
+        inner: dict[str, fx.Node] = {}
+        for user in reading:
+            name = str(user.args[1])
+            if name not in inner:
+                with graph.inserting_after(next(reversed(inner.values()), node)):
+                    inner[name] = graph.placeholder(f"{node.name}_{name}")
+                inner[name].meta = {key: user.meta[key] for key in ("val", "tensor_meta") if key in user.meta}
+                if given.kind == "constant":
+                    constants[f"{given.name}.{name}"] = getattr(constants[given.name], name)
+                if node.name in values:
+                    values[inner[name].name] = getattr(values[node.name], name)
+            user.replace_all_uses_with(inner[name])
+            graph.erase_node(user)
+        if inner and not node.users:
+            values.pop(node.name, None)
+            if given.kind == "constant":
+                constants.pop(given.name)
+            graph.erase_node(node)
+        else:
+            found.append(given)
+        parts = [(part, Input(given.kind, f"{given.name}.{name}")) for name, part in inner.items()]
+        waiting += reversed(parts)
+    return found
+
+
+def _inside_of_wrapper(owner: nn.Module, name: str) -> str:
+    """The name of a tensor inside of a weight that wraps it, which torch may name as if the weight were
+    parametrized: `parametrizations.<weight>.original<number>`."""
+    before, marker, rest = name.rpartition("parametrizations.")
+    module = owner.get_submodule(before.removesuffix(".")) if marker else owner
+    if not marker or hasattr(module, "parametrizations"):
+        return name
+    weight, _, original = rest.partition(".original")
+    return f"{before}{weight}.{list(_names_inside(getattr(module, weight)))[int(original)]}"
+
+
+def _names_inside(tensor: Any) -> Iterator[str]:
+    """The names of the plain tensors inside of one that wraps others, in torch's order."""
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        deeper = _names_inside(part) if is_traceable_wrapper_subclass(part) else iter(("",))
+        yield from (f"{name}.{below}" if below else name for below in deeper)
+
+
+def _reads_inside(node: fx.Node) -> bool:
+    return str(node.target) == "export.access_subclass_inner_tensor.default"
 
 
 def write_epsilons(graph: fx.Graph) -> None:

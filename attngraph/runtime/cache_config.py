@@ -7,6 +7,8 @@ import dataclasses
 import torch
 
 LAYOUTS = ("contiguous", "paged")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Of cached values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,5 +51,9 @@ class CacheConfig:
                 "page must be positive, rollback and snapshots not negative: "
                 f"{self.page}, {self.rollback}, {self.snapshots}."
             )
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating one, found {self.dtype}.")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            known = ", ".join(str(d) for d in DTYPES)
+            raise ValueError(
+                f"a cache's dtype must be one of {known}, found {self.dtype}: there is no cache of "
+                "integers or of 8-bit floating values, which would need scales."
+            )

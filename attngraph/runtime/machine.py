@@ -7,6 +7,7 @@ All graphs run on this class: compiled calls (`executable.py`), a decoder's step
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -170,12 +171,15 @@ def _fetcher(
 
 
 def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) -> Fetch:
-    """The function that looks up a constant, a parameter or a buffer."""
+    """The function that looks up a constant, a parameter or a buffer, or a tensor inside of one that wraps
+    others: its name follows that of the weight."""
     if given.kind == "constant":
         constant = constants[given.name]
         return lambda _: constant
-    path, _, name = given.name.rpartition(".")
-    module = owner.get_submodule(path)
+    module, names = owner, given.name.split(".")
+    while names[0] in module._modules:
+        module = module.get_submodule(names.pop(0))
+    name, *inside = names
     store = module._parameters if given.kind == "parameter" else module._buffers
 
     def fetch(_: Any) -> Tensor:
@@ -183,7 +187,11 @@ def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) 
         tensor = getattr(module, name) if tensor is None else tensor
         return tensor if type(tensor) in _PLAIN else _of_this_rank(tensor)
 
-    return fetch
+    return functools.partial(_inside, fetch, inside) if inside else fetch
+
+
+def _inside(fetch: Fetch, names: Sequence[str], source: Any) -> Tensor:
+    return functools.reduce(getattr, names, fetch(source))
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})

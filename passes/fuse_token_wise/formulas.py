@@ -21,10 +21,10 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import TOKEN, extent
+from attngraph.ir.language.token_program import DTYPES, GROUP, TOKEN, extent, weight_of
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Unliftable, argument
+from attngraph.meaning.rule import Category, Unliftable, argument
 
 SMALL_FOLD = 1 << 14
 """A sum of products that is no product with a weight is computed where a token has at most so many terms."""
@@ -56,6 +56,16 @@ class Formulas:
                     found = self.meaning.shape(node)
             self._shapes[node] = found
         return self._shapes[node]
+
+    def weight_shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
+        """The extents of a tensor of numbers that all tokens share, of integers perhaps."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or _name(value.dtype) not in DTYPES:
+            return None
+        with contextlib.suppress(Unliftable):
+            shape = self.meaning.shape(node)
+            return shape if all(n.op == "const" for n in shape) else None
+        return None
 
     def tokens(self, node: fx.Node) -> tuple[int, Expr] | None:
         """The dimension that counts tokens, and its extent; None unless all other extents are numbers."""
@@ -98,9 +108,10 @@ class Formulas:
         return Formula(tuple(TOKEN if a is token else a for a in at), _renamed(value, token))
 
     def _is_supported(self, value: Expr, token: Expr, count: Expr) -> bool:
+        converted = {n.args[0] for n in E.walk(value) if n.op == "float" and n.args[0].op == "read"}
         for node in E.walk(value):
             if node.op == "read":
-                if not self._reads_same_token(node, token, count):
+                if not self._reads_same_token(node, token, count, node in converted):
                     return False
             elif node.op in ("sum", "amax"):
                 if node.args[0].args[0].op != "const" or not self._is_computed(node):
@@ -113,9 +124,9 @@ class Formulas:
         used = {n for n in E.walk(_renamed(value, token)) if n.op in ("size", "var")}
         return TOKEN not in _in_arithmetic(value, token) and not any(n.op == "size" for n in used)
 
-    def _reads_same_token(self, read: Expr, token: Expr, count: Expr) -> bool:
+    def _reads_same_token(self, read: Expr, token: Expr, count: Expr, is_converted: bool) -> bool:
         source: Any = read.value
-        if self.is_shared(source):
+        if self.is_shared(source) or (is_converted and self.weight_shape(source) is not None):
             return not any(token in a.free for a in read.args)
         place = self.tokens(source)
         if place is None or place[1] is not count or read.args[place[0]] is not token:
@@ -128,21 +139,38 @@ class Formulas:
         terms = math.prod(extent(v) for v in body.free if v.args and v.args[0].op == "const")
         if terms <= SMALL_FOLD or not any(n.op == "mul" and n.kind == "float" for n in E.walk(body)):
             return True
-        return split_product(body, variable, self.is_shared) is not None
+        return split_product(body, variable, self.is_weight) is not None
+
+    def is_weight(self, source: Any) -> bool:
+        """Whether what a formula reads is a tensor that all tokens share."""
+        return isinstance(source, fx.Node) and self.weight_shape(source) is not None
 
 
 def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> tuple[Expr, Expr] | None:
     """The factors of a product with a weight, `(value of the token, weight)`: the weight is a matrix, read at
-    the index that is summed over and at another."""
+    the index that is summed over and at another, or one of integers with their scales."""
     if body.op != "mul" or len(body.args) != 2:
         return None
-    for left, weight in (body.args, body.args[::-1]):
-        if weight.op != "read" or not is_weight(weight.value) or len(weight.args) != 2:
+    for left, factor in (body.args, body.args[::-1]):
+        weight = weight_of(factor)
+        if (
+            weight is None
+            or len(weight.matrix.args) != 2
+            or not all(is_weight(r.value) for r in reads_of(factor))
+        ):
             continue
-        others = [a for a in weight.args if a is not over]
+        others = [a for a in weight.matrix.args if a is not over]
         if len(others) == 1 and others[0].op == "var" and others[0] not in left.free and over in left.free:
-            return left, weight
+            return left, factor
     return None
+
+
+def reads_of(value: Expr) -> list[Expr]:
+    return [n for n in E.walk(value) if n.op == "read"]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_spelled(node: Expr) -> bool:
@@ -268,6 +296,45 @@ def _gelu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
 def _silu(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     x = context.read(node.args[0], at)
     return operation("mul", x, operation("sigmoid", x))
+
+
+def _linear_q(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
+    """`ir/ops/linear_q.py`. Where each output has one scale and no zero, the sum is multiplied by it."""
+    x, weight, scales, zeros, bias = node.args
+    depth = context.shape(weight)[1]
+    over, out = context.fresh(depth), at[-1]
+    one = scales is not None and zeros is None and E.is_const(context.shape(scales)[1], 1)
+    element = operation("float", _where_it_lies(context, weight, (out, over), scales is None or one))
+    if scales is not None and not one:
+        groups = context.shape(scales)[1]
+        size = M.floordiv(depth, groups)
+        if groups is not E.ONE and (size.op != "const" or size.value % GROUP):
+            raise Unliftable("groups that are no whole vectors")
+        group = E.ZERO if groups is E.ONE else M.floordiv(over, size)
+        if zeros is not None:
+            zero = _where_it_lies(context, zeros, (out, group))
+            element = operation("sub", element, zero if zero.kind == "float" else operation("float", zero))
+        element = operation("mul", element, _where_it_lies(context, scales, (out, group)))
+    product = operation("mul", context.read(x, (*at[:-1], over)), element)
+    value = E.make("sum", (over, product), None, "float")
+    if one:
+        scale = context.lift(context.read(scales, (out, E.ZERO)), lambda r: _only_moves(context, r))
+        value = operation("mul", value, scale)
+    return value if bias is None else operation("add", value, context.read(bias, at[-1:]))
+
+
+def _where_it_lies(context: Meaning, tensor: Any, at: tuple[Expr, ...], turned: bool = False) -> Expr:
+    """An element of a matrix, or of that of which it is a view: nothing is copied to another layout."""
+    read = context.read(tensor, at)
+    base = context.lift(read, lambda r: _only_moves(context, r))
+    return base if base.op == "read" and base.args in (at, at[::-1] if turned else at) else read
+
+
+def _only_moves(context: Meaning, read: Expr) -> bool:
+    return context.category(read.value) is Category.MOVEMENT
+
+
+_NAMED["attngraph.linear_q.default"] = _linear_q
 
 
 def placed(value: Expr, places: dict[Expr, Expr]) -> Expr:

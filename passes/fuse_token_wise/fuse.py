@@ -21,6 +21,7 @@ from torch import fx
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import token_program as op
+from attngraph.ir.ops.linear_q import linear_q
 from attngraph.passes.build import Builder
 from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas
 from attngraph.passes.fuse_token_wise.program import Region
@@ -79,7 +80,7 @@ def _fuse(
     """Replace the members of a region by one operation; returns how many were made, 0 or 1. `replaced`: the
     results that stand for values of earlier regions."""
     computing = [n for n, f in members.items() if f.value.op != "read"]
-    if len(computing) < FEWEST and not any(facts.meaning.contracts(n) for n in computing):
+    if len(computing) < FEWEST and not any(_multiplies(facts, n) for n in computing):
         return 0
     members = _without_views_of_given(members)
     wanted = [n for n in members if any(u not in members for u in n.users)]
@@ -99,6 +100,10 @@ def _fuse(
         replaced[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
     return 1
+
+
+def _multiplies(facts: Formulas, node: fx.Node) -> bool:
+    return node.target is linear_q or facts.meaning.contracts(node)
 
 
 def _without_views_of_given(members: dict[fx.Node, Formula]) -> dict[fx.Node, Formula]:

@@ -86,9 +86,7 @@ class Region:
     def _folded(self, fold: Expr, body: Expr) -> Expr:
         """A fold as a definition of its own, and the element of it."""
         over = fold.args[0]
-        found = split_product(
-            body, over, lambda source: isinstance(source, fx.Node) and self.facts.is_shared(source)
-        )
+        found = split_product(body, over, self.facts.is_weight)
         if found is not None and fold.op == "sum":
             left, weight = found
             if not (left.op == "read" and left.args == (over,) and not isinstance(left.value, fx.Node)):
@@ -150,9 +148,10 @@ class Region:
             )
         given = []
         for node in self.given:
-            shape = self.facts.shape(node)
+            shape = self.facts.weight_shape(node) or self.facts.shape(node)
             assert shape is not None
-            given.append(Given(tuple(int(n.value) if n.op == "const" else None for n in shape)))
+            extents = tuple(int(n.value) if n.op == "const" else None for n in shape)
+            given.append(Given(extents, str(node.meta["val"].dtype).removeprefix("torch.")))
         named = [Result(places["defined", r.number], r.shape) for r in results]
         return TokenProgram(tuple(given), tuple(definitions), tuple(named))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tokens import run
-from attngraph.ir.language.token_program import parse
+from attngraph.ir.language.token_program import Given, parse
 from attngraph.ir.ops.token_program import reference
 
 ROWS = (*range(1, 10), 17, 31, 32, 33, 600)
@@ -22,14 +22,23 @@ def check(text: str, tokens: int, given: list[Tensor] | None = None) -> None:
         given = [
             torch.randn([tokens if n is None else n for n in about.shape], generator=generator)
             / (max(n or 1 for n in about.shape) ** 0.5 if about.token_dim is None else 1)
+            if about.dtype == "float32" else integers(about, generator)
             for about in program.given
-        ]  # weights that keep the size of values
+        ]  # weights that keep the size of values  # fmt: skip
     found = run.Tokens().run(text, given)
     assert found is not None
-    wanted = reference(program, [t.double() for t in given])
+    wanted = reference(program, [t.double() if t.is_floating_point() else t for t in given])
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def integers(about: Given, generator: torch.Generator) -> Tensor:
+    """All values of the dtype."""
+    dtype: torch.dtype = getattr(torch, about.dtype)
+    limits = torch.iinfo(torch.int8 if dtype == torch.int32 else dtype)
+    shape = [n for n in about.shape if n is not None]
+    return torch.randint(limits.min, limits.max + 1, shape, dtype=dtype, generator=generator)
 
 
 def product(depth: int, width: int, turned: bool) -> str:
@@ -46,6 +55,68 @@ def product(depth: int, width: int, turned: bool) -> str:
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
 def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
+
+
+def integer_product(depth: int, width: int, kind: str, dtype: str) -> str:
+    """A product with integers: as they are, [in, out], or with scales, or with scales and zeros, for each
+    output or for each 32 inputs."""
+    group = 32 if "32" in kind else depth
+    place = "0" if group == depth else f"j // {group}"
+    element = "float(r1[j, i0])" if kind == "turned" else "float(r1[i0, j])"
+    given = [
+        f"r0[1, t, {depth}]",
+        f"r1[{f'{depth}, {width}' if kind == 'turned' else f'{width}, {depth}'}] {dtype}",
+    ]
+    if "scales" in kind:
+        given.append(f"r2[{width}, {depth // group}]")
+        if "zeros" in kind:
+            given.append(f"r3[{width}, {depth // group}] {'int32' if dtype == 'uint8' else dtype}")
+            element = f"({element} - float(r3[i0, {place}]))"
+        element = f"{element} * r2[i0, {place}]"
+    x, y = len(given), len(given) + 1
+    made = [
+        f"r{x}[i0 < {depth}] = r0[0, t, i0] * 0.0005",
+        f"r{y}[i0 < {width}] = sum[j < {depth}] r{x}[j] * ({element})",
+        f"r{y + 1}[i0 < {width}] = max(r{y}[i0], 0.0) + 1.0",
+        f"return r{y + 1}[1, t, {width}], r{y}[t, {width}]",
+    ]
+    return "\n".join([*given, *made])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 32, 33, 600])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("kind", ["plain", "turned", "scales", "scales and zeros"])
+@pytest.mark.parametrize(("depth", "width"), [(37, 53), (192, 129)])
+def test_products_with_integers(depth: int, width: int, kind: str, dtype: str, tokens: int) -> None:
+    text = integer_product(depth, width, kind, dtype)
+    assert parse(text).product(len(parse(text).given) + 1) is not None
+    check(text, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 33, 600])
+@pytest.mark.parametrize("kind", ["scales by 32", "scales and zeros by 32"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_products_with_groups_of_integers(dtype: str, kind: str, tokens: int) -> None:
+    text = integer_product(192, 53, kind, dtype)
+    found = parse(text).scales(len(parse(text).given) + 1)
+    assert found is not None and found.group == 32
+    check(text, tokens)
+
+
+def test_groups_that_are_no_whole_vectors_are_left_to_pytorch() -> None:
+    text = (
+        integer_product(64, 40, "scales by 32", "int8")
+        .replace("// 32", "// 8")
+        .replace("r2[40, 2]", "r2[40, 8]")
+    )
+    assert parse(text).scales(4) == (2, None, 8)
+    assert run.Tokens().source(parse(text)) == ""
+
+
+def test_integers_of_another_dtype_are_not_read() -> None:
+    text = integer_product(64, 40, "plain", "int8")
+    given = [torch.randn(1, 3, 64), torch.ones(40, 64)]
+    assert run.Tokens().run(text, given) is None and run.Tokens().link(text, given) is None
 
 
 MOVED = """

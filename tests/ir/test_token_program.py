@@ -41,6 +41,8 @@ def test_its_meaning() -> None:
     [
         ("r0[t, 4]", "returns nothing"),
         ("r1[t, 4]\nreturn r1[t, 4]", "expected r0"),
+        ("r0[t, 4] int8\nr1[] = 1.0\nreturn r1[t]", "weights may be"),
+        ("r0[4] int64\nr1[] = 1.0\nreturn r1[t]", "weights may be"),
         ("r0[t, t]\nr1[] = 1.0\nreturn r1[t]", "at most one t"),
         ("r0[t, x]\nr1[] = 1.0\nreturn r1[t]", "at most one t"),
         ("r0[t, 4]\nr1[] = r2[]\nreturn r1[t]", "before it is defined"),

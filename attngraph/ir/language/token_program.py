@@ -2,6 +2,7 @@
 
     r0[1, t, 768]                               a tensor that is given; t counts the tokens
     r1[768]                                     one that all tokens share, a weight
+    r1[768, 768] int8                           one of integers; without a word, elements are float32
     r2[] = sum[j < 768] r0[0, t, j]             a value of each token; this one is a single number
     r3[i0 < 768] = r0[0, t, i0] - r2[] / 768    one with an element for each i0
     return r3[1, t, 768]                        results, with their shapes
@@ -26,15 +27,20 @@ from attngraph.ir.language.parser import expression
 TOKEN = E.var("t")
 """The index of the token in given tensors and results."""
 FOLDS = ("sum", "amax")
+DTYPES = ("float32", "int8", "uint8", "int32")
+"""Of given tensors. Those that count tokens have the first."""
+GROUP = 16
+"""So many elements of a weight's row, or a multiple, have one scale: whole vectors of every length."""
 Extent = int | None
 """A number of elements; None: the number of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A tensor that a program is given."""
+    """A tensor that a program is given: its extents, and the name of its dtype."""
 
     shape: tuple[Extent, ...]
+    dtype: str = "float32"
 
     @property
     def token_dim(self) -> int | None:
@@ -83,6 +89,42 @@ class Product(NamedTuple):
     turned: bool
 
 
+class Scales(NamedTuple):
+    """What the integers of a weight are multiplied by, after the zeros are subtracted: tensors `[out, in //
+    group]`."""
+
+    scales: int
+    zeros: int | None
+    group: int
+
+
+class Weight(NamedTuple):
+    """The elements of a weight as a product has them: of a matrix, or of integers as `(w - zero) * scale`."""
+
+    matrix: Expr
+    scale: Expr | None = None
+    zero: Expr | None = None
+
+
+def weight_of(factor: Expr) -> Weight | None:
+    """How a factor of a product reads a weight; None if it does not."""
+    scale: Expr | None = None
+    zero: Expr | None = None
+    if factor.op == "mul" and factor.args[1].op == "read":
+        factor, scale = factor.args
+        if factor.op == "sub":
+            factor, zero = factor.args
+            if zero.op == "float":
+                (zero,) = zero.args
+            if zero.op != "read":
+                return None
+        if factor.op != "float":
+            return None
+    if factor.op == "float":
+        (factor,) = factor.args
+    return Weight(factor, scale, zero) if factor.op == "read" else None
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenProgram:
     """`given` have the first numbers, `definitions` those that follow."""
@@ -101,18 +143,58 @@ class TokenProgram:
         if made is None or made.fold != "sum" or made.value.op != "mul" or len(made.indices) != 1:
             return None
         (out,), over = made.indices, made.over
-        for left, weight in (made.value.args, made.value.args[::-1]):
-            if left.op != "read" or weight.op != "read" or self.definition(left.value) is None:
+        for left, factor in (made.value.args, made.value.args[::-1]):
+            found = weight_of(factor)
+            if found is None or left.op != "read" or self.definition(left.value) is None:
                 continue
+            weight = found.matrix
             if left.args != (over,) or self.definition(weight.value) is not None:
                 continue
-            if weight.args in ((out, over), (over, out)):
+            if found.scale is not None and self._group(found, out, over) is None:
+                continue
+            if weight.args == (out, over) or (weight.args == (over, out) and found.scale is None):
                 return Product(left.value, weight.value, weight.args == (over, out))
         return None
 
+    def scales(self, number: int) -> Scales | None:
+        """The scales by which a product multiplies the elements of its weight; None if there are none."""
+        if self.product(number) is None:
+            return None
+        made = self.definition(number)
+        assert made is not None and made.over is not None
+        for factor in made.value.args:
+            found = weight_of(factor)
+            if found is not None and found.scale is not None:
+                group = self._group(found, made.indices[0], made.over)
+                assert group is not None
+                return Scales(found.scale.value, None if found.zero is None else found.zero.value, group)
+        return None
+
+    def _group(self, weight: Weight, out: Expr, over: Expr | None) -> int | None:
+        """Of how many elements of a weight's row one has the same scale and zero; None if that differs."""
+        assert weight.scale is not None and over is not None
+        depth, read = extent(over), weight.scale.args
+        if weight.zero is not None and weight.zero.args != read:
+            return None
+        parts = [weight.scale, *([] if weight.zero is None else [weight.zero])]
+        if len(read) != 2 or read[0] is not out or any(p.value >= len(self.given) for p in parts):
+            return None
+        if E.is_const(read[1], 0):
+            groups, group = 1, depth
+        elif read[1].op == "floordiv" and read[1].args[0] is over and read[1].args[1].op == "const":
+            group = int(read[1].args[1].value)
+            groups = depth // group if group and depth % group == 0 else 0
+        else:
+            return None
+        shapes = [self.given[p.value].shape for p in parts]
+        return group if all(shape == (extent(out), groups) for shape in shapes) else None
+
     @functools.cached_property
     def text(self) -> str:
-        lines = [f"r{number}[{_shape(given.shape)}]" for number, given in enumerate(self.given)]
+        lines = [
+            f"r{number}[{_shape(given.shape)}]{'' if given.dtype == DTYPES[0] else f' {given.dtype}'}"
+            for number, given in enumerate(self.given)
+        ]
         for number, made in enumerate(self.definitions, start=len(self.given)):
             indices = ", ".join(_index(i) for i in made.indices)
             fold = f"{made.fold}[{_index(made.over)}] " if made.over is not None else ""
@@ -148,7 +230,9 @@ class TokenProgramError(ValueError):
     """A text that is no token program; says which line is not, and why."""
 
 
-_LINE = re.compile(r"r(\d+)\[([^\]]*)\](?:\s*=\s*(?:(sum|amax)\[\s*(\w+)\s*<\s*(\d+)\s*\]\s*)?(.+))?")
+_LINE = re.compile(
+    r"r(\d+)\[([^\]]*)\](?:\s*=\s*(?:(sum|amax)\[\s*(\w+)\s*<\s*(\d+)\s*\]\s*)?(.+)|\s+(\w+))?"
+)
 _RESULT = re.compile(r"r(\d+)\[([^\]]*)\]")
 
 
@@ -174,7 +258,10 @@ def parse(text: str) -> TokenProgram:
         if found[6] is None:
             if definitions:
                 raise TokenProgramError(f"given tensors stand before definitions: {line}")
-            given.append(Given(_extents(found[2], line)))
+            shape, dtype = _extents(found[2], line), found[7] or DTYPES[0]
+            if dtype not in DTYPES or (None in shape and dtype != DTYPES[0]):
+                raise TokenProgramError(f"weights may be {', '.join(DTYPES)}, other tensors float32: {line}")
+            given.append(Given(shape, dtype))
             continue
         indices = tuple(_variable(part, line) for part in found[2].split(",") if part.strip())
         over = index(found[4], int(found[5])) if found[3] else None

@@ -19,6 +19,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.token_program import TOKEN, Definition, Result, TokenProgram, extent, parse
+from attngraph.ir.ops.linear_q import dequantised
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
 INSTEAD = "a decoder has no gradients: differentiate the model itself"
@@ -66,7 +67,8 @@ def _token_program(given: list[Tensor], program: str) -> list[Tensor]:
 def _token_program_fake(given: list[Tensor], program: str) -> list[Tensor]:
     parsed = parse(program)
     tokens = tokens_in(parsed, given)
-    return [allocated(result, tokens, given[0]) for result in parsed.results]
+    like = floating(given)
+    return [allocated(result, tokens, like) for result in parsed.results]
 
 
 refuse_derivatives("token_program", INSTEAD)
@@ -79,6 +81,11 @@ def tokens_in(program: TokenProgram, given: Sequence[Tensor]) -> int:
         for tensor, about in zip(given, program.given, strict=True)
         if about.token_dim is not None
     )
+
+
+def floating(given: Sequence[Tensor]) -> Tensor:
+    """A tensor whose dtype is that of the results: those that count tokens are floating."""
+    return next(t for t in given if t.is_floating_point())
 
 
 def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
@@ -113,8 +120,9 @@ def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
     for number, made in enumerate(program.definitions, start=len(given)):
         product = program.product(number)
         if product is not None:
-            weight = given[product.weight]
-            found.append(found[product.left] @ (weight if product.turned else weight.T))
+            left = found[product.left]
+            weight = weight_rows(program, number, given, left.dtype)
+            found.append(left @ (weight if product.turned else weight.T))
         else:
             found.append(_Evaluation(program, made, found, tokens).value())
     results: list[Tensor] = []
@@ -122,6 +130,21 @@ def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
         value = found[result.number].reshape([tokens, *(n for n in result.shape if n is not None)])
         results.append(value.movedim(0, result.token_dim))
     return results
+
+
+def weight_rows(
+    program: TokenProgram, number: int, given: Sequence[Tensor], dtype: torch.dtype, rows: slice | None = None
+) -> Tensor:
+    """The weight of a product in a floating dtype; of one `[out, in]` only some rows, if that is said."""
+    product, by = program.product(number), program.scales(number)
+    assert product is not None
+    weight, part = given[product.weight], slice(None) if rows is None else rows
+    if weight.is_floating_point():
+        return weight[part]
+    if by is None:
+        return weight[part].to(dtype)
+    zeros = None if by.zeros is None else given[by.zeros][part]
+    return dequantised(weight[part], given[by.scales][part], zeros, dtype)
 
 
 def _token_first(tensor: Tensor, dim: int | None) -> Tensor:

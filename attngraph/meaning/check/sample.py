@@ -1,8 +1,8 @@
 """What a claim is tested with: numbers for the symbolic sizes, random tensors for everything else.
 
-Small sizes, normal numbers, small integers, and booleans. Every other sample's booleans have a first row
-that is all true and a last one that is all false; the last row of the others is true at its last place alone,
-as a mask is that hides all keys but one.
+Small sizes, normal numbers, small integers (bytes of all values), and booleans. Every other sample's booleans
+have a first row that is all true and a last one that is all false; the last row of the others is true at its
+last place alone, as a mask is that hides all keys but one.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class Sample:
             return drawn
         if value.is_complex():
             return torch.randn(shape, generator=self.generator, dtype=torch.complex128)
+        if value.dtype == torch.int8:  # no index has this dtype
+            return torch.randint(-128, 128, shape, generator=self.generator, dtype=value.dtype)
         if not value.is_floating_point():
             return torch.randint(0, 2, shape, generator=self.generator, dtype=value.dtype)
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)

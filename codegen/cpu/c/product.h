@@ -1,6 +1,11 @@
 /* Products of few rows with a weight, y[row][out] = sum over d of x[row][d] w[out][d]. A weight is read once, in
    the layout that it has, by several streams at a time, so that the memory's speed is the limit; what comes next
-   is fetched into the second cache meanwhile. */
+   is fetched into the second cache meanwhile. Integers are widened in registers: only their bytes are read.
+   What `type`, `scaled` and `zeros` say is known when compiling. */
+
+#if defined(INTEGERS) && defined(__AVX2__) && !defined(__clang__)
+#include <immintrin.h>                  /* GCC 12 converts bytes by __builtin_convertvector one by one */
+#endif
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 4 };
@@ -10,29 +15,96 @@ enum { TILE_ROWS = 3, DEEP = 4, VECTORS = 2 };
 enum { AHEAD = 256 };                   /* elements between a read and its prefetch */
 #define PREFETCH(P) __builtin_prefetch((P), 0, 2)
 
-/* w is [out][depth]: `rows` times `outs` dots at a time. `next`: the weights of the next tile, of which these
-   dots fetch rows f0 .. f1 - 1. */
-INLINE void dots(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t depth, float *y, int64_t ldy,
-                 const int rows, const int outs, const float *next, const int f0, const int f1) {
+/* ---- elements of a weight ---- */
+
+enum { NONE, FLOAT, INT8, UINT8, INT32 };
+
+/* Element (out, d) of a weight is (w - zero) * scale: `scale` and `zero` are [out][groups], with one for each
+   `group` of d. A group is whole vectors, unless there is only one. */
+typedef struct { const float *scale; const void *zero; int64_t group, groups; } Scales;
+
+INLINE int64_t size_of(const int type) { return type == INT8 || type == UINT8 ? 1 : 4; }
+INLINE const void *place(const void *w, int64_t at, const int type) { return (const char *)w + at * size_of(type); }
+INLINE float number(const void *w, int64_t at, const int type) {
+    if (type == INT8) return ((const int8_t *)w)[at];
+    if (type == UINT8) return ((const uint8_t *)w)[at];
+    return type == INT32 ? (float)((const int32_t *)w)[at] : ((const float *)w)[at];
+}
+
+INLINE Vector vector(const void *w, int64_t at, const int type) {
+    const void *from = place(w, at, type);
+    if (type == FLOAT) return *(const Vector *)from;
+#if defined(INTEGERS) && defined(__AVX512F__) && !defined(__clang__)
+    __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    return (Vector)_mm512_cvtepi32_ps(type == INT8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(INTEGERS) && defined(__AVX2__) && !defined(__clang__)
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+    return (Vector)_mm256_cvtepi32_ps(type == INT8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+    typedef uint8_t Unsigned __attribute__((vector_size(LANES), aligned(1), may_alias));
+    typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
+    typedef int32_t Words __attribute__((vector_size(4 * LANES)));
+    Shorts shorts = type == INT8 ? __builtin_convertvector(*(const Bytes *)from, Shorts)
+                                 : __builtin_convertvector(*(const Unsigned *)from, Shorts);
+    return __builtin_convertvector(__builtin_convertvector(shorts, Words), Vector);
+#endif
+}
+
+/* ---- w is [out][depth] ---- */
+
+enum { LINE = 64 };                     /* bytes that are fetched at once */
+
+/* `rows` times `outs` dots, from d on as far as `end`; returns where they end. */
+INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t d, int64_t end,
+                        Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, const void *next, const int f0,
+                        const int f1, const int type, const int scaled, const int zeros, const float *by,
+                        const float *less, const int vectors) {
+    for (; d + vectors * LANES <= end; d += vectors * LANES) {
+        for (int f = f0; f < f1; ++f) PREFETCH(place(next, f * ldw + d, type));
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v) {
+            Vector left[TILE_ROWS];
+            int64_t at = d + v * LANES;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx + at);
+#pragma GCC unroll 8
+            for (int o = 0; o < outs; ++o) {
+                if (!next && !v) PREFETCH(place(w, o * ldw + at + AHEAD * (4 / size_of(type)), type));
+                Vector right = vector(w, o * ldw + at, type);
+                if (zeros) right -= less[o];
+                if (scaled) right *= by[o];
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right;
+            }
+        }
+    }
+    return d;
+}
+
+/* `rows` times `outs` dots at a time. `next`: the weights of the next tile, of which these dots fetch rows
+   f0 .. f1 - 1. */
+INLINE void dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, int64_t first,
+                 float *y, int64_t ldy, const int rows, const int outs, const void *next, const int f0, const int f1,
+                 const int type, const int scaled, const int zeros) {
     Vector sum[TILE_ROWS][STREAMS];
+    float by[STREAMS], less[STREAMS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
         for (int o = 0; o < outs; ++o) sum[r][o] = (Vector){0};
-    int64_t d = 0;
-    for (; d + LANES <= depth; d += LANES) {
-        Vector left[TILE_ROWS];
-        for (int f = f0; f < f1; ++f) PREFETCH(next + f * ldw + d);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx + d);
+    int64_t d = 0, groups = scaled ? scales.groups : 1;
+    for (int64_t g = 0; g < groups; ++g) {
+        int64_t end = g + 1 < groups ? (g + 1) * scales.group : depth;
 #pragma GCC unroll 8
         for (int o = 0; o < outs; ++o) {
-            const float *from = w + o * ldw + d;
-            if (!next) PREFETCH(from + AHEAD);
-            Vector right = *(const Vector *)from;
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right;
+            by[o] = scaled ? scales.scale[(first + o) * groups + g] : 1;
+            less[o] = zeros ? number(scales.zero, (first + o) * groups + g, zeros) : 0;
         }
+        const int vectors = size_of(type) == 1 ? LINE / LANES : 1;
+        d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, vectors);
+        if (vectors > 1)
+            d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, 1);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
@@ -40,58 +112,73 @@ INLINE void dots(const float *x, int64_t ldx, const float *w, int64_t ldw, int64
         totals(sum[r], total, outs);
 #pragma GCC unroll 8
         for (int o = 0; o < outs; ++o) {
-            for (int64_t e = d; e < depth; ++e) total[o] += x[r * ldx + e] * w[o * ldw + e];
+            for (int64_t e = d; e < depth; ++e) {
+                float right = number(w, o * ldw + e, type);
+                if (scaled) right = (right - less[o]) * by[o];
+                total[o] += x[r * ldx + e] * right;
+            }
             y[r * ldy + o] = total[o];
         }
     }
 }
 
 /* All rows with `tile` rows of the weight at a time; returns how many outs are done. */
-INLINE int64_t dots_of_rows(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t depth, float *y,
-                            int64_t ldy, int64_t rows, int64_t outs, const int tile) {
+INLINE int64_t dots_of_rows(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
+                            int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, const int tile,
+                            const int type, const int scaled, const int zeros) {
     int64_t o = 0, passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (; o + tile <= outs; o += tile) {
-        const float *from = w + o * ldw, *next = from + tile * ldw;
+        const void *from = place(w, o * ldw, type), *next = place(from, tile * ldw, type);
         for (int64_t p = 0; p < passes; ++p) {
             int64_t r = p * TILE_ROWS, left = smaller(TILE_ROWS, rows - r);
             int f0 = (int)(p * tile / passes), f1 = (int)((p + 1) * tile / passes);
             const float *row = x + r * ldx;
             float *to = y + r * ldy + o;
-            if (left == TILE_ROWS) dots(row, ldx, from, ldw, depth, to, ldy, TILE_ROWS, tile, next, f0, f1);
-            else if (left == 3) dots(row, ldx, from, ldw, depth, to, ldy, 3, tile, next, f0, f1);
-            else if (left == 2) dots(row, ldx, from, ldw, depth, to, ldy, 2, tile, next, f0, f1);
-            else dots(row, ldx, from, ldw, depth, to, ldy, 1, tile, next, f0, f1);
+#define DOTS(ROWS) dots(row, ldx, from, ldw, depth, scales, first + o, to, ldy, ROWS, tile, next, f0, f1, type, \
+                        scaled, zeros)
+            if (left == TILE_ROWS) DOTS(TILE_ROWS);
+            else if (left == 3) DOTS(3);
+            else if (left == 2) DOTS(2);
+            else DOTS(1);
+#undef DOTS
         }
     }
     return o;
 }
 
-static void product(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t depth, float *y, int64_t ldy,
-                    int64_t rows, int64_t outs) {
+/* The rows of the weight from `first` on. */
+INLINE void product_of(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
+                       int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, const int type,
+                       const int scaled, const int zeros) {
     int64_t o = 0;
+    w = place(w, first * ldw, type);
     if (rows == 1)
         for (; o + STREAMS <= outs; o += STREAMS)
-            dots(x, ldx, w + o * ldw, ldw, depth, y + o, ldy, 1, STREAMS, 0, 0, 0);
+            dots(x, ldx, place(w, o * ldw, type), ldw, depth, scales, first + o, y + o, ldy, 1, STREAMS, 0, 0, 0, type,
+                 scaled, zeros);
     else
-        o = dots_of_rows(x, ldx, w, ldw, depth, y, ldy, rows, outs, 4);
+        o = dots_of_rows(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, 4, type, scaled, zeros);
     for (; o < outs; ++o)
         for (int64_t r = 0; r < rows; ++r)
-            dots(x + r * ldx, ldx, w + o * ldw, ldw, depth, y + r * ldy + o, ldy, 1, 1, 0, 0, 0);
+            dots(x + r * ldx, ldx, place(w, o * ldw, type), ldw, depth, scales, first + o, y + r * ldy + o, ldy, 1, 1,
+                 0, 0, 0, type, scaled, zeros);
 }
 
-/* w is [depth][out]: `deep` of its rows are added to all rows of y, `vectors` columns at a time; returns how many
+/* ---- w is [depth][out] ---- */
+
+/* `deep` rows of the weight are added to all rows of y, `vectors` columns at a time; returns how many
    columns are done, from o on. */
-INLINE int64_t add_columns(const float *x, int64_t ldx, const float *w, int64_t ldw, float *y, int64_t ldy,
-                           int64_t rows, int64_t o, int64_t outs, const int deep, const int vectors) {
+INLINE int64_t add_columns(const float *x, int64_t ldx, const void *w, int64_t ldw, float *y, int64_t ldy,
+                           int64_t rows, int64_t o, int64_t outs, const int deep, const int vectors, const int type) {
     for (; o + vectors * LANES <= outs; o += vectors * LANES) {
         Vector right[DEEP][VECTORS];
 #pragma GCC unroll 8
         for (int d = 0; d < deep; ++d)
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; ++v) {
-                const float *from = w + d * ldw + o + v * LANES;
-                PREFETCH(from + deep * ldw);
-                right[d][v] = *(const Vector *)from;
+                int64_t at = d * ldw + o + v * LANES;
+                PREFETCH(place(w, at + deep * ldw, type));
+                right[d][v] = vector(w, at, type);
             }
         for (int64_t r = 0; r < rows; ++r) {
             Vector sum[VECTORS];
@@ -110,25 +197,41 @@ INLINE int64_t add_columns(const float *x, int64_t ldx, const float *w, int64_t 
     return o;
 }
 
-INLINE void add_deep(const float *x, int64_t ldx, const float *w, int64_t ldw, float *y, int64_t ldy, int64_t rows,
-                     int64_t outs, const int deep) {
-    int64_t o = add_columns(x, ldx, w, ldw, y, ldy, rows, 0, outs, deep, VECTORS);
-    o = add_columns(x, ldx, w, ldw, y, ldy, rows, o, outs, deep, 1);
+INLINE void add_deep(const float *x, int64_t ldx, const void *w, int64_t ldw, float *y, int64_t ldy, int64_t rows,
+                     int64_t outs, const int deep, const int type) {
+    int64_t o = add_columns(x, ldx, w, ldw, y, ldy, rows, 0, outs, deep, VECTORS, type);
+    o = add_columns(x, ldx, w, ldw, y, ldy, rows, o, outs, deep, 1, type);
     for (; o < outs; ++o)
         for (int64_t r = 0; r < rows; ++r)
-            for (int d = 0; d < deep; ++d) y[r * ldy + o] += x[r * ldx + d] * w[d * ldw + o];
+            for (int d = 0; d < deep; ++d) y[r * ldy + o] += x[r * ldx + d] * number(w, d * ldw + o, type);
 }
 
 /* The results of a share of columns that a thread computes at a time, in memory of its own: rows of y may lie a
    multiple of 4096 bytes apart, where they would displace each other in the first cache. */
 enum { SHARE = 4096, LEAST_COLUMNS = 128, MOST_ROWS = SHARE / LEAST_COLUMNS, APART = 16 };
 
-static void product_turned(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t depth, float *y,
-                           int64_t ldy, int64_t rows, int64_t outs) {
+/* The columns of the weight from `first` on. */
+INLINE void product_turned_of(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, int64_t first,
+                              float *y, int64_t ldy, int64_t rows, int64_t outs, const int type) {
     float share[SHARE + MOST_ROWS * (APART + VECTORS * LANES)];
     int64_t ld = outs + APART, d = 0;
+    w = place(w, first, type);
     memset(share, 0, sizeof(float) * rows * ld);
-    for (; d + DEEP <= depth; d += DEEP) add_deep(x + d, ldx, w + d * ldw, ldw, share, ld, rows, outs, DEEP);
-    for (; d < depth; ++d) add_deep(x + d, ldx, w + d * ldw, ldw, share, ld, rows, outs, 1);
+    for (; d + DEEP <= depth; d += DEEP)
+        add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, DEEP, type);
+    for (; d < depth; ++d) add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, 1, type);
     for (int64_t r = 0; r < rows; ++r) memcpy(y + r * ldy, share + r * ld, sizeof(float) * outs);
 }
+
+/* A function of its own for each way in which a program's weights are given. */
+#define PRODUCT(NAME, TYPE, SCALED, ZEROS)                                                                 \
+    static void NAME(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, \
+                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs) {                   \
+        product_of(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, TYPE, SCALED, ZEROS);         \
+    }
+#define PRODUCT_TURNED(NAME, TYPE)                                                                         \
+    static void NAME(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, \
+                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs) {                   \
+        (void)scales;                                                                                      \
+        product_turned_of(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, TYPE);                         \
+    }

@@ -21,11 +21,13 @@ from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import phases
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.token_program import TokenProgram, parse
-from attngraph.ir.ops.token_program import memory_of_results, tokens_in
+from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
 _log = logging.getLogger("attngraph.codegen.cpu")
 FEW = 32
 """The most tokens for which the C computes the products, MOST_ROWS of c/product.h."""
+WIDENED = 1 << 20
+"""Elements of a weight of integers that are made floating at a time, where PyTorch multiplies."""
 AT_ONCE = 512
 """Tokens of a block where there are many: so many rows keep PyTorch's products efficient, and memory for
 values in between small."""
@@ -56,12 +58,12 @@ class Tokens:
     def link(self, text: str, given: Sequence[Tensor]) -> Link | None:
         """A call for few tokens, ready to run; None if it is not supported."""
         made = self._prepare(text)
-        if made is None or any(t.dtype is not torch.float32 or not t.is_cpu for t in given):
+        if made is None or not made.has_types(given):
             return None
         tokens = tokens_in(made.program, given)
         if not 0 < tokens <= FEW or any(not made.is_usable(n, t) for n, t in enumerate(given)):
             return None
-        return made.link(given, memory_of_results(made.program, tokens, given[0]), tokens)
+        return made.link(given, memory_of_results(made.program, tokens, floating(given)), tokens)
 
     def _prepare(self, text: str) -> _Prepared | None:
         with self._lock:
@@ -83,16 +85,17 @@ class _Prepared:
         self.first = len(program.given)
         self.widths = [math.prod(d.extents) for d in program.definitions]
         self.rows = source.row_lengths(program)
+        self.dtypes: list[torch.dtype] = [getattr(torch, about.dtype) for about in program.given]
         self.shared = [about.token_dim is None for about in program.given]
         returned = {r.number - self.first for r in program.results}
         self.between = [n for n in range(len(self.widths)) if n not in returned]
         self.total = sum(self.rows[n] for n in self.between)
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
-        if any(t.dtype is not torch.float32 or not t.is_cpu for t in given):
+        if not self.has_types(given):
             return None
         tokens = tokens_in(self.program, given)
-        results = memory_of_results(self.program, tokens, given[0])
+        results = memory_of_results(self.program, tokens, floating(given))
         if tokens <= FEW:
             if tokens:
                 self._few(given, results, tokens)
@@ -106,6 +109,10 @@ class _Prepared:
             self._many(parts, [o.narrow(r.token_dim, start, count) for o, r in
                                zip(results, self.program.results, strict=True)], count)  # fmt: skip
         return results
+
+    def has_types(self, given: Sequence[Tensor]) -> bool:
+        """Whether the given tensors are on the CPU, with the elements that the C reads."""
+        return all(t.is_cpu and t.dtype is dtype for t, dtype in zip(given, self.dtypes, strict=True))
 
     def is_usable(self, number: int, tensor: Tensor) -> bool:
         """Whether the C can read a given tensor where it lies."""
@@ -161,12 +168,28 @@ class _Prepared:
                 for product in group.products:
                     factors = self.program.product(product)
                     assert factors is not None
-                    left, weight = values[factors.left - self.first], given[factors.weight]
-                    torch.mm(left, weight if factors.turned else weight.T, out=values[product - self.first])
+                    self._multiply(product, values[factors.left - self.first], given, values)
             if phase.definitions or any(group.following for group in phase.groups):
                 call[_PHASE], call[_MEMBER] = number, 0
                 team.run(self.part, call, members)
         del held
+
+    def _multiply(
+        self, product: int, left: Tensor, given: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> None:
+        """A product by PyTorch. Integers are widened some rows at a time, for all tokens of the block."""
+        factors, out = self.program.product(product), values[product - self.first]
+        assert factors is not None
+        weight = given[factors.weight]
+        if weight.is_floating_point() or factors.turned:
+            whole = weight_rows(self.program, product, given, left.dtype)
+            torch.mm(left, whole if factors.turned else whole.T, out=out)
+            return
+        step = max(1, WIDENED // weight.shape[1])
+        for start in range(0, weight.shape[0], step):
+            rows = slice(start, start + step)
+            part = weight_rows(self.program, product, given, left.dtype, rows)
+            torch.mm(left, part.T, out=out[:, rows])
 
 
 _PHASE, _MEMBER = 2, 3

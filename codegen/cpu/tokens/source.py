@@ -11,15 +11,19 @@ from attngraph.codegen.cpu.source import header
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.ranges import divided
 from attngraph.codegen.cpu.tokens.schedule import Group, Phase, phases
+from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
+from attngraph.ir.language.token_program import GROUP, Definition, TokenProgram, extent, index, parse
 
 RANKS = 8
 """The most dimensions of a given tensor."""
 COUNTERS = 8
 """Where the counters of the phases begin in a call, as in c/tokens.h."""
+_ELEMENTS = {"float32": "float", "int8": "int8_t", "uint8": "uint8_t", "int32": "int32_t"}
+_TYPES = {"float32": "FLOAT", "int8": "INT8", "uint8": "UINT8", "int32": "INT32"}
+"""The types of given tensors as C and as c/product.h name them."""
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
 
@@ -69,10 +73,30 @@ def write(text: str) -> str:
         UnsupportedError: the program has an operation that cannot be emitted as C.
     """
     program = parse(text)
+    _require_whole_groups(program)
     emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
     headers = (header(name) for name in ("functions.h", "product.h", "tokens.h"))
-    return "\n".join([f"{head}#define FLOAT32\n", *headers, *emitter.functions()])
+    integers = "#define INTEGERS\n" if any(g.dtype != "float32" for g in program.given) else ""
+    return "\n".join([f"{head}#define FLOAT32\n{integers}", *headers, *emitter.functions()])
+
+
+def _require_whole_groups(program: TokenProgram) -> None:
+    """Raise where a product has groups that are no whole vectors, or a weight that cannot be read."""
+    for number in range(len(program.given), len(program.given) + len(program.definitions)):
+        about, by = program.product(number), program.scales(number)
+        if about is None:
+            continue
+        if program.given[about.weight].dtype == "int32":
+            raise UnsupportedError("a product with a weight of int32")
+        if by is not None and by.group % GROUP and by.group != extent(_over(program, number)):
+            raise UnsupportedError(f"a scale for each {by.group} elements of a weight")
+
+
+def _over(program: TokenProgram, number: int) -> Expr:
+    made = program.definition(number)
+    assert made is not None and made.over is not None
+    return made.over
 
 
 class _Emitter:
@@ -82,6 +106,8 @@ class _Emitter:
         self.rows = row_lengths(program)
 
     def functions(self) -> Iterator[str]:
+        products = (n for phase in self.phases for group in phase.groups for n in group.products)
+        yield from sorted({self._product_function(number)[1] for number in products})
         for number, phase in enumerate(self.phases):
             if phase.groups:
                 for place, group in enumerate(phase.groups):
@@ -163,13 +189,29 @@ class _Emitter:
         about = self.program.product(number)
         assert about is not None
         width, depth = self._width(number), self._width(about.left)
-        function, start = ("product_turned", "c0") if about.turned else ("product", f"c0 * {depth}")
+        function, _ = self._product_function(number)
         ldw = width if about.turned else depth
+        by, scales = self.program.scales(number), "(Scales){0}"
+        if by is not None:
+            zero = "0" if by.zeros is None else self._given(by.zeros)
+            scales = f"(Scales){{{self._given(by.scales)}, {zero}, {by.group}, {depth // by.group}}}"
         ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
         return (
-            f"{function}({self._value(about.left)}, {ldx}, {self._given(about.weight)} + {start}, {ldw}, "
-            f"{depth}, {self._value(number)} + c0, {ldy}, tokens, c1 - c0);"
+            f"{function}({self._value(about.left)}, {ldx}, {self._given(about.weight)}, {ldw}, {depth}, "
+            f"{scales}, c0, {self._value(number)} + c0, {ldy}, tokens, c1 - c0);"
         )
+
+    def _product_function(self, number: int) -> tuple[str, str]:
+        """The function that computes a product, and the line that defines it."""
+        about, by = self.program.product(number), self.program.scales(number)
+        assert about is not None
+        type_ = _TYPES[self.program.given[about.weight].dtype]
+        if about.turned:
+            return f"product_turned_{type_}", f"PRODUCT_TURNED(product_turned_{type_}, {type_})\n"
+        zeros = "NONE" if by is None or by.zeros is None else _TYPES[self.program.given[by.zeros].dtype]
+        scaled = int(by is not None)
+        name = f"product_{type_}_{zeros}_{scaled}"
+        return name, f"PRODUCT({name}, {type_}, {scaled}, {zeros})\n"
 
     def _all(self) -> str:
         """The function that each thread runs for few tokens."""
@@ -250,7 +292,8 @@ class _Emitter:
     # --- memory ---
 
     def _given(self, number: int) -> str:
-        return f"((const float *)c[{self.layout.given_at + number}])"
+        element = _ELEMENTS[self.program.given[number].dtype]
+        return f"((const {element} *)c[{self.layout.given_at + number}])"
 
     def _value(self, number: int) -> str:
         return f"((float *)c[{self.layout.values_at + number - self.first}])"
@@ -261,7 +304,7 @@ class _Emitter:
             if n >= self.first:
                 yield f"float *const v{n} = {self._value(n)};"
                 continue
-            yield f"const float *const g{n} = {self._given(n)};"
+            yield f"const {_ELEMENTS[self.program.given[n].dtype]} *const g{n} = {self._given(n)};"
             if self.program.given[n].token_dim is not None:
                 rank = len(self.program.given[n].shape)
                 at = self.layout.strides_at + n * RANKS

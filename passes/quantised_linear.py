@@ -1,0 +1,235 @@
+"""QuantisedLinear: products with a weight of integers become `attngraph::linear_q`.
+
+Matches products whose one factor is computed from a matrix of integers among the model's own tensors, element
+by element: the integer itself, or (integer - zero) * scale with a scale for each output or for each group of
+inputs. Found by the element rules, so it does not matter how the model writes that: rows or columns, groups
+as a dimension of their own or scales repeated, in one expression or an operation of torchao. Right because it
+is the same formula, with the integers read where they lie; each claim is checked in float64. What follows the
+product, a scale for each output included, stays as it is. Refuses a weight whose scales differ from input to
+input, and integers that are computed: nothing would be gained by reading them instead of floating values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import Level, ProgramGraph
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.linear_q import linear_q
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.attention import layout
+from attngraph.meaning.attention.layout import NoView, ViewOp
+from attngraph.meaning.check.once import Checks
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, Unliftable
+from attngraph.passes.build import Builder, NoSize
+from attngraph.pipeline import Outcome
+
+log = logging.getLogger(__name__)
+_INTEGERS = (torch.int8, torch.uint8)
+
+
+class _Seen(NamedTuple):
+    """A tensor of the graph, and the views that present it as wanted."""
+
+    base: fx.Node
+    steps: tuple[ViewOp, ...]
+
+
+class _Claim(NamedTuple):
+    """`node` equals linear_q of these."""
+
+    node: fx.Node
+    x: _Seen
+    w: _Seen
+    scales: _Seen | None
+    zeros: _Seen | None
+    bias: _Seen | None
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedLinear:
+    name: str = "quantised-linear"
+    requires: Level = Level.CACHED
+    yields: Level = Level.CACHED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        found = _Products(graph)
+        checks = Checks(graph)
+        done = 0
+        for node in list(graph.graph.nodes):
+            try:
+                claim = found.claim(node)
+            except Exception as problem:  # a bug in this pass leaves the node unchanged
+                log.exception("could not examine %s at %s", node, source_of(node))
+                outcome.notes.append(f"left as it is: {source_of(node)}: an error of the compiler: {problem}")
+                continue
+            if claim is None:
+                continue
+            reason = _replace(graph, claim, checks)
+            done += not reason
+            if reason:
+                outcome.notes.append(f"left as it is: {source_of(node)}: {reason}")
+        if done:
+            outcome.notes.append(f"{done} product(s) read the weight's integers")
+            graph.clean()
+        return outcome
+
+
+class _Products:
+    """Finds the products of a graph."""
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self.meaning = Meaning({}, graph.conditions)
+        given = zip(graph.placeholders(), graph.inputs, strict=True)
+        self.own = {n for n, i in given if i.kind in ("parameter", "buffer", "constant")}
+        self.has_integers = any(_dtype(n) in _INTEGERS for n in self.own)
+
+    def claim(self, node: fx.Node) -> _Claim | None:
+        """What a node is, if it is a product with a weight of integers."""
+        value = node.meta.get("val")
+        if not self.has_integers or not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return None
+        if value.dtype != torch.float32 or self.meaning.category(node) is not Category.CONTRACTION:
+            return None
+        try:
+            _, at = self.meaning.places(node)
+            element = self.meaning.element(node, at)
+            terms = element.args if element.op == "add" else (element,)
+            (total,) = (t for t in terms if t.op == "sum")
+            (bias,) = (t for t in terms if t is not total) if len(terms) > 1 else (None,)
+            return self._product(node, at, total, bias)
+        except (Unliftable, NoView, ValueError):  # not one product and a bias
+            return None
+
+    def _product(self, node: fx.Node, at: Sequence[Expr], total: Expr, bias: Expr | None) -> _Claim | None:
+        over, body = total.args
+        if body.op != "mul" or len(body.args) != 2 or not at or at[-1].op != "var":
+            return None
+        out = at[-1]
+        for left, right in (body.args, body.args[::-1]):
+            if left.op != "read" or right.op != "read" or out in left.free or over not in left.free:
+                continue
+            factors = None if self._is_narrowed(right.value) else self._factors(right, out, over)
+            if factors is None or _dtype(left.value) != torch.float32:
+                continue
+            x = self._seen(left, (*((i,) if i.op == "var" else () for i in at[:-1]), (over,)))
+            seen = None if bias is None else self._of_bias(bias, out)
+            return _Claim(node, x, *factors, seen)
+        return None
+
+    def _of_bias(self, bias: Expr, out: Expr) -> _Seen:
+        if bias.op != "read" or bias.free != {out}:
+            raise NoView
+        return self._seen(bias, ((out,),))
+
+    def _factors(self, read: Expr, out: Expr, over: Expr) -> tuple[_Seen, _Seen | None, _Seen | None] | None:
+        """The weight, its scales and its zeros, if an element of it is `(integer - zero) * scale`."""
+        value = self.meaning.elementwise(read)
+        if any(n.op == "read" and n.value not in self.own for n in E.walk(value)):
+            return None
+        parts = list(value.args) if value.op == "mul" else [value]
+        whole, *scales = sorted(parts, key=lambda p: not any(map(self._is_weight, _terms(p))))
+        integer, *zeros = sorted(_terms(whole), key=lambda t: not self._is_weight(t))
+        if not self._is_weight(integer) or integer.free != {out, over} or len(scales) > 1 or len(zeros) > 1:
+            return None
+        scale = scales[0] if scales else None
+        zero = _subtracted(zeros[0]) if zeros else None
+        if not (scale is None or _is_read(scale, torch.float32)) or (
+            zeros and (zero is None or scale is None)
+        ):
+            return None
+        if not (zero is None or _is_read(zero, torch.float32, torch.int32, *_INTEGERS)):
+            return None
+        digit = _digit([part for part in (scale, zero) if part is not None], over)
+        weight = self._seen(integer, ((out,), (over,)))
+        return weight, *(None if p is None else self._by_group(p, out, digit) for p in (scale, zero))  # type: ignore[return-value]
+
+    def _is_narrowed(self, node: fx.Node) -> bool:
+        """Whether a value was rounded to 16 bits on its way from the model's own tensors: formulas do not
+        say."""
+        dtype = _dtype(node)
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4:
+            return True
+        return node not in self.own and any(map(self._is_narrowed, node.all_input_nodes))
+
+    def _is_weight(self, node: Expr) -> bool:
+        return _is_read(node, *_INTEGERS) and len(node.free) == 2
+
+    def _by_group(self, read: Expr, out: Expr, digit: Expr | None) -> _Seen:
+        """A tensor as `[out, groups]`."""
+        if digit is None:
+            return self._seen(read, ((out,), ()))
+        group = E.var("group", M.floordiv(digit.args[0].args[0], digit.args[1]))
+        placed = E.read(read.value, tuple(M.substitute(i, {digit: group}) for i in read.args), read.kind)
+        return self._seen(placed, ((out,), (group,)))
+
+    def _seen(self, read: Expr, roles: tuple[tuple[Expr, ...], ...]) -> _Seen:
+        """The tensor of a read, with a dimension for each of the roles."""
+        if not read.free <= {variable for role in roles for variable in role}:
+            raise NoView
+        return _Seen(read.value, layout.solve(self.meaning.shape(read.value), read.args, roles))
+
+
+def _terms(value: Expr) -> Sequence[Expr]:
+    return value.args if value.op == "add" else (value,)
+
+
+def _subtracted(term: Expr) -> Expr | None:
+    """What a term of a sum subtracts."""
+    return term.args[1] if term.op == "mul" and len(term.args) == 2 and E.is_const(term.args[0], -1) else None
+
+
+def _is_read(value: Expr, *dtypes: torch.dtype) -> bool:
+    return value.op == "read" and _dtype(value.value) in dtypes
+
+
+def _digit(parts: Sequence[Expr], over: Expr) -> Expr | None:
+    """The index of the group in these reads, `over // group`; None if they have one group.
+
+    Raises:
+        NoView: they depend on `over` in another way.
+    """
+    found = {n for p in parts for n in E.walk(p) if n.op == "floordiv" and n.args[0] is over}
+    if any(over in M.substitute(p, dict.fromkeys(found, E.ZERO)).free for p in parts) or len(found) > 1:
+        raise NoView
+    digit = next(iter(found), None)
+    depth = over.args[0]
+    if digit is not None and (
+        any(digit not in set(E.walk(p)) for p in parts)
+        or digit.args[1].op != "const" or depth.op != "const" or depth.value % digit.args[1].value
+    ):  # fmt: skip
+        raise NoView
+    return digit
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _replace(graph: ProgramGraph, claim: _Claim, checks: Checks) -> str:
+    """Apply a claim; returns the reason if it does not hold."""
+    builder = Builder(graph, claim.node)
+    operands = claim[1:]
+    try:
+        new = builder.call(linear_q, *(None if o is None else builder.view(*o) for o in operands))
+    except NoSize as problem:
+        builder.discard()
+        return str(problem)
+    verdict = checks.same_value(claim.node, new, [o.base for o in operands if o is not None])
+    if verdict.problem:
+        builder.discard()
+        return verdict.problem
+    new.meta |= {key: value for key, value in claim.node.meta.items() if key != "val"}
+    claim.node.replace_all_uses_with(new)
+    graph.graph.erase_node(claim.node)
+    return ""
