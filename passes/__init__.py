@@ -33,12 +33,15 @@ def order(
     `attngraph.compile`. `ranks`: how many ranks of the process group `group` run the graph together.
     """
     family = "" if backend == "auto" else backend
+    rest: tuple[Pass, ...] = (ReassociateLinear(),)
+    if decoder:
+        rest = (InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(),
         FuseAttention(),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
-        *((InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise()) if decoder else (ReassociateLinear(),)),
+        *rest,
         *((ShardHeads(ranks, group),) if ranks > 1 else ()),
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
     )

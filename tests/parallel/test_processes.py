@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngraph.passes.shard_heads.storage import HOLDS_RUNS
+
 RUN = Path(__file__).parent / "ranks" / "run.py"
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
@@ -38,7 +40,7 @@ def test_training_is_that_of_one_device_and_ranks_hold_their_part(tmp_path: Path
     for said in _run("train", tmp_path):
         held, reported = said.removeprefix("held ").split(" reported ")
         whole, part = (int(n) for n in reported.strip("()").split(", "))
-        assert int(held) == part and part < 0.55 * whole
+        assert int(held) == part and part < (0.55 if HOLDS_RUNS else 0.8) * whole
 
 
 def test_parameters_may_stay_whole_on_every_rank(tmp_path: Path) -> None:

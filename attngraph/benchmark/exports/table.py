@@ -15,7 +15,7 @@ The files are run in a process that cannot import attngraph or transformers. Of 
 of two prompts, one of them padded, are those of a loop that calls the whole model for each token; of an
 encoder the answers for two sequences, one of them padded, are the model's. One command writes this part:
 
-    python -m attngraph.benchmark.exports --json rows.jsonl --page docs/export.md
+    python -m attngraph.benchmark.exports --json rows.jsonl --table docs/export.md
 """
 _HEAD = "| class | attentions | Attention operations in ONNX | SDPA in pt2 | what is said | outcome |\n"
 

@@ -24,6 +24,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.element import Meaning
+from attngraph.meaning.placement.elements import element, independent_dims
 from attngraph.meaning.placement.table import Cut, Table
 from attngraph.meaning.rule import Category, Indices, Unliftable
 
@@ -36,7 +37,6 @@ VIEWS = frozenset(
     )
 )  # fmt: skip
 """Operations that keep the order of elements in memory and take sizes, or ranges of dimensions."""
-_NORMS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
 class Unplaced(Exception):
@@ -90,16 +90,16 @@ class Demand:
             return self._heads(attention, cut)
         try:
             at, places = self.meaning.places(node)
-            category = self.meaning.category(node)
-            value = self._element(node, places)
+            value = element(self.meaning, node, places)
         except Unliftable as problem:
-            if str(node.target) in _NORMS:
-                return self._norm(node, cut)
+            known = self._independent(node, cut)
+            if known is not None:
+                return known
             raise Unplaced(f"attngraph has no rule for the elements of {node.target}") from problem
         variables = {at[dim]: table for dim, table in cut.items()}
         reads = list(_reads(value))
         self._require_local(value, variables)
-        if category is Category.MOVEMENT and len(reads) == 1 and value.op == "read":
+        if self.meaning.category(node) is Category.MOVEMENT and len(reads) == 1 and value.op == "read":
             return self._moved(node, value, at, cut)
         uses: dict[fx.Node, Use] = {}
         for read in reads:
@@ -111,15 +111,6 @@ class Demand:
             if uses.setdefault(read.value, use).cut != found:
                 raise Unplaced(f"{node.target} reads its operand at two places")
         return Part(How.SAME, tuple(uses.values()))
-
-    def _element(self, node: fx.Node, at: Indices) -> Expr:
-        try:
-            return self.meaning.element(node, at)
-        except Unliftable:
-            if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-                raise
-        tensors = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
-        return E.make("raw", tuple(self.meaning.read_broadcast(n, at) for n in tensors), "pointwise")
 
     def _require_local(self, value: Expr, variables: Mapping[Expr, Table]) -> None:
         """Check that an element depends on its index only through what it reads."""
@@ -133,10 +124,11 @@ class Demand:
                 raise Unplaced("the operation depends on the place of an element itself")
             stack += node.args[1:] if node.op in E.BINDERS else node.args
 
-    def _norm(self, node: fx.Node, cut: Cut) -> Part:
-        """A norm over the last dimensions: the others are independent of each other."""
-        source, sizes = node.args[0], node.args[1]
-        first = len(self.meaning.shape(source)) - len(sizes)  # type: ignore[arg-type]
+    def _independent(self, node: fx.Node, cut: Cut) -> Part | None:
+        """An operation of which only the leading dimensions are known to be independent of each other."""
+        first, source = independent_dims(node), node.args[0]
+        if first is None:
+            return None
         if any(dim >= first and not table.is_whole for dim, table in cut.items()):
             raise Unplaced("a norm needs all that it is computed over")
         weights = [a for a in node.all_input_nodes if a is not source]

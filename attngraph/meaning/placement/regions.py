@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -21,8 +22,10 @@ from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
+from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Demand, How, Part, Unplaced, Use
+from attngraph.meaning.placement.elements import category, element, is_linear
 from attngraph.meaning.placement.table import Cut, Table, is_cut, united
 from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable
 
@@ -56,6 +59,13 @@ class Region:
     parts: Mapping[fx.Node, Part]
     cuts: Mapping[fx.Node, Cut]
     stops: Mapping[fx.Node, str]
+    tail: Sequence[fx.Node] = ()
+    """What follows the product before ranks are added up."""
+
+    @property
+    def end(self) -> fx.Node:
+        """The value that the sum over ranks replaces."""
+        return self.tail[-1] if self.tail else self.product.node
 
     @property
     def attentions(self) -> list[fx.Node]:
@@ -88,11 +98,11 @@ class Regions:
 
     def products(self, node: fx.Node) -> Iterator[Product]:
         """The ways to see a node as a sum over a dimension that it shares with a weight."""
-        if node.op != "call_function" or self.meaning.category(node) is not Category.CONTRACTION:
+        if node.op != "call_function" or category(self.meaning, node) is not Category.CONTRACTION:
             return
         try:
             _, at = self.meaning.places(node)
-            value = self.meaning.element(node, at)
+            value = element(self.meaning, node, at)
         except Unliftable:
             return
         sums = [t for t in (value.args if value.op == "add" else (value,)) if t.op == "sum"]
@@ -140,7 +150,7 @@ class Regions:
         return region
 
     def _is_divided_product(self, node: fx.Node) -> bool:
-        return self.meaning.category(node) is Category.CONTRACTION and any(
+        return category(self.meaning, node) is Category.CONTRACTION and any(
             self.parameter_of(n) is not None for n in node.all_input_nodes if self.meaning.is_tensor(n)
         )
 
@@ -204,7 +214,7 @@ class Regions:
                 continue
             moves = self.meaning.category(node) in ELEMENTWISE or _is_head_result(node)
             if not (is_cut(cut) or moves):
-                stops[node] = "every rank needs all of its heads" if cut else ""
+                stops[node] = "every rank needs all of it" if cut else ""
                 continue
             try:
                 parts[node] = self.demand.part(node, cut)
@@ -231,7 +241,28 @@ class Regions:
             if is_cut(cuts[node]) or any(u.operand in inside for u in parts[node].uses):
                 kept[node] = parts[node]
                 inside[node] = cuts[node]
-        return Region(product, part, kept, inside, stops)
+        return Region(product, part, kept, inside, stops, self.tail(product))
+
+    def tail(self, product: Product) -> list[fx.Node]:
+        """What follows a product and is a sum of its elements, up to where it is smallest: ranks may add up
+        there instead. The results of a token's experts are one sum."""
+        node, chain, best, shortest = product.node, list[fx.Node](), 0, self._size(product.node)
+        while product.bias is None and len(node.users) == 1:
+            (user,) = node.users
+            try:
+                _, at = self.meaning.places(user)
+                if user.op != "call_function" or not is_linear(element(self.meaning, user, at), node):
+                    break
+            except Unliftable:
+                break
+            chain.append(user)
+            node = user
+            if self._size(node) < shortest:
+                best, shortest = len(chain), self._size(node)
+        return chain[:best]
+
+    def _size(self, node: fx.Node) -> int:
+        return math.prod(shape_at(node.meta["val"], self.graph.hints))
 
     def weights_before(self, node: fx.Node) -> Iterator[fx.Node]:
         """The matrices of the last products that a value is computed from."""

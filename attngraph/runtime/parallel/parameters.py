@@ -52,7 +52,8 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
 
     assert graph.ranks is not None
     named = dict(owner.named_parameters(remove_duplicate=False))
-    for shard in graph.ranks.shards.values():
+    held = (graph.ranks.shards[i.name] for i in graph.inputs if i.kind == "shard")
+    for shard in held:
         parameter: Any = named[shard.parameter]
         wanted = _placement(shard, parameter)
         placements: tuple[Any, ...] = getattr(parameter, "placements", ())

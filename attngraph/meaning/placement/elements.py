@@ -1,0 +1,92 @@
+"""Elements of the operations that recognition of attention has no use for, as far as placement needs them.
+
+By the element rules; beyond them, pointwise operations, products of tokens with the weights of the expert
+that each goes to (mixtures of experts), and which leading dimensions of other operations are independent of
+each other (norms, complex views).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, Indices, Unliftable
+
+GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
+"""Products `x[t] @ weight[expert of t]` of tokens that are sorted by expert."""
+
+
+def category(meaning: Meaning, node: fx.Node) -> Category | None:
+    """The category of a node's operation."""
+    return Category.CONTRACTION if _is_grouped(node) else meaning.category(node)
+
+
+def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """One element of a node, in terms of elements of its operands.
+
+    Raises:
+        Unliftable: nothing is known of it.
+    """
+    if _is_grouped(node):
+        return _grouped(meaning, node, at)
+    try:
+        return meaning.element(node, at)
+    except Unliftable:
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            raise
+    tensors = [n for n in node.all_input_nodes if meaning.is_tensor(n)]
+    return E.make("raw", tuple(meaning.read_broadcast(n, at) for n in tensors), "pointwise")
+
+
+def _is_grouped(node: fx.Node) -> bool:
+    if str(node.target) not in GROUPED or node.kwargs.get("bias") is not None:
+        return False
+    ranks = [n.meta["val"].ndim for n in node.args[:2] if isinstance(n, fx.Node)]
+    return ranks == [2, 3]
+
+
+def _grouped(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """Which expert a token goes to follows from where the experts' tokens end, and is not looked into."""
+    x, weight, *rest = node.args
+    ends: Any = rest[0] if rest else node.kwargs["offs"]
+    inner = meaning.fresh(meaning.shape(x)[1])
+    expert = E.make("raw", (at[0], meaning.read(ends, (E.ZERO,))), "group", "int")
+    factors = meaning.read(x, (at[0], inner)), E.read(weight, (expert, inner, at[1]), "float")
+    return M.total(inner, M.mul(*factors))
+
+
+def independent_dims(node: fx.Node) -> int | None:
+    """How many leading dimensions of a result are those of its first operand, whose entries along them do not
+    mix; None where nothing is known. (Other operands are the same for all of them.)"""
+    rank = node.meta["val"].ndim if isinstance(node.meta.get("val"), torch.Tensor) else 0
+    match str(node.target):
+        case "aten.layer_norm.default" | "aten.rms_norm.default":
+            sizes: Any = node.args[1]
+            return rank - len(sizes)
+        case "aten.view_as_complex.default":
+            return rank
+        case "aten.view_as_real.default":
+            return rank - 1
+    return None
+
+
+def is_linear(value: Expr, node: fx.Node) -> bool:
+    """Whether an element is a sum of elements of a node, each times what does not depend on the node."""
+    if value.op == "read" and value.value is node:
+        return not any(_reads(i, node) for i in value.args)
+    if value.op == "sum":
+        return is_linear(value.args[1], node)
+    if value.op == "mul":
+        inside = [f for f in value.args if _reads(f, node)]
+        return len(inside) == 1 and is_linear(inside[0], node)
+    return False
+
+
+def _reads(value: Expr, node: fx.Node) -> bool:
+    return any(n.op == "read" and n.value is node for n in E.walk(value))
