@@ -85,8 +85,16 @@ def compile(
         TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
     """
     options = make_options(
-        backend, inductor, strict, dump, passes, absorb=absorb, disable=disable, min_scores=min_scores,
-        mesh=mesh, shard=shard,
+        backend,
+        inductor,
+        strict,
+        dump,
+        passes,
+        absorb=absorb,
+        disable=disable,
+        min_scores=min_scores,
+        mesh=mesh,
+        shard=shard,
     )
     if model is None:
         given = {k: v for k, v in locals().items() if k not in ("model", "options")}

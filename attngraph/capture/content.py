@@ -341,16 +341,27 @@ def described(name: str, state: Content, about: Content) -> str | None:
     own._classes = about._classes
     for number, function in enumerate(functions):
         own.visit(f"{name}.{number}", function)
-        names = dict.fromkeys(n for code in nested(function.__code__) for n in code.co_names)
+        names = _names_in(function)
         for global_name in names:
             if global_name in function.__globals__:
                 _bound(own, global_name, function.__globals__[global_name], names)
+            elif global_name in sys.modules:  # imported by the function itself
+                _bound(own, global_name, sys.modules[global_name], names)
         if {"environ", "getenv"} & names.keys():
             _environment(own, function)
     for met, function in own.functions.items():
         about.meet(met, function)
     about.doubts += [f"{name}: {d}" for d in own.doubts]
     return digest("\n".join(f"{path} {text}" for path, text in own.lines.items()))
+
+
+def _names_in(function: types.FunctionType) -> dict[str, None]:
+    """The names that a function may look up: in its code, or as a text (`getattr(module, "name")`)."""
+    found: dict[str, None] = {}
+    for code in nested(function.__code__):
+        found |= dict.fromkeys(code.co_names)
+        found |= dict.fromkeys(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    return found
 
 
 def _functions_named(name: str, state: Content, about: Content) -> list[types.FunctionType]:
@@ -377,16 +388,21 @@ def _environment(own: Content, function: types.FunctionType) -> None:
         own.doubt("environment", os.environ)
 
 
-def _bound(own: Content, name: str, value: Any, names: Iterable[str]) -> None:
+def _bound(
+    own: Content, name: str, value: Any, names: Iterable[str], around: frozenset[int] = frozenset()
+) -> None:  # fmt: skip
     """What a global name stands for; of a module what it has under the names that the code uses."""
     own.visit(name, value)
-    if isinstance(value, types.ModuleType):
-        for inner in names:
-            found = vars(value).get(inner)
-            if found is None or isinstance(found, types.ModuleType):
-                continue
-            if callable(found) or isinstance(found, (int, float, str)):
-                before = len(own.doubts)
-                own.visit(f"{name}.{inner}", found)
-                if _is_foreign(value.__name__):
-                    del own.doubts[before:]
+    if not isinstance(value, types.ModuleType) or id(value) in around:
+        return
+    foreign = _is_foreign(value.__name__)
+    for inner in names:
+        found = vars(value).get(inner)
+        if isinstance(found, types.ModuleType):
+            if not foreign:
+                _bound(own, f"{name}.{inner}", found, names, around | {id(value)})
+        elif found is not None and (not foreign or callable(found) or isinstance(found, (int, float, str))):
+            before = len(own.doubts)
+            own.visit(f"{name}.{inner}", found)
+            if foreign:
+                del own.doubts[before:]

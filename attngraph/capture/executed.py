@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import cProfile
+import functools
 import os
 import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ _PACKAGES = tuple({sysconfig.get_path(n) + os.sep for n in ("purelib", "platlib"
 
 
 class Executed:
-    """The code that ran in the traces of one compilation. `complete`: whether all of it could be seen."""
+    """The code that ran in the traces of one compilation. `complete`: whether all of it could be seen;
+    `files`: what it opened, besides code."""
 
     def __init__(self) -> None:
         self.codes: dict[int, types.CodeType] = {}
         self.complete = True
+        self.files: list[str] = []
 
     def add(self, codes: Iterable[types.CodeType]) -> None:
         self.codes |= {id(code): code for code in codes}
@@ -73,13 +75,41 @@ def recorded() -> Iterator[None]:
         into.complete = False
         yield
         return
-    with _Off(profile):
+    with _Off(profile), _files_noted(into):
         profile.enable()
         try:
             yield
         finally:
             profile.disable()
             into.add(_of_the_user(profile.getstats()))
+
+
+_OPENED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("opened", default=None)
+_CODE_FILES = (".py", ".pyc", ".pyi", ".so", ".pth")
+
+
+@contextlib.contextmanager
+def _files_noted(into: Executed) -> Iterator[None]:
+    """Note the files that the body opens: what a graph takes from them cannot be seen."""
+    _listen()
+    token = _OPENED.set(into.files)
+    try:
+        yield
+    finally:
+        _OPENED.reset(token)
+
+
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_heard)  # it cannot be removed; it returns at once outside of traces
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open":
+        opened = _OPENED.get()
+        name = str(arguments[0])
+        if opened is not None and not name.endswith(_CODE_FILES) and not name.startswith(_TORCH):
+            opened.append(name)
 
 
 class _Off(TorchFunctionMode):
@@ -118,7 +148,7 @@ def _is_generated(file: str) -> bool:
     return file.startswith("<") and not file.startswith("<frozen")
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Whether code of this file is neither torch's, nor Python's own, nor attngraph's."""
     if file.startswith("<"):

@@ -345,6 +345,16 @@ class _Walk:
                 self.at = around
                 if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
                     self.plain(value, names, vars(value))
+                    self.held_by(value, names, depth)
+
+    def held_by(self, module: types.ModuleType, names: Iterable[str], depth: int) -> None:
+        """What a file has under these names besides numbers and strings: containers, objects, functions."""
+        for name in names:
+            value = vars(module).get(name)
+            if value is not None and not isinstance(value, (int, float, str, type, types.ModuleType)):
+                around, self.at = self.at, Place(module, name)
+                self.visit(value, depth)
+                self.at = around
 
 
 @lru_cache(maxsize=4096)

@@ -75,6 +75,7 @@ def traced(call: Mapping[str, str], content: Content, executed: Executed) -> Tra
     doubts = [*content.doubts, *lost]
     if not executed.complete:
         doubts.append("the code that ran: another profiler was active")
+    doubts += [f"the file {name}, which a trace opened" for name in executed.files]
     return Traced(dict(call), dict(content.lines), code, tuple(dict.fromkeys(doubts)))
 
 
