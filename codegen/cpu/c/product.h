@@ -60,6 +60,7 @@ INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw,
                         Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, const void *next, const int f0,
                         const int f1, const int type, const int scaled, const int zeros, const float *by,
                         const float *less, const int vectors) {
+    int64_t ahead = type == FLOAT ? AHEAD : outs * ldw; /* rows of bytes are short: the next streams' */
     for (; d + vectors * LANES <= end; d += vectors * LANES) {
         for (int f = f0; f < f1; ++f) PREFETCH(place(next, f * ldw + d, type));
 #pragma GCC unroll 8
@@ -70,7 +71,7 @@ INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw,
             for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx + at);
 #pragma GCC unroll 8
             for (int o = 0; o < outs; ++o) {
-                if (!next && !v) PREFETCH(place(w, o * ldw + at + AHEAD * (4 / size_of(type)), type));
+                if (!next && !v) PREFETCH(place(w, o * ldw + at + ahead, type));
                 Vector right = vector(w, o * ldw + at, type);
                 if (zeros) right -= less[o];
                 if (scaled) right *= by[o];
