@@ -49,6 +49,14 @@ def test_parameters_may_stay_whole_on_every_rank(tmp_path: Path) -> None:
         assert int(held) == int(reported.strip("()").split(", ")[0])
 
 
+def test_shared_heads_are_held_as_reported(tmp_path: Path) -> None:
+    """Projections that ranks need overlapping parts of are held whole; the others are not."""
+    for said in (s for line in _run("train_grouped", tmp_path) for s in line.split("; ")):
+        held, reported = said.removeprefix("held ").split(" reported ")
+        whole, part = (int(n) for n in reported.strip("()").split(", "))
+        assert int(held) == part < whole
+
+
 def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path) -> None:
     assert _run("checkpoint", tmp_path) == ["loaded"] * 2
 

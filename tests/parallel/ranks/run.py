@@ -15,20 +15,22 @@ import attngraph
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0, packed: bool = True) -> None:
+    def __init__(self, dropout: float = 0.0, packed: bool = True, kv_heads: int = 4) -> None:
         super().__init__()
-        self.packed = packed
+        self.sizes = [32, 8 * kv_heads, 8 * kv_heads]
+        self.group = 4 // kv_heads
         self.table, self.dropout = nn.Embedding(64, 32), nn.Dropout(dropout)
         self.norm, self.out = nn.LayerNorm(32), nn.Linear(32, 32)
-        sizes = [96] if packed else [32] * 3
+        sizes = [sum(self.sizes)] if packed else self.sizes
         self.qkv = nn.ModuleList(nn.Linear(32, n) for n in sizes)
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)
         y = self.norm(x)
-        parts = self.qkv[0](y).chunk(3, -1) if self.packed else [p(y) for p in self.qkv]
-        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in parts)
+        parts = torch.cat([p(y) for p in self.qkv], -1) if len(self.qkv) > 1 else self.qkv[0](y)
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in parts.split(self.sizes, -1))
+        k, v = (t.repeat_interleave(self.group, 1) for t in (k, v))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
         x = x + self.down(self.up(x).relu())
@@ -39,10 +41,10 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(mesh, rank, config=None):
+def train(mesh, rank, config=None, **sizes):
     """A few steps of training, beside one device."""
     torch.manual_seed(0)
-    alone = Block()
+    alone = Block(**sizes)
     model = copy.deepcopy(alone)
     compiled = attngraph.compile(model, mesh=mesh, shard=config)
     adams = [torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (model, alone)]
@@ -64,6 +66,11 @@ def train(mesh, rank, config=None):
         torch.testing.assert_close(compiled.eval()(ids), alone.eval()(ids), rtol=1e-3, atol=1e-4)
     held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     return f"held {held} reported {compiled.report.ranks.parameters}"
+
+
+def train_grouped(mesh, rank):
+    """With fewer key/value heads than ranks, and with fewer than query heads in one projection."""
+    return train(mesh, rank, packed=False, kv_heads=1) + "; " + train(mesh, rank, kv_heads=2)
 
 
 def train_whole(mesh, rank):
@@ -154,4 +161,5 @@ if __name__ == "__main__":
     )  # fmt: skip
     result = globals()[task](init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)), rank)
     print(result, flush=True)
-    os._exit(0) if task == "die" else dist.destroy_process_group()
+    # At the exit of Python, gloo in torch 2.14 aborts one process in ten, in scripts without attngraph too.
+    os._exit(0)
