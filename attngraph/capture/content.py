@@ -54,6 +54,9 @@ _NAMED = (
 )
 
 
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+
+
 class Content:
     """What is reachable from some values.
 
@@ -260,9 +263,15 @@ class Content:
                     for number, function in enumerate(functions_of(value)):
                         self.meet(f"{_name(owner)}.{name}.{number}", function)
                         parts.append(f"{name} {code_digest(function.__code__)}")
-                    is_plain = isinstance(value, (int, float, str)) and not name.startswith("__")
-                    if is_plain and not _is_foreign(owner.__module__):
+                    if isinstance(value, enum.Enum):
+                        value = value.value if isinstance(value.value, _PLAIN) else repr(value.value)
+                    is_plain = isinstance(value, (int, float, str))
+                    if _is_foreign(owner.__module__) or name.startswith("__"):
+                        continue
+                    if is_plain:
                         parts.append(f"{name} {value!r}")
+                    elif isinstance(value, _CONTAINERS):
+                        self.visit(f"{_name(owner)}.{name}", value)
             found = self._classes[kind] = f"class {_name(kind)} {digest(chr(10).join(parts))[:16]}"
         return found
 

@@ -15,7 +15,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,20 @@ _PACKAGES = tuple({sysconfig.get_path(n) + os.sep for n in ("purelib", "platlib"
 
 
 class Executed:
-    """The code that ran in the traces of one compilation. `complete`: whether all of it could be seen;
-    `files`: what it opened, besides code."""
+    """The code that ran in the traces of one compilation. `codes`: the user's; `without_file`: other code
+    that has no file; `complete`: whether all of it could be seen; `files`: what it opened, besides code."""
 
     def __init__(self) -> None:
         self.codes: dict[int, types.CodeType] = {}
+        self.without_file: dict[int, types.CodeType] = {}
         self.complete = True
         self.files: list[str] = []
 
-    def add(self, codes: Iterable[types.CodeType]) -> None:
-        self.codes |= {id(code): code for code in codes}
+    def add(self, entries: Sequence[Any]) -> None:
+        """Add what a profile has."""
+        self.codes |= {id(code): code for code in _of_the_user(entries)}
+        ran = (e.code for e in entries if isinstance(e.code, types.CodeType))
+        self.without_file |= {id(code): code for code in ran if _is_generated(code.co_filename)}
 
 
 _CURRENT: contextvars.ContextVar[Executed | None] = contextvars.ContextVar("executed", default=None)
@@ -81,7 +85,7 @@ def recorded() -> Iterator[None]:
             yield
         finally:
             profile.disable()
-            into.add(_of_the_user(profile.getstats()))
+            into.add(profile.getstats())
 
 
 _OPENED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("opened", default=None)

@@ -266,6 +266,7 @@ class _Walk:
             if owner not in self.kinds:
                 self.kinds.add(owner)
                 self.plain(owner, vars(owner), vars(owner))
+                self.tables(owner)
                 if issubclass(owner, nn.Module):
                     forward = vars(owner).get("forward")
                     self.visit(forward, 0)
@@ -277,6 +278,15 @@ class _Walk:
             if isinstance(value, (int, float, str)) and not name.startswith("__"):
                 self.found += (name, repr(value) if isinstance(value, float) else value)
                 self.variables.append((Place(owner, name), value))
+
+    def tables(self, owner: type) -> None:
+        """The containers among the attributes of a class."""
+        around = self.at
+        for name, value in tuple(vars(owner).items()):
+            if isinstance(value, (list, tuple, set, frozenset, dict)) and not name.startswith("__"):
+                self.at = Place(owner, name)
+                self.visit(value, 0)
+        self.at = around
 
     def container(self, value: Any, depth: int) -> None:
         self.found.append((type(value), len(value)))
@@ -348,10 +358,11 @@ class _Walk:
                     self.held_by(value, names, depth)
 
     def held_by(self, module: types.ModuleType, names: Iterable[str], depth: int) -> None:
-        """What a file has under these names besides numbers and strings: containers, objects, functions."""
+        """What a file has under these names besides numbers and strings."""
         for name in names:
             value = vars(module).get(name)
-            if value is not None and not isinstance(value, (int, float, str, type, types.ModuleType)):
+            foreign = isinstance(value, type) and _is_foreign(value.__module__)
+            if not foreign and not isinstance(value, (int, float, str, types.ModuleType, types.NoneType)):
                 around, self.at = self.at, Place(module, name)
                 self.visit(value, depth)
                 self.at = around

@@ -71,7 +71,8 @@ def describe_state(target: Callable[..., Any], leaves: Sequence[Any]) -> Content
 
 def traced(call: Mapping[str, str], content: Content, executed: Executed) -> Traced:
     """What a trace depended on, just after it."""
-    code, lost = code_behind(executed.codes.values(), content)
+    own = (code for place, code in executed.without_file.items() if place in content.codes)
+    code, lost = code_behind([*executed.codes.values(), *own], content)
     doubts = [*content.doubts, *lost]
     if not executed.complete:
         doubts.append("the code that ran: another profiler was active")

@@ -7,8 +7,9 @@ import copy
 import functools
 import io
 import pickle
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -164,6 +165,25 @@ def test_globals_may_change_also_those_of_helpers(
     same(compiled(x), uses_helper(x))
     monkeypatch.setitem(globals(), "GLOBAL_SCALE", 3.0)
     same(compiled(x), uses_helper(x))
+
+
+FILE = types.ModuleType("another_file")
+exec("TABLE = [1.0]\nHELD = [1.0]\ndef f(): return HELD[0]\nclass Own:\n    TABLE = [1.0]", vars(FILE))
+
+
+class Scaled(nn.Module):
+    TABLE: ClassVar[list[float]] = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(x) * FILE.TABLE[0] * FILE.f() * FILE.Own.TABLE[0] * self.TABLE[0]
+
+
+@pytest.mark.parametrize("table", [FILE.TABLE, FILE.HELD, FILE.Own.TABLE, Scaled.TABLE])
+def test_tables_of_other_files_and_of_classes_may_change(table: list[float], x: Tensor, same: Same) -> None:
+    model = Scaled()
+    compiled = attngraph.compile(model)
+    for table[0] in (1.0, 3.0, 1.0):
+        same(compiled(x), model(x))
 
 
 class Caller:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import subprocess
 import sys
@@ -116,6 +117,53 @@ def test_values_in_closures_defaults_containers_and_objects_miss(cache: Path, tr
         attend = made(*map(float, numbers))
         assert torch.allclose(attngraph.compile(attend)(x), attend(x), atol=1e-6)
     assert len(traces) == 5
+
+
+HELD = {
+    "a table": ('SCALE = {"a": %s}', 'helper.SCALE["a"]'),
+    "an object": ("class Own: ...\nSCALE = Own()\nSCALE.a = %s", "helper.SCALE.a"),
+    "a table of a class": ("class Own:\n    SCALE = [%s]", "helper.Own.SCALE[0]"),
+    "an enumeration": ("import enum\nclass Own(enum.Enum):\n    A = %s", "helper.Own.A.value"),
+    "a function's own global": ("SCALE = %s\ndef scale(): return SCALE", "helper.scale()"),
+    "a function in a table": ('SCALE = {"a": lambda: %s}', 'helper.SCALE["a"]()'),
+    "a name as a text": ("SCALE = [%s]", 'getattr(helper, "SCALE")[0]'),
+    "imported where it is used": ("SCALE = [%s]", '__import__("helper_of_a_test").SCALE[0]'),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_what_another_file_holds_counts(
+    held: str, cache: Path, traces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, read = HELD[held]
+    file = tmp_path / "helper_of_a_test.py"
+    x = torch.randn(2, 5, 4)
+    for number in (0.5, 0.25, 0.5):
+        file.write_text(text % number)
+        linecache.clearcache()
+        helper = types.ModuleType(file.stem)
+        helper.__file__ = str(file)
+        exec(compile(file.read_text(), file, "exec"), vars(helper))
+        monkeypatch.setitem(sys.modules, file.stem, helper)
+        names = {"helper": helper}
+        exec(f"def attend(x): return (x @ x.mT * {read}).softmax(-1) @ x", names)
+        attend: Any = names["attend"]
+        assert torch.allclose(attngraph.compile(attend)(x), attend(x), atol=1e-6)
+    assert len(traces) in (2, 3)  # where it could not be told, nothing was kept
+
+
+def test_a_graph_that_took_something_from_a_file_is_not_kept(
+    cache: Path, traces: list[str], tmp_path: Path
+) -> None:
+    file, x = tmp_path / "scale.txt", torch.randn(2, 5, 4)
+
+    def attend(x: Tensor) -> Tensor:
+        return (x @ x.mT * float(file.read_text())).softmax(-1) @ x
+
+    for number in (0.5, 0.25):
+        file.write_text(str(number))
+        assert torch.allclose(attngraph.compile(attend)(x), attend(x), atol=1e-6)
+    assert len(traces) == 2 and entries(cache) == 0
 
 
 def test_what_cannot_be_compared_is_not_kept(cache: Path, traces: list[str]) -> None:
