@@ -66,7 +66,10 @@ class _Pairs(Domain[tuple[Tensor, Tensor], Tensor]):
     def computed(self, state: Tensor, value: Expr) -> Tensor:
         if all(n is not SCORE for n in E.walk(value)):
             return self.shown
-        return state & (KEPT | FILLED) | self._becomes(state & HIDDEN, value, -math.inf)
+        # As in `filled`, a pair that was hidden before may be plus infinity here.
+        hidden, filled = state & HIDDEN, state & FILLED
+        found = self._becomes(hidden, value, -math.inf) | self._becomes(filled, value, math.inf)
+        return state & (KEPT | FILLED) | found
 
     def weighed(self, state: Tensor) -> Tensor:
         return torch.where(state & HIDDEN > 0, state | FILLED, state)
