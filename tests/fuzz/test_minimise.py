@@ -97,7 +97,7 @@ def test_the_printed_test_fails_with_the_fault_and_passes_without(
 ) -> None:
     case = dataclasses.replace(case, softcap=CHOICES["softcap"][1], numbers="normal")
     with monkeypatch.context() as planted:
-        planted.setattr("attngraph.compile", forgets_softcaps)
+        planted.setattr("attngraph.compile", lambda f, **_: forgets_softcaps(f))
         outcome = check(case, seed=11)
         assert outcome.failed
         path = tmp_path / "test_found.py"

@@ -93,6 +93,8 @@ class _Predicates(Domain[Expr, Expr]):
 
     def __init__(self, hides: Callable[[Expr], bool] | None) -> None:
         self.hides = hides
+        self.masked = self.turned = False
+        """A statement before has masked pairs; one after that may have turned minus infinity into plus."""
 
     def truth(self, predicate: Expr) -> Expr:
         return predicate
@@ -105,10 +107,18 @@ class _Predicates(Domain[Expr, Expr]):
         return operation("or", yes, operation("not", kept))
 
     def filled(self, state: Expr, keep: Keep) -> Expr:
-        if keep.is_hard or (self.hides and self.hides(keep.fill)):
-            return E.FALSE
         added = added_to_score(keep.fill)
+        is_relative = keep.fill.op != "const" and added < math.inf
+        by_fill = self.hides is not None and self.hides(keep.fill) and not (is_relative and self.turned)
+        self.turned |= self.masked and keep.fill.op != "const" and not is_relative
+        self.masked = True
+        if keep.is_hard or by_fill:
+            return E.FALSE
         return state if (added <= 0 if self.hides else added < math.inf) else E.TRUE
+
+    def computed(self, state: Expr, value: Expr) -> Expr:
+        self.turned |= self.masked
+        return self.shown
 
 
 def any_fill(fill: Expr) -> bool:
