@@ -293,6 +293,13 @@ def derive_decoder(
         error = prove(whole, step, arguments, name, logits)
         if step.traced_few():
             prove_longer(target, step, arguments, name, logits)
+            longest = _window_of(target)
+            if longest is not None:
+                # The trace has few numbers of tokens: it does not show what the model does beyond a window.
+                plan = graph.state = dataclasses.replace(
+                    plan, most_tokens=min(longest, plan.most_tokens or longest)
+                )
+                step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)
     stores = tuple((s.label, s.bytes_in(config.dtype), s.window) for s in plan.stores)
     cache = CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
@@ -311,6 +318,13 @@ def _extents(graph: ProgramGraph) -> set[int]:
     """The sizes of a graph's values that are numbers."""
     values = (n.meta.get("val") for n in graph.graph.nodes)
     return {n for value in values if isinstance(value, Tensor) for n in value.shape if isinstance(n, int)}
+
+
+def _window_of(target: Any) -> int | None:
+    """The shortest window that a model's configuration names."""
+    settings = getattr(getattr(target, "config", None), "__dict__", {})
+    sizes = [v for n, v in settings.items() if "window" in n and type(v) is int and v > 0]
+    return min(sizes, default=None)
 
 
 def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
