@@ -69,7 +69,7 @@ class NoDecoderError(AttnGraphError):
         self.fixes_tokens = fixes_tokens
         """Whether the model was traced for one number of tokens alone."""
         self.extents = frozenset(extents)
-        """Numbers that are sizes of its values, and not the number of its tokens."""
+        """Numbers in it that are not the number of its tokens, and may not be taken for it."""
 
 
 class ConversionError(AttnGraphError):

@@ -16,6 +16,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.nodes import AttentionOp
+from attngraph.meaning.algebra.sizes import is_example
 from attngraph.meaning.attention.claim import Operand, View
 from attngraph.meaning.attention.layout import ViewOp
 
@@ -57,7 +58,7 @@ class Builder:
         Raises:
             NoSize: a symbol that is no tensor's dimension.
         """
-        if value.op == "const":
+        if value.op == "const" or is_example(value):
             return int(value.value)
         if value not in self._sizes:
             self._sizes[value] = self._size(value)

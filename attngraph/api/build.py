@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
@@ -33,6 +36,8 @@ from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
+from attngraph.meaning.algebra.sizes import example_size
+from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache, only_result
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
@@ -67,10 +72,11 @@ def _rewritten(
     passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
     numbers_at: frozenset[tuple[int, int]] = frozenset(),
     symbolic_at: frozenset[tuple[int, int]] = frozenset(),
+    check: Callable[[ProgramGraph], None] = lambda graph: None,
 ) -> _Rewritten:  # fmt: skip
     """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
     size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
-    model's other results are dropped before."""
+    model's other results are dropped before. `check`: of the captured graph, raises where it will not do."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> _Rewritten:
@@ -78,6 +84,7 @@ def _rewritten(
         start = time.perf_counter()
         captured, numbers = _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
         seconds = time.perf_counter() - start
+        check(captured.graph)
         before = captured.graph.copy() if keep else None
         if only_logits:
             only_result(captured.graph, _place_of_logits(captured.structure))
@@ -234,13 +241,14 @@ def _step_runner(graph: ProgramGraph) -> Callable[..., Any]:
 @LOCK.trace()
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
-    distinct: int = 0,
+    distinct: int = 0, multiples: frozenset[int] = frozenset(),
 ) -> Step:  # fmt: skip
     """Capture `target(**arguments)` and derive a decoder for its argument `name`.
 
     Args:
         distinct: the number of tokens, if it is a size of nothing else: the trace may then be one for this
             number alone.
+        multiples: of the number of tokens, with which operations computed in a trace for another one.
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
@@ -248,83 +256,96 @@ def derive_decoder(
     start = time.perf_counter()
     first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
-    tokens, none = frozenset({(names.index(name), 1)}), frozenset[tuple[int, int]]()
-    made = _rewritten(
-        target, (), arguments, options, first, config.proof, True,
-        numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
-    )  # fmt: skip
-    captured, result, whole = made.captured, made.result, made.before
-    graph, logits = captured.graph, _place_of_logits(captured.structure)
+    place = names.index(name)
+    tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
+    with example_size(distinct):
+        made = _rewritten(
+            target, (), arguments, options, first, config.proof, True,
+            numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
+            check=functools.partial(_require_no_others, number=distinct, multiples=multiples),
+        )  # fmt: skip
+        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct), *later), options)
+    captured, result, graph = made.captured, made.result, made.captured.graph
     spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
     arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
-    rest = (InsertKVCache(names.index(name), 0, distinct), *later)
-    try:
-        last = run_passes(graph, rest, made.dump, options.progress)
-    except NoDecoderError as problem:
-        problem.extents |= _extents(graph)
-        if made.numbers:
-            stop = made.numbers[0]
-            where = f" at {stop.source}" if stop.source else ""
-            raise NoDecoderError(
-                f"{problem.reason}\n(Sizes of the model are numbers, because torch cannot follow them as "
-                f"symbols{where}: {stop.reason}.)",
-                problem.fixes_tokens, problem.extents,
-            ) from problem  # fmt: skip
-        if not result.missed:
-            raise
-        first = result.missed[0]
-        raise NoDecoderError(
-            f"{problem.reason}\n(The softmax at {first.source} was not recognised as attention: "
-            f"{first.reason}.)",
-            problem.fixes_tokens, problem.extents,
-        ) from problem  # fmt: skip
-    plan = graph.state
-    assert plan is not None
     report = CompileReport(
-        tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
+        tuple(_entries(graph)), tuple(result.missed), (*result.records, *inserted.records),
         captured=result.captured, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     run = step_runner_of(options)
     step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)
     error = None
-    if whole is not None:
+    if made.before is not None:
+        logits = _place_of_logits(captured.structure)
         if options.progress is not None:
             options.progress("proof")
-        error = prove(whole, step, arguments, name, logits)
+        error = prove(made.before, step, arguments, name, logits)
         if step.traced_few():
             prove_longer(target, step, arguments, name, logits)
-            longest = _window_of(target)
-            if longest is not None:
-                # The trace has few numbers of tokens: it does not show what the model does beyond a window.
-                plan = graph.state = dataclasses.replace(
-                    plan, most_tokens=min(longest, plan.most_tokens or longest)
-                )
-                step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)
-    stores = tuple((s.label, s.bytes_in(config.dtype), s.window) for s in plan.stores)
-    cache = CacheEntry(
-        sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
-        step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
-        tuple(a.label.removeprefix("model.") for a in captured.attributes),
-        tuple(dict.fromkeys(captured.checks)),
-        tuple((value.label, value.bytes_per_row) for value in plan.carried),
-    )  # fmt: skip
+    cache = _cache_entry(step, config, captured, error)
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:
         made.dump.finish(step.report)
     return step
 
 
+def _require_no_others(graph: ProgramGraph, number: int, multiples: frozenset[int]) -> None:
+    """Raise if a captured graph for one number of tokens computes with multiples of it that may be something
+    else: others than in a trace for another number."""
+    unclear = {n for n in computed_with(graph, number) if n // number not in multiples}
+    if unclear:
+        raise NoDecoderError(
+            f"it computes with {min(unclear)}, which may be a number of tokens or not.", True, unclear
+        )
+
+
+def _with_cache(made: _Rewritten, passes: Sequence[Pass], options: Options) -> Result:
+    """Run the passes that make a decoder's step of a graph, the insertion of caches first.
+
+    Raises:
+        NoDecoderError: none can be derived; says why, and what came before it.
+    """
+    graph = made.captured.graph
+    try:
+        return run_passes(graph, passes, made.dump, options.progress)
+    except NoDecoderError as problem:
+        if problem.fixes_tokens:
+            problem.extents |= _extents(graph)
+        if made.numbers:
+            stop = made.numbers[0]
+            where = f" at {stop.source}" if stop.source else ""
+            more = (
+                f"(Sizes of the model are numbers, because torch cannot follow them as symbols{where}: "
+                f"{stop.reason}.)"
+            )
+        elif made.result.missed:
+            first = made.result.missed[0]
+            more = f"(The softmax at {first.source} was not recognised as attention: {first.reason}.)"
+        else:
+            raise
+        raise NoDecoderError(
+            f"{problem.reason}\n{more}", problem.fixes_tokens, problem.extents
+        ) from problem  # fmt: skip
+
+
+def _cache_entry(step: Step, config: CacheConfig, captured: Captured, error: float | None) -> CacheEntry:
+    plan = step.plan
+    stores = tuple((s.label, s.bytes_in(config.dtype), s.window) for s in plan.stores)
+    return CacheEntry(
+        sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
+        step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
+        tuple(a.label.removeprefix("model.") for a in captured.attributes),
+        tuple(dict.fromkeys(captured.checks)),
+        tuple((value.label, value.bytes_per_row) for value in plan.carried),
+    )  # fmt: skip
+
+
 def _extents(graph: ProgramGraph) -> set[int]:
-    """The sizes of a graph's values that are numbers."""
+    """The numbers in a graph that are sizes of its values, or that its operations are given."""
     values = (n.meta.get("val") for n in graph.graph.nodes)
-    return {n for value in values if isinstance(value, Tensor) for n in value.shape if isinstance(n, int)}
-
-
-def _window_of(target: Any) -> int | None:
-    """The shortest window that a model's configuration names."""
-    settings = getattr(getattr(target, "config", None), "__dict__", {})
-    sizes = [v for n, v in settings.items() if "window" in n and type(v) is int and v > 0]
-    return min(sizes, default=None)
+    found = {n for value in values if isinstance(value, Tensor) for n in value.shape if isinstance(n, int)}
+    given = (pytree.tree_leaves((n.args, n.kwargs)) for n in graph.graph.nodes)
+    return found | {abs(n) for leaves in given for n in leaves if type(n) is int and abs(n) < sys.maxsize}
 
 
 def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:

@@ -14,7 +14,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from attngraph.saved.plain import made, plain
 from attngraph.saved.weights import Skeleton, weights_of
 
 log = logging.getLogger(__name__)
+_Made = TypeVar("_Made", Executable, Step)
 _TOLD = 6
 """Differences that a message names."""
 
@@ -216,26 +217,17 @@ def executable_for(
     """
     call = Call({"kind": "module"}, target, (args, kwargs), options, not isinstance(target, Skeleton))
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    for source in _sources(saved, options):
-        for files, where in source.entries(call):
-            try:
-                found = executable_from(files, call.known, build.runner_of(options))
-            except SavedError as problem:
-                log.info("not used: %s", problem)
-                continue
-            if found.accepts(tensors):
-                found.traced = _as_saved(files)
-                found.report = _taken_up(found.report, where)
-                return found
-    with collecting() as executed:
-        found = build.compile_graph(target, args, kwargs, options)
-    _keep(found, call, executed, options)
-    return found
+    return _taken_or_made(
+        call, saved, options,
+        lambda files: executable_from(files, call.known, build.runner_of(options)),
+        lambda found: found.accepts(tensors),
+        lambda: build.compile_graph(target, args, kwargs, options),
+    )  # fmt: skip
 
 
 def step_for(
     target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None, name: str,
-    arguments: dict[str, Any], distinct: int = 0,
+    arguments: dict[str, Any], distinct: int = 0, multiples: frozenset[int] = frozenset(),
 ) -> Step:  # fmt: skip
     """A decoder's step, from what was compiled before or derived now.
 
@@ -244,19 +236,32 @@ def step_for(
     """
     kind = {"kind": "decoder", "tokens": name, "number of tokens": distinct, "config": plain(config)}
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
+    return _taken_or_made(
+        call, saved, options,
+        lambda files: step_from(files, call.known, build.step_runner_of(options)),
+        Step.is_valid,
+        lambda: build.derive_decoder(target, options, config, name, arguments, distinct, multiples),
+    )  # fmt: skip
+
+
+def _taken_or_made(
+    call: Call, saved: Folder | None, options: Options, read: Callable[[Files], _Made],
+    fits: Callable[[_Made], bool], make: Callable[[], _Made],
+) -> _Made:  # fmt: skip
+    """What was saved, or kept on disk, and fits the call; else what `make` gives, which is then kept."""
     for source in _sources(saved, options):
         for files, where in source.entries(call):
             try:
-                found = step_from(files, call.known, build.step_runner_of(options))
+                found = read(files)
             except SavedError as problem:
                 log.info("not used: %s", problem)
                 continue
-            if found.is_valid():
+            if fits(found):
                 found.traced = _as_saved(files)
-                found.report = _taken_up(found.report, where)
+                found.report = dataclasses.replace(found.report, taken_from=where)
                 return found
     with collecting() as executed:
-        found = build.derive_decoder(target, options, config, name, arguments, distinct)
+        found = make()
     _keep(found, call, executed, options)
     return found
 
@@ -264,10 +269,6 @@ def step_for(
 def _as_saved(files: Files) -> guards.Traced:
     about = describe(files)
     return guards.Traced(about["call"], about["state"], about["code"], ())
-
-
-def _taken_up(report: Any, where: str) -> Any:
-    return dataclasses.replace(report, taken_from=where)
 
 
 def _keep(found: Executable | Step, call: Call, executed: Any, options: Options) -> None:

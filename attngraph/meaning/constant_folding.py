@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
+from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import RULES, Category
 
 
@@ -78,7 +79,7 @@ class ConstantFolding:
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
                 return False
-            if any(_varies(extent) for extent in tensor.shape) or tensor.numel() > budgets.TABLE_ELEMENTS:
+            if any(map(_varies, tensor.shape)) or tensor.numel() > budgets.TABLE_ELEMENTS:
                 return False
         if node.target is operator.getitem:
             return True
@@ -141,9 +142,11 @@ def _pattern(node: fx.Node) -> Any:
 
 
 def _varies(argument: Any) -> bool:
-    """Whether an argument of an op is, or contains, a symbolic size."""
+    """Whether an argument of an op is, or contains, a symbolic size or an example of one."""
     if isinstance(argument, (list, tuple)):
         return any(_varies(a) for a in argument)
+    if isinstance(argument, int):
+        return size_expression(argument).op != "const"
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         return value is None or (not _is_data(value) and _varies(value))

@@ -23,7 +23,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import from_sympy, size_expression
+from attngraph.meaning.algebra.sizes import from_sympy, is_example, size_expression
 from attngraph.meaning.constant_folding import ConstantFolding
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (
@@ -60,7 +60,7 @@ class Meaning:
         conditions: sympy relations between sizes that hold; sizes that are equal by them get one name.
         complex_too: follow complex values as well, as long as they are only moved.
         along_tokens: follow convolutions over several places and running sums as well.
-        numbers: sizes that are taken to be these numbers.
+        numbers: sizes that are taken to be these numbers, and examples of sizes to be what they are.
 
     `obstacles` collects the names of sizes for which a shape could not be followed.
     `required` collects pairs of sizes that a rule took to be equal because the op demands it, where
@@ -72,6 +72,7 @@ class Meaning:
         complex_too: bool = False, along_tokens: bool = False, numbers: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.numbers = {E.size(name): E.const(n) for name, n in (numbers or {}).items()}
+        self._of_numbers = numbers is not None
         self.complex_too, self.along_tokens = complex_too, along_tokens
         self._same: dict[Expr, Expr] = {}
         for condition in conditions:
@@ -123,12 +124,14 @@ class Meaning:
         """The name that stands for all sizes that are equal to this one by the conditions."""
         while size in self._same:
             size = self._same[size]
+        if self._of_numbers and is_example(size):
+            return E.const(int(size.value))
         return self.numbers.get(size, size)
 
     def renamed(self, extent: Expr) -> Expr:
         """An expression of sizes with each size replaced by `named` of it."""
         whole = self.named(extent)
-        if not (self._same or self.numbers) or whole.op in ("size", "const"):
+        if not (self._same or self._of_numbers) or whole.op in ("size", "const"):
             return whole
         sizes = {n: self.named(n) for n in E.walk(whole) if n.op == "size"}
         return M.substitute(whole, sizes)
@@ -190,11 +193,9 @@ class Meaning:
             return self.read(value, ())
         if isinstance(value, fx.Node):
             value = value.meta.get("val")
-        if isinstance(value, (bool, int, float)):
-            return E.const(value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat)):
             found = size_expression(value)
-            return self.renamed(found) if self.numbers else found
+            return self.renamed(found) if self._of_numbers else found
         raise Unliftable(f"an operand of type {type(value).__name__}")
 
     def integer(self, value: Any) -> Expr:

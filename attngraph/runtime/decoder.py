@@ -340,8 +340,7 @@ class Decoder(ModelWrapper):
             return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
         except AttnGraphError as problem:
             if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
-                count = self._distinct(problem.extents)
-                return self._derive(name, self._example(name, packed, inputs, count), distinct=count)
+                return self._of_one_length(name, packed, inputs, problem.extents)
             if as_long and width not in (1, EXAMPLE_TOKENS):
                 with contextlib.suppress(AttnGraphError):
                     return self._derive(name, self._example(name, packed, inputs, width))
@@ -355,8 +354,25 @@ class Decoder(ModelWrapper):
                 "combine it with its causal mask."
             ) from problem
 
+    def _of_one_length(
+        self, name: str, packed: Packed, inputs: Mapping[str, Any], extents: frozenset[int]
+    ) -> Step:
+        """A step of a graph for one number of tokens, which can be told from every other number in it. Where
+        that takes a trace for another number as well, this one is told what the first computed with."""
+        multiples = frozenset[int]()
+        while True:
+            count = self._distinct(extents)
+            example = self._example(name, packed, inputs, count)
+            try:
+                return self._derive(name, example, distinct=count, multiples=multiples)
+            except NoDecoderError as problem:
+                found = frozenset(n // count for n in problem.extents if n % count == 0)
+                if found <= multiples:
+                    raise
+                multiples, extents = multiples | found, extents | problem.extents
+
     def _distinct(self, extents: frozenset[int]) -> int:
-        """A number of tokens of which no size of the model's tensors, and none of `extents`, is one."""
+        """A number of tokens that divides no size of the model's tensors, and none of `extents`."""
         tensors = (
             t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
         )

@@ -176,7 +176,7 @@ class Carry:
 
     def _lengths(self, order: list[fx.Node]) -> Iterator[int]:
         traced = self.tokens.traced
-        if self.tokens.space.tokens.op == "const":
+        if self.tokens.space.is_of_one_length:
             yield traced
             return
         yield from dict.fromkeys((*LENGTHS, traced))

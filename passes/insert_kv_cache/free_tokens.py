@@ -1,7 +1,8 @@
 """Graphs that were traced for one number of tokens: a loop over tokens, or sizes that torch cannot follow.
 
 The number was chosen such that it is a size of nothing else. So wherever an operation is given it as a size,
-it counts the tokens. Once everything that mixes tokens is replaced, each such number becomes the number of
+it counts the tokens. (Where an operation computes with it, as in `distance < 22`, that is not known; another
+number of tokens tells.) Once everything that mixes tokens is replaced, each such number becomes the number of
 tokens that a step gets. That this is right for other numbers is shown by running the model itself on longer
 sequences (`runtime/proof.py`). Used by `insert_kv_cache`.
 """
@@ -19,6 +20,22 @@ from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph
 
 aten = torch.ops.aten
+_RANGES = "aten.arange"
+
+
+def computed_with(graph: ProgramGraph, number: int) -> frozenset[int]:
+    """The multiples of a number that operations compute with, other than as sizes; none for 0."""
+    found: set[int] = set()
+    if not number:
+        return frozenset()
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or str(node.target).startswith(_RANGES):
+            continue
+        for given, argument in zip(node.args, schema.arguments, strict=False):
+            if isinstance(given, (int, float)) and "int" not in str(argument.type) and given % number == 0:
+                found.add(abs(int(given)))
+    return frozenset(found - {0})
 
 
 def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
@@ -50,7 +67,7 @@ def _change(node: fx.Node, changed: Callable[[Any], Any]) -> None:
         if isinstance(node.meta.get("val"), (int, torch.SymInt)):  # a formula of sizes
             node.args = tuple(map(changed, node.args))
         return
-    ranges = str(node.target).startswith("aten.arange")
+    ranges = str(node.target).startswith(_RANGES)
     kinds = [str(a.type) for a in schema.arguments]
     node.args = tuple(
         changed(a) if ranges or "int" in kind else a for a, kind in zip(node.args, kinds, strict=False)

@@ -144,7 +144,7 @@ class _Insertion:
             self.rounding,
         )
         self.graph.clean()
-        if self.space.tokens.op == "const":
+        if self.space.is_of_one_length:
             vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
             free_tokens(self.graph, self.ids, self.tokens.traced, vectors)
         self.inputs.drop_unused()
@@ -359,7 +359,7 @@ class _Insertion:
             for size in (n for n in node.all_input_nodes if is_size(n)):
                 copies[size] = built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
-            numbered = self.space.tokens.op == "const"
+            numbered = self.space.is_of_one_length
             tokens = built(builder, self.space.tokens, sizes) if numbered else None
             done[node] = builder.call(node.target, *args, **kwargs)
             if numbered:

@@ -93,7 +93,7 @@ class LookBack:
             for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
                 done[size] = built(builder, meaning.renamed(size_expression(size.meta["val"])), sizes)
             args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
-            numbered = space.tokens.op == "const"
+            numbered = space.is_of_one_length
             tokens = built(builder, space.tokens, sizes) if numbered else None
             done[step] = builder.call(step.target, *args, **kwargs)
             if numbered:

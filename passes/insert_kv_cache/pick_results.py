@@ -60,7 +60,7 @@ def pick_results(
                 value = tokens.meaning.renamed(size_expression(size.meta["val"]))
                 if space.counts(value):
                     user.replace_input_with(size, built(Builder(graph, user), value, sizes))
-            if space.tokens.op == "const":
+            if space.is_of_one_length:
                 replace_number(user, tokens.traced, built(Builder(graph, user), space.tokens, sizes),
                                graph.fake_mode())  # fmt: skip
             # Later passes build sizes from the shape that a value is said to have.

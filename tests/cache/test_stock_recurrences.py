@@ -38,7 +38,7 @@ CLASSES: dict[str, Callable[[], Any]] = {
         num_local_experts=2,
     ),
     "RecurrentGemma": lambda: transformers.RecurrentGemmaConfig(
-        **SIZES, **HEADS, lru_width=32, attention_window_size=256, block_types=["recurrent", "attention"]
+        **SIZES, **HEADS, lru_width=32, attention_window_size=24, block_types=["recurrent", "attention"]
     ),
 }  # fmt: skip
 

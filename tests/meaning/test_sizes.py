@@ -9,7 +9,9 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorToInt, IntTrueDiv, ToFloat
 
-from attngraph.meaning.algebra.sizes import evaluate_size, from_sympy
+from attngraph.ir.language import expr as E
+from attngraph.meaning.algebra import simplify
+from attngraph.meaning.algebra.sizes import evaluate_size, example_size, from_sympy, size_expression
 from attngraph.meaning.rule import Unliftable
 
 N, M = sympy.symbols("n m", integer=True, positive=True)
@@ -34,3 +36,16 @@ def test_a_rounded_quotient_is_what_python_computes(name: str) -> None:
 def test_a_product_that_is_rounded_before_is_refused_in_plain_words() -> None:
     with pytest.raises(Unliftable, match="a size that is no formula of whole numbers"):
         from_sympy(CeilToInt(0.1 * ToFloat(N)))
+
+
+def test_an_example_of_a_size_stands_for_any() -> None:
+    with example_size(11):
+        tokens, twice, other = map(size_expression, (11, 22, 12))
+    assert tokens.op == "size" and twice is simplify.mul(E.const(2), tokens) and other is E.const(12)
+    assert evaluate_size(twice, {}) == 22
+    assert size_expression(11) is E.const(11)
+
+
+def test_nothing_follows_from_how_small_an_example_is() -> None:
+    within = [simplify.lt(E.var("q", size), E.const(48)) for size in (E.const(11), E.size("11"))]
+    assert within[0].op == "const" and within[1].op != "const"

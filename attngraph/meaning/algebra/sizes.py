@@ -1,14 +1,20 @@
 """Sizes as expressions: from the sympy formulas that graphs hold to the language of the IR, and back.
 
 Sizes are whole numbers. A formula that may not be whole, or that has no counterpart here, is refused.
+
+Where torch cannot follow a size as a symbol, a graph has an example of it: a number that is a size of
+nothing else. Within `example_size` that number stands for a size, which its digits name, so that nothing is
+concluded from how small the example is: among 11 tokens, `q - k < 48` keeps its bound.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -21,22 +27,47 @@ from attngraph.meaning.rule import Unliftable
 
 NO_FORMULA = "a size that is no formula of whole numbers"
 _LARGEST_DIVISOR = 1 << 10
+_EXAMPLE = contextvars.ContextVar("_EXAMPLE", default=0)
+
+
+@contextlib.contextmanager
+def example_size(number: int) -> Iterator[None]:
+    """Within this, `number` and its multiples are expressed by a size that may be any; 0: no number is."""
+    before = _EXAMPLE.set(number)
+    try:
+        yield
+    finally:
+        _EXAMPLE.reset(before)
+
+
+def is_example(size: Expr) -> bool:
+    """Whether a size is one of which a graph has only an example; its name is that number."""
+    return size.op == "size" and str(size.value).isdecimal()
 
 
 def size_expression(value: Any) -> Expr:
     """A size (int, SymInt or sympy expression) as an expression over named sizes."""
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _whole_number(value)
+    if isinstance(value, (bool, float)):
         return E.const(value)
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         value = value.node.expr
     return from_sympy(value)
 
 
+def _whole_number(value: int) -> Expr:
+    example = _EXAMPLE.get()
+    if example and value and value % example == 0:
+        return M.mul(E.const(value // example), E.size(str(example)))
+    return E.const(value)
+
+
 def from_sympy(value: Any) -> Expr:
     if value.is_Symbol:
         return E.size(str(value))
     if value.is_Integer:
-        return E.const(int(value))
+        return _whole_number(int(value))
     if value.is_Number:
         return E.const(float(value))
     name = type(value).__name__
@@ -109,7 +140,7 @@ def to_sympy(node: Expr) -> Any:
     if node.op == "const":
         return sympy.sympify(node.value)
     if node.op == "size":
-        return sympy.Symbol(node.value, integer=True)
+        return sympy.Integer(node.value) if is_example(node) else sympy.Symbol(node.value, integer=True)
     args = [to_sympy(a) for a in node.args]
     functions: dict[str, Callable[..., Any]] = {
         "add": sympy.Add, "mul": sympy.Mul, "mod": sympy.Mod, "floordiv": lambda a, b: sympy.floor(a / b),
@@ -130,7 +161,7 @@ def evaluate_size(node: Expr, sizes: Mapping[str, int]) -> Any:
         case "const":
             return node.value
         case "size":
-            return sizes[node.value]
+            return int(node.value) if is_example(node) else sizes[node.value]
     functions: dict[str, Callable[..., Any]] = {
         "add": lambda *a: sum(a), "mul": lambda *a: math.prod(a), "floordiv": operator.floordiv,
         "mod": operator.mod, "recip": lambda a: 1 / a, "sqrt": math.sqrt, "pow": operator.pow,

@@ -15,6 +15,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, recombined
+from attngraph.meaning.algebra.sizes import is_example
 
 Indices = tuple[Expr, ...]
 Axes = tuple[Digits, ...]
@@ -34,6 +35,11 @@ class Space:
         return self.token.args[0]
 
     @property
+    def is_of_one_length(self) -> bool:
+        """Whether the graph is of one number of tokens, an example of all others."""
+        return is_example(self.tokens)
+
+    @property
     def rows(self) -> Expr:
         return E.ONE if self.row is None else self.row.args[0]
 
@@ -46,9 +52,8 @@ class Space:
         return any(map(self.is_count, E.walk(extent)))
 
     def is_count(self, node: Expr) -> bool:
-        """Whether this is the number of tokens or of sequences. (That of tokens may be a number which is a
-        size of nothing else: see `passes/insert_kv_cache/free_tokens.py`.)"""
-        return node is self.tokens or (node.op == "size" and node is self.rows)
+        """Whether this is the number of tokens or of sequences."""
+        return node.op == "size" and (node is self.tokens or node is self.rows)
 
     def candidates(self, shape: Indices) -> Iterator[Axes]:
         """What the dimensions of a shape may stand for, the most likely first; at most one dimension holds

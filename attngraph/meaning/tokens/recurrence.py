@@ -43,7 +43,7 @@ class SumFinder:
 
     def __init__(self, graph: ProgramGraph, space: Space, tokens: int) -> None:
         self.space, self.tokens = space, tokens
-        numbers = {} if space.tokens.op == "const" else {str(space.tokens.value): tokens}
+        numbers = {str(space.tokens.value): tokens}
         self._meaning = Meaning(graph.known_values(), graph.conditions, True, True, numbers)
         self._left, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
 

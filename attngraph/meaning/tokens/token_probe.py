@@ -42,7 +42,7 @@ class TokenProbe:
     def __init__(self, graph: ProgramGraph, space: Space, meaning: Meaning) -> None:
         self.graph, self.space, self.meaning = graph, space, meaning
         self.values = graph.known_values()
-        self.tokens = int(space.tokens.value) if space.tokens.op == "const" else TOKENS
+        self.tokens = int(space.tokens.value) if space.is_of_one_length else TOKENS
         """How many tokens each sequence of a test has."""
         self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
@@ -146,7 +146,7 @@ class TokenProbe:
     def _selections(self, of_one_row: bool) -> Iterable[Sequence[Pick]]:
         """Tokens of the two sequences, which then are one sequence. Where a graph is of one number of tokens
         alone, these are so many, some of them several times."""
-        if self.space.tokens.op != "const":
+        if not self.space.is_of_one_length:
             return _OF_ONE_ROW if of_one_row else _SELECTIONS
         count, generator = self.tokens, torch.Generator().manual_seed(0)
         tokens = torch.randint(count, (3, count), generator=generator).tolist()

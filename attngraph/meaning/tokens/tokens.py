@@ -52,7 +52,7 @@ class Tokens:
         self.graph = graph
         self.meaning = Meaning(graph.known_values(), graph.conditions, True, True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
-        size = E.const(token) if isinstance(token, int) else self.meaning.named(E.size(token))
+        size = self.meaning.named(E.size(str(token)))
         self.space = Space(E.var("t", size), rows)
         self.traced = token if isinstance(token, int) else graph.hints.get(str(size.value), 0)
         """How many tokens the traced sequences have."""
@@ -328,7 +328,7 @@ class Tokens:
             return Fact(Kind.MIXING, reason=problem)
         counted = [
             n for n, s in enumerate(view.sizes)
-            if isinstance(s, fx.Node) and self.space.counts(self._size(s))
+            if self.space.counts(self._size(s))
         ]  # fmt: skip
         causality = examine(view.program, keys_are_tokens, frozenset(f"n{n}" for n in counted))
         if causality.problem:
@@ -336,8 +336,8 @@ class Tokens:
         reason = causality.describe() if keys_are_tokens else "tokens look at fixed keys"
         return Fact(Kind.ATTENTION, q.axes, reason, causality=causality)
 
-    def _size(self, node: fx.Node) -> Expr:
-        return self.meaning.renamed(size_expression(node.meta["val"]))
+    def _size(self, size: fx.Node | int) -> Expr:
+        return self.meaning.renamed(size_expression(size.meta["val"] if isinstance(size, fx.Node) else size))
 
     def _layout_problem(self, q: Fact, k: Fact, v: Fact) -> str:
         row: tuple[Expr, ...] = () if self.space.row is None else (self.space.row,)
