@@ -23,6 +23,12 @@ from attngraph.meaning.attention.layout import ViewOp
 aten = torch.ops.aten
 
 
+_OF_SIZES: dict[str, Any] = {
+    "add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
+    "max": torch.sym_max, "min": torch.sym_min,
+}  # fmt: skip
+
+
 class NoSize(Exception):
     """A size that cannot be computed from dimensions of tensors in the graph."""
 
@@ -67,16 +73,12 @@ class Builder:
     def _size(self, value: Expr) -> fx.Node:
         if value.op == "size":
             return self._symbol(value.value)
-        functions = {
-            "add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,
-            "max": torch.sym_max, "min": torch.sym_min,
-        }  # fmt: skip
-        if value.op not in functions:
+        if value.op not in _OF_SIZES:
             raise NoSize(f"a size has no {value.op}")
         args = [self.size(a) for a in value.args]
         node = args[0]
         for arg in args[1:]:
-            node = self.call(functions[value.op], node, arg)
+            node = self.call(_OF_SIZES[value.op], node, arg)
         return node  # type: ignore[no-any-return]
 
     def _symbol(self, name: str) -> fx.Node:
@@ -144,12 +146,11 @@ def built(builder: Builder, value: Expr, known: dict[Expr, Any]) -> Any:
         return builder.call(aten.sym_size.int, *found) if isinstance(found, tuple) else found
     if value.op == "const":
         return int(value.value)
-    functions = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod}
-    if value.op not in functions:
+    if value.op not in _OF_SIZES:
         return builder.size(value)
     parts = [built(builder, a, known) for a in value.args]
     whole = parts[0]
     for part in parts[1:]:
         both = any(isinstance(x, fx.Node) for x in (whole, part))
-        whole = builder.call(functions[value.op], whole, part) if both else functions[value.op](whole, part)
+        whole = builder.call(_OF_SIZES[value.op], whole, part) if both else _OF_SIZES[value.op](whole, part)
     return whole

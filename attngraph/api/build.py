@@ -336,7 +336,7 @@ def _cache_entry(step: Step, config: CacheConfig, captured: Captured, error: flo
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
         tuple(a.label.removeprefix("model.") for a in captured.attributes),
         tuple(dict.fromkeys(captured.checks)),
-        tuple((value.label, value.bytes_per_row) for value in plan.carried),
+        tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
     )  # fmt: skip
 
 

@@ -65,7 +65,11 @@ PROBE_NODES, PROBES = 80, 400
 """Ops that one probe runs on permuted tokens, and probes per graph. Beyond either, an op that no element rule
 covers is assumed to mix tokens."""
 PROBE_BYTES = 1 << 28
-"""Bytes, in float64, of a whole model that is run to find a token that sees a later one, for an error."""
+"""Bytes, in float64, of a whole model that is run to find a token that sees a later one, for an error; and of
+what one probe runs, which is not tried beyond."""
+PROBE_TOKENS = 64
+"""Tokens of a probe that shows what earlier tokens do: more than any number that the operations are given.
+Larger numbers (a window, how many keys are picked) are replaced by a small one."""
 PROBE_ATTEMPTS = 8
 """How often a probe is begun further back, where what it begins with is computed from the same integers."""
 

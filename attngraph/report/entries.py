@@ -214,7 +214,8 @@ class CacheEntry:
     Where a window is kept, so are `rollback` more tokens; a row's room is a multiple of `page` tokens.
     `unset` are attributes that the model's forward sets and the decoder does not; `unchecked` are lines that
     raise for certain values in the model, but not in the decoder.
-    `carried` lists (what, bytes) of values of which each sequence has one, whatever its length.
+    `carried` lists (what, bytes) of values of which each sequence has one, whatever its length; `anew` the
+    lines of values that every step computes anew from all tokens.
     """
 
     bytes_per_token: int
@@ -229,6 +230,7 @@ class CacheEntry:
     unset: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     carried: tuple[tuple[str, int], ...] = ()
+    anew: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:
@@ -287,6 +289,11 @@ class CacheEntry:
         found.append(f"      {length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}")
         if self.fixed:
             found.append(f"      {self.fixed} value(s) computed once for a prompt")
+        if self.anew:
+            lines = ", ".join(dict.fromkeys(self.anew))
+            found.append(
+                f"      {len(self.anew)} value(s) computed anew from all tokens at every step: {lines}"
+            )
         if self.most_tokens is not None:
             found.append(f"      at most {self.most_tokens:,} tokens in a sequence")
         if self.unset:

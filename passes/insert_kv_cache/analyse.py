@@ -50,6 +50,10 @@ def analyse(graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome) 
         found = Tokens(graph, *names)
     if tokens is not None:
         outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
+    (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
+    if found[result].kind is Kind.MIXING and tokens is None:  # type: ignore[index]
+        again = Tokens(graph, *names, histories=True)
+        found = again if again[result].kind is not Kind.MIXING else found  # type: ignore[index]
     _require_token_wise(graph, ids, found)
     return found
 

@@ -30,7 +30,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import Fact, Kind, Window
+from attngraph.meaning.tokens.facts import Fact, History, Kind, Window
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
@@ -40,6 +40,7 @@ from attngraph.passes.insert_kv_cache.carry import Carry
 from attngraph.passes.insert_kv_cache.free_tokens import free_tokens, replace_number
 from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
+from attngraph.passes.insert_kv_cache.run_again import run_again
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten
@@ -100,6 +101,7 @@ class _Insertion:
         self.stores: dict[fx.Node, Store] = {}
         self.carried: dict[fx.Node, Carried] = {}
         self.rounding = 0.0
+        self.anew: list[str] = []
         self.made: dict[fx.Node, fx.Node] = {}
         """What replaces a value, once all of them are made."""
         self.expanded = 0
@@ -115,10 +117,13 @@ class _Insertion:
             if fact is not None and fact.formula is not None and node in self.needed:
                 self._shift(node, fact)
         for node in scans:
-            if isinstance(self.tokens[node].scan, Window):
-                self._look_back(node)
-            else:
-                self._carry(node)
+            match self.tokens[node].scan:
+                case Window():
+                    self._look_back(node)
+                case History():
+                    self._run_again(node)
+                case _:
+                    self._carry(node)
         for node, new in self.made.items():
             node.replace_all_uses_with(new)
         self.stores = {self.made.get(kept, kept): store for kept, store in self.stores.items()}
@@ -142,6 +147,7 @@ class _Insertion:
             most_tokens,
             tuple(self.carried.values()),
             self.rounding,
+            tuple(self.anew),
         )
         self.graph.clean()
         if self.space.is_of_one_length:
@@ -209,6 +215,8 @@ class _Insertion:
         fact = self.tokens[node]
         if isinstance(fact.scan, Window):
             return fact.scan.width
+        if isinstance(fact.scan, History):
+            return None
         assert fact.causality is not None
         return fact.causality.window
 
@@ -256,6 +264,23 @@ class _Insertion:
         self.tokens.facts[new], self.made[node] = fact, new
         width, source = fact.scan.width, source_of(node)
         self.outcome.notes.append(f"{op_name(node)} at {source} is computed from the last {width} tokens")
+
+    def _run_again(self, node: fx.Node) -> None:
+        fact = self.tokens[node]
+        builder = Builder(self.graph, node)
+        try:
+            new = run_again(self.tokens, self.inputs, self._pages_of, builder, node, fact)
+        except NoSize as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it is computed from all earlier tokens, and "
+                f"{problem}."
+            ) from problem
+        self.tokens.facts[new], self.made[node] = fact, new
+        self.anew.append(source_of(node))
+        self.outcome.notes.append(
+            f"{op_name(node)} at {source_of(node)} is computed anew from all tokens at every step, because "
+            "what it does with them is no attention that is known here"
+        )
 
     def _pages_of(self, builder: Builder, operand: fx.Node) -> tuple[fx.Node, Store]:
         """An operand as a view of pages, and the store that has them."""

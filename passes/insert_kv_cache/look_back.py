@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops.cached_attention import Store
@@ -23,8 +22,8 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Fact, Window
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, built
-from attngraph.passes.insert_kv_cache.free_tokens import replace_number
+from attngraph.passes.build import Builder
+from attngraph.passes.insert_kv_cache.run_again import rerun
 from attngraph.passes.insert_kv_cache.shift_positions import Emitter
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 
@@ -81,24 +80,8 @@ class LookBack:
         self, builder: Builder, node: fx.Node, window: Window, longer: dict[fx.Node, fx.Node], place: fx.Node
     ) -> fx.Node:
         """The model's own operations on the longer sequence, and the results of the new tokens."""
-        space, meaning = self.tokens.space, self.tokens.meaning
-        operand, sequence = next(iter(longer.items()))
-        axes = self.tokens[operand].axes
-        sizes: dict[Expr, Any] = {
-            space.tokens: (sequence, space.place(axes, space.token)),
-            space.rows: (sequence, space.place(axes, space.row)),
-        }
-        done: dict[fx.Node, fx.Node] = dict(longer)
-        for step in window.region:
-            for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
-                done[size] = built(builder, meaning.renamed(size_expression(size.meta["val"])), sizes)
-            args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
-            numbered = space.is_of_one_length
-            tokens = built(builder, space.tokens, sizes) if numbered else None
-            done[step] = builder.call(step.target, *args, **kwargs)
-            if numbered:
-                replace_number(done[step], self.tokens.traced, tokens, self.tokens.graph.fake_mode())
-        axis = space.place(self.tokens[node].axes, space.token)
+        done = rerun(self.tokens, builder, window.region, longer)
+        axis = self.tokens.space.place(self.tokens[node].axes, self.tokens.space.token)
         return builder.call(aten.index_select.default, done[node], axis, place)
 
 

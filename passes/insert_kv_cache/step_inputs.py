@@ -23,6 +23,7 @@ class StepInputs:
         self._fake = graph.fake_mode()
         self._last = graph.placeholders()[-1]
         self._made: dict[str, fx.Node] = {}
+        self._page_sizes: dict[int | None, Any] = {}
 
     def __getitem__(self, name: str) -> fx.Node:
         return self._made[name]
@@ -63,8 +64,12 @@ class StepInputs:
         return self.take("rows", f"table.{window or 'all'}", [None, None])
 
     def pages(self, store: Store) -> fx.Node:
-        """All pages of a cached value."""
-        return self.take("pages", store.name, [n or None for n in store.shape], store.dtype)
+        """All pages of a cached value. Values that share a page table have pages of as many tokens."""
+        shape: list[Any] = [n or None for n in store.shape]
+        shape[store.token_dim] = self._page_sizes.get(store.window)
+        made = self.take("pages", store.name, shape, store.dtype)
+        self._page_sizes[store.window] = made.meta["val"].shape[store.token_dim]
+        return made
 
     def carried(self, about: Carried) -> fx.Node:
         """What every row carries of a value."""

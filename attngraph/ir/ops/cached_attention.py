@@ -12,7 +12,7 @@ or k are indexed by position.
 Pages are `[pages, heads, page, width]`; position p of row r lies in page table[r, s // page] at s % page,
 where s = p % (columns * page): if a row has more tokens than its pages can hold, the latest are kept.
 
-    attngraph::history(pages, new, table, starts, held, dim) -> [rows, positions, ...]
+    attngraph::history(pages, new, table, starts, held, dim, as_long=None) -> [rows, positions, ...]
 
 gives a stored value at every position of every row; rows shorter than the longest are padded with zeros.
 """
@@ -44,7 +44,8 @@ torch.library.define(
 )
 torch.library.define(
     "attngraph::history",
-    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor held, int dim) -> Tensor",
+    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor held, int dim, Tensor? as_long=None) "
+    "-> Tensor",
 )
 INSTEAD = "a decoder has no gradients: differentiate the model itself"
 """What to do where a derivative is asked for."""
@@ -146,7 +147,8 @@ class CachePlan:
     token that keys and values of every query head would take; `attentions`: how many use the stores;
     `length`: the symbol for a sequence's length in the graph's conditions, or the only length that was
     traced; `most_tokens`: the longest sequence that the model's position tables cover; `rounding`: of tables
-    that say how carried values decay, relative to their entries, 0 without such tables."""
+    that say how carried values decay, relative to their entries, 0 without such tables; `anew`: the lines of
+    values that every step computes anew from all tokens."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -156,6 +158,7 @@ class CachePlan:
     most_tokens: int | None = None
     carried: tuple[Carried, ...] = ()
     rounding: float = 0.0
+    anew: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:
@@ -320,7 +323,10 @@ def shift(program: ScoreProgram) -> tuple[ScoreProgram, int]:
 
 
 @torch.library.impl("attngraph::history", "CompositeExplicitAutograd")
-def _history(pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int) -> Tensor:
+def _history(
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
+    as_long: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     begins, lengths = starts.tolist(), held.tolist()
     page = pages.shape[dim]
     news = new.squeeze(0).movedim(dim - 1, 0)
@@ -339,11 +345,13 @@ def _history(pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Te
 
 @torch.library.register_fake("attngraph::history")  # type: ignore[untyped-decorator]
 def _history_fake(
-    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int
-) -> Tensor:
+    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
+    as_long: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     shape = list(new.shape)
     shape[0] = table.shape[0]
-    shape[dim] = pages.shape[dim] * table.shape[1]
+    longest: Any = torch.library.get_ctx().new_dynamic_size(min=2) if as_long is None else as_long.shape[0]
+    shape[dim] = longest
     return new.new_empty(shape)
 
 

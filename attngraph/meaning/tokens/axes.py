@@ -55,6 +55,10 @@ class Space:
         """Whether this is the number of tokens or of sequences."""
         return node.op == "size" and (node is self.tokens or node is self.rows)
 
+    def counts_tokens(self, extent: Expr) -> bool:
+        """Whether a size depends on how many tokens there are."""
+        return self.tokens in E.walk(extent)
+
     def candidates(self, shape: Indices) -> Iterator[Axes]:
         """What the dimensions of a shape may stand for, the most likely first; at most one dimension holds
         the token and at most one the row."""

@@ -48,7 +48,7 @@ class Window:
         """The values that it is computed from."""
         if self.formula is not None:
             return _read_by(self.formula)
-        return tuple({n: None for step in self.region for n in step.all_input_nodes if n not in self.region})
+        return _read_in(self.region)
 
     @property
     def source(self) -> str:
@@ -108,6 +108,27 @@ class Sums:
     """Values that are kept of earlier tokens: none."""
 
 
+@dataclasses.dataclass(frozen=True)
+class History:
+    """A value that is computed from all earlier tokens of others, by the model's own operations.
+
+    `operands`: the values that are read at earlier tokens. `region`: the operations between them and the
+    value, in the graph's order.
+    """
+
+    operands: tuple[fx.Node, ...]
+    region: tuple[fx.Node, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that it is computed from."""
+        return _read_in(self.region)
+
+
+def _read_in(region: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+    return tuple({n: None for step in region for n in step.all_input_nodes if n not in region})
+
+
 def _read_by(*formulas: Expr) -> tuple[fx.Node, ...]:
     return tuple({n.value: None for f in formulas for n in E.walk(f) if n.op == "read"})
 
@@ -127,7 +148,7 @@ class Fact:
     reason: str = ""
     formula: Expr | None = None
     causality: Causality | None = None
-    scan: Window | Sums | None = None
+    scan: Window | Sums | History | None = None
 
     def describe(self, space: Space) -> str:
         """For a dump: the kind, the token's dimension, the reason."""

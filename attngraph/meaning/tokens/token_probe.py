@@ -1,15 +1,17 @@
-"""Does a computation treat each token by itself? Tested by running it, where element rules cannot tell.
+"""Does a computation treat each token by itself, or see earlier ones alone? Tested by running it, where
+element rules cannot tell.
 
 The nodes between values whose axes are known and the one in question are run in float64 on random inputs:
 once on all tokens of two sequences, then on selections of them, fewer and in another order. A token-wise
 computation gives each token the same result. One example is sorting tokens by expert, computing in that order
-and restoring the order. Nothing here edits the graph.
+and restoring the order. A causal computation gives the beginning of a sequence the results that it has in the
+whole. Nothing here edits the graph.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region
 from attngraph.meaning.check.sample import Sample
@@ -28,6 +31,8 @@ from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Axes, Space
 
 ROWS, TOKENS = 2, 5
+_NO_END = 1 << 31
+"""Numbers from this one on mean "to the end"."""
 EQUAL = elementwise(1e-10)
 SEEN = elementwise(1e-6)
 """A larger difference than this shows that a token is seen; a smaller one may be the rounding of a model that
@@ -49,14 +54,29 @@ class TokenProbe:
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         """How many operations were run to see that the node treats each token (and each sequence) by
-        itself; 0 if it does not, or if that cannot be tested. If the region begins with integers, further
+        itself; 0 if it does not, or if that cannot be tested."""
+        return self._with_integers(node, resolved, lambda known: self._is_token_wise(node, axes, known))
+
+    def is_causal(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
+        """The same of a node in which no token, and no sequence, sees a later token or another sequence: for
+        sequences longer than all numbers that its operations are given, up to `budgets.PROBE_TOKENS`; larger
+        ones are replaced by a small one."""
+        if self.space.is_of_one_length:
+            return 0
+        return self._with_integers(node, resolved, lambda known: self._is_causal(node, axes, known))
+
+    def _with_integers(
+        self, node: fx.Node, resolved: Mapping[fx.Node, Axes],
+        attempt: Callable[[Mapping[fx.Node, Axes]], int],
+    ) -> int:  # fmt: skip
+        """What an attempt finds with values of known axes. If the region begins with integers, further
         attempts compute them as the model does, and what else follows from them: random ones may be invalid
         indices, or contradict each other."""
         computed: set[fx.Node] = set()
         for _ in range(budgets.PROBE_ATTEMPTS):
-            found = self._is_token_wise(node, axes, {n: a for n, a in resolved.items() if n not in computed})
-            leaves = self.region(node, {n: a for n, a in resolved.items() if n not in computed})[1]
-            more = {n for n in leaves if n.op == "call_function" and n not in computed
+            known = {n: a for n, a in resolved.items() if n not in computed}
+            found = attempt(known)
+            more = {n for n in self.region(node, known)[1] if n.op == "call_function" and n not in computed
                     and (_is_integer(n) or self._is_one_number(n) or _follows_from(n, computed))}  # fmt: skip
             if found or not more:
                 return found
@@ -64,19 +84,49 @@ class TokenProbe:
         return 0
 
     def _is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
-        order, leaves = self.region(node, resolved)
-        steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
-        if not steps or len(steps) > budgets.PROBE_NODES or self.left <= 0:
-            return 0
+        leaves = self.region(node, resolved)[1]
         if self.space.place(axes, self.space.token) is None and any(
             self.space.place(resolved.get(n, ()), self.space.token) is not None for n in leaves
         ):
             return 0  # of all tokens of a sequence together
+        known = [axes, *(resolved.get(n, ()) for n in leaves)]
+        of_one_row = any(self.space.row in d for a in known for d in a) and any(
+            any(a) and self.space.place(a, self.space.token) is None for a in known
+        )  # a value per sequence can only be combined with tokens of one sequence
+        return self._probe(node, axes, resolved, self.tokens, self._selections(of_one_row))
+
+    def _is_causal(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
+        order, _ = self.region(node, resolved)
+        numbers = given_numbers(order)
+        small = [n for n in numbers if n <= budgets.PROBE_TOKENS]
+        longest = max([TOKENS, *small]) + 3
+        ends = {1, 2, TOKENS, longest - 1, *(n + more for n in small for more in (-1, 0, 1))}
+        selections = [
+            [(row, token) for token in range(end)] for end in sorted(ends) if 0 < end < longest
+            for row in range(ROWS)
+        ]  # fmt: skip
+        found = self._probe(node, axes, resolved, longest, selections)
+        if found and len(small) < len(numbers):
+            small_ones = {n: TOKENS - 2 for n in numbers if n not in small}
+            found = self._probe(node, axes, resolved, longest, selections, small_ones)
+        return found
+
+    def _probe(
+        self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes], tokens: int,
+        selections: Sequence[Sequence[Pick]], replaced: Mapping[int, int] | None = None,
+    ) -> int:  # fmt: skip
+        """How many operations were run to see that selections of so many tokens have the results that they
+        have among all of them; 0 if they do not. `replaced`: numbers that operations are given instead."""
+        order, leaves = self.region(node, resolved)
+        steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
+        if not steps or len(steps) > budgets.PROBE_NODES or self.left <= 0:
+            return 0
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
-        key = (fingerprint(order, begins), axes)
+        key = (fingerprint(order, begins), axes, tokens, tuple(map(tuple, selections)), replaced is None)
         if key not in self.known:
             self.left -= 1
-            self.known[key] = len(steps) if self._try(node, axes, order, leaves, resolved) else 0
+            holds = self._try(node, axes, order, leaves, resolved, tokens, selections, replaced or {})
+            self.known[key] = len(steps) if holds else 0
         return self.known[key]
 
     def _is_one_number(self, node: fx.Node) -> bool:
@@ -109,20 +159,21 @@ class TokenProbe:
 
     def _try(
         self, node: fx.Node, axes: Axes, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
-        resolved: Mapping[fx.Node, Axes],
+        resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]],
+        replaced: Mapping[int, int],
     ) -> bool:  # fmt: skip
-        known = [axes, *(resolved.get(n, ()) for n in leaves)]
-        of_rows = any(self.space.row in d for a in known for d in a) and any(
-            any(a) and self.space.place(a, self.space.token) is None for a in known
-        )  # a value per sequence can only be combined with tokens of one sequence
-        for seed, picks in enumerate(self._selections(of_rows)):
+        steps, at = (order, node) if not replaced else _with_numbers(order, leaves, node, replaced)
+        for seed, picks in enumerate(selections):
             try:
-                run, given = self._inputs(leaves, ROWS, self.tokens, seed)
-                (whole,) = run.evaluate(order, given, node)
-                some = {n: self._select(t, resolved.get(n, ((),) * t.ndim), picks) for n, t in given.items()}
+                run, given = self._inputs(leaves, ROWS, tokens, seed)
+                if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
+                    return False
+                (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
+                known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
+                some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
                 part, _ = self._inputs((), 1, len(picks), seed)
-                (found,) = part.evaluate(order, some, node)
-                wanted = self._select(whole, axes, picks)
+                (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)
+                wanted = self._select(whole, axes, picks, tokens)
             except Exception:  # it cannot be run like this, so nothing is proved
                 return False
             if not compare(found, wanted, EQUAL).holds:
@@ -143,7 +194,7 @@ class TokenProbe:
         with torch.no_grad():
             return run, {leaf: run.draw(leaf) for leaf in leaves}
 
-    def _selections(self, of_one_row: bool) -> Iterable[Sequence[Pick]]:
+    def _selections(self, of_one_row: bool) -> Sequence[Sequence[Pick]]:
         """Tokens of the two sequences, which then are one sequence. Where a graph is of one number of tokens
         alone, these are so many, some of them several times."""
         if not self.space.is_of_one_length:
@@ -159,9 +210,9 @@ class TokenProbe:
             for picked_rows, places in zip(rows, tokens, strict=True)
         ]
 
-    def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick]) -> Tensor:
+    def _select(self, tensor: Tensor, axes: Axes, picks: Sequence[Pick], tokens: int) -> Tensor:
         """The tensor for these tokens alone, as one sequence."""
-        return select(tensor, axes, self.space, picks, (ROWS, self.tokens))
+        return select(tensor, axes, self.space, picks, (ROWS, tokens))
 
     # --- who sees whom ---
 
@@ -176,7 +227,7 @@ class TokenProbe:
             n for n in leaves if self.space.place(resolved.get(n, ()), self.space.token) is not None
         ]
         own = self._token_dimension(node)
-        if own is None and any(self.space.tokens in E.walk(extent) for extent in self._extents(node)):
+        if own is None and any(self.space.tokens in E.walk(extent) for extent in self.extents(node)):
             return None
         try:
             run, given = self._inputs([n for n in leaves if n in order], ROWS, self.tokens, 0)
@@ -196,11 +247,12 @@ class TokenProbe:
         return None
 
     def _token_dimension(self, node: fx.Node) -> int | None:
-        extents = self._extents(node)
+        extents = self.extents(node)
         return next((place for place, extent in enumerate(extents) if extent is self.space.tokens), None)
 
     @staticmethod
-    def _extents(node: fx.Node) -> list[Expr]:
+    def extents(node: fx.Node) -> list[Expr]:
+        """The extents of a value, as expressions."""
         value = node.meta.get("val")
         return [size_expression(s) for s in value.shape] if isinstance(value, Tensor) else []
 
@@ -244,6 +296,58 @@ def digits_of(
         if not digits:
             shape.append(extent)
     return tensor.reshape(shape), place
+
+
+def given_numbers(order: Sequence[fx.Node]) -> list[int]:
+    """The positive whole numbers that operations are given, other than as dimensions and as shapes: how many
+    are picked, how far a window goes."""
+    found = {n for node in order for n, _ in _numbers(node)}
+    formulas = (size_expression(n.meta["val"]) for n in order if is_size(n) and not is_measured(n))
+    found |= {n.value for f in formulas for n in E.walk(f) if n.op == "const" and type(n.value) is int}
+    return sorted(n for n in found if 0 < n < _NO_END)
+
+
+def _sizes(
+    order: Sequence[fx.Node], sizes: Mapping[str, int], numbers: Mapping[int, int]
+) -> dict[fx.Node, Any]:
+    """What the size nodes of a region are where other numbers stand in their formulas."""
+
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node.op == "const" and node.value in numbers:
+            return E.const(numbers[node.value])
+        return M.construct(node, args) if args != node.args else node
+
+    of_sizes = [n for n in order if numbers and is_size(n) and not is_measured(n)]
+    return {n: evaluate_size(E.rebuild(size_expression(n.meta["val"]), change), sizes) for n in of_sizes}
+
+
+def _numbers(node: fx.Node) -> list[tuple[int, int]]:
+    """The whole numbers among a node's arguments, with the places of those arguments."""
+    if node.op != "call_function":
+        return []
+    schema = getattr(node.target, "_schema", None)
+    names = [""] * len(node.args) if schema is None else [a.name for a in schema.arguments]
+    return [
+        (given, place)
+        for place, (given, name) in enumerate(zip(node.args, names, strict=False))
+        if type(given) is int and "dim" not in name
+    ]
+
+
+def _with_numbers(
+    order: Sequence[fx.Node], leaves: Sequence[fx.Node], node: fx.Node, numbers: Mapping[int, int]
+) -> tuple[list[fx.Node], fx.Node]:
+    """A copy of a region whose operations are given other numbers, on the same leaves; and its result."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for old in order:
+        if old in leaves or is_size(old):
+            copies[old] = old
+            continue
+        copies[old] = graph.node_copy(old, copies.__getitem__)
+        copies[old].meta = dict(old.meta)
+        for given, place in _numbers(old):
+            copies[old].update_arg(place, numbers.get(given, given))
+    return list(copies.values()), copies[node]
 
 
 def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:

@@ -34,6 +34,7 @@ from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.history import HistoryFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import find_window
@@ -46,9 +47,12 @@ class Tokens:
         graph: fused.
         token, row: the symbolic sizes that count tokens and sequences (row None: no batch). The tokens' may
             be a number that is a size of nothing else.
+        histories: whether a value may be computed anew from all earlier tokens, where nothing else is found.
     """
 
-    def __init__(self, graph: ProgramGraph, token: str | int, row: str | None) -> None:
+    def __init__(
+        self, graph: ProgramGraph, token: str | int, row: str | None, histories: bool = False
+    ) -> None:
         self.graph = graph
         self.meaning = Meaning(graph.known_values(), graph.conditions, True, True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
@@ -59,6 +63,7 @@ class Tokens:
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
         self.sums = SumFinder(graph, self.space, self.traced)
+        self.histories = HistoryFinder(self.space, self.probe) if histories else None
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
                 continue
@@ -117,11 +122,13 @@ class Tokens:
             return self._input(node)
         attention = nodes.whole(node)
         if attention is not None:
-            return self._attention(attention)
+            found = self._attention(attention)
+            return found if found.kind is not Kind.MIXING else self._by_history(node) or found
         if is_part(node):
             whole: fx.Node = node.args[0]  # type: ignore[assignment]
             if nodes.whole(whole) is not None:
-                return self._part_of_attention(node, self.facts[whole])
+                found = self._part_of_attention(node, self.facts[whole])
+                return found if found.kind is not Kind.MIXING else self._by_history(node) or found
         if not isinstance(node.meta.get("val"), Tensor):
             return self._several(node)
         shape = self.meaning.shape(node)
@@ -131,7 +138,8 @@ class Tokens:
         if found.kind is Kind.MIXING:
             found = (
                 self._by_formula(node, shape) or self._by_window(node, shape)
-                or self._by_trial(node, shape) or self._by_sums(node, shape) or found
+                or self._by_trial(node, shape) or self._by_sums(node, shape) or self._by_history(node)
+                or found
             )  # fmt: skip
         return found
 
@@ -195,6 +203,19 @@ class Tokens:
             found = self.sums.find(self.facts, node, axes)
             if found is not None:
                 return Fact(Kind.SCAN, axes, f"{len(found.sums)} sum(s) over earlier tokens", scan=found)
+        return None
+
+    def _by_history(self, node: fx.Node) -> Fact | None:
+        """From all earlier tokens, by the model's own operations, or None."""
+        if self.histories is None or not isinstance(node.meta.get("val"), Tensor):
+            return None
+        shape = self.meaning.shape(node)
+        for axes in self.space.candidates(shape):
+            if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
+                continue
+            found = self.histories.find(self.facts, node, axes)
+            if found is not None:
+                return Fact(Kind.SCAN, axes, "computed anew from all earlier tokens", scan=found)
         return None
 
     def _counts_unseen(self, shape: Indices, axes: Axes) -> bool:

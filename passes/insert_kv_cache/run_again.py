@@ -1,0 +1,83 @@
+"""Values computed anew from all earlier tokens (`meaning/tokens/history.py`), over a cache of what they are
+computed from.
+
+A step puts together what every row has of all its tokens, one row below the other, with zeros after the last
+token of a shorter row (`attngraph::history`). The model's own operations run on that, as on a batch of whole
+sequences, and the results of the new tokens are taken. No token sees a later one, so the zeros change
+nothing.
+Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import is_size
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.cached_attention import Store
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.tokens.facts import Fact, History
+from attngraph.meaning.tokens.tokens import Tokens
+from attngraph.passes.build import Builder, built
+from attngraph.passes.insert_kv_cache.free_tokens import replace_number
+from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
+
+aten = torch.ops.aten
+
+
+def rerun(
+    tokens: Tokens, builder: Builder, region: Sequence[fx.Node], given: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """The operations of a region on other sequences. `given`: what some of its operands are there, the first
+    with its rows and tokens where the original has them."""
+    space, meaning = tokens.space, tokens.meaning
+    operand, sequence = next(iter(given.items()))
+    axes = tokens[operand].axes
+    sizes: dict[Expr, Any] = {
+        space.tokens: (sequence, space.place(axes, space.token)),
+        space.rows: (sequence, space.place(axes, space.row)),
+    }
+    done: dict[fx.Node, fx.Node] = dict(given)
+    for step in region:
+        for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
+            done[size] = built(builder, meaning.renamed(size_expression(size.meta["val"])), sizes)
+        args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
+        numbered = space.is_of_one_length
+        count = built(builder, space.tokens, sizes) if numbered else None
+        done[step] = builder.call(step.target, *args, **kwargs)
+        if "attention" in step.meta:
+            done[step].meta["attention"] = step.meta["attention"]
+        if numbered:
+            replace_number(done[step], tokens.traced, count, tokens.graph.fake_mode())
+    return done
+
+
+def run_again(
+    tokens: Tokens, inputs: StepInputs, pages_of: Callable[[Builder, fx.Node], tuple[fx.Node, Store]],
+    builder: Builder, node: fx.Node, fact: Fact,
+) -> fx.Node:  # fmt: skip
+    """The node that computes the value for new tokens. `pages_of` gives an operand's pages, as a view of what
+    is stored, and the store."""
+    assert isinstance(fact.scan, History)
+    space, rows = tokens.space, inputs.rows
+    whole: dict[fx.Node, fx.Node] = {}
+    as_long: fx.Node | None = None
+    for operand in fact.scan.operands:
+        pages, store = pages_of(builder, operand)
+        dim = space.place(tokens[operand].axes, space.token)
+        assert dim is not None
+        whole[operand] = builder.call(
+            torch.ops.attngraph.history.default, pages, operand, inputs.table(store.window), rows("starts"),
+            rows("first"), dim, as_long,
+        )  # fmt: skip
+        as_long = as_long or builder.call(aten.movedim.int, whole[operand], dim, 0)
+    found = rerun(tokens, builder, fact.scan.region, whole)[node]
+    token = space.place(fact.axes, space.token)
+    assert token is not None
+    first = builder.call(aten.movedim.int, found, token, 1)
+    picked = builder.call(aten.index.Tensor, first, [rows("row"), rows("positions")])
+    return builder.call(aten.movedim.int, builder.call(aten.unsqueeze.default, picked, 0), 1, token)

@@ -1,0 +1,90 @@
+"""Decoders of attention that is none of ours: computed anew from all tokens, where none sees a later one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+
+Weights = Callable[[Tensor, Tensor], Tensor]
+
+
+def _most_similar(scores: Tensor, keep: Tensor) -> Tensor:
+    scores = scores.masked_fill(~keep, -math.inf)
+    chosen = torch.zeros_like(keep.expand_as(scores)).scatter(-1, _largest(scores, 4), True)
+    return scores.masked_fill(~chosen, -math.inf).softmax(-1)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    return scores.topk(min(count, scores.shape[-1]), -1).indices
+
+
+def _mixed_heads(scores: Tensor, keep: Tensor) -> Tensor:
+    mix = torch.tensor([[0.8, 0.3], [-0.4, 1.1]], dtype=scores.dtype)
+    scores = torch.einsum("bhqk,hg->bgqk", scores, mix).masked_fill(~keep, -math.inf)
+    return torch.einsum("bhqk,hg->bgqk", scores.softmax(-1), mix)
+
+
+def _stick_breaking(scores: Tensor, keep: Tensor) -> Tensor:
+    left = nn.functional.logsigmoid(-scores).masked_fill(~keep, 0.0)
+    after = left.flip(-1).cumsum(-1).flip(-1) - left
+    return (nn.functional.logsigmoid(scores) + after).exp().masked_fill(~keep, 0.0)
+
+
+def _chosen_among_all(scores: Tensor, keep: Tensor, count: int) -> Tensor:
+    """The keys are chosen before later ones are hidden: which earlier ones are left depends on later ones."""
+    chosen = torch.zeros_like(keep.expand_as(scores)).scatter(-1, _largest(scores, count), True)
+    return scores.masked_fill(~(chosen & keep), -1e9).softmax(-1)
+
+
+class Model(nn.Module):
+    """Two layers of attention with the weights that a function makes of scores and a causal mask."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = weights
+        self.embed, self.places = nn.Embedding(24, 16), nn.Embedding(96, 16)
+        self.qkv = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+        self.out = nn.Linear(16, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])
+        x = self.embed(ids) + self.places(at)
+        for qkv in self.qkv:
+            q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+            weights = self.weights(q @ k.transpose(-1, -2) / 8**0.5, at[:, None] >= at)
+            x = x + (weights @ v).transpose(1, 2).flatten(2)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("weights", [_most_similar, _mixed_heads, _stick_breaking])
+def test_what_pairs_of_tokens_decide_is_computed_anew(weights: Weights, decodes: Any) -> None:
+    decoder = decodes(Model(weights))
+    assert len(decoder.report.cache.anew) == 2
+    assert "computed anew from all tokens at every step" in str(decoder.report)
+
+
+def test_one_token_at_a_time_from_the_first_on() -> None:
+    model = Model(_most_similar).eval()
+    decoder: Any = attngraph.compile(model, cache=True)
+    ids = torch.randint(0, 24, (1, 12))
+    with torch.no_grad():
+        found, state = decoder.prefill(ids[:, :1])
+        steps = [found, *(decoder.decode(ids[:, t : t + 1], state) for t in range(1, 12))]
+        torch.testing.assert_close(torch.cat([s.reshape(1, -1, 24) for s in steps], 1), model(ids))
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_a_choice_that_depends_on_later_tokens_is_refused(count: int) -> None:
+    """Also where more keys are chosen than a short sequence has: there, all of them are."""
+    model = Model(lambda scores, keep: _chosen_among_all(scores, keep, count)).eval()
+    decoder: Any = attngraph.compile(model, cache=True)
+    with pytest.raises(attngraph.NoDecoderError, match="every token is read"):
+        decoder.prefill(torch.randint(0, 24, (1, 9)))
