@@ -28,6 +28,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import Sample
+from attngraph.meaning.tokens.axes import Space
 from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.unfold import VIEWS
@@ -73,16 +74,7 @@ class Carry:
             value = builder.call(aten.add.Tensor, value, part)
         if value.meta["val"].dtype != node.meta["val"].dtype:
             value = builder.call(aten._to_copy.default, value, dtype=node.meta["val"].dtype)
-        own = iter(range(1, 1 + len(sums.variables)))  # the places of [tokens, ...] in the node's order
-        order = [0 if space.token in digits else next(own) for digits in fact.axes if space.row not in digits]
-        if order != sorted(order):
-            value = builder.call(aten.permute.default, value, order)
-        row = space.place(fact.axes, space.row)
-        if row is None:
-            return value
-        value = builder.call(aten.unsqueeze.default, value, row)
-        sizes = [builder.size(space.rows) if dim == row else -1 for dim in range(len(fact.axes))]
-        return builder.call(aten.expand.default, value, sizes)
+        return in_place(builder, space, value, fact)
 
     def _sum(
         self, builder: Builder, node: fx.Node, variables: tuple[Expr, ...], part: RunningSum,
@@ -215,6 +207,20 @@ class Carry:
             for about in self.carried.values()
         }
         return {**self._tables(length), **carried}
+
+
+def in_place(builder: Builder, space: Space, value: fx.Node, fact: Fact) -> fx.Node:
+    """A value `[tokens, ...]`, whose other dimensions are in order, with the dimensions of a fact's axes."""
+    own = iter(range(1, len(fact.axes)))
+    order = [0 if space.token in digits else next(own) for digits in fact.axes if space.row not in digits]
+    if order != sorted(order):
+        value = builder.call(aten.permute.default, value, order)
+    row = space.place(fact.axes, space.row)
+    if row is None:
+        return value
+    value = builder.call(aten.unsqueeze.default, value, row)
+    sizes = [builder.size(space.rows) if dim == row else -1 for dim in range(len(fact.axes))]
+    return builder.call(aten.expand.default, value, sizes)
 
 
 @dataclasses.dataclass(frozen=True)

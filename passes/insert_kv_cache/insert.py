@@ -30,7 +30,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import Fact, Kind, Window
+from attngraph.meaning.tokens.facts import Fact, Kind, TokenLoop, Window
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
@@ -42,6 +42,7 @@ from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
+from attngraph.passes.insert_kv_cache.take_steps import TakeSteps
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 from attngraph.pipeline import Outcome
 
@@ -115,10 +116,13 @@ class _Insertion:
             if fact is not None and fact.formula is not None and node in self.needed:
                 self._shift(node, fact)
         for node in scans:
-            if isinstance(self.tokens[node].scan, Window):
-                self._look_back(node)
-            else:
-                self._carry(node)
+            match self.tokens[node].scan:
+                case Window():
+                    self._look_back(node)
+                case TokenLoop():
+                    self._take_steps(node)
+                case _:
+                    self._carry(node)
         for node, new in self.made.items():
             node.replace_all_uses_with(new)
         self.stores = {self.made.get(kept, kept): store for kept, store in self.stores.items()}
@@ -290,6 +294,24 @@ class _Insertion:
         known = ", as far as the model's tables are exact (they are rounded)" if rounding else ""
         self.outcome.notes.append(
             f"the running sum at {source_of(node)} is carried from token to token{known}"
+        )
+
+    # --- loops over tokens ---
+
+    def _take_steps(self, node: fx.Node) -> None:
+        fact = self.tokens[node]
+        builder = Builder(self.graph, node)
+        steps = TakeSteps(self.graph, self.tokens, self.inputs, self.carried)
+        try:
+            new = steps.replace(builder, node, fact, module_of(node) or source_of(node))
+        except (NotWritten, NoSize) as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it is computed by a loop over tokens, and {problem} "
+                "cannot be computed for a few new ones."
+            ) from problem
+        self.tokens.facts[new], self.made[node] = fact, new
+        self.outcome.notes.append(
+            f"the loop over tokens that ends at {source_of(node)} is carried on from token to token"
         )
 
     # --- attention ---

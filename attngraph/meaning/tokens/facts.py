@@ -9,6 +9,7 @@ import dataclasses
 import enum
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from attngraph.ir.language import expr as E
@@ -108,6 +109,40 @@ class Sums:
     """Values that are kept of earlier tokens: none."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """A value that one step of a loop hands to the next: the shape and dtype of one row's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoop:
+    """A value that is computed token after token: each step takes what the one before handed on.
+
+    `program`: a step program (`ir/language/step_program.py`). `taken`: an element of each value of the token
+    that it takes, with the variables of its dimensions besides the row, and its dtype. `shared`: values that
+    all tokens share. `handed`: what is handed on. `result`: the place in the program's first result, besides
+    the row's, of the element at `variables`.
+    """
+
+    program: str
+    taken: tuple[tuple[Expr, tuple[Expr, ...], torch.dtype], ...]
+    shared: tuple[fx.Node, ...]
+    handed: tuple[Handed, ...]
+    result: tuple[Expr, ...]
+    variables: tuple[Expr, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that it is computed from."""
+        return (*_read_by(*(element for element, _, _ in self.taken)), *self.shared)
+
+    operands: ClassVar[tuple[fx.Node, ...]] = ()
+    """Values that are kept of earlier tokens: none."""
+
+
 def _read_by(*formulas: Expr) -> tuple[fx.Node, ...]:
     return tuple({n.value: None for f in formulas for n in E.walk(f) if n.op == "read"})
 
@@ -127,7 +162,7 @@ class Fact:
     reason: str = ""
     formula: Expr | None = None
     causality: Causality | None = None
-    scan: Window | Sums | None = None
+    scan: Window | Sums | TokenLoop | None = None
 
     def describe(self, space: Space) -> str:
         """For a dump: the kind, the token's dimension, the reason."""

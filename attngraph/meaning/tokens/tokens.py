@@ -34,6 +34,7 @@ from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import find_window
@@ -59,6 +60,7 @@ class Tokens:
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
         self.sums = SumFinder(graph, self.space, self.traced)
+        self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
                 continue
@@ -131,7 +133,8 @@ class Tokens:
         if found.kind is Kind.MIXING:
             found = (
                 self._by_formula(node, shape) or self._by_window(node, shape)
-                or self._by_trial(node, shape) or self._by_sums(node, shape) or found
+                or self._by_trial(node, shape) or self._by_sums(node, shape)
+                or self._by_steps(node, shape) or found
             )  # fmt: skip
         return found
 
@@ -195,6 +198,16 @@ class Tokens:
             found = self.sums.find(self.facts, node, axes)
             if found is not None:
                 return Fact(Kind.SCAN, axes, f"{len(found.sums)} sum(s) over earlier tokens", scan=found)
+        return None
+
+    def _by_steps(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """From what one step of a loop hands to the next, or None."""
+        for axes in self.space.candidates(shape):
+            if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
+                continue
+            found = self.loops.find(node, axes)
+            if found is not None:
+                return Fact(Kind.SCAN, axes, "a loop over tokens, one step for each", scan=found)
         return None
 
     def _counts_unseen(self, shape: Indices, axes: Axes) -> bool:
