@@ -88,7 +88,7 @@ class Carry:
             node.meta["val"].device,
         )  # fmt: skip
         tokens = builder.size(space.tokens)
-        heads, width, values = (_extent(v) for v in (layout.heads, part.over, layout.values))
+        heads, width, values = (extent_of(*v) for v in (layout.heads, part.over, layout.values))
 
         def written(formula: Expr, dims: tuple[Expr, ...], sizes: list[int]) -> fx.Node:
             return call(aten.reshape.default, writer.tensor(formula, dims), [tokens, *sizes])
@@ -102,7 +102,7 @@ class Carry:
         v = written(of_values, (*layout.heads, *layout.values), [heads, values])
         if not E.is_const(part.decay, 1):
             along = part.over if not part.decay.free.isdisjoint(part.over) else ()
-            decay = written(part.decay, (*layout.heads, *along), [heads, _extent(along)])
+            decay = written(part.decay, (*layout.heads, *along), [heads, extent_of(*along)])
         about = Carried(f"carried{len(self.carried)}", (heads, width, values), dtype, label)
         state = self.inputs.carried(about)
         across: list[fx.Node] = []
@@ -245,7 +245,12 @@ def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
     return _Arranged(tuple(v for v in variables if v in apart), values, of_keys, of_values or (E.ONE,))
 
 
-def _extent(variables: tuple[Expr, ...]) -> int:
+def extent_of(*variables: Expr) -> int:
+    """How many values the variables have together.
+
+    Raises:
+        NotWritten: no number says how many.
+    """
     if any(v.args[0].op != "const" for v in variables):
         raise NotWritten("an axis whose length is not a number")
     return math.prod(int(v.args[0].value) for v in variables)

@@ -30,7 +30,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import Fact, Kind, TokenLoop, Window
+from attngraph.meaning.tokens.facts import Fact, Kind, RunningFold, TokenLoop, Window
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
@@ -119,7 +119,7 @@ class _Insertion:
             match self.tokens[node].scan:
                 case Window():
                     self._look_back(node)
-                case TokenLoop():
+                case TokenLoop() | RunningFold():
                     self._take_steps(node)
                 case _:
                     self._carry(node)
@@ -306,13 +306,11 @@ class _Insertion:
             new = steps.replace(builder, node, fact, module_of(node) or source_of(node))
         except (NotWritten, NoSize) as problem:
             raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is computed by a loop over tokens, and {problem} "
-                "cannot be computed for a few new ones."
+                f"{op_name(node)} at {source_of(node)}: it is {fact.reason}, and {problem} cannot be computed "
+                "for a few new tokens."
             ) from problem
         self.tokens.facts[new], self.made[node] = fact, new
-        self.outcome.notes.append(
-            f"the loop over tokens that ends at {source_of(node)} is carried on from token to token"
-        )
+        self.outcome.notes.append(f"{fact.reason}, at {source_of(node)}, is carried from token to token")
 
     # --- attention ---
 

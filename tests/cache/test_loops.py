@@ -136,6 +136,32 @@ def test_a_loop_decodes(name: str, decodes: Any) -> None:
     assert sum(size for _, size in cache.carried) > 0
 
 
+FOLDS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+    "cumprod": lambda model, x: model.gate(x).cumprod(1),
+    "cumprod of whole numbers": lambda model, x: x * (x[..., :1] > -1).cumprod(1),
+    "cummax": lambda model, x: x.cummax(1).values,
+    "cummin of a width beside heads": lambda model, x: x.unflatten(-1, (2, 4)).transpose(1, 2).cummin(-2)[0]
+    .transpose(1, 2).flatten(2),
+    "logcumsumexp": lambda model, x: (100 * x).logcumsumexp(-2) / 100,
+    "logcumsumexp with nothing at the beginning": lambda model, x: x.masked_fill(x > -1, -torch.inf)
+    .logcumsumexp(1).exp(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_an_operation_that_folds_all_tokens_so_far_decodes(name: str, decodes: Any) -> None:
+    decoder = decodes(Loop(FOLDS[name]), VOCABULARY, 24)
+    assert decoder.report.cache.bytes_per_token == 0
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda model, x: x.flip(1).cummax(1).values.flip(1), lambda model, x: x + x.cummax(0).values]
+)
+def test_a_fold_of_later_tokens_or_of_rows_is_refused(mix: Callable[[Loop, Tensor], Tensor]) -> None:
+    with pytest.raises(attngraph.NoDecoderError):
+        attngraph.compile(Loop(mix).eval(), cache=True).prefill(torch.zeros(2, 5, dtype=torch.int64))
+
+
 def _by_place(model: Loop, x: Tensor) -> Tensor:
     state, found = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):

@@ -110,6 +110,24 @@ class Sums:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunningFold:
+    """A value that folds `element` of all tokens up to its own: `how` is one of
+    `ir/ops/running_fold.py`'s. `variables`: those of its dimensions besides row and token."""
+
+    how: str
+    element: Expr
+    variables: tuple[Expr, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that it is computed from."""
+        return _read_by(self.element)
+
+    operands: ClassVar[tuple[fx.Node, ...]] = ()
+    """Values that are kept of earlier tokens: none."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Handed:
     """A value that one step of a loop hands to the next: the shape and dtype of one row's."""
 
@@ -162,7 +180,7 @@ class Fact:
     reason: str = ""
     formula: Expr | None = None
     causality: Causality | None = None
-    scan: Window | Sums | TokenLoop | None = None
+    scan: Window | Sums | RunningFold | TokenLoop | None = None
 
     def describe(self, space: Space) -> str:
         """For a dump: the kind, the token's dimension, the reason."""

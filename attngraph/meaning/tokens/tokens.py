@@ -34,6 +34,7 @@ from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
 from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.folds import find_fold
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
@@ -132,11 +133,20 @@ class Tokens:
         found = self._by_rule(node, shape)
         if found.kind is Kind.MIXING:
             found = (
-                self._by_formula(node, shape) or self._by_window(node, shape)
+                self._by_fold(node, shape)
+                or self._by_formula(node, shape) or self._by_window(node, shape)
                 or self._by_trial(node, shape) or self._by_sums(node, shape)
                 or self._by_steps(node, shape) or found
             )  # fmt: skip
         return found
+
+    def _by_fold(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """From all tokens so far, by an operation that folds them, or None."""
+        for axes in self.space.candidates(shape):
+            found = find_fold(self.meaning, self.space, self.facts, node, axes)
+            if found is not None and not self._counts_unseen(shape, axes):
+                return Fact(Kind.SCAN, axes, f"a running {found.how} over earlier tokens", scan=found)
+        return None
 
     def _by_window(self, node: fx.Node, shape: Indices) -> Fact | None:
         """From the last tokens of some values, or None."""
