@@ -313,11 +313,13 @@ class _Steps:
     def _is_same(self, one: fx.Node, two: fx.Node, at: int, token: int) -> bool:
         """Whether two nodes are known to be the same, or the same of each one's token; if not, they are if
         their operations and operands are."""
-        if is_size(one) or is_size(two) or self._is_shared(one) or self._is_shared(two):
-            sizes = is_size(one) and is_size(two) and self._size(one) is self._size(two)
-            if one is not two and not sizes:
-                raise NoLoop(f"the step of token {token} does not compute what the others do")
+        if one is two or (is_size(one) and is_size(two) and self._size(one) is self._size(two)):
             return True
+        computed = one.op == two.op == "call_function" and not (is_size(one) or is_size(two))
+        if not computed or self._is_shared(one) != self._is_shared(two):
+            raise NoLoop(f"the step of token {token} does not compute what the others do")
+        if self._is_shared(one):
+            return False
         taken, other = self.finder.taken(one), self.finder.taken(two)
         if (taken is None) != (other is None):
             raise NoLoop(f"the step of token {token} does not compute what the others do")
