@@ -13,6 +13,8 @@ it stays as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -21,7 +23,7 @@ from attngraph.ir.graph.program_graph import ProgramGraph, is_size
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.comparison import compare, elementwise
-from attngraph.meaning.check.region import bytes_in_float64, region, shape_at
+from attngraph.meaning.check.region import bytes_in_float64, fingerprint, region, shape_at
 from attngraph.meaning.check.sample import Sample
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
@@ -37,6 +39,7 @@ EQUAL = elementwise(1e-10)
 def join_rows(graph: ProgramGraph) -> list[str]:
     """Replace every such chain of a graph; notes for the report."""
     notes: list[str] = []
+    known: dict[Any, bool] = {}
     meaning: Meaning | None = None
     for node in list(graph.graph.nodes):
         chain = _chain(node)
@@ -44,7 +47,7 @@ def join_rows(graph: ProgramGraph) -> list[str]:
             continue
         meaning = meaning or Meaning(graph.known_values(), graph.conditions)
         matrix: fx.Node = chain[-1].args[0]  # type: ignore[assignment]
-        if _is_below_the_diagonal(meaning, matrix) and _is_substitution(graph, matrix, node):
+        if _is_below_the_diagonal(meaning, matrix) and _is_substitution(graph, matrix, node, known):
             builder = Builder(graph, node)
             negative = builder.call(aten.neg.default, matrix)
             solved = builder.call(
@@ -87,22 +90,27 @@ def _is_below_the_diagonal(meaning: Meaning, matrix: fx.Node) -> bool:
     return E.is_const(found, 0)
 
 
-def _is_substitution(graph: ProgramGraph, matrix: fx.Node, last: fx.Node) -> bool:
-    """Whether the nodes from the matrix to the last write solve the system, by a test in float64."""
+def _is_substitution(graph: ProgramGraph, matrix: fx.Node, last: fx.Node, known: dict[Any, bool]) -> bool:
+    """Whether the nodes from the matrix to the last write solve the system, by a test in float64. `known`:
+    what was found for equal nodes."""
     order = region([last], [matrix])
     begins = [n for n in order if not is_size(n) and not n.all_input_nodes and n is not matrix]
     if matrix not in order or begins or bytes_in_float64(order, graph.hints) > budgets.CHECK_BYTES:
         return False
+    key = fingerprint(order, {matrix: ""})
+    if key not in known:
+        known[key] = all(_solves(graph, order, matrix, last, seed) for seed in range(2))
+    return known[key]
+
+
+def _solves(graph: ProgramGraph, order: list[fx.Node], matrix: fx.Node, last: fx.Node, seed: int) -> bool:
     shape = shape_at(matrix.meta["val"], graph.hints)
-    for seed in range(2):
-        run = Sample(graph.known_values(), graph.hints, seed)
-        drawn = torch.randn(shape, generator=run.generator, dtype=torch.float64)
-        given = drawn.tril(-1) / shape[-1] ** 0.5
-        try:
-            (found,) = run.evaluate(order, {matrix: given}, last)
-        except Exception:  # it cannot be run like this, so nothing is shown
-            return False
-        wanted = torch.linalg.solve_triangular(-given, given, upper=False, unitriangular=True)
-        if not compare(found, wanted, EQUAL).holds:
-            return False
-    return True
+    run = Sample(graph.known_values(), graph.hints, seed)
+    drawn = torch.randn(shape, generator=run.generator, dtype=torch.float64)
+    given = drawn.tril(-1) / shape[-1] ** 0.5
+    try:
+        (found,) = run.evaluate(order, {matrix: given}, last)
+    except Exception:  # it cannot be run like this, so nothing is shown
+        return False
+    wanted = torch.linalg.solve_triangular(-given, given, upper=False, unitriangular=True)
+    return compare(found, wanted, EQUAL).holds

@@ -1,16 +1,18 @@
-"""Models whose memory does not grow: decoders of convolutions and state spaces, and linear attention in chunks.
+"""Models whose memory does not grow: decoders of convolutions and state spaces, linear attention in chunks.
 
     attngraph bench --suite states --json states.json --plot states.png        (--small: tiny, to see it work)
 
 Random weights in float32, on the CPU. For Mamba-2 and LFM2 of about 100M parameters: one token with few and
-with many tokens seen, what a row takes, and whole runs of `generate` beside transformers' own cached path and
-(estimated from one call in the middle) beside recomputation. Qwen3-Next of 4 layers: how long its decoder takes
-to derive. Linear attention over whole sequences, compiled and eager: time and peak memory by length.
+with many tokens seen, what a row takes, and whole runs of `generate` beside transformers' own cached path
+and (estimated from one call in the middle) beside recomputation. Qwen3-Next of 4 layers: how long its
+decoder takes to derive. Linear attention over whole sequences, compiled and eager: time and peak memory by
+length.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -60,7 +62,7 @@ def _mamba2(scale: Scale) -> Any:
     head = min(64, scale.width // 2)
     return Mamba2ForCausalLM(Mamba2Config(
         vocab_size=scale.vocabulary, hidden_size=scale.width, num_hidden_layers=scale.layers,
-        num_heads=2 * scale.width // head, head_dim=head, state_size=head, n_groups=1, chunk_size=64, **_NO_TOKENS,
+        num_heads=2 * scale.width // head, head_dim=head, state_size=head, n_groups=1, **_NO_TOKENS,
     ))  # fmt: skip
 
 
@@ -170,7 +172,8 @@ def linear_attention(scale: Scale) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {}
     for length in scale.lengths:
         x = torch.randn(1, length, scale.width)
-        measured = measure({"eager": lambda x=x: model(x), "attngraph": lambda x=x: compiled(x)}, rounds=5)
+        given = {"eager": functools.partial(model, x), "attngraph": functools.partial(compiled, x)}
+        measured = measure(given, rounds=5)
         found[str(length)] = {name: asdict(figures) for name, figures in measured.items()}
     return found
 

@@ -230,7 +230,9 @@ def _bench(commands: Any) -> None:
     bench.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: the GPU if there is one, else the CPU"
     )
-    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*SUITES, "models", "peers", "states"))
+    bench.add_argument(
+        "--suite", nargs="+", default=["attention"], choices=(*SUITES, "models", "peers", "states")
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
     bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")

@@ -306,8 +306,8 @@ class _Insertion:
             new = steps.replace(builder, node, fact, module_of(node) or source_of(node))
         except (NotWritten, NoSize) as problem:
             raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is {fact.reason}, and {problem} cannot be computed "
-                "for a few new tokens."
+                f"{op_name(node)} at {source_of(node)}: it is {fact.reason}, and {problem} cannot be "
+                "computed for a few new tokens."
             ) from problem
         self.tokens.facts[new], self.made[node] = fact, new
         self.outcome.notes.append(f"{fact.reason}, at {source_of(node)}, is carried from token to token")

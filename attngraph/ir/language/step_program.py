@@ -8,10 +8,10 @@
         v0 = aten.maximum.default(c0, t0)
         return v0, v0
 
-`begin` is what a row's first token computes, `step` what every later one does. `t0, t1, ...` are values of the
-token, `s0, ...` tensors that all tokens share, `c0, ...` what the step before handed on; `rows` is how many
-rows take the step. Tensors of tokens and those handed on have a row in each place of their first dimension.
-The first result is the value of the token, the others are handed on.
+`begin` is what a row's first token computes, `step` what every later one does. `t0, t1, ...` are values of
+the token, `s0, ...` tensors that all tokens share, `c0, ...` what the step before handed on; `rows` is how
+many rows take the step. Tensors of tokens and those handed on have a row in each place of their first
+dimension. The first result is the value of the token, the others are handed on.
 
 Each part is compiled to an `fx.GraphModule`. Nothing but registered operators, their plain arguments and
 arithmetic of `rows` can be written, and nothing is evaluated as Python.

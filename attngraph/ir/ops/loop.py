@@ -38,10 +38,13 @@ def _loop(
     begins = [n == 0 for n in seen]
     rows, count = len(lengths), tokens[0].shape[0]
     if count == rows and not any(begins) and all(n == 1 for n in lengths):
-        out, *after = step.step(rows, tokens, shared, carried)
-        return [_own(out, tokens), *(_as(a, c, tokens) for a, c in zip(after, carried, strict=True))]
+        value, *news = step.step(rows, tokens, shared, carried)
+        given = [*tokens, *carried]
+        return [
+            _own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))
+        ]  # fmt: skip
     after = [value.clone() for value in carried]
-    out = None
+    out: Tensor | None = None
     for place in range(max(lengths, default=0)):
         taking = [row for row in range(rows) if lengths[row] > place]
         for is_first in (True, False) if place == 0 else (False,):
@@ -51,9 +54,7 @@ def _loop(
             index = torch.tensor(group, device=starts.device)
             at = starts[:-1][index] + place
             body = step.begin if is_first else step.step
-            value, *news = body(
-                len(group), [t[at] for t in tokens], shared, [c[index] for c in after]
-            )  # fmt: skip
+            value, *news = body(len(group), [t[at] for t in tokens], shared, [c[index] for c in after])
             if out is None:
                 out = value.new_empty((count, *value.shape[1:]))
             out[at] = value

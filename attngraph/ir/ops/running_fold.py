@@ -44,7 +44,7 @@ def _running_fold(
             out = torch.where((first > 0).view(-1, *(1 for _ in x.shape[1:])), out, x)
         return out, out.clone()
     outs, after = [], state.clone()
-    for row, part in enumerate(x.split(lengths)):
+    for row, part in enumerate(torch.split(x, lengths)):
         if lengths[row]:
             known = [state[row : row + 1]] if seen[row] else []
             outs.append(of_all(torch.cat([*known, part]))[len(known) :])

@@ -1,6 +1,7 @@
 """Running products, maxima, minima and log-sum-exps over tokens, where an operation of PyTorch computes them.
 
-(Running sums are found in any spelling by `recurrence.py`, loops by `loops.py`.) Nothing here edits the graph.
+(Running sums are found in any spelling by `recurrence.py`, loops by `loops.py`.) Nothing here edits the
+graph.
 """
 
 from __future__ import annotations
