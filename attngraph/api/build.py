@@ -124,12 +124,12 @@ def _captured(
                 settings = problem.settings
                 continue
             fills = tables and first is None and fills_a_table(problem, target, args, kwargs)
-            if fills and (not settings or writes_to_tensors(target, args, kwargs)):
-                run_first(target, args, kwargs)
-                settings, tables = {}, False
-                continue
             if fills and answers_alike(target, args, kwargs):
-                first = problem
+                if settings and not writes_to_tensors(target, args, kwargs):
+                    first = problem
+                else:
+                    run_first(target, args, kwargs)
+                    settings, tables = {}, False
                 continue
             if not problem.dimensions - fixed:
                 raise

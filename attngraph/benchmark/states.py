@@ -69,7 +69,7 @@ def _mamba2(scale: Scale) -> Any:
 def _lfm2(scale: Scale) -> Any:
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    kinds = ["full_attention" if layer % 3 == 1 else "conv" for layer in range(scale.layers // 2 or 1)]
+    kinds = ["full_attention" if layer % 3 == 1 else "conv" for layer in range(max(scale.layers // 2, 3))]
     config = Lfm2Config(
         vocab_size=scale.vocabulary, hidden_size=scale.width, num_hidden_layers=len(kinds), layer_types=kinds,
         intermediate_size=4 * scale.width, num_attention_heads=8, num_key_value_heads=4,
@@ -108,13 +108,16 @@ def one_token(decoder: attngraph.Decoder, scale: Scale) -> dict[str, float]:
 
 
 def bytes_of_rows(decoder: attngraph.Decoder, scale: Scale) -> dict[str, int]:
-    """What one row carries whatever its length, by the tokens that it has seen, and what a token adds."""
+    """What one row keeps, by the tokens that it has seen, as allocated; what it needs whatever its length
+    (what is carried, and windows of tokens); what each token adds."""
     found: dict[str, int] = {}
     for seen in scale.seen:
         _, state = decoder.prefill(torch.randint(0, scale.vocabulary, (1, seen)))
-        found[f"a row of {seen}"] = state.carried.nbytes
+        found[f"allocated for {seen} tokens"] = state.nbytes
     cache = decoder.report.cache
     assert cache is not None
+    windows = sum(size * (window - 1) for _, size, window in cache.stores if window is not None)
+    found["a row"] = sum(size for _, size in cache.carried) + windows
     return {**found, "each token": sum(size for _, size, window in cache.stores if window is None)}
 
 

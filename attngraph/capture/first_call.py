@@ -54,12 +54,16 @@ def run_first(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the target's first call, which writes to no tensor, has the results of its second. Its
-    attributes and containers are restored."""
+    """Whether the target's first call has the results of its second. Its attributes and containers are
+    restored; where it writes to tensors, copies of them are there for the time of both calls."""
     leaves, spec = flatten((args, kwargs))
+    writes = writes_to_tensors(target, args, kwargs)
     kept = Snapshot([target, *things(leaves)])
     given, named = unflatten(leaves, spec)
     try:
+        if writes:
+            copies = {id(t): t.detach().clone() for t in _tensors(target)}
+            kept.replace_tensors(lambda t: copies.get(id(t), t))
         with torch.no_grad():
             once, again = (flatten(target(*given, **named))[0] for _ in range(2))
     finally:
