@@ -5,6 +5,7 @@
     SSD (Mamba-2)    Dao & Gu 2024, section 3          a decay for each head, from the token
     convolution      H3, Hyena's short filters         the last w tokens, each channel by itself
     time mixing      RWKV-5, Peng et al. 2024          a shift by one token, and a decay for each key digit
+    weighted values  RWKV-4, Peng et al. 2023, app. D  a loop over tokens that keeps a running maximum
     delta rule       DeltaNet, Yang et al. 2024        what a key reads is taken away; gated: decays
 
 None has code for a state: a decoder derives it. `x` is `[B, T, C]`, and so is the result.
@@ -136,6 +137,42 @@ class TimeMixing(_Projected):
         weights = torch.einsum("bhtd,bhsd,tsd->bhts", q, k, faded)
         output: Tensor = self.receive(x).sigmoid() * self.joined(weights @ v)
         return output
+
+
+class WeightedKeyValue(nn.Module):
+    """Values weighted by exponentials of keys, which fade at a rate of each channel; a token's own key gets a
+    bonus. Sums are kept relative to the largest exponent so far, so no exponential overflows."""
+
+    def __init__(self, config: MixerConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.keep = nn.Parameter(torch.linspace(0.2, 0.8, 3 * width).view(3, width))
+        self.rate = nn.Parameter(torch.linspace(-3.0, 1.0, width))
+        self.bonus = nn.Parameter(torch.linspace(-0.5, 0.5, width))
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.receive = nn.Linear(width, width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = functional.pad(x, (0, 0, 1, -1))
+        k, v, r = (f(x * mix + before * (1 - mix)) for f, mix in
+                   zip((self.key, self.value, self.receive), self.keep, strict=True))  # fmt: skip
+        output: Tensor = self.project(r.sigmoid() * self.weighted(k, v))
+        return output
+
+    def weighted(self, k: Tensor, v: Tensor) -> Tensor:
+        top, above = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0])
+        largest, mixed = torch.full_like(k[:, 0], -1e38), []
+        for t in range(k.shape[1]):
+            most = torch.maximum(largest, k[:, t] + self.bonus)
+            old, own = (largest - most).exp(), (k[:, t] + self.bonus - most).exp()
+            mixed.append((old * top + own * v[:, t]) / (old * above + own))
+            faded = largest - self.rate.exp()
+            most = torch.maximum(faded, k[:, t])
+            old, own = (faded - most).exp(), (k[:, t] - most).exp()
+            top, above, largest = old * top + own * v[:, t], old * above + own, most
+        return torch.stack(mixed, 1)
 
 
 class DeltaRule(_Projected):

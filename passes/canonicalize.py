@@ -7,7 +7,8 @@ so that later passes may change memory layouts. For the same reason a copy made 
 `contiguous`, which copies only if needed. A copy of an intermediate value that is not returned (dropout in
 eval, in torch older than 2.15) is removed, because nothing writes to either. A `copy` into a tensor is
 replaced by the value that is copied. An einsum of more than two operands becomes einsums of two, the pair
-with the smallest result first, because an attention may be part of it. Refuses nothing.
+with the smallest result first, because an attention may be part of it. A triangular inverse that is written
+row by row becomes one operation (`join_rows.py`). Refuses nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
 from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.join_rows import join_rows
 from attngraph.pipeline import Outcome
 
 LETTERS = string.ascii_letters
@@ -74,7 +76,9 @@ class Canonicalize:
                 _take_from_inputs(graph, node)
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
-        return Outcome([f"removed {count} x {name}" for name, count in sorted(removed.items())])
+        return Outcome(
+            [*(f"removed {count} x {name}" for name, count in sorted(removed.items())), *join_rows(graph)]
+        )
 
 
 def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:

@@ -39,7 +39,7 @@ FLOORS_INSIDE = {
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
-        {"build", "shared_scores", "canonicalize", "fuse_attention", "merge_heads", "absorb_mla",
+        {"build", "shared_scores", "join_rows", "canonicalize", "fuse_attention", "merge_heads", "absorb_mla",
          "reassociate_linear", "insert_kv_cache", "tidy", "quantised_linear", "fuse_token_wise",
          "select_kernels", "convert_heads", "shard_heads"},
         {"__init__"},

@@ -24,7 +24,7 @@ from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
-from attngraph.capture.first_call import answers_alike, fills_a_table
+from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
 from attngraph.capture.flat import closed_over_modules
 from attngraph.capture.structure import Spread, flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
@@ -113,7 +113,8 @@ def _captured(
 ) -> tuple[Captured, tuple[Break, ...]]:
     """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
     call sets are taken as results where that is possible; with `tables` also those that a first call fills
-    for later ones, if what it fills them with follows from sizes and weights."""
+    for later ones, if what it fills them with follows from sizes and weights; where a first call sets other
+    things, or writes to weights, it is run before."""
     numbers: list[Break] = []
     settings: Settings = {}
     first: CaptureError | None = None
@@ -129,9 +130,13 @@ def _captured(
             if problem.settings and not settings:
                 settings = problem.settings
                 continue
-            fills = tables and settings and first is None and fills_a_table(problem, target, args, kwargs)
+            fills = tables and first is None and fills_a_table(problem, target, args, kwargs)
             if fills and answers_alike(target, args, kwargs):
-                first = problem
+                if settings and not writes_to_tensors(target, args, kwargs):
+                    first = problem
+                else:
+                    run_first(target, args, kwargs)
+                    settings, tables = {}, False
                 continue
             if not problem.dimensions - fixed:
                 raise

@@ -3,7 +3,8 @@
 A graph of such a call would not fill the table. Whether a change is of this kind is found by running the
 model twice on tensors without data. Then its first call is run as it is, and the model is captured after it.
 A decoder is captured before it, so that tables are computed for any number of tokens, and leaves them
-unfilled.
+unfilled. Where the first call writes to tensors that are there (it rescales weights, say), it is run for a
+decoder as well: nothing could take such a write back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -42,18 +43,27 @@ def once_settled(
     except CaptureError as problem:
         if not fills_a_table(problem, target, args, kwargs):
             raise
+    run_first(target, args, kwargs)
+    return make()
+
+
+def run_first(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the first call, without gradients."""
     with torch.no_grad():
         target(*args, **kwargs)
-    return make()
 
 
 def answers_alike(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the target's first call has the results of its second. Its attributes and containers are
-    restored."""
+    restored; where it writes to tensors, copies of them are there for the time of both calls."""
     leaves, spec = flatten((args, kwargs))
+    writes = writes_to_tensors(target, args, kwargs)
     kept = Snapshot([target, *things(leaves)])
     given, named = unflatten(leaves, spec)
     try:
+        if writes:
+            copies = {id(t): t.detach().clone() for t in _tensors(target)}
+            kept.replace_tensors(lambda t: copies.get(id(t), t))
         with torch.no_grad():
             once, again = (flatten(target(*given, **named))[0] for _ in range(2))
     finally:
@@ -88,6 +98,30 @@ class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the target changes its state in its first call alone, as code does that keeps a table for later
     calls. Runs it twice on tensors without data; the state is restored."""
+    try:
+        with _without_data(target, args, kwargs) as run:
+            run()
+            once = fingerprint([target]), _weights(target)
+            run()
+            return once == (fingerprint([target]), _weights(target))
+    except Exception:  # for example, what it does depends on values
+        return False
+
+
+def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call, run on tensors without data, writes to weights or buffers; the state is restored."""
+    with _without_data(target, args, kwargs) as run:
+        tensors = _tensors(target)
+        before = [t._version for t in tensors]
+        run()
+        return before != [t._version for t in tensors]
+
+
+@contextlib.contextmanager
+def _without_data(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Callable[[], Any]]:
+    """The call on tensors without data, in the place of all that the target holds; its state is restored."""
     leaves, spec = flatten((args, kwargs))
     kept = Snapshot([target, *things(leaves)])
     try:
@@ -97,16 +131,16 @@ def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             kept.replace_tensors(without_data)
             fake = [without_data(x) if isinstance(x, Tensor) else x for x in leaves]
             given, named = unflatten(fake, spec)
-            target(*given, **named)
-            once = fingerprint([target]), _weights(target)
-            target(*given, **named)
-            return once == (fingerprint([target]), _weights(target))
-    except Exception:  # for example, what it does depends on values
-        return False
+            yield functools.partial(target, *given, **named)
     finally:
         kept.restore()
 
 
-def _weights(target: Callable[..., Any]) -> list[int]:
+def _tensors(target: Callable[..., Any]) -> list[Tensor]:
     modules = target.modules() if isinstance(target, nn.Module) else ()
-    return [id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
+    held = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
+    return [t for t in held if t is not None]
+
+
+def _weights(target: Callable[..., Any]) -> list[int]:
+    return [id(t) for t in _tensors(target)]

@@ -224,12 +224,15 @@ def _bench(commands: Any) -> None:
         epilog="example: attngraph bench --suite decode --json decode.json --plot decode.png. On a GPU: "
         "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
         "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`. peers: "
-        "whole models on the CPU beside torch.compile, OpenVINO and onnxruntime",
+        "whole models on the CPU beside torch.compile, OpenVINO and onnxruntime. states: models whose memory "
+        "does not grow, on the CPU",
     )
     bench.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: the GPU if there is one, else the CPU"
     )
-    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*SUITES, "models", "peers"))
+    bench.add_argument(
+        "--suite", nargs="+", default=["attention"], choices=(*SUITES, "models", "peers", "states")
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
     bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")

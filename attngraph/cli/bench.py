@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from attngraph.benchmark import attention_cpu, decoding, gpu, latent, peers
+from attngraph.benchmark import attention_cpu, decoding, gpu, latent, peers, states
 from attngraph.benchmark.plot import Bars, draw
 from attngraph.cli import demo
 from attngraph.cli.arguments import parser
@@ -33,9 +33,9 @@ def run(options: argparse.Namespace) -> int:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check(options)
     codes = [_measure_models(options)] if "models" in options.suite else []
-    if "peers" in options.suite:
-        _measure_cpu("peers", options, ["--small"] if options.small else [])
-    suites = [name for name in options.suite if name not in ("models", "peers")]
+    for name in (name for name in ("peers", "states") if name in options.suite):
+        _measure_cpu(name, options, ["--small"] if options.small else [])
+    suites = [name for name in options.suite if name not in ("models", "peers", "states")]
     if options.device == "cpu" and not options.small:
         for name in suites:
             _measure_cpu(name, options)
@@ -119,7 +119,7 @@ def _known(options: argparse.Namespace) -> list[gpu.Row]:
 
 
 _ON_THE_CPU: dict[str, Any] = {
-    "attention": attention_cpu, "decode": decoding, "mla": latent, "peers": peers,
+    "attention": attention_cpu, "decode": decoding, "mla": latent, "peers": peers, "states": states,
 }  # fmt: skip
 
 

@@ -90,6 +90,7 @@ class Meaning:
         self._elements: dict[tuple[fx.Node, Indices], Expr] = {}
         self._shapes: dict[fx.Node, Indices] = {}
         self._contracts: dict[fx.Node, bool] = {}
+        self._long: set[fx.Node] = set()
 
     def forget_elements(self) -> None:
         """Forget what elements equal: nodes that they were computed from have been replaced."""
@@ -367,14 +368,18 @@ class Meaning:
         return read
 
     def index_expression(self, node: Any, at: Indices) -> Expr | None:
-        """The element as a formula of its index alone, or None where it depends on data, or where the
-        formula is longer than `budgets.FORMULA_WORDS`."""
-        with contextlib.suppress(TooLong):
+        """The element as a formula of its index alone, or None where it depends on data, or where a formula
+        of one of the node's elements is longer than `budgets.FORMULA_WORDS`."""
+        if node in self._long:
+            return None
+        try:
             lifted = self.lift(
                 self.read(node, at), lambda r: self.category(r.value) is not None, most=budgets.FORMULA_WORDS
             )
-            return None if has_data(lifted) else lifted
-        return None
+        except TooLong:
+            self._long.add(node)
+            return None
+        return None if has_data(lifted) else lifted
 
 
 def is_exact(node: Expr, dtype: torch.dtype) -> bool:

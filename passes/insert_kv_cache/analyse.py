@@ -97,7 +97,7 @@ def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> No
             f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}"
             f"{_no_sum(tokens, culprit)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
-            "attention, windows of tokens and running sums look at earlier ones.",
+            "attention, windows of tokens, running sums and loops of equal steps look at earlier ones.",
             _is_of_few_lengths(graph, ids),
         )
     if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
@@ -114,11 +114,18 @@ def _is_of_few_lengths(graph: ProgramGraph, ids: fx.Node) -> bool:
 
 
 def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
-    """Why what is computed from the first operation that mixes tokens is no sum that can be carried."""
-    for node, reason in tokens.sums.why_not.items():
-        if culprit in region([node], [n for n, f in tokens.facts.items() if f.kind is not Kind.MIXING]):
-            return f" It is no sum over earlier tokens that can be carried: {reason}."
-    return ""
+    """Why what is computed from the first operation that mixes tokens is no sum that can be carried, and no
+    loop of equal steps."""
+    known = [n for n, f in tokens.facts.items() if f.kind is not Kind.MIXING]
+    found = ""
+    for what, reasons in (
+        ("sum over earlier tokens that can be carried", tokens.sums.why_not),
+        ("loop of equal steps", tokens.loops.why_not),
+    ):
+        own = (reason for node, reason in reasons.items() if culprit in region([node], known))
+        reason = next(own, None)
+        found += "" if reason is None else f" It is no {what}: {reason}."
+    return found
 
 
 def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:

@@ -28,6 +28,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.sample import Sample
+from attngraph.meaning.tokens.axes import Space
 from attngraph.meaning.tokens.facts import Fact, Kind, RunningSum, Sums
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.meaning.tokens.unfold import VIEWS
@@ -73,16 +74,7 @@ class Carry:
             value = builder.call(aten.add.Tensor, value, part)
         if value.meta["val"].dtype != node.meta["val"].dtype:
             value = builder.call(aten._to_copy.default, value, dtype=node.meta["val"].dtype)
-        own = iter(range(1, 1 + len(sums.variables)))  # the places of [tokens, ...] in the node's order
-        order = [0 if space.token in digits else next(own) for digits in fact.axes if space.row not in digits]
-        if order != sorted(order):
-            value = builder.call(aten.permute.default, value, order)
-        row = space.place(fact.axes, space.row)
-        if row is None:
-            return value
-        value = builder.call(aten.unsqueeze.default, value, row)
-        sizes = [builder.size(space.rows) if dim == row else -1 for dim in range(len(fact.axes))]
-        return builder.call(aten.expand.default, value, sizes)
+        return in_place(builder, space, value, fact)
 
     def _sum(
         self, builder: Builder, node: fx.Node, variables: tuple[Expr, ...], part: RunningSum,
@@ -96,7 +88,7 @@ class Carry:
             node.meta["val"].device,
         )  # fmt: skip
         tokens = builder.size(space.tokens)
-        heads, width, values = (_extent(v) for v in (layout.heads, part.over, layout.values))
+        heads, width, values = (extent_of(*v) for v in (layout.heads, part.over, layout.values))
 
         def written(formula: Expr, dims: tuple[Expr, ...], sizes: list[int]) -> fx.Node:
             return call(aten.reshape.default, writer.tensor(formula, dims), [tokens, *sizes])
@@ -110,7 +102,7 @@ class Carry:
         v = written(of_values, (*layout.heads, *layout.values), [heads, values])
         if not E.is_const(part.decay, 1):
             along = part.over if not part.decay.free.isdisjoint(part.over) else ()
-            decay = written(part.decay, (*layout.heads, *along), [heads, _extent(along)])
+            decay = written(part.decay, (*layout.heads, *along), [heads, extent_of(*along)])
         about = Carried(f"carried{len(self.carried)}", (heads, width, values), dtype, label)
         state = self.inputs.carried(about)
         across: list[fx.Node] = []
@@ -217,6 +209,20 @@ class Carry:
         return {**self._tables(length), **carried}
 
 
+def in_place(builder: Builder, space: Space, value: fx.Node, fact: Fact) -> fx.Node:
+    """A value `[tokens, ...]`, whose other dimensions are in order, with the dimensions of a fact's axes."""
+    own = iter(range(1, len(fact.axes)))
+    order = [0 if space.token in digits else next(own) for digits in fact.axes if space.row not in digits]
+    if order != sorted(order):
+        value = builder.call(aten.permute.default, value, order)
+    row = space.place(fact.axes, space.row)
+    if row is None:
+        return value
+    value = builder.call(aten.unsqueeze.default, value, row)
+    sizes = [builder.size(space.rows) if dim == row else -1 for dim in range(len(fact.axes))]
+    return builder.call(aten.expand.default, value, sizes)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Arranged:
     """The variables of a sum: heads are those along which it decays or is read differently, values the
@@ -239,7 +245,12 @@ def _arranged(variables: tuple[Expr, ...], part: RunningSum) -> _Arranged:
     return _Arranged(tuple(v for v in variables if v in apart), values, of_keys, of_values or (E.ONE,))
 
 
-def _extent(variables: tuple[Expr, ...]) -> int:
+def extent_of(*variables: Expr) -> int:
+    """How many values the variables have together.
+
+    Raises:
+        NotWritten: no number says how many.
+    """
     if any(v.args[0].op != "const" for v in variables):
         raise NotWritten("an axis whose length is not a number")
     return math.prod(int(v.args[0].value) for v in variables)

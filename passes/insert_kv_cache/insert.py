@@ -30,7 +30,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
 from attngraph.ir.ops.nodes import AttentionOp
 from attngraph.meaning.algebra.sizes import size_expression
-from attngraph.meaning.tokens.facts import Fact, History, Kind, Window
+from attngraph.meaning.tokens.facts import Fact, History, Kind, RunningFold, TokenLoop, Window
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
@@ -43,6 +43,7 @@ from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.run_again import run_again
 from attngraph.passes.insert_kv_cache.step_inputs import StepInputs
 from attngraph.passes.insert_kv_cache.take_fixed import FixedValues
+from attngraph.passes.insert_kv_cache.take_steps import TakeSteps
 from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 from attngraph.pipeline import Outcome
 
@@ -122,6 +123,8 @@ class _Insertion:
                     self._look_back(node)
                 case History():
                     self._run_again(node)
+                case TokenLoop() | RunningFold():
+                    self._take_steps(node)
                 case _:
                     self._carry(node)
         for node, new in self.made.items():
@@ -316,6 +319,22 @@ class _Insertion:
         self.outcome.notes.append(
             f"the running sum at {source_of(node)} is carried from token to token{known}"
         )
+
+    # --- loops over tokens ---
+
+    def _take_steps(self, node: fx.Node) -> None:
+        fact = self.tokens[node]
+        builder = Builder(self.graph, node)
+        steps = TakeSteps(self.graph, self.tokens, self.inputs, self.carried)
+        try:
+            new = steps.replace(builder, node, fact, module_of(node) or source_of(node))
+        except (NotWritten, NoSize) as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: it is {fact.reason}, and {problem} cannot be "
+                "computed for a few new tokens."
+            ) from problem
+        self.tokens.facts[new], self.made[node] = fact, new
+        self.outcome.notes.append(f"{fact.reason}, at {source_of(node)}, is carried from token to token")
 
     # --- attention ---
 

@@ -22,6 +22,7 @@ from attngraph.models.recurrent_mixers import (
     Retention,
     StateSpaceDuality,
     TimeMixing,
+    WeightedKeyValue,
 )  # fmt: skip
 
 VOCABULARY = 24
@@ -37,6 +38,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "state space duality": partial(StateSpaceDuality, MIXER),
     "a causal convolution": partial(CausalConvolution, MIXER),
     "time mixing": partial(TimeMixing, MIXER),
+    "weighted values": partial(WeightedKeyValue, MIXER),
     "a delta rule": partial(DeltaRule, MIXER),
     "a gated delta rule": partial(DeltaRule, MIXER, gated=True),
 }
@@ -195,7 +197,7 @@ def test_a_loop_that_counts_is_refused() -> None:
         )
 
 
-def test_a_state_mixed_by_a_full_matrix_of_the_token_is_refused() -> None:
+def test_a_state_mixed_by_a_full_matrix_of_the_token_decodes(decodes: Any) -> None:
     class Mixed(Scanned):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.embed(ids)
@@ -206,8 +208,7 @@ def test_a_state_mixed_by_a_full_matrix_of_the_token_is_refused() -> None:
                 found.append(state)
             return self.logits(torch.stack(found, 1))
 
-    with pytest.raises(attngraph.NoDecoderError):
-        attngraph.compile(Mixed().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    decodes(Mixed(), VOCABULARY, 24)
 
 
 class Sums(nn.Module):

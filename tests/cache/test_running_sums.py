@@ -104,7 +104,7 @@ def test_experts_that_count_their_tokens_treat_each_token_by_itself() -> None:
 
 
 class Looped(nn.Module):
-    """A loop over the tokens, which fixes their number."""
+    """A loop over the tokens, which fixes their number, and in which steps differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,12 +112,13 @@ class Looped(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         state, found = torch.zeros(ids.shape[0], 8), []
-        for token in self.embed(ids).unbind(1):
-            state = torch.tanh(state + token)
+        for place, token in enumerate(self.embed(ids).unbind(1)):
+            state = torch.tanh(state + place * token)
             found.append(state)
         return self.logits(torch.stack(found, 1))
 
 
-def test_a_loop_that_is_no_sum_is_refused_with_its_line() -> None:
-    with pytest.raises(attngraph.NoDecoderError, match=r"test_running_sums.*tanh of several tokens"):
+def test_a_loop_that_is_no_sum_and_not_of_equal_steps_is_refused_with_its_line() -> None:
+    reasons = r"test_running_sums.*tanh of several tokens.*no loop of equal steps: the step of token"
+    with pytest.raises(attngraph.NoDecoderError, match=reasons):
         attngraph.compile(Looped().eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))

@@ -122,6 +122,41 @@ class Counter(nn.Module):
         return x
 
 
+class Rescaled(nn.Module):
+    """Halves its weights in its first call, and says so."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.weight, self.halved, self.other = nn.Parameter(torch.randn(8)), False, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.weight.detach().clone()
+        if not self.halved:
+            with torch.no_grad():
+                self.weight.div_(2)
+            self.halved = True
+        return x * (before if self.other else self.weight)
+
+
+def test_a_first_call_that_writes_to_weights_is_run_once() -> None:
+    model = Model(Rescaled(other=False)).eval()
+    twin, ids = copy.deepcopy(model), torch.randint(0, 11, (2, 6))
+    decoder = attngraph.compile(model, cache=True)
+    for _ in range(2):
+        logits, _ = decoder.prefill(ids)
+        torch.testing.assert_close(logits, twin(ids))
+        assert torch.equal(model.positions.weight, twin.positions.weight)
+
+
+def test_a_first_call_that_writes_to_weights_and_answers_otherwise_leaves_them_as_they_are() -> None:
+    model = Model(Rescaled(other=True)).eval()
+    before = model.positions.weight.detach().clone()
+    with pytest.raises(CaptureError, match="forward\\(\\) changes the attribute positions"):
+        attngraph.compile(model, cache=True).prefill(torch.randint(0, 11, (2, 6)))
+    assert torch.equal(model.positions.weight, before)
+    assert not model.positions.halved
+
+
 @pytest.mark.parametrize("kind", [Flag, Scale, Counter])
 def test_state_that_is_no_table_has_no_decoder(kind: type[nn.Module]) -> None:
     decoder = attngraph.compile(Model(kind()).eval(), cache=True)

@@ -8,6 +8,7 @@ index expressions read an operand at the same row and token as those of the resu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -62,23 +63,13 @@ class Space:
     def candidates(self, shape: Indices) -> Iterator[Axes]:
         """What the dimensions of a shape may stand for, the most likely first; at most one dimension holds
         the token and at most one the row."""
-        options = [self._options(place, extent) for place, extent in enumerate(shape)]
+        options = [_options(self, place, extent) for place, extent in enumerate(shape)]
         for axes in itertools.product(*options):
             digits = [d for dim in axes for d in dim]
             if all(digits.count(v) <= 1 for v in self.both):
                 yield axes
 
-    def _options(self, place: int, extent: Expr) -> list[Digits]:
-        token, row, found = self.token, self.row, []
-        if row is not None:
-            found += self._with_rest(place, extent, (row, token))
-            found += self._with_rest(place, extent, (token, row))
-        found += self._with_rest(place, extent, (token,))
-        if row is not None:
-            found += self._with_rest(place, extent, (row,))
-        return [*found, ()]
-
-    def _with_rest(self, place: int, extent: Expr, digits: Digits) -> list[Digits]:
+    def with_rest(self, place: int, extent: Expr, digits: Digits) -> list[Digits]:
         """`digits` as all of a dimension, or with one more digit (of another dimension) before or after."""
         product = M.mul(*(d.args[0] for d in digits))
         if product is extent:
@@ -129,6 +120,19 @@ class Space:
     def place(self, axes: Axes, variable: Expr | None) -> int | None:
         """The dimension that holds the variable."""
         return next((place for place, digits in enumerate(axes) if variable in digits), None)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _options(space: Space, place: int, extent: Expr) -> tuple[Digits, ...]:
+    """What one dimension of this extent may stand for."""
+    token, row, found = space.token, space.row, list[Digits]()
+    if row is not None:
+        found += space.with_rest(place, extent, (row, token))
+        found += space.with_rest(place, extent, (token, row))
+    found += space.with_rest(place, extent, (token,))
+    if row is not None:
+        found += space.with_rest(place, extent, (row,))
+    return (*found, ())
 
 
 def outside_reads(node: Expr) -> Iterator[Expr]:

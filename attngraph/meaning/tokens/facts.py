@@ -9,6 +9,7 @@ import dataclasses
 import enum
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from attngraph.ir.language import expr as E
@@ -129,6 +130,58 @@ def _read_in(region: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     return tuple({n: None for step in region for n in step.all_input_nodes if n not in region})
 
 
+@dataclasses.dataclass(frozen=True)
+class RunningFold:
+    """A value that folds `element` of all tokens up to its own: `how` is one of
+    `ir/ops/running_fold.py`'s. `variables`: those of its dimensions besides row and token."""
+
+    how: str
+    element: Expr
+    variables: tuple[Expr, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that it is computed from."""
+        return _read_by(self.element)
+
+    operands: ClassVar[tuple[fx.Node, ...]] = ()
+    """Values that are kept of earlier tokens: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """A value that one step of a loop hands to the next: the shape and dtype of one row's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoop:
+    """A value that is computed token after token: each step takes what the one before handed on.
+
+    `program`: a step program (`ir/language/step_program.py`). `taken`: an element of each value of the token
+    that it takes, with the variables of its dimensions besides the row, and its dtype. `shared`: values that
+    all tokens share. `handed`: what is handed on. `result`: the place in the program's first result, besides
+    the row's, of the element at `variables`.
+    """
+
+    program: str
+    taken: tuple[tuple[Expr, tuple[Expr, ...], torch.dtype], ...]
+    shared: tuple[fx.Node, ...]
+    handed: tuple[Handed, ...]
+    result: tuple[Expr, ...]
+    variables: tuple[Expr, ...]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that it is computed from."""
+        return (*_read_by(*(element for element, _, _ in self.taken)), *self.shared)
+
+    operands: ClassVar[tuple[fx.Node, ...]] = ()
+    """Values that are kept of earlier tokens: none."""
+
+
 def _read_by(*formulas: Expr) -> tuple[fx.Node, ...]:
     return tuple({n.value: None for f in formulas for n in E.walk(f) if n.op == "read"})
 
@@ -148,7 +201,7 @@ class Fact:
     reason: str = ""
     formula: Expr | None = None
     causality: Causality | None = None
-    scan: Window | Sums | History | None = None
+    scan: Window | Sums | RunningFold | TokenLoop | History | None = None
 
     def describe(self, space: Space) -> str:
         """For a dump: the kind, the token's dimension, the reason."""

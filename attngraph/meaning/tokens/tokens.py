@@ -19,6 +19,8 @@ edits the graph.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -33,11 +35,15 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.facts import Fact, History, Kind, RunningFold, Sums, TokenLoop, Window
+from attngraph.meaning.tokens.folds import find_fold
 from attngraph.meaning.tokens.history import HistoryFinder
+from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import find_window
+
+_Scan = TypeVar("_Scan", Window, Sums, RunningFold, TokenLoop, History)
 
 
 class Tokens:
@@ -64,6 +70,7 @@ class Tokens:
         self.facts: dict[fx.Node, Fact] = {}
         self.sums = SumFinder(graph, self.space, self.traced)
         self.histories = HistoryFinder(self.space, self.probe) if histories else None
+        self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
         for node in graph.graph.nodes:
             if node.op == "output" or is_size(node):
                 continue
@@ -137,20 +144,60 @@ class Tokens:
         found = self._by_rule(node, shape)
         if found.kind is Kind.MIXING:
             found = (
-                self._by_formula(node, shape) or self._by_window(node, shape)
-                or self._by_trial(node, shape) or self._by_sums(node, shape) or self._by_history(node)
-                or found
+                self._by_fold(node, shape) or self._by_formula(node, shape) or self._by_window(node, shape)
+                or self._by_trial(node, shape) or self._by_sums(node, shape) or self._by_steps(node, shape)
+                or self._by_history(node) or found
             )  # fmt: skip
         return found
 
+    def _by_fold(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """From all tokens so far, by an operation that folds them, or None."""
+        return self._scanned(
+            shape, lambda axes: find_fold(self.meaning, self.space, self.facts, node, axes),
+            lambda found: f"a running {found.how} over earlier tokens",
+        )  # fmt: skip
+
     def _by_window(self, node: fx.Node, shape: Indices) -> Fact | None:
         """From the last tokens of some values, or None."""
+        return self._scanned(
+            shape, lambda axes: find_window(self.meaning, self.space, self.facts, node, axes),
+            lambda found: f"the last {found.width} tokens of {found.source}",
+        )  # fmt: skip
+
+    def _by_sums(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """From sums over earlier tokens, or None."""
+        return self._scanned(
+            shape, lambda axes: self.sums.find(self.facts, node, axes),
+            lambda found: f"{len(found.sums)} sum(s) over earlier tokens",
+        )  # fmt: skip
+
+    def _by_steps(self, node: fx.Node, shape: Indices) -> Fact | None:
+        """From what one step of a loop hands to the next, or None."""
+        return self._scanned(
+            shape, lambda axes: self.loops.find(node, axes),
+            lambda found: "a loop over tokens, one step for each",
+        )  # fmt: skip
+
+    def _by_history(self, node: fx.Node) -> Fact | None:
+        """From all earlier tokens, by the model's own operations, or None."""
+        histories = self.histories
+        if histories is None or not isinstance(node.meta.get("val"), Tensor):
+            return None
+        return self._scanned(
+            self.meaning.shape(node), lambda axes: histories.find(self.facts, node, axes),
+            lambda found: "computed anew from all earlier tokens",
+        )  # fmt: skip
+
+    def _scanned(
+        self, shape: Indices, find: Callable[[Axes], _Scan | None], reason: Callable[[_Scan], str]
+    ) -> Fact | None:
+        """What is found of a value of this shape from earlier tokens, for the first axes for which it is."""
         for axes in self.space.candidates(shape):
             if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
                 continue
-            found = find_window(self.meaning, self.space, self.facts, node, axes)
+            found = find(axes)
             if found is not None:
-                return Fact(Kind.SCAN, axes, f"the last {found.width} tokens of {found.source}", scan=found)
+                return Fact(Kind.SCAN, axes, reason(found), scan=found)
         return None
 
     def _several(self, node: fx.Node) -> Fact:
@@ -194,29 +241,6 @@ class Tokens:
             problem = problem if kind is not None or problem_is_known else why
             problem_is_known = True
         return Fact(Kind.MIXING, reason=problem)
-
-    def _by_sums(self, node: fx.Node, shape: Indices) -> Fact | None:
-        """From sums over earlier tokens, or None."""
-        for axes in self.space.candidates(shape):
-            if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
-                continue
-            found = self.sums.find(self.facts, node, axes)
-            if found is not None:
-                return Fact(Kind.SCAN, axes, f"{len(found.sums)} sum(s) over earlier tokens", scan=found)
-        return None
-
-    def _by_history(self, node: fx.Node) -> Fact | None:
-        """From all earlier tokens, by the model's own operations, or None."""
-        if self.histories is None or not isinstance(node.meta.get("val"), Tensor):
-            return None
-        shape = self.meaning.shape(node)
-        for axes in self.space.candidates(shape):
-            if self.space.place(axes, self.space.token) is None or self._counts_unseen(shape, axes):
-                continue
-            found = self.histories.find(self.facts, node, axes)
-            if found is not None:
-                return Fact(Kind.SCAN, axes, "computed anew from all earlier tokens", scan=found)
-        return None
 
     def _counts_unseen(self, shape: Indices, axes: Axes) -> bool:
         """Whether a dimension is as long as there are tokens or sequences, but does not run over them."""

@@ -27,6 +27,8 @@ from attngraph.meaning.tokens.facts import Fact, Kind
 
 TERMS = 400
 """Terms of one element. With more, nothing is read from it."""
+FEW = 8
+"""Summands that are written out one by one, where no term stands for all of them."""
 
 
 VIEWS = frozenset(
@@ -218,14 +220,20 @@ class Unfolding:
 
     def _sum(self, node: Expr) -> Terms:
         variable, body = node.args
-        if not self._runs_over_tokens(variable, body):
-            terms = self._unfold(body)
-            own = {variable: self.meaning.fresh(variable.args[0])}
-            return tuple(self._summed(t.renamed(own), own[variable]) for t in terms)
         extent = variable.args[0]
+        over_tokens = self._runs_over_tokens(variable, body)
+        if not over_tokens:
+            try:
+                terms = self._unfold(body)
+            except NoTerms:  # its summands may be of several kinds, as those of parts that were joined
+                if extent.op != "const" or extent.value > FEW:
+                    raise
+            else:
+                own = {variable: self.meaning.fresh(extent)}
+                return tuple(self._summed(t.renamed(own), own[variable]) for t in terms)
         if extent.op != "const":
             raise NoTerms("a sum over tokens whose number is not known")
-        count = min(int(extent.value), self.tokens)
+        count = min(int(extent.value), self.tokens) if over_tokens else int(extent.value)
         return tuple(
             t for n in range(count) for t in self._unfold(M.substitute(body, {variable: E.const(n)}))
         )

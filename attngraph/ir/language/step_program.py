@@ -1,0 +1,159 @@
+"""Step programs: one step of a loop over tokens, as operations on tensors.
+
+    begin:
+        v0 = aten.zeros_like.default(t0)
+        v1 = aten.maximum.default(v0, t0)
+        return v1, v1
+    step:
+        v0 = aten.maximum.default(c0, t0)
+        return v0, v0
+
+`begin` is what a row's first token computes, `step` what every later one does. `t0, t1, ...` are values of
+the token, `s0, ...` tensors that all tokens share, `c0, ...` what the step before handed on; `rows` is how
+many rows take the step. Tensors of tokens and those handed on have a row in each place of their first
+dimension. The first result is the value of the token, the others are handed on.
+
+Each part is compiled to an `fx.GraphModule`. Nothing but registered operators, their plain arguments and
+arithmetic of `rows` can be written, and nothing is evaluated as Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+_ARITHMETIC: dict[type, Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
+_WORDS = {"inf": float("inf"), "nan": float("nan")}
+_KINDS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+class Step(NamedTuple):
+    """Both parts, as functions of (rows, tokens, shared, carried) that return a list of tensors."""
+
+    begin: Callable[..., list[torch.Tensor]]
+    step: Callable[..., list[torch.Tensor]]
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str, wide: bool = False) -> Step:
+    """A program from its text. `wide`: floating dtypes that are written stand for float64.
+
+    Raises:
+        ValueError: a line is malformed.
+    """
+    parts: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            lines = parts[line.rstrip(":")] = []
+        elif line.strip():
+            lines.append(line.strip())
+    if list(parts) != ["begin", "step"]:
+        raise ValueError(f"a step program has the parts begin and step, not {', '.join(parts)}")
+    return Step(_Part(parts["begin"], wide).function(), _Part(parts["step"], wide).function())
+
+
+class _Part:
+    """One part under construction."""
+
+    def __init__(self, lines: list[str], wide: bool) -> None:
+        self.graph, self.wide = fx.Graph(), wide
+        self.given = {name: self.graph.placeholder(name) for name in ("rows", "t", "s", "c")}
+        self.names: dict[str, Any] = {"rows": self.given["rows"]}
+        for line in lines:
+            self._line(line)
+
+    def function(self) -> Callable[..., list[torch.Tensor]]:
+        if next(iter(reversed(self.graph.nodes))).op != "output":
+            raise ValueError("a part of a step program ends with its results")
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _line(self, line: str) -> None:
+        try:
+            (statement,) = ast.parse(line.replace("return ", "results = ", 1)).body
+        except SyntaxError as problem:
+            raise ValueError(f"{line!r} is no operation") from problem
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="results")], value=value):
+                found = self._value(value)
+                self.graph.output(list(found) if isinstance(found, (list, tuple)) else [found])
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.names[name] = self._value(value)
+            case _:
+                raise ValueError(f"{line!r} is no operation")
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._named(name)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [self._value(part) for part in parts]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._value(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return self.graph.call_function(
+                    _ARITHMETIC[type(op)], (self._value(left), self._value(right))
+                )
+            case ast.Subscript(value=value, slice=ast.Constant(value=int(place))):
+                return self.graph.call_function(operator.getitem, (self._value(value), place))
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+                return self._plain(getattr(torch, name, None))
+            case ast.Call(func=function, args=args, keywords=named):
+                given = {str(k.arg): self._value(k.value) for k in named}
+                return self.graph.call_function(_operator(function), tuple(map(self._value, args)), given)
+        raise ValueError(f"{ast.unparse(node)!r} cannot stand in a step program")
+
+    def _named(self, name: str) -> Any:
+        if name not in self.names:
+            kind, number = name[:1], name[1:]
+            if name in _WORDS:
+                return _WORDS[name]
+            if kind not in ("t", "s", "c") or not number.isdigit():
+                raise ValueError(f"{name} is not defined above")
+            self.names[name] = self.graph.call_function(operator.getitem, (self.given[kind], int(number)))
+        return self.names[name]
+
+    def _plain(self, value: Any) -> Any:
+        if not isinstance(value, _KINDS):
+            raise ValueError(f"{value} cannot stand in a step program")
+        wider = self.wide and isinstance(value, torch.dtype) and value.is_floating_point
+        return torch.float64 if wider else value
+
+
+def _operator(function: ast.expr) -> Any:
+    """The operator `library.name.overload`."""
+    found: Any = torch.ops
+    for name in ast.unparse(function).split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ValueError(f"{ast.unparse(function)} is no operator")
+    return found
+
+
+def written(value: Any, names: Mapping[Any, str]) -> str:
+    """An argument of an operation as text.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(written(v, names) for v in value)}]"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return repr(str(value))
+    if isinstance(value, _KINDS):
+        return str(value)
+    raise ValueError(f"{value!r} has no form in a step program")

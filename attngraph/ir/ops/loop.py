@@ -1,0 +1,94 @@
+"""Loops over tokens that are carried from step to step.
+
+    attngraph::loop(tokens, shared, carried, starts, first, program) -> [out, *after]
+
+A step of a decoder computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens
+starts[r] .. starts[r + 1] - 1 belong to row r, which has seen first[r] tokens before. Each takes one step of
+`program` (`ir/language/step_program.py`): from its own values in `tokens`, each `[N, ...]`, from what its row
+carries, `[rows, ...]`, and from tensors that all tokens share. `out` is `[N, ...]`.
+
+Steps of all rows that have another token are taken at once, one token after the other: that is what the model
+says, where what a step hands on is no sum (a maximum, a gate, any cell). Sums are computed in chunks by
+`attngraph::running_sum`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.language.step_program import Step, parse
+from attngraph.ir.ops.cached_attention import INSTEAD, Rows, counts
+from attngraph.ir.ops.transforms import refuse_derivatives
+
+torch.library.define(
+    "attngraph::loop",
+    "(Tensor[] tokens, Tensor[] shared, Tensor[] carried, Tensor starts, Tensor first, str program) "
+    "-> Tensor[]",
+)
+
+
+@torch.library.impl("attngraph::loop", "CompositeExplicitAutograd")
+def _loop(
+    tokens: list[Tensor], shared: list[Tensor], carried: list[Tensor], starts: Tensor, first: Tensor,
+    program: str,
+) -> list[Tensor]:  # fmt: skip
+    step = _program(program, [*tokens, *shared])
+    lengths, seen, _ = counts(Rows(first, starts, first, first))
+    begins = [n == 0 for n in seen]
+    rows, count = len(lengths), tokens[0].shape[0]
+    if count == rows and not any(begins) and all(n == 1 for n in lengths):
+        value, *news = step.step(rows, tokens, shared, carried)
+        given = [*tokens, *carried]
+        return [
+            _own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))
+        ]  # fmt: skip
+    after = [value.clone() for value in carried]
+    out: Tensor | None = None
+    for place in range(max(lengths, default=0)):
+        taking = [row for row in range(rows) if lengths[row] > place]
+        for is_first in (True, False) if place == 0 else (False,):
+            group = taking if place else [row for row in taking if begins[row] is is_first]
+            if not group:
+                continue
+            index = torch.tensor(group, device=starts.device)
+            at = starts[:-1][index] + place
+            body = step.begin if is_first else step.step
+            value, *news = body(len(group), [t[at] for t in tokens], shared, [c[index] for c in after])
+            if out is None:
+                out = value.new_empty((count, *value.shape[1:]))
+            out[at] = value
+            for kept, new in zip(after, news, strict=True):
+                kept[index] = new.to(kept.dtype)
+    if out is None:  # no row has a token
+        out = step.step(rows, [t.new_zeros((rows, *t.shape[1:])) for t in tokens], shared, carried)[0][:0]
+    return [out, *after]
+
+
+def _program(text: str, given: list[Tensor]) -> Step:
+    """The program, in float64 where the tensors are in float64."""
+    return parse(text, any(t.dtype == torch.float64 for t in given))
+
+
+def _own(value: Tensor, given: list[Tensor]) -> Tensor:
+    """A result in memory of its own."""
+    return value.clone() if any(value is t for t in given) or value._is_view() else value
+
+
+def _as(value: Tensor, like: Tensor, given: list[Tensor]) -> Tensor:
+    return _own(value, given) if value.dtype == like.dtype else value.to(like.dtype)
+
+
+@torch.library.register_fake("attngraph::loop")  # type: ignore[untyped-decorator]
+def _loop_fake(
+    tokens: list[Tensor], shared: list[Tensor], carried: list[Tensor], starts: Tensor, first: Tensor,
+    program: str,
+) -> list[Tensor]:  # fmt: skip
+    rows, count = first.shape[0], tokens[0].shape[0]
+    taken = [t.new_empty((rows, *t.shape[1:])) for t in tokens]
+    out = _program(program, [*tokens, *shared]).step(rows, taken, shared, carried)[0]
+    return [out.new_empty((count, *out.shape[1:])), *(torch.empty_like(c) for c in carried)]
+
+
+loop = torch.ops.attngraph.loop.default
+refuse_derivatives("loop", INSTEAD)

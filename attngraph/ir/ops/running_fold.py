@@ -1,0 +1,63 @@
+"""Products, maxima, minima and log-sum-exps over earlier tokens, carried from step to step.
+
+    attngraph::running_fold(x, state, starts, first, how) -> (out, after)
+
+A step computes new tokens of several rows, packed (`ir/ops/cached_attention.py`): tokens starts[r] ..
+starts[r + 1] - 1 belong to row r, which has seen first[r] tokens before. x and out are `[N, ...]`, what is
+carried is `[rows, ...]`, and counts for nothing in a row without earlier tokens. `how` is one of `FOLDS`. A
+log-sum-exp is carried as such, so it is as stable as PyTorch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attngraph.ir.ops.cached_attention import INSTEAD, Rows, counts
+from attngraph.ir.ops.transforms import refuse_derivatives
+
+FOLDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "prod": (torch.mul, lambda x: x.cumprod(0, dtype=x.dtype)),
+    "max": (torch.maximum, lambda x: x.cummax(0).values),
+    "min": (torch.minimum, lambda x: x.cummin(0).values),
+    "logsumexp": (torch.logaddexp, lambda x: x.logcumsumexp(0)),
+}
+"""Of two values, and of all values up to each."""
+
+torch.library.define(
+    "attngraph::running_fold",
+    "(Tensor x, Tensor state, Tensor starts, Tensor first, str how) -> (Tensor, Tensor)",
+)
+
+
+@torch.library.impl("attngraph::running_fold", "CompositeExplicitAutograd")
+def _running_fold(
+    x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    of_two, of_all = FOLDS[how]
+    lengths, seen, _ = counts(Rows(first, starts, first, first))
+    if x.shape[0] == len(lengths) and all(n == 1 for n in lengths):
+        out = of_two(state, x)
+        if not all(seen):
+            out = torch.where((first > 0).view(-1, *(1 for _ in x.shape[1:])), out, x)
+        return out, out.clone()
+    outs, after = [], state.clone()
+    for row, part in enumerate(torch.split(x, lengths)):
+        if lengths[row]:
+            known = [state[row : row + 1]] if seen[row] else []
+            outs.append(of_all(torch.cat([*known, part]))[len(known) :])
+            after[row] = outs[-1][-1]
+    return torch.cat(outs) if outs else x.clone(), after
+
+
+@torch.library.register_fake("attngraph::running_fold")  # type: ignore[untyped-decorator]
+def _running_fold_fake(
+    x: Tensor, state: Tensor, starts: Tensor, first: Tensor, how: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(x), torch.empty_like(state)
+
+
+running_fold = torch.ops.attngraph.running_fold.default
+refuse_derivatives("running_fold", INSTEAD)

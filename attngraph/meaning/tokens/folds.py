@@ -1,0 +1,45 @@
+"""Running products, maxima, minima and log-sum-exps over tokens, where an operation of PyTorch computes them.
+
+(Running sums are found in any spelling by `recurrence.py`, loops by `loops.py`.) Nothing here edits the
+graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from attngraph.ir.language import expr as E
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import argument, is_part
+from attngraph.meaning.tokens.axes import Axes, Space
+from attngraph.meaning.tokens.facts import Fact, Kind, RunningFold
+
+_OPS = {
+    "aten.cumprod.default": "prod", "aten.cummax.default": "max", "aten.cummin.default": "min",
+    "aten.logcumsumexp.default": "logsumexp",
+}  # fmt: skip
+
+
+def find_fold(
+    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
+) -> RunningFold | None:
+    """How a value with these axes is folded over the tokens so far, or None."""
+    called: Any = node.args[0] if is_part(node) and node.args[1] == 0 else node
+    how = _OPS.get(str(called.target))
+    if how is None:
+        return None
+    operand = called.args[0]
+    fact, rank = facts.get(operand), len(axes)
+    over = int(argument(called, 1, "dim")) % max(rank, 1)
+    if rank == 0 or axes[over] != (space.token,):
+        return None
+    if fact is None or fact.kind not in (Kind.TOKEN, Kind.POSITION, Kind.ATTENTION, Kind.SCAN):
+        return None
+    at = space.indices(axes, meaning.shape(node))
+    if not space.follows(fact.axes, at):
+        return None
+    variables = tuple(i for i, digits in zip(at, axes, strict=True) if not digits)
+    return RunningFold(how, E.read(operand, at, meaning.kind(operand)), variables)

@@ -1,0 +1,252 @@
+"""Loops over tokens: what one step hands to the next, found in the graph of a loop that was unrolled.
+
+A loop over tokens is traced as equal operations, once for each token. Each operation belongs to the latest
+token that it is computed from. What the steps up to a token hand to later ones is a minimum cut between the
+operations of both (`networkx.minimum_cut`, bytes of a row as capacities), and the operations from one cut to
+the next are one step:
+
+    handed', out = step(handed, token)
+
+One step is taken as the pattern. All others must be the same operations of the same operands, with their
+own token in the place of its; only the first may differ, as it has nothing before it. Nothing is assumed
+about what a step computes, so this is how running maxima, gates and cells are carried. (Sums over earlier
+tokens are found before, by `recurrence.py`: they need no steps.) Nothing here edits the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from attngraph.ir.graph.program_graph import is_size, operands_first
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Unliftable
+from attngraph.meaning.tokens.axes import Axes, Indices, Space
+from attngraph.meaning.tokens.facts import Fact, Handed, TokenLoop
+from attngraph.meaning.tokens.unrolled import NoLoop, Unrolled
+from attngraph.meaning.tokens.write_step import StepWriter
+
+PATTERN = 3
+"""The token whose step is the pattern: the first ones may be computed in another way."""
+_AGED = 1 << 10
+"""A value counts for so many of the next token's: few small values of every token so far are no state."""
+
+
+class LoopFinder:
+    """Looks for loops over tokens in one graph that was traced for a number of tokens.
+
+    Args:
+        facts: what is known of the values before the one that is looked at; read when `find` is called.
+    """
+
+    def __init__(self, meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], tokens: int) -> None:
+        self.nodes, self.tokens = Unrolled(meaning, space, facts), tokens
+        self.why_not: dict[fx.Node, str] = {}
+
+    def find(self, node: fx.Node, axes: Axes) -> TokenLoop | None:
+        """How a value with these axes is computed by steps, or None."""
+        unrolled = self.nodes.space.is_of_one_length and self.tokens > PATTERN + 2
+        if not unrolled or self.nodes.space.row is None or any(len(digits) > 1 for digits in axes):
+            return None
+        try:
+            results = self._results(node, axes)
+            return None if results is None else _Steps(self.nodes, *results).loop()
+        except (NoLoop, Unliftable) as why_not:
+            self.why_not[node] = str(why_not)
+            return None
+
+    def _results(self, node: fx.Node, axes: Axes) -> tuple[list[fx.Node], Indices, Indices] | None:
+        """The node that computes each token's part of a value, and which element of it the value has where;
+        None where a token's part is not computed, as in one that a loop has not yet filled."""
+        shape = self.nodes.meaning.shape(node)
+        own = tuple(E.var(f"own{dim}", extent) for dim, extent in enumerate(shape))
+        found: list[tuple[fx.Node, Indices]] = []
+        for token in reversed(range(self.tokens)):
+            at = tuple(
+                E.const(token) if self.nodes.space.token in digits else digits[0] if digits else own[dim]
+                for dim, digits in enumerate(axes)
+            )
+            element = self.nodes.followed(self.nodes.meaning.element(node, at))
+            if element.op != "read" or self.nodes.counts_tokens(element.value):
+                return None
+            found.append((element.value, element.args))
+        results, places = zip(*reversed(found), strict=True)
+        row = self.nodes.row_dim(results[-1])
+        if len(set(places)) > 1 or row is None or places[0][row] is not self.nodes.space.row:
+            return None
+        variables = tuple(v for v, digits in zip(own, axes, strict=True) if not digits)
+        return list(results), tuple(p for dim, p in enumerate(places[0]) if dim != row), variables
+
+
+class _Steps:
+    """The steps that compute `results`, one node for each token.
+
+    `place` and `variables`: as `result` and `variables` of `TokenLoop`.
+    """
+
+    def __init__(self, nodes: Unrolled, results: list[fx.Node], place: Indices, variables: Indices) -> None:
+        self.nodes, self.results, self.place, self.variables = nodes, results, place, variables
+        self.order = operands_first([n for n in results if not self.nodes.is_shared(n)], self._operands)
+        self.levels: dict[fx.Node, int] = {}
+        for node in self.order:
+            taken = nodes.taken(node)
+            if taken is None and nodes.counts_tokens(node):
+                raise NoLoop(f"a step reads %{node.name}, which has all tokens")
+            below = max((self.levels.get(n, -1) for n in self._operands(node)), default=-1)
+            self.levels[node] = below if taken is None else taken.token
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        if self.nodes.taken(node) is not None:
+            return []
+        return [n for n in node.all_input_nodes if not is_size(n) and not self.nodes.is_shared(n)]
+
+    def loop(self) -> TokenLoop:
+        """Raises NoLoop where the steps are not equal."""
+        cut = self._cut(PATTERN - 1)
+        if not cut:
+            raise NoLoop("no step hands anything to the next")
+        handed = self._handed(cut)
+        text = StepWriter(self.nodes, PATTERN, {n: f"c{number}" for number, n in enumerate(cut)})
+        step = text.part([self.results[PATTERN], *handed])
+        first = StepWriter(self.nodes, 0, {}, text)
+        begin = first.part([self.results[0], *self.first])
+        program = "\n".join(["begin:", *begin, "step:", *step])
+        about = tuple(self._about(n) for n in handed)
+        return TokenLoop(program, tuple(text.tokens), tuple(text.shared), about, self.place, self.variables)
+
+    # --- what is handed on ---
+
+    def _cut(self, token: int) -> list[fx.Node]:
+        """What the steps up to a token hand to later ones: of the cuts with the fewest bytes (of older tokens
+        before all), the one nearest to where it is used."""
+        flow = nx.DiGraph()
+        later = [n for n in self.results[token + 1 :] if self.levels.get(n, -1) <= token]
+        for node in self.order:
+            operands = [n for n in self._operands(node) if 0 <= self.levels[n] <= token]
+            if self.levels[node] > token:
+                later += operands
+            elif self.levels[node] >= 0:
+                size, age = self._bytes(node), token - self.levels[node]
+                limit = {} if size is None else {"capacity": size * _AGED**age}
+                flow.add_edge(("in", node), ("out", node), **limit)
+                flow.add_edges_from((("out", n), ("in", node)) for n in operands)
+                if not operands:
+                    flow.add_edge("tokens", ("in", node))
+        flow.add_edges_from((("out", n), "later") for n in later if self.levels.get(n, -1) >= 0)
+        if "later" not in flow:
+            return []
+        try:  # the cut nearest to the target
+            _, (reached, _) = nx.minimum_cut(flow, "tokens", "later")
+        except nx.NetworkXUnbounded:
+            raise NoLoop("what a step hands on is no tensor with a dimension for the rows") from None
+        return [n for n in self.order if ("in", n) in reached and ("out", n) not in reached]
+
+    def _bytes(self, node: fx.Node) -> int | None:
+        value, row = node.meta["val"], self.nodes.row_dim(node)
+        if row is None:
+            return None
+        own = [n for dim, n in enumerate(value.shape) if dim != row]
+        if not all(isinstance(n, int) for n in own):
+            return None
+        return math.prod(own) * value.dtype.itemsize or 1
+
+    def _about(self, node: fx.Node) -> Handed:
+        value, row = node.meta["val"], self.nodes.row_dim(node)
+        return Handed(tuple(int(n) for dim, n in enumerate(value.shape) if dim != row), value.dtype)
+
+    def _handed(self, cut: Sequence[fx.Node]) -> list[fx.Node]:
+        """What the pattern's step hands on: a node for each of the cut before it. All steps are compared with
+        the pattern; `self.first` is what the first one hands on."""
+        last = len(self.results) - 1
+        at: list[dict[int, fx.Node]] = [{} for _ in range(len(self.results))]
+        """For each token, what its step hands on."""
+        at[PATTERN - 1] = dict(enumerate(cut))
+        for token in range(PATTERN, last + 1):
+            self._compare(PATTERN, self.results[PATTERN], token, self.results[token], cut, at)
+        waiting, done = set(at[PATTERN]), set[int]()
+        while waiting:
+            number = waiting.pop()
+            done.add(number)
+            for token in range(PATTERN, last):
+                if number in at[token]:
+                    self._compare(PATTERN, at[PATTERN][number], token, at[token][number], cut, at)
+            waiting |= set(at[PATTERN]) - done
+        if len(done) < len(cut):
+            raise NoLoop("what a step hands on is not used in the same way by later ones")
+        handed = [at[PATTERN][number] for number in range(len(cut))]
+        for token in reversed(range(1, PATTERN)):
+            self._compare(PATTERN, self.results[PATTERN], token, self.results[token], cut, at)
+            for number, node in enumerate(handed):
+                if number not in at[token]:
+                    raise NoLoop("what a step hands on is not used in the same way by later ones")
+                self._compare(PATTERN, node, token, at[token][number], cut, at)
+        if len(at[0]) < len(cut):
+            raise NoLoop("the first step does not hand on what later ones do")
+        self.first = [at[0][number] for number in range(len(cut))]
+        return handed
+
+    # --- equal steps ---
+
+    def _compare(
+        self, at: int, pattern: Any, token: int, other: Any, cut: Sequence[fx.Node],
+        found: list[dict[int, fx.Node]],
+    ) -> None:  # fmt: skip
+        """Note what the step of `token` takes from the one before it, where the pattern takes the cut.
+
+        Raises:
+            NoLoop: they are not the same operations.
+        """
+        numbers = {node: number for number, node in enumerate(cut)}
+        seen: set[tuple[fx.Node, fx.Node]] = set()
+        stack = [(pattern, other)]
+        while stack:
+            one, two = stack.pop()
+            if not isinstance(one, fx.Node) or not isinstance(two, fx.Node):
+                stack += self._parts(one, two, token)
+            elif (one, two) not in seen:
+                seen.add((one, two))
+                if one in numbers:
+                    if found[token - 1].setdefault(numbers[one], two) is not two:
+                        raise NoLoop(f"the steps of tokens {at} and {token} take other values")
+                elif not self._is_same(one, two, at, token):
+                    own, others = ((n.target, n.args, n.kwargs) for n in (one, two))
+                    stack += self._parts(own, others, token)
+
+    def _parts(self, one: Any, two: Any, token: int) -> Iterator[tuple[Any, Any]]:
+        if isinstance(one, (tuple, list)) and isinstance(two, (tuple, list)) and len(one) == len(two):
+            yield from zip(one, two, strict=True)
+        elif isinstance(one, dict) and isinstance(two, dict) and one.keys() == two.keys():
+            yield from ((one[key], two[key]) for key in one)
+        elif type(one) is not type(two) or not (one == two or (one != one and two != two)):
+            raise NoLoop(f"the step of token {token} does not compute what the others do")
+
+    def _is_same(self, one: fx.Node, two: fx.Node, at: int, token: int) -> bool:
+        """Whether two nodes are known to be the same, or the same of each one's token; if not, they are if
+        their operations and operands are."""
+        if is_size(one) and is_size(two) and _size_of(self.nodes, one) is _size_of(self.nodes, two):
+            return True
+        if one is two and (self.nodes.is_shared(one) or at == token):
+            return True
+        computed = one.op == two.op == "call_function" and not (is_size(one) or is_size(two))
+        if not computed or self.nodes.is_shared(one) != self.nodes.is_shared(two):
+            raise NoLoop(f"the step of token {token} does not compute what the others do")
+        if self.nodes.is_shared(one):
+            return False
+        taken, other = self.nodes.taken(one), self.nodes.taken(two)
+        if (taken is None) != (other is None):
+            raise NoLoop(f"the step of token {token} does not compute what the others do")
+        if taken is None or other is None:
+            return False
+        if taken.element is not other.element or taken.token - at != other.token - token:
+            raise NoLoop(f"the step of token {token} does not read its token as the others do")
+        return True
+
+
+def _size_of(nodes: Unrolled, node: fx.Node) -> Expr:
+    return nodes.size(node.meta["val"])

@@ -1,0 +1,279 @@
+"""Decoders of models with a loop over tokens in which one step hands anything to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.ir.language.step_program import parse
+
+VOCABULARY, WIDTH = 24, 8
+
+
+class Loop(nn.Module):
+    """A model of one layer, in which `mix` makes `[B, T, WIDTH]` of the tokens."""
+
+    def __init__(self, mix: Callable[[Loop, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.logits = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.gate, self.gru, self.lstm = (
+            nn.Linear(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH)
+        )  # fmt: skip
+        self.begin, self.mix = nn.Parameter(torch.randn(WIDTH)), mix
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.logits(self.mix(self, self.embed(ids)))
+        return result
+
+
+def _running_maximum(model: Loop, x: Tensor) -> Tensor:
+    found, most = [], torch.full_like(x[:, 0], -torch.inf)
+    for t in range(x.shape[1]):
+        most = torch.maximum(most, x[:, t])
+        found.append(most)
+    return torch.stack(found, 1)
+
+
+def _first_token_begins(model: Loop, x: Tensor) -> Tensor:
+    gate, found = model.gate(x), [x[:, 0]]
+    for t in range(1, x.shape[1]):
+        found.append(torch.tanh(found[-1] * gate[:, t] + x[:, t]))
+    return torch.stack(found, 1)
+
+
+def _own_beginning(model: Loop, x: Tensor) -> Tensor:
+    state, found = model.begin.expand(x.shape[0], -1), []
+    for t in range(x.shape[1]):
+        state = torch.sin(state + x[:, t])
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def _two_steps_back(model: Loop, x: Tensor) -> Tensor:
+    state = before = torch.zeros_like(x[:, 0])
+    found = []
+    for t in range(x.shape[1]):
+        state, before = torch.sin(state + before + x[:, t]), state
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def _without_the_own_token(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        found.append(state)
+        state = torch.tanh(state + x[:, t])
+    return x + torch.stack(found, 1)
+
+
+def _lstm(model: Loop, x: Tensor) -> Tensor:
+    state, found = None, []
+    for part in x.unbind(1):
+        state = model.lstm(part, state)
+        found.append(state[0])
+    return torch.stack(found, 1)
+
+
+def _gru_written_in_place(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros_like(x[:, 0]), torch.empty_like(x)
+    for t in range(x.shape[1]):
+        state = model.gru(x[:, t], state)
+        found[:, t] = state
+    return found
+
+
+def _heads_joined_with_rows(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros(x.shape[0], 2, WIDTH // 2), []
+    for t in range(x.shape[1]):
+        part = x[:, t].view(-1, 2, WIDTH // 2)
+        state = torch.tanh(state.flatten(0, 1) + part.flatten(0, 1)).view(x.shape[0], 2, WIDTH // 2)
+        found.append(state.flatten(1))
+    return torch.stack(found, 1)
+
+
+def _counts(model: Loop, x: Tensor) -> Tensor:
+    count, state, found = torch.zeros(x.shape[0], 1, dtype=torch.int64), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        count = torch.where(x[:, t, :1] > 0, count + 1, 0)
+        state = torch.where(count > 1, state, x[:, t])
+        found.append(state * count)
+    return torch.stack(found, 1)
+
+
+def _tokens_first(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros(1, x.shape[0], WIDTH), []
+    for part in x.transpose(0, 1).split(1):
+        state = torch.tanh(model.gate(state) + part)
+        found.append(state)
+    return torch.cat(found).transpose(0, 1)
+
+
+DECODED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+    "a running maximum": _running_maximum,
+    "a loop that begins with the first token": _first_token_begins,
+    "a state that is learned": _own_beginning,
+    "a step that looks two steps back": _two_steps_back,
+    "a result without the own token": _without_the_own_token,
+    "LSTM cells": _lstm,
+    "GRU cells, written in place": _gru_written_in_place,
+    "heads joined with the rows": _heads_joined_with_rows,
+    "a count of tokens": _counts,
+    "tokens in the first dimension": _tokens_first,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_a_loop_decodes(name: str, decodes: Any) -> None:
+    decoder = decodes(Loop(DECODED[name]), VOCABULARY, 24)
+    cache = decoder.report.cache
+    assert cache.bytes_per_token == 0
+    assert sum(size for _, size in cache.carried) > 0
+
+
+FOLDS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+    "cumprod": lambda model, x: model.gate(x).cumprod(1),
+    "cumprod of whole numbers": lambda model, x: x * (x[..., :1] > -1).cumprod(1),
+    "cummax": lambda model, x: x.cummax(1).values,
+    "cummin of a width beside heads": lambda model, x: x.unflatten(-1, (2, 4)).transpose(1, 2).cummin(-2)[0]
+    .transpose(1, 2).flatten(2),
+    "logcumsumexp": lambda model, x: (100 * x).logcumsumexp(-2) / 100,
+    "logcumsumexp with nothing at the beginning": lambda model, x: x.masked_fill(x > -1, -torch.inf)
+    .logcumsumexp(1).exp(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_an_operation_that_folds_all_tokens_so_far_decodes(name: str, decodes: Any) -> None:
+    decoder = decodes(Loop(FOLDS[name]), VOCABULARY, 24)
+    assert decoder.report.cache.bytes_per_token == 0
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda model, x: x.flip(1).cummax(1).values.flip(1), lambda model, x: x + x.cummax(0).values]
+)
+def test_a_fold_of_later_tokens_or_of_rows_is_refused(mix: Callable[[Loop, Tensor], Tensor]) -> None:
+    with pytest.raises(attngraph.NoDecoderError):
+        attngraph.compile(Loop(mix).eval(), cache=True).prefill(torch.zeros(2, 5, dtype=torch.int64))
+
+
+def _by_place(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = torch.tanh(state + x[:, t] * (t + 1))
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def _looks_ahead(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = torch.tanh(state + x[:, min(t + 1, x.shape[1] - 1)])
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def _backwards(model: Loop, x: Tensor) -> Tensor:
+    return _first_token_begins(model, x.flip(1)).flip(1)
+
+
+def _mixes_rows(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = torch.tanh(state.mean(0, keepdim=True) + x[:, t])
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def _another_last_step(model: Loop, x: Tensor) -> Tensor:
+    found = _first_token_begins(model, x)
+    return torch.cat([found[:, :-1], torch.tanh(found[:, -1:] * found[:, -2:-1])], 1)
+
+
+def _every_other_token(model: Loop, x: Tensor) -> Tensor:
+    state, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = torch.tanh(state + x[:, t]) if t % 2 else torch.sin(state + x[:, t])
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+def _all_so_far(model: Loop, x: Tensor) -> Tensor:
+    found = [x[:, 0]]
+    for t in range(1, x.shape[1]):
+        found.append(torch.tanh(x[:, t] + torch.stack(found).amax(0)))
+    return torch.stack(found, 1)
+
+
+def _frozen(model: Loop, x: Tensor) -> Tensor:
+    """From the fourth token on, a part of the step is what it was there."""
+    state, part, found = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        part = torch.sin(state + x[:, t]) if t < 4 else part
+        state = torch.tanh(state + x[:, t])
+        found.append(state + part)
+    return torch.stack(found, 1)
+
+
+REFUSED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+    "a step that depends on the token's place": _by_place,
+    "a step that looks ahead": _looks_ahead,
+    "a loop from the end": _backwards,
+    "a step that mixes rows": _mixes_rows,
+    "a step that is frozen": _frozen,
+    "another last step": _another_last_step,
+    "two kinds of steps": _every_other_token,
+    "a step that needs all that came before": _all_so_far,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loop_that_is_not_of_equal_steps_is_refused(name: str) -> None:
+    decoder = attngraph.compile(Loop(REFUSED[name]).eval(), cache=True)
+    with pytest.raises(attngraph.NoDecoderError):
+        decoder.prefill(torch.zeros(2, 5, dtype=torch.int64))
+
+
+def test_a_row_goes_back_to_a_snapshot() -> None:
+    model = Loop(DECODED["GRU cells, written in place"]).eval()
+    decoder = attngraph.compile(model, cache=attngraph.CacheConfig(snapshots=2))
+    ids = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    _, state = decoder.prefill(ids[:, :5])
+    before = decoder.decode(ids[:, 5:6], state)
+    decoder.decode(ids[:, 6:8], state)
+    with pytest.raises(attngraph.CacheError, match=r"from 8 to 7 tokens.*can go back to 5, 6"):
+        state.crop(7)
+    state.crop(5)
+    torch.testing.assert_close(decoder.decode(ids[:, 5:6], state), before)
+
+
+def test_a_saved_state_goes_on(tmp_path: Any) -> None:
+    decoder = attngraph.compile(Loop(DECODED["LSTM cells"]).eval(), cache=True)
+    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    _, state = decoder.prefill(ids)
+    state.save(tmp_path / "state")
+    loaded = attngraph.KVCache.load(tmp_path / "state")
+    more = torch.tensor([4, 5])
+    assert torch.equal(decoder.decode(more, loaded), decoder.decode(more, state))
+
+
+def test_a_saved_model_with_a_loop_is_loaded(tmp_path: Any) -> None:
+    model = Loop(DECODED["LSTM cells"]).eval()
+    decoder = attngraph.compile(model, cache=True)
+    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    wanted = decoder.generate(ids, 8)
+    decoder.save(tmp_path / "saved")
+    assert torch.equal(attngraph.load(tmp_path / "saved", model).generate(ids, 8), wanted)
+
+
+@pytest.mark.parametrize(
+    "line", ["v0 = open('x')", "v0 = aten.nothing.at_all(t0)", "v0 = x0", "v0 = torch.ones", "v0 +"]
+)
+def test_a_malformed_step_program_is_an_error(line: str) -> None:
+    with pytest.raises(ValueError, match=r"step program|operator|defined|operation"):
+        parse(f"begin:\n    return t0\nstep:\n    {line}\n    return v0")
