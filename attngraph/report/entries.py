@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -112,6 +113,8 @@ class AttentionEntry:
     eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
     attentions of the model (one per head, say) it stands for. `latent` is set where keys and values are
     computed from a narrower value, or nearly so. `warning` is what looks like a mistake of the model.
+    `axes` are factors of `heads` that are other axes of what the model was given, the rows of a map for
+    example: those of queries and keys, then those of queries alone.
     Where `source` is in a library's function, `caller` is the model's line that calls it, and `code` is
     the text of that line.
     """
@@ -133,6 +136,22 @@ class AttentionEntry:
     warning: str = ""
     caller: str = ""
     code: str = ""
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def heads_in_words(self) -> str:
+        """`8 heads on 2 key/value heads of width 64`, `1 head of width 32 at each of 16 places of another
+        axis`."""
+        both, queries = self.axes
+        heads = self.heads // math.prod((*both, *queries))
+        kv_heads = self.kv_heads // math.prod(both)
+        words = _heads(heads) + (
+            f" on {kv_heads:,} key/value head{'s' * (kv_heads > 1)}" * (heads != kv_heads)
+        )
+        words += f", merged from {self.merged} attentions," if self.merged > 1 else ""
+        words += f" of width {self.head_dim}"
+        words += f" (values {self.value_dim})" if self.value_dim != self.head_dim else ""
+        words += f", at each of {_places(both)} of another axis" if both else ""
+        return words + (f", for queries at {_places(queries)} of another axis" if queries else "")
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -170,6 +189,14 @@ class AttentionEntry:
     def _scores(self) -> int:
         call = self.call
         return 0 if call is None else call.batch * self.heads * call.queries * call.keys
+
+
+def _heads(count: int) -> str:
+    return f"{count:,} head{'s' * (count != 1)}"
+
+
+def _places(axes: tuple[int, ...]) -> str:
+    return f"{' x '.join(map(str, axes))} places"
 
 
 @dataclasses.dataclass(frozen=True)

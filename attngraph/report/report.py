@@ -170,20 +170,12 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
     names = first.name or "attention"
     if len(entries) > 1:
         names = f"{first.name} .. {entries[-1].name}"
-    heads = f"{first.heads} heads"
-    if first.kv_heads != first.heads:
-        heads += f" on {first.kv_heads} key/value heads"
-    if first.merged > 1:
-        heads += f", merged from {first.merged} attentions,"
-    width = f"{first.head_dim}"
-    if first.value_dim != first.head_dim:
-        width += f" (values {first.value_dim})"
     error = max(e.error for e in entries)
     return [
         "",
         f"  attention{times}   {first.source}   {names}",
         *([f"      called at {first.caller}   {first.code}".rstrip()] if first.caller else []),
-        f"      {heads} of width {width}, mask: {first.mask}",
+        f"      {first.heads_in_words()}, mask: {first.mask}",
         *(f"      | {_shown(line)}" for line in first.program.splitlines()),
         *([f"      look: {first.warning}"] if first.warning else []),
         *_latent_lines(first.latent),

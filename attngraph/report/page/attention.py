@@ -62,7 +62,7 @@ def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[
     names = span_of_names([entry.name for entry in group])
     if names:
         yield ("Modules" if len(group) > 1 else "Module"), tag("code", names)
-    yield "Heads", _heads(first)
+    yield "Heads", first.heads_in_words()
     if first.call is not None:
         call = first.call
         sizes = f"{plural(call.queries, 'query', 'queries')} and {plural(call.keys, 'key')}"
@@ -89,16 +89,6 @@ def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[
         yield "Kept by a cache", f"{first.cached_bytes:,} bytes per token{each}"
     if first.latent is not None:
         yield "Latent", joined((html(line) for line in first.latent.lines()), "\n")
-
-
-def _heads(entry: AttentionEntry) -> str:
-    heads = plural(entry.heads, "head")
-    if entry.kv_heads != entry.heads:
-        heads += f" on {plural(entry.kv_heads, 'key/value head')}"
-    width = f"{entry.head_dim}"
-    return f"{heads} of width {width}" + (
-        f" (values {entry.value_dim})" if entry.value_dim != entry.head_dim else ""
-    )
 
 
 def _share(flops: int, drawn: TileMap | str) -> str:
