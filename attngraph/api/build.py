@@ -169,7 +169,8 @@ def compile_graph(
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        ranks=None if graph.ranks is None else graph.ranks.entry, numbers=made.numbers, capture=made.seconds,
+        code=result.code, ranks=None if graph.ranks is None else graph.ranks.entry, numbers=made.numbers,
+        capture=made.seconds,
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
@@ -282,7 +283,7 @@ def derive_decoder(
     assert plan is not None
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *last.records),
-        captured=result.captured, numbers=made.numbers, capture=made.seconds,
+        captured=result.captured, code=result.code, numbers=made.numbers, capture=made.seconds,
     )  # fmt: skip
     run = step_runner_of(options)
     step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)

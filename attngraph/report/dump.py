@@ -6,6 +6,7 @@
     DIR/graph-0/report.json               the report, without texts
     DIR/breaks-0.json                     why a model was captured in pieces, if it was
     DIR/graph-0/values.json               contents of buffers, which passes may look at
+    DIR/graph-0/code.json                 the user's functions that the graph comes from
     DIR/graph-0/kernel-00.cpu.compiled.c  source emitted for attention, each distinct text once
 
 Every graph has a folder of its own. Existing files are never overwritten.
@@ -29,9 +30,11 @@ from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
 from attngraph.report.entries import Break, KernelEntry, PassRecord
 from attngraph.report.report import CompileReport
+from attngraph.report.user_code import UserCode
 
 CAPTURE = "capture"
 VALUES = "values.json"
+CODE = "code.json"
 _ENDINGS = {"cpu": "c", "triton": "py"}
 
 
@@ -76,6 +79,7 @@ class Dump:
             if given.kernel.source:
                 entry["kernel"]["file"] = _kernel_file(kernels.index(given.kernel), given.kernel)
         self._json("report.json", found)
+        self._json(CODE, dataclasses.asdict(report.code))
 
     def values(self, graph: ProgramGraph) -> None:
         """Write the contents of the buffers and constants that passes look at."""
@@ -153,7 +157,18 @@ def _read_graph(folder: Path) -> CompileReport:
         dataclasses.replace(a, kernel=dataclasses.replace(a.kernel, source=_kernel_text(folder, file)))
         for a, file in zip(report.attention, files, strict=True)
     )
-    return dataclasses.replace(report, passes=passes, attention=attention, captured=texts[CAPTURE])
+    code = _code(folder / CODE)
+    return dataclasses.replace(report, passes=passes, attention=attention, captured=texts[CAPTURE], code=code)
+
+
+def _code(path: Path) -> UserCode:
+    """The user's lines; none in a dump of an earlier version."""
+    if not path.exists():
+        return UserCode()
+    try:
+        return UserCode.from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
 
 
 def _graph_text(path: Path) -> str:

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from attngraph.report.ranks import RanksEntry
+from attngraph.report.user_code import UserCode
+
 
 @dataclasses.dataclass(frozen=True)
 class LatentEntry:
@@ -328,70 +331,6 @@ class CacheEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedEntry:
-    """What ranks divide: `count` heads, hidden units or rows of a table; or what is gathered again."""
-
-    what: str
-    name: str
-    source: str
-    count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SentEntry:
-    """A collective: `bytes_per_token` of its operand and `sent_per_token` by each rank in a ring; for the
-    whole call where its size does not grow with the tokens (`fixed`)."""
-
-    what: str
-    source: str
-    bytes_per_token: int
-    sent_per_token: int
-    fixed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class RanksEntry:
-    """What a graph for several ranks divides, what it sends, and what every rank has whole.
-
-    `parameters`: the elements of all parameters, and of those that one rank holds. `whole` lists (parameter,
-    elements, reason) of matrices that are not divided; `vectors` counts other parameters.
-    """
-
-    count: int
-    divided: tuple[DividedEntry, ...] = ()
-    sent: tuple[SentEntry, ...] = ()
-    whole: tuple[tuple[str, int, str], ...] = ()
-    vectors: int = 0
-    parameters: tuple[int, int] = (0, 0)
-
-    @property
-    def sent_per_token(self) -> int:
-        """Bytes that a rank sends for one token of a forward pass."""
-        return sum(s.sent_per_token for s in self.sent if not s.fixed)
-
-    def lines(self) -> list[str]:
-        """Lines of text: what is divided, what is sent, what is not divided and why."""
-        everything, held = self.parameters
-        found = ["", f"  ranks   {self.count}, a rank holds {held:,} of {everything:,} parameters"]
-        for (what, count), group in itertools.groupby(self.divided, key=lambda e: (e.what, e.count)):
-            members = list(group)
-            names = members[0].name or "the model"
-            more = f" .. {members[-1].name}" if len(members) > 1 else ""
-            where = f"   {members[0].source}" if members[0].source else ""
-            found.append(f"      {len(members)} x {count:,} {what}   {names}{more}{where}")
-        for (what, size), sent in itertools.groupby(self.sent, key=lambda s: (s.what, s.bytes_per_token)):
-            each = list(sent)
-            unit = "a call" if each[0].fixed else "a token"
-            found.append(f"      {len(each)} x {what} of {size:,} bytes {unit}   {each[0].source}")
-        found.append(f"      sent by each rank: {self.sent_per_token:,} bytes a token, forward")
-        for name, size, reason in self.whole:
-            found.append(f"      whole on every rank: {name} ({size:,} values): {reason}")
-        if self.vectors:
-            found.append(f"      whole on every rank: {self.vectors} norm(s), bias(es) and other vectors")
-        return found
-
-
-@dataclasses.dataclass(frozen=True)
 class PassRecord:
     """One run of one pass. `before` and `after` count computing ops; `options` are the pass's own, as text;
     `text` is the whole graph after it, if it changed something."""
@@ -414,8 +353,8 @@ class Entries:
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
     `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
-    entries of each, including the graphs' texts. `taken_from`: the folder of files, if it was not compiled
-    now; then times are those of when it was.
+    entries of each, including the graphs' texts. `code` is the text of the user's lines. `taken_from`: the
+    folder of files, if it was not compiled now; then times are those of when it was.
     """
 
     attention: tuple[AttentionEntry, ...] = ()
@@ -428,6 +367,7 @@ class Entries:
     ranks: RanksEntry | None = None
     numbers: tuple[Break, ...] = ()
     captured: str = dataclasses.field(default="", repr=False)
+    code: UserCode = dataclasses.field(default=UserCode(), repr=False)
     retraces: tuple[tuple[str, int], ...] = ()
     capture: float = 0.0
     small_calls: int = 0

@@ -25,9 +25,9 @@ class CompileReport(Entries):
     parts: tuple[CompileReport, ...] = dataclasses.field(default=(), repr=False)
 
     def to_json(self) -> str:
-        """The report as a JSON object, without the texts of graphs and kernels."""
+        """The report as a JSON object, without the texts of graphs, kernels and the user's code."""
         found = dataclasses.asdict(dataclasses.replace(self, parts=()))
-        for left_out in ("captured", "parts"):
+        for left_out in ("captured", "code", "parts"):
             del found[left_out]
         for entry in found["passes"]:
             del entry["text"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.report.entries import AttentionEntry
+from attngraph.report.page.code import render_excerpt
 from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.source import render_source
 from attngraph.report.picture import TileMap, tile_map, to_svg
+from attngraph.report.user_code import UserCode
 
 _SIDE = 32
 """About how many tiles are drawn along a side of the picture."""
@@ -18,13 +20,23 @@ _MOST_HEADS = 16
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def render_attentions(groups: Sequence[Sequence[AttentionEntry]]) -> Html:
-    """Panels, one for each group of equal attentions."""
+def panels(groups: Sequence[Sequence[AttentionEntry]]) -> dict[tuple[str, str], str]:
+    """The id of the panel of each attention, by its module and source."""
+    return {(e.name, e.source): f"attention-{n}" for n, group in enumerate(groups) for e in group}
+
+
+def render_attentions(
+    groups: Sequence[Sequence[AttentionEntry]], code: UserCode, boxes: Mapping[str, str]
+) -> Html:
+    """Panels, one for each group of equal attentions; `boxes` are those of charts, by panel."""
     sources: dict[str, str] = {}
-    return joined(_panel(list(group), f"attention-{n}", sources) for n, group in enumerate(groups))
+    return joined(
+        _panel(list(group), f"attention-{n}", sources, code, boxes.get(f"attention-{n}", ""))
+        for n, group in enumerate(groups)
+    )
 
 
-def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str]) -> Html:
+def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code: UserCode, box: str) -> Html:
     first = group[0]
     drawn = _tiles(first)
     times = f" {TIMES} {len(group)}" if len(group) > 1 else ""
@@ -36,14 +48,21 @@ def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str]) -> H
         if isinstance(drawn, str)
         else tag("div", _picture(drawn, f"{name}-mask"), class_="picture")
     )
+    excerpt = render_excerpt(code.how(first.source, first.name), code)
     facts = tag(
-        "dl", *(row for label, value in _facts(group, drawn) for row in (tag("dt", label), tag("dd", value)))
+        "dl",
+        *(
+            row
+            for what, value in _facts(group, drawn, excerpt)
+            for row in (tag("dt", what), tag("dd", value))
+        ),
     )
+    link = tag("p", tag("a", "Show it in the graph", href=f"#{box}"), class_="led") if box else ""
     program = joined([
         tag("h4", "Score program"),
         tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="group"),
     ])  # fmt: skip
-    body = tag("div", tag("div", program, picture), facts, class_="columns")
+    body = tag("div", tag("div", program, picture), tag("div", facts, link), class_="columns")
     return tag("article", title, body, _kernel(first, name, sources), class_="panel", aria_labelledby=name)
 
 
@@ -52,13 +71,11 @@ def _picture(drawn: TileMap, name: str) -> Html:
     return Html(re.sub(r"\battngraph-[0-9a-f]{10}\b", name, to_svg(drawn, f"Mask: {drawn.mask}")))
 
 
-def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[str, str]]:
+def _facts(group: list[AttentionEntry], drawn: TileMap | str, excerpt: Html) -> Iterator[tuple[str, str]]:
     first = group[0]
-    if first.caller:
-        yield "Your line", joined([tag("code", first.caller), tag("pre", tag("code", first.code))])
+    yield "Your line", joined([tag("code", first.caller or first.source or "not known"), excerpt])
+    if first.caller and not excerpt:
         yield "It calls", tag("code", first.source)
-    else:
-        yield "Your line", tag("code", first.source or "not known")
     names = span_of_names([entry.name for entry in group])
     if names:
         yield ("Modules" if len(group) > 1 else "Module"), tag("code", names)
