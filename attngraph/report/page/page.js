@@ -275,8 +275,9 @@ async function tellCode(box, place) {
   const listing = make("div");
   frames.forEach((frame, n) => {
     const item = make("li");
-    const button = make("button", "frame", visible(frame));
+    const button = make("button", "frame", visible(frame.split("/").at(-1)));
     button.type = "button";
+    button.title = visible(frame);
     button.setAttribute("aria-pressed", String(n === own));
     button.addEventListener("click", () => {
       for (const other of calls.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button));
