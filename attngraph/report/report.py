@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attngraph.report import page
 from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, binary, folded
+from attngraph.report.times import Times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +38,18 @@ class CompileReport(Entries):
 
     def to_html(
         self, path: str | Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
-        earlier: CompileReport | None = None,
+        earlier: CompileReport | None = None, times: Times | None = None,
     ) -> Path:  # fmt: skip
         """Write the report as one self-contained HTML file and return its path.
 
         `title` says what was compiled; `weights` (what `compiled.weights` gives for several names) are shown
-        as heatmaps; `earlier` is a report that this one is compared with. An existing file at `path` is
-        replaced atomically.
+        as heatmaps; `earlier` is a report that this one is compared with; `times` (what `compiled.times`
+        gives) say where the time of a call goes. An existing file at `path` is replaced atomically.
 
         Raises:
             DumpError: the file cannot be written.
         """
-        return page.write(self, Path(path), title, weights, earlier)
+        return page.write(self, Path(path), title, weights, earlier, times)
 
     @staticmethod
     def from_json(text: str) -> CompileReport:

@@ -10,6 +10,7 @@ from attngraph.report.page.code import render_excerpt
 from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.source import render_source
 from attngraph.report.picture import TileMap, tile_map, to_svg
+from attngraph.report.times import Times, milliseconds
 from attngraph.report.user_code import UserCode
 
 _SIDE = 32
@@ -26,22 +27,25 @@ def panels(groups: Sequence[Sequence[AttentionEntry]]) -> dict[tuple[str, str], 
 
 
 def render_attentions(
-    groups: Sequence[Sequence[AttentionEntry]], code: UserCode, boxes: Mapping[str, str]
+    groups: Sequence[Sequence[AttentionEntry]], code: UserCode, boxes: Mapping[str, str], times: Times | None
 ) -> Html:
-    """Panels, one for each group of equal attentions; `boxes` are those of charts, by panel."""
+    """Panels, one for each group of equal attentions; `boxes` are those of charts, by panel, `times` what was
+    measured."""
     sources: dict[str, str] = {}
     return joined(
-        _panel(list(group), f"attention-{n}", sources, code, boxes.get(f"attention-{n}", ""))
+        _panel(list(group), f"attention-{n}", sources, code, boxes.get(f"attention-{n}", ""), times)
         for n, group in enumerate(groups)
     )
 
 
-def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code: UserCode, box: str) -> Html:
+def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code: UserCode, box: str,
+    times: Times | None,
+) -> Html:  # fmt: skip
     first = group[0]
     drawn = _tiles(first)
-    times = f" {TIMES} {len(group)}" if len(group) > 1 else ""
+    count = f" {TIMES} {len(group)}" if len(group) > 1 else ""
     title = tag(
-        "h3", f"attention{times}", tag("span", f" {first.caller or first.source}", class_="sub"), id=name
+        "h3", f"attention{count}", tag("span", f" {first.caller or first.source}", class_="sub"), id=name
     )
     picture = (
         tag("p", drawn, class_="hint")
@@ -53,7 +57,7 @@ def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code
         "dl",
         *(
             row
-            for what, value in _facts(group, drawn, excerpt)
+            for what, value in _facts(group, drawn, excerpt, times)
             for row in (tag("dt", what), tag("dd", value))
         ),
     )
@@ -71,7 +75,9 @@ def _picture(drawn: TileMap, name: str) -> Html:
     return Html(re.sub(r"\battngraph-[0-9a-f]{10}\b", name, to_svg(drawn, f"Mask: {drawn.mask}")))
 
 
-def _facts(group: list[AttentionEntry], drawn: TileMap | str, excerpt: Html) -> Iterator[tuple[str, str]]:
+def _facts(
+    group: list[AttentionEntry], drawn: TileMap | str, excerpt: Html, times: Times | None
+) -> Iterator[tuple[str, str]]:
     first = group[0]
     yield "Your line", joined([tag("code", first.caller or first.source or "not known"), excerpt])
     if first.caller and not excerpt:
@@ -89,6 +95,10 @@ def _facts(group: list[AttentionEntry], drawn: TileMap | str, excerpt: Html) -> 
         yield "Look", first.warning
     kernel = str(first.kernel)
     yield "Kernel", joined([kernel if " " in kernel else tag("code", kernel), f", {first.numerics}"])
+    spent = None if times is None else times.of(group)
+    if times is not None and spent is not None:
+        count = f"{milliseconds(spent / len(group))} each, " if len(group) > 1 else ""
+        yield "Measured", f"{count}{milliseconds(spent)} of {milliseconds(times.seconds)} of all operations"
     worst = max(entry.error for entry in group)
     yield "Checked", f"in float64 against the model's own ops: largest error {worst:.0e}"
     if first.merged > 1:

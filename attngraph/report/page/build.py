@@ -24,20 +24,22 @@ from attngraph.report.page.compared import render_compared
 from attngraph.report.page.graphs import final_text, graph_title, render_graphs
 from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.passes import Store, render_passes
+from attngraph.report.page.times import render_times
 from attngraph.report.page.weights import render_weights
+from attngraph.report.times import Times
 from attngraph.report.user_code import UserCode
 
 
 def write(
     report: Entries, path: Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
-    earlier: Entries | None = None,
+    earlier: Entries | None = None, times: Times | None = None,
 ) -> Path:  # fmt: skip
     """Write the page of a report atomically and return the file.
 
     Raises:
         DumpError: it cannot be written. An existing file is left as it was.
     """
-    text = render(report, title, weights, earlier)
+    text = render(report, title, weights, earlier, times)
     try:
         write_whole(path, text)
     except OSError as problem:
@@ -50,10 +52,11 @@ def write(
 
 def render(
     report: Entries, title: str = "", weights: Mapping[str, Tensor] | None = None,
-    earlier: Entries | None = None,
+    earlier: Entries | None = None, times: Times | None = None,
 ) -> str:  # fmt: skip
     """The page of a report as text. `title` says what was compiled, if that is known; `weights` are those of
-    attentions, by name (`compiled.weights`); `earlier` is a report to compare this one with."""
+    attentions, by name (`compiled.weights`); `earlier` is a report to compare this one with; `times`,
+    those of operations (`compiled.times`)."""
     graphs, then = _graphs(report), () if earlier is None else _graphs(earlier)
     store = Store()
     groups, code = folded(report.attention), _all_code(graphs)
@@ -65,9 +68,10 @@ def render(
         _section(
             "attention",
             f"Attention ({len(report.attention)})",
-            render_attentions(groups, code, boxes),
+            render_attentions(groups, code, boxes, times),
             bool(groups),
         ),
+        _section("times", "Where the time goes", render_times(times), times is not None),
         _section("weights", "Weights", render_weights(weights or {}), bool(weights)),
         _section("cache", "Cache", _cache(report), report.cache is not None),
         _section("retraces", "Traced again", _retraces(report), bool(report.retraces)),
