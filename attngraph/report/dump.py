@@ -28,7 +28,7 @@ from attngraph.ir.graph.printer import input_name
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
-from attngraph.report.entries import Break, KernelEntry, PassRecord
+from attngraph.report.entries import AttentionEntry, Break, KernelEntry, PassRecord, TokenProgramEntry
 from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
 
@@ -72,10 +72,11 @@ class Dump:
         entries = [{k: v for k, v in dataclasses.asdict(r).items() if k != "text"} for r in report.passes]
         self._json("index.json", entries)
         found = json.loads(report.to_json())
-        kernels = list(dict.fromkeys(a.kernel for a in report.attention if a.kernel.source))
+        told: tuple[AttentionEntry | TokenProgramEntry, ...] = (*report.attention, *report.programs)
+        kernels = list(dict.fromkeys(a.kernel for a in told if a.kernel.source))
         for number, kernel in enumerate(kernels):
             (self.folder / _kernel_file(number, kernel)).write_text(kernel.source, encoding="utf-8")
-        for entry, given in zip(found["attention"], report.attention, strict=True):
+        for entry, given in zip((*found["attention"], *found["programs"]), told, strict=True):
             if given.kernel.source:
                 entry["kernel"]["file"] = _kernel_file(kernels.index(given.kernel), given.kernel)
         self._json("report.json", found)
@@ -138,6 +139,7 @@ def _read_graph(folder: Path) -> CompileReport:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         files = [entry["kernel"].pop("file", "") for entry in data["attention"]]
+        more = [entry["kernel"].pop("file", "") for entry in data.get("programs", ())]
         report = CompileReport.from_json(json.dumps(data))
     except OSError as problem:
         raise DumpError(
@@ -153,12 +155,22 @@ def _read_graph(folder: Path) -> CompileReport:
     if lost:
         raise DumpError(f"{folder} lacks the graph after {', '.join(lost)}. Write the dump again.")
     passes = tuple(dataclasses.replace(r, text=texts[r.name] if r.changed else "") for r in report.passes)
+
+    def with_source(kernel: KernelEntry, file: str) -> KernelEntry:
+        return dataclasses.replace(kernel, source=_kernel_text(folder, file))
+
     attention = tuple(
-        dataclasses.replace(a, kernel=dataclasses.replace(a.kernel, source=_kernel_text(folder, file)))
+        dataclasses.replace(a, kernel=with_source(a.kernel, file))
         for a, file in zip(report.attention, files, strict=True)
     )
+    programs = tuple(
+        dataclasses.replace(p, kernel=with_source(p.kernel, file))
+        for p, file in zip(report.programs, more, strict=True)
+    )
     code = _code(folder / CODE)
-    return dataclasses.replace(report, passes=passes, attention=attention, captured=texts[CAPTURE], code=code)
+    return dataclasses.replace(
+        report, passes=passes, attention=attention, programs=programs, captured=texts[CAPTURE], code=code
+    )
 
 
 def _code(path: Path) -> UserCode:

@@ -331,6 +331,15 @@ class CacheEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenProgramEntry:
+    """A token program: what it computes for each token, the modules that have it, and its kernel."""
+
+    program: str
+    names: tuple[str, ...]
+    kernel: KernelEntry
+
+
+@dataclasses.dataclass(frozen=True)
 class PassRecord:
     """One run of one pass. `before` and `after` count computing ops; `options` are the pass's own, as text;
     `text` is the whole graph after it, if it changed something."""
@@ -352,9 +361,10 @@ class Entries:
     `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
-    `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
-    entries of each, including the graphs' texts. `code` is the text of the user's lines. `taken_from`: the
-    folder of files, if it was not compiled now; then times are those of when it was.
+    `captured` is the graph as it was traced, as text, `code` the user's lines that it comes from, `programs`
+    its token programs, equal ones once. Where there are several graphs, `parts` has the entries of each,
+    including the graphs' texts. `taken_from`: the folder of files, if it was not compiled now; then times are
+    those of when it was.
     """
 
     attention: tuple[AttentionEntry, ...] = ()
@@ -373,6 +383,7 @@ class Entries:
     small_calls: int = 0
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
     taken_from: str = ""
+    programs: tuple[TokenProgramEntry, ...] = ()
 
 
 def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:

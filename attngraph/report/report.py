@@ -34,6 +34,8 @@ class CompileReport(Entries):
             del entry["text"]
         for entry in found["attention"]:
             del entry["kernel"]["source"]
+        for entry in found["programs"]:
+            del entry["kernel"]["source"]
         return json.dumps(found, indent=2)
 
     def to_html(
@@ -206,6 +208,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         numbers=tuple(dict.fromkeys(b for r in reports for b in r.numbers)),
         capture=sum(r.capture for r in reports),
         small_calls=sum(r.small_calls for r in reports),
+        programs=tuple(p for r in reports for p in r.programs),
         parts=tuple(parts),
     )
 

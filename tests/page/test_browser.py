@@ -246,7 +246,7 @@ def test_an_attention_and_its_box_lead_to_each_other(show: Callable[..., Any], m
     box = page.locator("g.attention:focus")
     assert box.is_visible() and box.get_attribute("data-panel") == "attention-0"
     drawn = page.locator(".drawn", has=page.locator("g.attention.shown"))
-    drawn.get_by_role("link", name="What this attention computes").click()
+    drawn.get_by_role("link", name="What it computes").click()
     assert page.evaluate("location.hash") == "#attention-0"
     drawn.locator("g.op").first.focus()
     assert not drawn.locator(".led").is_visible()

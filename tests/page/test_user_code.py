@@ -14,6 +14,7 @@ from attngraph.capture.trace import capture
 from attngraph.report import page
 from attngraph.report.dump import read_dump
 from attngraph.report.page.html import html
+from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode, user_code
 
 
@@ -125,3 +126,17 @@ def test_a_dump_of_an_earlier_version_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "graph-0" / "code.json").unlink()
     (again,) = read_dump(tmp_path)
     assert again.code == UserCode() and 'data-at="' not in page.render(again)
+
+
+def test_a_decoder_shows_its_token_programs_with_their_kernels(
+    tmp_path: Path, decoder: CompileReport
+) -> None:
+    assert decoder.programs and all(
+        p.kernel.name == "cpu.tokens" for p in decoder.programs if p.kernel.source
+    )
+    shown = page.render(decoder)
+    for number, entry in enumerate(decoder.programs):
+        assert html(entry.program) in shown
+        assert f'data-panel="program-{number}"' in shown
+    assert "source" not in decoder.to_json().partition('"programs"')[2].partition("]")[0]
+    assert type(decoder).from_json(decoder.to_json()).programs[0].program == decoder.programs[0].program

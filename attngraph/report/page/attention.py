@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from attngraph.report.entries import AttentionEntry
+from attngraph.report.entries import AttentionEntry, KernelEntry
 from attngraph.report.page.code import render_excerpt
 from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.source import render_source
@@ -21,7 +21,7 @@ _MOST_HEADS = 16
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def panels(groups: Sequence[Sequence[AttentionEntry]]) -> dict[tuple[str, str], str]:
+def panels(groups: Sequence[Sequence[AttentionEntry]]) -> dict[tuple[str, str] | str, str]:
     """The id of the panel of each attention, by its module and source."""
     return {(e.name, e.source): f"attention-{n}" for n, group in enumerate(groups) for e in group}
 
@@ -67,7 +67,14 @@ def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code
         tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="group"),
     ])  # fmt: skip
     body = tag("div", tag("div", program, picture), tag("div", facts, link), class_="columns")
-    return tag("article", title, body, _kernel(first, name, sources), class_="panel", aria_labelledby=name)
+    return tag(
+        "article",
+        title,
+        body,
+        render_kernel(first.kernel, name, sources),
+        class_="panel",
+        aria_labelledby=name,
+    )
 
 
 def _picture(drawn: TileMap, name: str) -> Html:
@@ -149,21 +156,21 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
         return f"No picture of the mask: {problem}"
 
 
-def _kernel(entry: AttentionEntry, name: str, sources: dict[str, str]) -> Html:
-    """The source of the kernel; `sources` maps those already shown in a panel above to their ids."""
-    if not entry.kernel.source:
-        chosen = " " in str(entry.kernel) or not entry.kernel.name
+def render_kernel(kernel: KernelEntry, name: str, sources: dict[str, str]) -> Html:
+    """The source of a kernel; `sources` maps those already shown in a panel above to their ids."""
+    if not kernel.source:
+        chosen = " " in str(kernel) or not kernel.name
         words = (
             "The kernel is chosen at each call, so there is no one text of it."
             if chosen
-            else f"There is no text of {entry.kernel}: it is a library's, or the report was read from JSON."
+            else f"There is no text of {kernel}: it is a library's, or the report was read from JSON."
         )
         return tag("p", words, class_="hint")
-    above = sources.setdefault(entry.kernel.source, f"{name}-source")
+    above = sources.setdefault(kernel.source, f"{name}-source")
     if above != f"{name}-source":
         link = tag("a", "the same as above", href=f"#{above}")
-        return tag("p", f"The source of {entry.kernel} is ", link, ".", class_="hint")
-    return render_source(entry.kernel.name, entry.kernel.source, f"{name}-source")
+        return tag("p", f"The source of {kernel} is ", link, ".", class_="hint")
+    return render_source(kernel.name, kernel.source, f"{name}-source")
 
 
 def _count(number: float) -> str:

@@ -24,6 +24,7 @@ from attngraph.report.page.compared import render_compared
 from attngraph.report.page.graphs import final_text, graph_title, render_graphs
 from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.passes import Store, render_passes
+from attngraph.report.page.programs import panels_of_programs, render_programs
 from attngraph.report.page.times import render_times
 from attngraph.report.page.weights import render_weights
 from attngraph.report.times import Times
@@ -60,7 +61,7 @@ def render(
     graphs, then = _graphs(report), () if earlier is None else _graphs(earlier)
     store = Store()
     groups, code = folded(report.attention), _all_code(graphs)
-    drawn, boxes = render_graphs(graphs, panels(groups), store)
+    drawn, boxes = render_graphs(graphs, {**panels(groups), **panels_of_programs(report.programs)}, store)
     sections = [
         _section("missed", f"Not fused ({len(report.missed)})", _missed(report, code), bool(report.missed)),
         _section("pieces", "Captured in pieces", _breaks(report), bool(report.breaks)),
@@ -70,6 +71,12 @@ def render(
             f"Attention ({len(report.attention)})",
             render_attentions(groups, code, boxes, times),
             bool(groups),
+        ),
+        _section(
+            "programs",
+            f"Token programs ({len(report.programs)})",
+            render_programs(report.programs, boxes),
+            bool(report.programs),
         ),
         _section("times", "Where the time goes", render_times(times), times is not None),
         _section("weights", "Weights", render_weights(weights or {}), bool(weights)),

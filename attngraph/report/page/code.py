@@ -19,16 +19,17 @@ _BEFORE, _AFTER = 3, 3
 @dataclasses.dataclass
 class Links:
     """What leads from charts to other parts of the page, and back: the graph's `code`; `panels`, those of
-    attentions by module and source; `boxes`, the ids of what was drawn first, by panel."""
+    attentions by module and source, and of token programs by their text; `boxes`, the ids of what was drawn
+    first, by panel."""
 
     code: UserCode
-    panels: Mapping[tuple[str, str], str]
+    panels: Mapping[tuple[str, str] | str, str]
     boxes: dict[str, str]
 
-    def panel(self, lines: Sequence[Line]) -> str:
-        """The panel of an attention that these lines have; "" if there is none."""
+    def panel(self, lines: Sequence[Line], program: Sequence[str]) -> str:
+        """The panel of the attention or the token program that these lines have; "" if there is none."""
         named = (self.panels.get((line.module, source_of(line))) for line in lines if "attention" in line.op)
-        return next((name for name in named if name), "")
+        return next((name for name in named if name), "") or self.panels.get("\n".join(program), "")
 
 
 def stored(code: UserCode) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def draw(chart: Chart, name: str, missed: Mapping[str, str], links: Links) -> Ht
 
 def _led(box: Box, name: str, links: Links) -> dict[str, str | None]:
     """The attributes of a box by which other parts of the page are found from it, and it from them."""
-    panel = links.panel(box.lines)
+    panel = links.panel(box.lines, box.program)
     own = name if panel and links.boxes.setdefault(panel, name) == name else None
     at = " ".join(map(str, places(links.code, box.lines)))
     return {"id": own, "data_panel": panel or None, "data_at": at or None}

@@ -34,7 +34,7 @@ def final_text(report: Entries) -> str:
 
 
 def render_graphs(
-    graphs: Sequence[Entries], panels: Mapping[tuple[str, str], str], store: Store
+    graphs: Sequence[Entries], panels: Mapping[tuple[str, str] | str, str], store: Store
 ) -> tuple[Html, dict[str, str]]:
     """Charts of all graphs, and the boxes of attentions by their panels."""
     boxes: dict[str, str] = {}
@@ -100,7 +100,7 @@ def _drawing(
         beside = tag(
             "div",
             tag("pre", "", class_="about", aria_hidden="true"),  # hidden: a box's title already says it
-            tag("p", tag("a", "What this attention computes", href="#attention"), class_="led", hidden=True),
+            tag("p", tag("a", "What it computes", href="#attention"), class_="led", hidden=True),
             tag("div", "", class_="yours", data_code=code) if links.code.reached else "",
             class_="beside",
         )  # fmt: skip
