@@ -4,9 +4,9 @@
     python docs/make_dumps.py --check    say which pages are not as a run of today would write them
 
 A page asks for a dump by a comment before a block of text, `<!-- dump CASE PASS before -->` or `after`, and
-for a picture by `<!-- picture PROGRAM -->` before an image; the picture is written to `pictures/`. CASES are
-the runs: small models of `models/`, compiled with `dump=`. Nothing in the blocks is written by hand; tests hold
-them against a run.
+for a picture by `<!-- picture PROGRAM -->` before an image; the picture is written to `pictures/`. CASES
+are the runs: small models of `models/`, compiled with `dump=`. Nothing in the blocks is written by hand;
+tests hold them against a run.
 """
 
 from __future__ import annotations
