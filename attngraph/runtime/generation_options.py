@@ -142,8 +142,8 @@ def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
 
 
 def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str, Any]) -> Any:
-    """The prompts of `prefill`, removed from the arguments by name: by the name that `CacheConfig(tokens=...)`
-    gives, or transformers', or else the only argument.
+    """The prompts of `prefill`, removed from the arguments: by the name that `CacheConfig(tokens=...)` gives,
+    or transformers' name, or else the only argument.
 
     Raises:
         TypeError: it cannot be told which they are; says how to write the call.
