@@ -301,6 +301,30 @@ def test_words_stand_out_from_what_is_behind_them(
     assert not weak
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_axe_finds_nothing_folded_or_unfolded(
+    show: Callable[..., Any],
+    evil: CompileReport,
+    missed: CompileReport,
+    viewport: dict[str, int],
+    scheme: str,
+) -> None:
+    """The rules of axe-core, if its package is installed."""
+    package = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    rules = (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    for report in (evil, missed):
+        page = show(report, viewport, color_scheme=scheme, bypass_csp=True)
+        page.evaluate(rules)
+        for _ in range(2):
+            found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+            told = [(v["id"], [n["html"][:200] for n in v["nodes"]]) for v in found["violations"]]
+            assert not told
+            page.evaluate("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
+            for button in page.locator("button.fold:visible").all():
+                button.click()
+
+
 def test_no_name_of_a_model_runs(show: Callable[..., Any], evil: CompileReport) -> None:
     page = show(evil)
     page.evaluate("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
