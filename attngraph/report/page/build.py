@@ -62,6 +62,7 @@ def render(
     store = Store()
     groups, code = folded(report.attention), _all_code(graphs)
     drawn, boxes = render_graphs(graphs, {**panels(groups), **panels_of_programs(report.programs)}, store)
+    compared = tag("div") if earlier is None else render_compared(report, earlier, graphs, then, store)
     sections = [
         _section("missed", f"Not fused ({len(report.missed)})", _missed(report, code), bool(report.missed)),
         _section("pieces", "Captured in pieces", _breaks(report), bool(report.breaks)),
@@ -82,7 +83,7 @@ def render(
         _section("weights", "Weights", render_weights(weights or {}), bool(weights)),
         _section("cache", "Cache", _cache(report), report.cache is not None),
         _section("retraces", "Traced again", _retraces(report), bool(report.retraces)),
-        _section("compared", "Compared with before", render_compared(graphs, then, store), bool(then)),
+        _section("compared", "Compared with before", compared, bool(then)),
         _section("passes", "Passes", _passes(graphs, store), bool(graphs)),
         _section("graph", "Graph", drawn, any(final_text(g) for g in graphs)),
     ]
