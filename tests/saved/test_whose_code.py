@@ -1,5 +1,5 @@
 """Whose code a trace ran: torch's, Python's and the tools' versions count instead of their code, wherever
-they are installed; all other packages are the user's."""
+they are installed; all other packages are the user's. Of the user's code a saved model gives no text away."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 import sympy
 import torch
 
+import attngraph
 from attngraph.capture import executed
 from attngraph.capture.executed import is_users
+from attngraph.models import targets
 
 
 def test_torch_and_its_tools_and_the_library_are_not_the_users() -> None:
@@ -43,3 +45,17 @@ def test_a_tool_is_known_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.Mo
     finally:
         executed._folders_of_tools.cache_clear()
         is_users.cache_clear()
+
+
+def test_a_saved_model_has_no_text_of_the_users_code(tmp_path: Path) -> None:
+    model, (ids,) = targets.tiny_decoder_lm(tokens=12)
+    compiled = attngraph.compile(model.eval(), min_scores=0)
+    with torch.no_grad():
+        compiled(ids)
+    assert compiled.report.code.stretches
+    folder = compiled.save(tmp_path / "saved")
+    again = attngraph.load(folder, model)
+    with torch.no_grad():
+        again(ids)
+    assert not again.report.code.stretches and again.report.attention == compiled.report.attention
+    assert not any("def forward" in file.read_text("utf-8") for file in folder.rglob("*.json"))
