@@ -21,6 +21,7 @@ from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.graph.verify import verify
 from attngraph.report.dump import CAPTURE, Dump, notes_of, write_failed
 from attngraph.report.entries import PassRecord
+from attngraph.report.user_code import UserCode, user_code
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,11 @@ class Pass(Protocol):
 
 @dataclasses.dataclass
 class Result:
-    """The result of a pipeline. `captured` is the text of the graph before it."""
+    """The result of a pipeline. `captured` is the text of the graph before it, `code` the user's lines that
+    it comes from."""
 
     captured: str = ""
+    code: UserCode = dataclasses.field(default_factory=UserCode)
     records: list[PassRecord] = dataclasses.field(default_factory=list)
     missed: list[Any] = dataclasses.field(default_factory=list)
     obstacles: set[str] = dataclasses.field(default_factory=set)
@@ -116,7 +119,7 @@ def run(
             written to a file, and the message has the command that runs the pass on it again.
     """
     head, text = format_file(graph)
-    result = Result(text)
+    result = Result(text, user_code(graph))
     if dump is not None and dump.count == 0:
         dump.values(graph)
         dump.stage(CAPTURE, graph.level.name.lower(), [], head, text)

@@ -4,8 +4,9 @@
     python docs/make_dumps.py --check    say which pages are not as a run of today would write them
 
 A page asks for a dump by a comment before a block of text, `<!-- dump CASE PASS before -->` or `after`, and
-for a picture by `<!-- picture PROGRAM -->` before a line of SVG. CASES are the runs: small models of
-`models/`, compiled with `dump=`. Nothing in the blocks is written by hand; tests hold them against a run.
+for a picture by `<!-- picture PROGRAM -->` before an image; the picture is written to `pictures/`. CASES
+are the runs: small models of `models/`, compiled with `dump=`. Nothing in the blocks is written by hand;
+tests hold them against a run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(
     r"(<!-- dump (\S+) (\S+) (before|after) -->\n```text\n).*?(^```$)", re.DOTALL | re.MULTILINE
 )
-PICTURE = re.compile(r"(<!-- picture (\S+) -->\n)(<svg[^\n]*\n)?")
+PICTURE = re.compile(r"(<!-- picture (\S+) -->\n)(!\[[^\n]*\n)?")
+PICTURES = DOCS / "pictures"
 
 
 VERSION = re.compile(r"(?<=`python docs/make_dumps.py` with torch )\d+\.\d+")
@@ -131,20 +133,29 @@ def dump(case: str, step: str, when: str) -> str:
     return found[places[0] - (when == "before")][1]
 
 
-def picture(name: str) -> str:
-    """The mask of a well-known program for 24 tokens, on one line."""
+def title(name: str) -> str:
+    """What a picture of a well-known program shows."""
     known = WELL_KNOWN[name]
-    drawn = mask_map(known.text, 24, 24, known.reads(24, 24, known.small), known.small)
     sizes = ", ".join(f"n{number} = {value}" for number, value in enumerate(known.small))
-    title = f"{name}: {known.about}{sizes and f'; here {sizes}'}"
-    return to_svg(drawn, title).replace("\n", " ").strip()
+    return f"{name}: {known.about}{sizes and f'; here {sizes}'}"
+
+
+def picture(name: str) -> str:
+    """The mask of a well-known program for 24 tokens, as SVG."""
+    known = WELL_KNOWN[name]
+    return to_svg(mask_map(known.text, 24, 24, known.reads(24, 24, known.small), known.small), title(name))
+
+
+def pictures(page: str) -> dict[Path, str]:
+    """The pictures that a page asks for, by file."""
+    return {PICTURES / f"{m[2]}.svg": picture(m[2]) for m in PICTURE.finditer(page)}
 
 
 def written(page: str) -> str:
     """A page with its generated parts as they are today."""
     page = VERSION.sub(".".join(torch.__version__.split(".")[:2]), page)
     page = BLOCK.sub(lambda m: f"{m[1]}{dump(m[2], m[3], m[4])}\n{m[5]}", page)
-    return PICTURE.sub(lambda m: f"{m[1]}{picture(m[2])}\n", page)
+    return PICTURE.sub(lambda m: f"{m[1]}![{title(m[2])}](pictures/{m[2]}.svg)\n", page)
 
 
 def without_what_varies(page: str) -> str:
@@ -162,11 +173,13 @@ def main(argv: list[str] | None = None) -> int:
     old = []
     for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
-        found = written(page)
-        if without_what_varies(found) != without_what_varies(page):
-            old.append(str(path.relative_to(DOCS.parent)))
-            if not options.check:
-                path.write_text(found, encoding="utf-8")
+        for file, found in {path: written(page), **pictures(page)}.items():
+            known = file.read_text(encoding="utf-8") if file.exists() else ""
+            if without_what_varies(found) != without_what_varies(known):
+                old.append(str(file.relative_to(DOCS.parent)))
+                if not options.check:
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_text(found, encoding="utf-8")
     print("\n".join(old) if old else "nothing to write")
     return 1 if old and options.check else 0
 

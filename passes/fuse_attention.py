@@ -240,6 +240,7 @@ class _Fusion:
             value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
             caller=caller, code=code,
             kernel=KernelEntry(), error=verdict.error, call=call, warning=warning,
+            axes=(tuple(map(self._number, claim.axes[0])), tuple(map(self._number, claim.axes[1]))),
         )  # fmt: skip
 
     def _adopt(self, node: fx.Node) -> None:

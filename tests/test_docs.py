@@ -29,7 +29,7 @@ from attngraph.meaning.rule import RULES
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = sorted([*DOCS.rglob("*.md"), README, ROOT / "CHANGELOG.md"])
+PAGES = sorted([*(p for p in DOCS.rglob("*.md") if not p.is_symlink()), README, ROOT / "CHANGELOG.md"])
 FENCE = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -162,7 +162,19 @@ def test_dumps_and_pictures_are_those_of_a_run_of_today(
     assert written_with
     if version(torch.__version__) < version(written_with[0]):
         pytest.skip(f"the dumps were written with torch {written_with[0]}")
-    golden(page, make_dumps.written(page.read_text(encoding="utf-8")), make_dumps.without_what_varies)
+    text = page.read_text(encoding="utf-8")
+    for file, found in {page: make_dumps.written(text), **make_dumps.pictures(text)}.items():
+        golden(file, found, make_dumps.without_what_varies)
+
+
+def test_every_picture_of_the_folder_is_shown_by_a_page() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [p.name for p in (DOCS / "pictures").iterdir() if f"](pictures/{p.name})" not in shown] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_picture_is_a_file_of_its_own(page: Path) -> None:
+    assert "<svg" not in prose(page), "markup that nobody can read: `<!-- picture NAME -->` before an image"
 
 
 TELLS = ("Refusal", "_Refused", "NoDecoderError")

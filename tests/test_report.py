@@ -98,7 +98,7 @@ def test_json_holds_every_field_and_comes_back_the_same() -> None:
         (entry(), entry(name="x")), (Missed("why", "a.py:1", "m"),), (record(),), (Break("r", "s"),), 1.5, 2
     )
     found = json.loads(report.to_json())
-    texts = {"captured", "parts"}
+    texts = {"captured", "code", "parts"}
     assert set(found) == {f.name for f in dataclasses.fields(CompileReport)} - texts
     rebuilt = CompileReport.from_json(report.to_json())
     assert rebuilt == report

@@ -32,7 +32,9 @@ from attngraph.codegen.cpu.replay import Replay
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
-from attngraph.ir.ops import nodes
+from attngraph.ir.graph.source import module_of
+from attngraph.ir.language.token_program import parse
+from attngraph.ir.ops import nodes, token_program
 from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
@@ -42,7 +44,7 @@ from attngraph.passes.insert_kv_cache.insert import InsertKVCache, only_result
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
-from attngraph.report.entries import AttentionEntry, Break, CacheEntry, KernelEntry
+from attngraph.report.entries import AttentionEntry, Break, CacheEntry, KernelEntry, TokenProgramEntry
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.direct import shortened
@@ -181,7 +183,8 @@ def compile_graph(
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        ranks=None if graph.ranks is None else graph.ranks.entry, numbers=made.numbers, capture=made.seconds,
+        code=result.code, ranks=None if graph.ranks is None else graph.ranks.entry, numbers=made.numbers,
+        capture=made.seconds,
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
@@ -275,7 +278,8 @@ def derive_decoder(
     arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *inserted.records),
-        captured=result.captured, numbers=made.numbers, capture=made.seconds,
+        captured=result.captured, code=result.code, programs=_programs(graph), numbers=made.numbers,
+        capture=made.seconds,
     )  # fmt: skip
     run = step_runner_of(options)
     step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)
@@ -358,6 +362,20 @@ def _entries(graph: ProgramGraph) -> Iterator[AttentionEntry]:
     for part in (*graph.stages.values(), graph):
         for node in (n for n in part.graph.nodes if "attention" in n.meta):
             yield dataclasses.replace(node.meta["attention"], kernel=_kernel(node))
+
+
+def _programs(graph: ProgramGraph) -> tuple[TokenProgramEntry, ...]:
+    """The token programs of a graph, equal ones once, with the source that is emitted for few tokens."""
+    names: dict[str, dict[str, None]] = {}
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.attngraph.token_program.default:
+            names.setdefault(str(node.args[1]), {})[module_of(node)] = None
+    found = []
+    for text, modules in names.items():
+        sources = ((runner.name, runner.source(parse(text))) for runner in token_program.RUNNERS)
+        name, source = next(((n, s) for n, s in sources if s), ("", ""))
+        found.append(TokenProgramEntry(text, tuple(modules), KernelEntry(name, source)))
+    return tuple(found)
 
 
 def _kernel(node: fx.Node) -> KernelEntry:

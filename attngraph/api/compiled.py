@@ -41,10 +41,12 @@ from attngraph.report import report as reporting
 from attngraph.report.dump import write_breaks
 from attngraph.report.entries import AttentionEntry
 from attngraph.report.report import CompileReport
+from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Graphs, KeyOf
 from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
 from attngraph.runtime.small_calls import SmallCalls
+from attngraph.runtime.timing import times_of
 from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
 from attngraph.runtime.wrapper import ModelWrapper
 from attngraph.saved.weights import Skeleton
@@ -202,6 +204,38 @@ class CompiledModule(ModelWrapper):
             ValueError: there is no attention of that name; the message lists the names. IndexError: no such
                 row or query. CaptureError: the model is captured in pieces.
         """
+        found, tensors = self._whole(args, kwargs, "weights")
+        missed = {m.name or "attention": m.reason for m in found.report.missed}
+        names = chosen_names(at, names_of_attentions(found.captured.graph), missed)
+        with LOCK.call():
+            weights = weights_of(found, tensors, names, rows, queries)
+        return weights[at] if isinstance(at, str) else weights
+
+    def times(self, *args: Any, rounds: int = 5, **kwargs: Any) -> Times:
+        """What each operation of the graph takes in a call, measured one by one: `print` it, or give it to
+        `report.to_html(path, times=...)`.
+
+        The graph is run without gradients, and nothing of the model is changed.
+
+        Args:
+            args, kwargs: the model's arguments.
+            rounds: how often the call is measured, after once to warm up; medians are told.
+
+        Raises:
+            CaptureError: the model is captured in pieces, or runs on several ranks.
+        """
+        found, tensors = self._whole(args, kwargs, "times")
+        with LOCK.call():
+            return times_of(found, tensors, rounds)
+
+    def _whole(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
+    ) -> tuple[Executable, list[Tensor]]:
+        """The one graph that serves a call, traced if need be, and the call's tensors; `what` is asked of it.
+
+        Raises:
+            CaptureError: there is no such graph.
+        """
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():
@@ -212,22 +246,18 @@ class CompiledModule(ModelWrapper):
         except _Settling:
             with torch.no_grad():
                 self(*args, **kwargs)  # fills the model's table, as any first call does
-            return self.weights(*args, at=at, rows=rows, queries=queries, **kwargs)
+            return self._whole(args, kwargs, what)
         if found is None:
             pieces = self._pieces.get(ALWAYS) or self._pieces[key_of(frozenset())]
             reason = pieces.breaks[0].reason
             raise CaptureError(
-                f"weights can be shown of a model that is one graph, not of pieces: {reason}", reason
+                f"{what} can be shown of a model that is one graph, not of pieces: {reason}", reason
             )
-        missed = {m.name or "attention": m.reason for m in found.report.missed}
-        names = chosen_names(at, names_of_attentions(found.captured.graph), missed)
         if found.captured.graph.ranks is not None:
             raise CaptureError(
-                "weights are shown on one device: compile the model without a mesh for that.", "several ranks"
+                f"{what} are shown on one device: compile the model without a mesh for that.", "several ranks"
             )
-        with LOCK.call():
-            weights = weights_of(found, tensors, names, rows, queries)
-        return weights[at] if isinstance(at, str) else weights
+        return found, tensors
 
     def _is_small(self, found: Executable, tensors: Sequence[Tensor]) -> bool:
         """Whether the model itself is as fast as the graph for a call of these sizes. A model that contains

@@ -280,7 +280,7 @@ def _keep(found: Executable | Step, call: Call, executed: Any, options: Options)
         if found.traced.doubts:
             log.info("not kept in the cache because of %s", "; ".join(found.traced.doubts[:_TOLD]))
         elif cached:
-            cached[0].disk.keep(call.key, files_of(found, found.traced, content, call.owner))
+            cached[0].disk.keep(call.key, files_of(found, found.traced, content, call.owner, code=True))
     except SavedError as problem:
         log.info("not kept in the cache: %s", problem)
     except Exception as problem:  # the user's own objects are looked at; what they do is not ours to stop for
@@ -311,7 +311,7 @@ def save(
             log.warning(
                 "saved, but these are not compared when it is loaded: %s", "; ".join(graph.traced.doubts)
             )
-        entry = files_of(graph, graph.traced, content, build.owner_of(target))
+        entry = files_of(graph, graph.traced, content, build.owner_of(target), code=False)
         files |= {f"graph-{number}/{name}": data for name, data in entry.items()}
     about = {
         "kind": "module" if config is None else "decoder", "versions": versions(), "graphs": len(found),

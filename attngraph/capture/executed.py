@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import cProfile
 import functools
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -26,7 +27,8 @@ _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _LIBRARY = tuple({sysconfig.get_path(n) + os.sep for n in ("stdlib", "platstdlib")})
 TOOLS = ("sympy", "mpmath", "networkx", "numpy")
 """Packages that torch itself works with: what they do follows from their versions."""
-_PACKAGES = tuple({sysconfig.get_path(n) + os.sep for n in ("purelib", "platlib")})
+_INSTALLED = ("site-packages", "dist-packages")
+"""Folders of packages; one may lie inside of Python's library, whichever environment runs."""
 
 
 class Executed:
@@ -152,14 +154,25 @@ def _is_generated(file: str) -> bool:
     return file.startswith("<") and not file.startswith("<frozen")
 
 
+def _is_pythons(file: str) -> bool:
+    """Whether a file is of Python's library, and not of a package that is installed in its folder."""
+    inside = (file.removeprefix(root) for root in _LIBRARY if file.startswith(root))
+    return any(part.split(os.sep)[0] not in _INSTALLED for part in inside)
+
+
+@functools.cache
+def _folders_of_tools() -> tuple[str, ...]:
+    """Where the tools lie: in any folder that Python finds packages in."""
+    found = (importlib.util.find_spec(tool) for tool in TOOLS)
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in found if spec and spec.origin)
+
+
 @functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Whether code of this file is neither torch's, nor Python's own, nor attngraph's."""
     if file.startswith("<"):
         return file.startswith(("<stdin", "<ipython", "<input", "<doctest", "<console"))
-    if file.startswith(_TORCH) or (file.startswith(_LIBRARY) and not file.startswith(_PACKAGES)):
-        return False
-    if any(file.startswith(os.path.join(root, tool) + os.sep) for root in _PACKAGES for tool in TOOLS):
+    if file.startswith(_TORCH) or _is_pythons(file) or file.startswith(_folders_of_tools()):
         return False
     real = os.path.realpath(file)
     return not real.startswith(_OURS) or real.startswith(os.path.join(_OURS, "models") + os.sep)

@@ -69,10 +69,15 @@ def _compile(commands: Any) -> None:
     one = commands.add_parser(
         "compile",
         help="compile a model, show the report, check it against eager, time it",
-        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64",
+        epilog="example: attngraph compile attngraph.models.targets:tiny_decoder_lm --tokens 64 "
+        "--page report.html",
     )
     _target(one, nargs="+")
     one.add_argument("--dump", metavar="DIR", help="write the graph after each pass here")
+    one.add_argument(
+        "--page", type=Path, metavar="FILE",
+        help="write the report as one HTML page, with your code, measured times and weights",
+    )  # fmt: skip
     one.add_argument("--strict", action="store_true", help="fail where something is not fused")
     _how_to_compile(one)
 
@@ -84,7 +89,7 @@ def _demo(commands: Any) -> None:
         epilog="example: attngraph demo --no-torch-compile. It takes a few minutes on two cores, and says "
         "what it does on standard error.",
     )
-    demo.set_defaults(batch=None, dump=None, strict=False)
+    demo.set_defaults(batch=None, dump=None, page=None, strict=False)
     _how_to_compile(demo)
 
 

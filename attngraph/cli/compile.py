@@ -13,13 +13,17 @@ from torch import nn
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.options import make_options
 from attngraph.benchmark.measure import Measurement, measure
-from attngraph.cli.problems import TargetError
+from attngraph.cli.page import write_page
+from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given, shapes_of
 from attngraph.runtime.verify import compare
 
 
 def run(options: argparse.Namespace) -> int:
+    check_writable(options.page, "--page")
+    if options.page is not None and len(options.target) > 1:
+        raise TargetError("--page shows one target; name one.")
     return max(compile_target(target, options, options.tokens)[0] for target in options.target)
 
 
@@ -58,6 +62,9 @@ def compile_target(
         found = measure(
             _candidates(model, compiled, inputs, options, tell), rounds=options.rounds, progress=tell
         )
+        if options.page is not None:
+            tell("measuring single operations")
+            write_page(compiled, inputs, options.page, target)
     tell.done()
     shapes = shapes_of(inputs)
     result = {

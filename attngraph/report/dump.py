@@ -6,6 +6,7 @@
     DIR/graph-0/report.json               the report, without texts
     DIR/breaks-0.json                     why a model was captured in pieces, if it was
     DIR/graph-0/values.json               contents of buffers, which passes may look at
+    DIR/graph-0/code.json                 the user's functions that the graph comes from
     DIR/graph-0/kernel-00.cpu.compiled.c  source emitted for attention, each distinct text once
 
 Every graph has a folder of its own. Existing files are never overwritten.
@@ -27,11 +28,13 @@ from attngraph.ir.graph.printer import input_name
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.reader import read_graph
 from attngraph.ir.graph.values import decode, encode
-from attngraph.report.entries import Break, KernelEntry, PassRecord
+from attngraph.report.entries import AttentionEntry, Break, KernelEntry, PassRecord, TokenProgramEntry
 from attngraph.report.report import CompileReport
+from attngraph.report.user_code import UserCode
 
 CAPTURE = "capture"
 VALUES = "values.json"
+CODE = "code.json"
 _ENDINGS = {"cpu": "c", "triton": "py"}
 
 
@@ -69,13 +72,15 @@ class Dump:
         entries = [{k: v for k, v in dataclasses.asdict(r).items() if k != "text"} for r in report.passes]
         self._json("index.json", entries)
         found = json.loads(report.to_json())
-        kernels = list(dict.fromkeys(a.kernel for a in report.attention if a.kernel.source))
+        told: tuple[AttentionEntry | TokenProgramEntry, ...] = (*report.attention, *report.programs)
+        kernels = list(dict.fromkeys(a.kernel for a in told if a.kernel.source))
         for number, kernel in enumerate(kernels):
             (self.folder / _kernel_file(number, kernel)).write_text(kernel.source, encoding="utf-8")
-        for entry, given in zip(found["attention"], report.attention, strict=True):
+        for entry, given in zip((*found["attention"], *found["programs"]), told, strict=True):
             if given.kernel.source:
                 entry["kernel"]["file"] = _kernel_file(kernels.index(given.kernel), given.kernel)
         self._json("report.json", found)
+        self._json(CODE, dataclasses.asdict(report.code))
 
     def values(self, graph: ProgramGraph) -> None:
         """Write the contents of the buffers and constants that passes look at."""
@@ -134,6 +139,7 @@ def _read_graph(folder: Path) -> CompileReport:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         files = [entry["kernel"].pop("file", "") for entry in data["attention"]]
+        more = [entry["kernel"].pop("file", "") for entry in data.get("programs", ())]
         report = CompileReport.from_json(json.dumps(data))
     except OSError as problem:
         raise DumpError(
@@ -149,11 +155,32 @@ def _read_graph(folder: Path) -> CompileReport:
     if lost:
         raise DumpError(f"{folder} lacks the graph after {', '.join(lost)}. Write the dump again.")
     passes = tuple(dataclasses.replace(r, text=texts[r.name] if r.changed else "") for r in report.passes)
+
+    def with_source(kernel: KernelEntry, file: str) -> KernelEntry:
+        return dataclasses.replace(kernel, source=_kernel_text(folder, file))
+
     attention = tuple(
-        dataclasses.replace(a, kernel=dataclasses.replace(a.kernel, source=_kernel_text(folder, file)))
+        dataclasses.replace(a, kernel=with_source(a.kernel, file))
         for a, file in zip(report.attention, files, strict=True)
     )
-    return dataclasses.replace(report, passes=passes, attention=attention, captured=texts[CAPTURE])
+    programs = tuple(
+        dataclasses.replace(p, kernel=with_source(p.kernel, file))
+        for p, file in zip(report.programs, more, strict=True)
+    )
+    code = _code(folder / CODE)
+    return dataclasses.replace(
+        report, passes=passes, attention=attention, programs=programs, captured=texts[CAPTURE], code=code
+    )
+
+
+def _code(path: Path) -> UserCode:
+    """The user's lines; none in a dump of an earlier version."""
+    if not path.exists():
+        return UserCode()
+    try:
+        return UserCode.from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise DumpError(f"{path} is cut off or of another version ({problem}).") from problem
 
 
 def _graph_text(path: Path) -> str:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
+
+from attngraph.report.ranks import RanksEntry
+from attngraph.report.user_code import UserCode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +116,8 @@ class AttentionEntry:
     eager one, `error` the largest relative error found when it was checked in float64. `merged` is how many
     attentions of the model (one per head, say) it stands for. `latent` is set where keys and values are
     computed from a narrower value, or nearly so. `warning` is what looks like a mistake of the model.
+    `axes` are factors of `heads` that are other axes of what the model was given, the rows of a map for
+    example: those of queries and keys, then those of queries alone.
     Where `source` is in a library's function, `caller` is the model's line that calls it, and `code` is
     the text of that line.
     """
@@ -133,6 +139,22 @@ class AttentionEntry:
     warning: str = ""
     caller: str = ""
     code: str = ""
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def heads_in_words(self) -> str:
+        """`8 heads on 2 key/value heads of width 64`, `1 head of width 32 at each of 16 places of another
+        axis`."""
+        both, queries = self.axes
+        heads = self.heads // math.prod((*both, *queries))
+        kv_heads = self.kv_heads // math.prod(both)
+        words = _heads(heads) + (
+            f" on {kv_heads:,} key/value head{'s' * (kv_heads > 1)}" * (heads != kv_heads)
+        )
+        words += f", merged from {self.merged} attentions," if self.merged > 1 else ""
+        words += f" of width {self.head_dim}"
+        words += f" (values {self.value_dim})" if self.value_dim != self.head_dim else ""
+        words += f", at each of {_places(both)} of another axis" if both else ""
+        return words + (f", for queries at {_places(queries)} of another axis" if queries else "")
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -170,6 +192,14 @@ class AttentionEntry:
     def _scores(self) -> int:
         call = self.call
         return 0 if call is None else call.batch * self.heads * call.queries * call.keys
+
+
+def _heads(count: int) -> str:
+    return f"{count:,} head{'s' * (count != 1)}"
+
+
+def _places(axes: tuple[int, ...]) -> str:
+    return f"{' x '.join(map(str, axes))} places"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,67 +338,12 @@ class CacheEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedEntry:
-    """What ranks divide: `count` heads, hidden units or rows of a table; or what is gathered again."""
+class TokenProgramEntry:
+    """A token program: what it computes for each token, the modules that have it, and its kernel."""
 
-    what: str
-    name: str
-    source: str
-    count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SentEntry:
-    """A collective: `bytes_per_token` of its operand and `sent_per_token` by each rank in a ring; for the
-    whole call where its size does not grow with the tokens (`fixed`)."""
-
-    what: str
-    source: str
-    bytes_per_token: int
-    sent_per_token: int
-    fixed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class RanksEntry:
-    """What a graph for several ranks divides, what it sends, and what every rank has whole.
-
-    `parameters`: the elements of all parameters, and of those that one rank holds. `whole` lists (parameter,
-    elements, reason) of matrices that are not divided; `vectors` counts other parameters.
-    """
-
-    count: int
-    divided: tuple[DividedEntry, ...] = ()
-    sent: tuple[SentEntry, ...] = ()
-    whole: tuple[tuple[str, int, str], ...] = ()
-    vectors: int = 0
-    parameters: tuple[int, int] = (0, 0)
-
-    @property
-    def sent_per_token(self) -> int:
-        """Bytes that a rank sends for one token of a forward pass."""
-        return sum(s.sent_per_token for s in self.sent if not s.fixed)
-
-    def lines(self) -> list[str]:
-        """Lines of text: what is divided, what is sent, what is not divided and why."""
-        everything, held = self.parameters
-        found = ["", f"  ranks   {self.count}, a rank holds {held:,} of {everything:,} parameters"]
-        for (what, count), group in itertools.groupby(self.divided, key=lambda e: (e.what, e.count)):
-            members = list(group)
-            names = members[0].name or "the model"
-            more = f" .. {members[-1].name}" if len(members) > 1 else ""
-            where = f"   {members[0].source}" if members[0].source else ""
-            found.append(f"      {len(members)} x {count:,} {what}   {names}{more}{where}")
-        for (what, size), sent in itertools.groupby(self.sent, key=lambda s: (s.what, s.bytes_per_token)):
-            each = list(sent)
-            unit = "a call" if each[0].fixed else "a token"
-            found.append(f"      {len(each)} x {what} of {size:,} bytes {unit}   {each[0].source}")
-        found.append(f"      sent by each rank: {self.sent_per_token:,} bytes a token, forward")
-        for name, size, reason in self.whole:
-            found.append(f"      whole on every rank: {name} ({size:,} values): {reason}")
-        if self.vectors:
-            found.append(f"      whole on every rank: {self.vectors} norm(s), bias(es) and other vectors")
-        return found
+    program: str
+    names: tuple[str, ...]
+    kernel: KernelEntry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,9 +368,10 @@ class Entries:
     `numbers` says why torch could not vary sizes, so that calls with other sizes are compiled again.
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
-    `captured` is the graph as it was traced, as text. Where there are several graphs, `parts` has the
-    entries of each, including the graphs' texts. `taken_from`: the folder of files, if it was not compiled
-    now; then times are those of when it was.
+    `captured` is the graph as it was traced, as text, `code` the user's lines that it comes from, `programs`
+    its token programs, equal ones once. Where there are several graphs, `parts` has the entries of each,
+    including the graphs' texts. `taken_from`: the folder of files, if it was not compiled now; then times are
+    those of when it was.
     """
 
     attention: tuple[AttentionEntry, ...] = ()
@@ -408,11 +384,13 @@ class Entries:
     ranks: RanksEntry | None = None
     numbers: tuple[Break, ...] = ()
     captured: str = dataclasses.field(default="", repr=False)
+    code: UserCode = dataclasses.field(default=UserCode(), repr=False)
     retraces: tuple[tuple[str, int], ...] = ()
     capture: float = 0.0
     small_calls: int = 0
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
     taken_from: str = ""
+    programs: tuple[TokenProgramEntry, ...] = ()
 
 
 def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attngraph.report import page
 from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, binary, folded
+from attngraph.report.times import Times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,30 +26,32 @@ class CompileReport(Entries):
     parts: tuple[CompileReport, ...] = dataclasses.field(default=(), repr=False)
 
     def to_json(self) -> str:
-        """The report as a JSON object, without the texts of graphs and kernels."""
+        """The report as a JSON object, without the texts of graphs, kernels and the user's code."""
         found = dataclasses.asdict(dataclasses.replace(self, parts=()))
-        for left_out in ("captured", "parts"):
+        for left_out in ("captured", "code", "parts"):
             del found[left_out]
         for entry in found["passes"]:
             del entry["text"]
         for entry in found["attention"]:
             del entry["kernel"]["source"]
+        for entry in found["programs"]:
+            del entry["kernel"]["source"]
         return json.dumps(found, indent=2)
 
     def to_html(
         self, path: str | Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
-        earlier: CompileReport | None = None,
+        earlier: CompileReport | None = None, times: Times | None = None,
     ) -> Path:  # fmt: skip
         """Write the report as one self-contained HTML file and return its path.
 
         `title` says what was compiled; `weights` (what `compiled.weights` gives for several names) are shown
-        as heatmaps; `earlier` is a report that this one is compared with. An existing file at `path` is
-        replaced atomically.
+        as heatmaps; `earlier` is a report that this one is compared with; `times` (what `compiled.times`
+        gives) say where the time of a call goes. An existing file at `path` is replaced atomically.
 
         Raises:
             DumpError: the file cannot be written.
         """
-        return page.write(self, Path(path), title, weights, earlier)
+        return page.write(self, Path(path), title, weights, earlier, times)
 
     @staticmethod
     def from_json(text: str) -> CompileReport:
@@ -170,20 +173,12 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
     names = first.name or "attention"
     if len(entries) > 1:
         names = f"{first.name} .. {entries[-1].name}"
-    heads = f"{first.heads} heads"
-    if first.kv_heads != first.heads:
-        heads += f" on {first.kv_heads} key/value heads"
-    if first.merged > 1:
-        heads += f", merged from {first.merged} attentions,"
-    width = f"{first.head_dim}"
-    if first.value_dim != first.head_dim:
-        width += f" (values {first.value_dim})"
     error = max(e.error for e in entries)
     return [
         "",
         f"  attention{times}   {first.source}   {names}",
         *([f"      called at {first.caller}   {first.code}".rstrip()] if first.caller else []),
-        f"      {heads} of width {width}, mask: {first.mask}",
+        f"      {first.heads_in_words()}, mask: {first.mask}",
         *(f"      | {_shown(line)}" for line in first.program.splitlines()),
         *([f"      look: {first.warning}"] if first.warning else []),
         *_latent_lines(first.latent),
@@ -213,6 +208,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         numbers=tuple(dict.fromkeys(b for r in reports for b in r.numbers)),
         capture=sum(r.capture for r in reports),
         small_calls=sum(r.small_calls for r in reports),
+        programs=tuple(p for r in reports for p in r.programs),
         parts=tuple(parts),
     )
 

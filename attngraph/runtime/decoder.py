@@ -26,7 +26,7 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.generate import generate
-from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options
+from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
 from attngraph.runtime.rolling import rolling
@@ -91,13 +91,13 @@ class Decoder(ModelWrapper):
 
     @serving
     def prefill(
-        self, ids: Ids, attention_mask: Tensor | None = None, **inputs: Any
+        self, ids: Ids | None = None, attention_mask: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, KVCache]:
         """Process prompts, and cache what later tokens need.
 
         Args:
             ids: `[B, T]` (`[T]` for one prompt, or embeddings `[B, T, C]`), or a list of prompts of any
-                lengths.
+                lengths. They may also be given by the name that the model has for them.
             attention_mask: `[B, T]`, nonzero at real tokens; padding may be on either side and does not
                 affect results. (With an encoder-decoder model it is the encoder's mask, and
                 `decoder_attention_mask` is the mask of the tokens.)
@@ -109,6 +109,7 @@ class Decoder(ModelWrapper):
         Raises:
             NoDecoderError: no decoder can be derived; says why and where. CacheError: the prompts do not fit.
         """
+        ids = tokens_of(self._signature, self.config_of_cache.tokens, inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._step(packed, inputs)
         state = self._begin(step, packed, inputs)

@@ -7,6 +7,7 @@ each other one is refused with what to write instead, unless its value asks for 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -138,6 +139,25 @@ def prompts_of(model: object, name: str, inputs: dict[str, Any]) -> Any:
     if name != DECODER_IDS or start is None or source is None:
         raise ValueError(f"there are no prompts: generate needs the tokens to begin with, as {name}=.")
     return torch.full((source.shape[0], 1), start, dtype=torch.int64, device=source.device)
+
+
+def tokens_of(signature: inspect.Signature, asked: str | None, inputs: dict[str, Any]) -> Any:
+    """The prompts of `prefill`, removed from the arguments: by the name that `CacheConfig(tokens=...)` gives,
+    or transformers' name, or else the only argument.
+
+    Raises:
+        TypeError: it cannot be told which they are; says how to write the call.
+    """
+    known = asked or (DECODER_IDS if DECODER_IDS in signature.parameters else None)
+    name = known or (next(iter(inputs)) if len(inputs) == 1 else "")
+    if name in inputs:
+        return inputs.pop(name)
+    example = name or next(reversed(inputs), "input_ids")
+    others = "".join(f", {n}=..." for n in inputs if n != example)
+    raise TypeError(
+        "prefill cannot tell which argument has the tokens. Give them first and the others by name, "
+        f"prefill(tokens{others}), or name them for good: CacheConfig(tokens={example!r})."
+    )
 
 
 def _criteria(given: Criterion | Iterable[Criterion] | None) -> tuple[Criterion, ...]:

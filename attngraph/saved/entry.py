@@ -25,6 +25,7 @@ from attngraph.capture.content import Content, tensor_digest
 from attngraph.errors import SavedError, TextError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.report.report import CompileReport
+from attngraph.report.user_code import UserCode
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.machine import Run, own_tensor
 from attngraph.runtime.step import Step
@@ -42,13 +43,14 @@ _ENDINGS = {"cpu": "c", "triton": "py"}
 
 
 def files_of(
-    found: Executable | Step, traced: Traced, content: Content, owner: nn.Module
+    found: Executable | Step, traced: Traced, content: Content, owner: nn.Module, code: bool
 ) -> dict[str, bytes]:
     """The files of a graph.
 
     Args:
         content: the model's state, for the paths of its objects.
         owner: the module in which names of weights are looked up.
+        code: keep the text of the user's code in the report. A folder that is given away has none.
 
     Raises:
         SavedError: it has no form in files; says why.
@@ -69,7 +71,7 @@ def files_of(
         beside |= {"name": found.name, "names": found.names, "spread": sorted(found.spread)}
         left_out = _left_out(found, content)
     guards = {**traced.sections(), "left_out": left_out, "contents": _contents(graph, owner)}
-    report = dataclasses.replace(found.report, parts=())
+    report = dataclasses.replace(found.report, parts=(), code=found.report.code if code else UserCode())
     return {
         "graph.txt": text.encode(), "graph.json": as_bytes(beside), "guards.json": as_bytes(guards),
         "report.json": as_bytes(plain(report)), **_kernels(report),

@@ -10,7 +10,7 @@ from torch import fx
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
-from attngraph.report.entries import DividedEntry, RanksEntry, SentEntry
+from attngraph.report.ranks import DividedEntry, RanksEntry, SentEntry
 
 
 def account(

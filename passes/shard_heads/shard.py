@@ -31,7 +31,7 @@ from attngraph.passes.shard_heads.parts import Parts
 from attngraph.passes.shard_heads.storage import settle
 from attngraph.passes.shard_heads.vocabulary import Vocabulary
 from attngraph.pipeline import Outcome
-from attngraph.report.entries import DividedEntry
+from attngraph.report.ranks import DividedEntry
 
 
 @dataclasses.dataclass(frozen=True)

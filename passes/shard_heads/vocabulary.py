@@ -26,7 +26,7 @@ from attngraph.meaning.placement.table import Cut, Table
 from attngraph.meaning.rule import Category, Unliftable
 from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.parts import Parts
-from attngraph.report.entries import DividedEntry
+from attngraph.report.ranks import DividedEntry
 
 aten = torch.ops.aten
 _TALL = 2

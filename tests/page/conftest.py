@@ -23,6 +23,7 @@ from attngraph.report.entries import (
     TracedCall,
 )
 from attngraph.report.report import CompileReport
+from attngraph.report.user_code import Reached, Stretch, UserCode, like
 
 EVIL = "</script><img src=x onerror=document.body.dataset.owned=1>\"'&`ünï\u202ecode\ud800\x00"
 """A name that would run a script, end an element, turn text around or break UTF-8, if it were let."""
@@ -120,6 +121,14 @@ def report_of(count: int, name: Callable[[int], str] = "blocks.{}".format, word:
         f"model.py:7 {word}", kernel, 3e-16,
         latent=LatentEntry(reason=f"left {word}"), call=TracedCall(1, 64, 64, "float32"),
     )  # fmt: skip
+    led_by = f"main.py {word}:2", "model.py:7"
+    code = UserCode(
+        (
+            Stretch("model.py", 5, f"def attend(x):  # {word}\n    y = x\n    return attention(y)\n"),
+            Stretch(f"main.py {word}", 1, f"def main(x):\n    return attend(x)  # {word}"),
+        ),
+        tuple(Reached(at, like(name(0) + ".attn"), led_by, 1) for at in ("model.py:7", f"model.py:7 {word}")),
+    )
     passes = (
         PassRecord("canonicalize", False, 0.02, 17 * count, 17 * count, ()),
         PassRecord(
@@ -131,7 +140,7 @@ def report_of(count: int, name: Callable[[int], str] = "blocks.{}".format, word:
         tuple(dataclasses.replace(entry, name=f"{name(n)}.attn") for n in range(count)),
         (Missed(f"its weights are used {word}", f"model.py:9 {word}", f"head {word}"),),
         passes, (Break(f"forward() prints {word}", f"model.py:3 {word}"),), 1.5,
-        cache=CacheEntry(1024, 2048, 4, ((f"kept {word}", 512, None),)), captured=before,
+        cache=CacheEntry(1024, 2048, 4, ((f"kept {word}", 512, None),)), captured=before, code=code,
     )  # fmt: skip
 
 

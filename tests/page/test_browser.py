@@ -205,6 +205,53 @@ def test_arrow_keys_move_from_box_to_box_and_tell_each(
     assert chart.locator("g[tabindex='0']").count() == 1
 
 
+def test_a_box_shows_the_users_code_and_a_line_leads_back_to_its_boxes(
+    show: Callable[..., Any], missed: CompileReport
+) -> None:
+    page = show(missed)
+    chart = page.locator(".drawn", has=page.locator("g.attention")).first
+    box = chart.locator("g.attention").first
+    box.focus()
+    code = chart.locator(".yours")
+    now = code.locator(".lines [aria-current]")
+    now.first.wait_for()
+    assert "conftest.py:" in box.locator("title").text_content()
+    own = code.locator(".frame[aria-pressed=true]")
+    assert own.count() == 0  # one line led to it: the model's own
+    lines = code.locator("button.line:not([aria-current])")
+    said = lines.first.text_content().split()[0]
+    lines.first.click()
+    api.expect(now.first).to_contain_text(said)
+    assert f"conftest.py:{said}" in chart.locator("g.shown title").text_content()
+
+
+def test_lines_of_code_can_be_walked_with_arrow_keys(show: Callable[..., Any], missed: CompileReport) -> None:
+    page = show(missed)
+    code = page.locator(".drawn", has=page.locator("g.attention")).first.locator(".yours")
+    code.locator("button.line[tabindex='0']").focus()
+    first = page.evaluate("document.activeElement.textContent")
+    steps = ("ArrowUp", "ArrowDown") if code.locator("button.line").last.text_content() == first else (
+        "ArrowDown", "ArrowUp")  # fmt: skip
+    page.keyboard.press(steps[0])
+    assert page.evaluate("document.activeElement.textContent") != first
+    page.keyboard.press(steps[1])
+    assert page.evaluate("document.activeElement.textContent") == first
+    assert code.locator("button.line[tabindex='0']").count() == 1
+
+
+def test_an_attention_and_its_box_lead_to_each_other(show: Callable[..., Any], missed: CompileReport) -> None:
+    page = show(missed)
+    page.evaluate("document.querySelectorAll('.layer').forEach((it) => { it.open = false; })")
+    page.get_by_role("link", name="Show it in the graph").first.click()
+    box = page.locator("g.attention:focus")
+    assert box.is_visible() and box.get_attribute("data-panel") == "attention-0"
+    drawn = page.locator(".drawn", has=page.locator("g.attention.shown"))
+    drawn.get_by_role("link", name="What it computes").click()
+    assert page.evaluate("location.hash") == "#attention-0"
+    drawn.locator("g.op").first.focus()
+    assert not drawn.locator(".led").is_visible()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
 def test_nothing_overflows_in_any_width_and_scheme(
@@ -252,6 +299,30 @@ def test_words_stand_out_from_what_is_behind_them(
         }"""
     )
     assert not weak
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_axe_finds_nothing_folded_or_unfolded(
+    show: Callable[..., Any],
+    evil: CompileReport,
+    missed: CompileReport,
+    viewport: dict[str, int],
+    scheme: str,
+) -> None:
+    """The rules of axe-core, if its package is installed."""
+    package = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+    rules = (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    for report in (evil, missed):
+        page = show(report, viewport, color_scheme=scheme, bypass_csp=True)
+        page.evaluate(rules)
+        for _ in range(2):
+            found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+            told = [(v["id"], [n["html"][:200] for n in v["nodes"]]) for v in found["violations"]]
+            assert not told
+            page.evaluate("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
+            for button in page.locator("button.fold:visible").all():
+                button.click()
 
 
 def test_no_name_of_a_model_runs(show: Callable[..., Any], evil: CompileReport) -> None:

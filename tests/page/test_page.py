@@ -160,10 +160,9 @@ def test_controls_are_native_and_headings_do_not_skip(missed: CompileReport) -> 
     for _, attributes in found.elements:
         for label in (attributes.get("aria-labelledby") or "").split():
             assert label in ids
-    assert {a["href"] for a in found.named("a")} == {
-        "#report",
-        *(f"#{s['id']}" for s in found.named("section") if "id" in s),
-    }
+    leads = {a["href"] for a in found.named("a")}
+    assert leads >= {"#report", *(f"#{s['id']}" for s in found.named("section") if "id" in s)}
+    assert leads <= {f"#{name}" for name in ids}
     assert all(b["type"] == "button" for b in found.named("button"))
 
 
@@ -465,3 +464,20 @@ def test_the_box_of_an_attention_has_its_program() -> None:
     drawn = page.render(report)
     drawn = drawn[drawn.index('class="chart"') :]
     assert "keep k &lt;= q</tspan>" in drawn and "\n    keep k &lt;= q" in drawn
+
+
+def test_two_reports_are_compared_in_numbers_and_by_their_attentions(
+    equal_layers: Callable[[int], CompileReport],
+) -> None:
+    now, entry = equal_layers(4), equal_layers(4).attention[0]
+    sunk = dataclasses.replace(entry, program="s = 0.125 * dot\nkeep k <= q\nsink 1.0")
+    earlier = dataclasses.replace(now, attention=(*now.attention[:3], sunk), seconds=3.0, missed=())
+    words = "".join(Structure(page.render(now, earlier=earlier)).texts)
+    assert "Attentions fused44" in words and "Not fused01" in words and "Compiled in3.00 s1.50 s" in words
+    before, after = words.partition("Only before:")[2].split("Only now:")
+    assert (
+        before == "attention of 4 heads of width 16: s = 0.125 * dot; keep k <= q; sink 1.0 by cpu.compiled"
+    )
+    assert after.startswith("attention of 4 heads of width 16: s = 0.125 * dot; keep k <= q by cpu.compiled")
+    assert "The graph after all passes is the same." in words
+    assert "Only" not in "".join(Structure(page.render(now, earlier=now)).texts)

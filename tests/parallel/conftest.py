@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.report.entries import RanksEntry
+from attngraph.report.ranks import RanksEntry
 
 Compared = Callable[..., RanksEntry]
 

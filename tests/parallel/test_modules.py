@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.passes.shard_heads.storage import HOLDS_RUNS
-from attngraph.report.entries import RanksEntry
+from attngraph.report.ranks import RanksEntry
 
 Compared = Callable[..., RanksEntry]
 PACKED_WHOLE = set() if HOLDS_RUNS else {"qkv.weight"}

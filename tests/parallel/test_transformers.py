@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngraph.report.entries import RanksEntry
+from attngraph.report.ranks import RanksEntry
 
 transformers: Any = pytest.importorskip("transformers")
 Compared = Callable[..., RanksEntry]

@@ -35,7 +35,7 @@ class Ranks:
         count: how many there are. group: the name of their process group.
         shards: a rank's parts of parameters, by the name of the input.
         places: numbers for each rank, `[ranks, n]`, by the name of the input.
-        entry: what the report says about them (`report.entries.RanksEntry`).
+        entry: what the report says about them (`report.ranks.RanksEntry`).
     """
 
     count: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import linecache
 import os
@@ -18,6 +19,40 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A line of the user's code, by its file's path and by the name that it is shown under."""
+
+    path: str
+    line: int
+
+    @property
+    def file(self) -> str:
+        return short_path(self.path)
+
+    @property
+    def source(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def call_stack(trace: str) -> tuple[list[Frame], int]:
+    """The lines outside of torch that call each other, the innermost last, and the place among them of the
+    model's own line: the innermost of this module's forward that is in the file of the line which calls the
+    module, so that it is not a library's."""
+    frames, entered = list[Frame](), 0
+    for path, line in _FRAME.findall(trace):
+        if path.startswith(_LAYERS):  # the call of a module: its forward is below
+            entered = len(frames)
+        elif not path.startswith((_TORCH, _OURS, "<", "torch/")):
+            frame = Frame(path, int(line))
+            if len(frames) == entered or frames[-1] != frame:  # a generator's line calls itself
+                frames.append(frame)
+    entered = min(entered, len(frames) - 1)
+    home = frames[max(entered - 1, 0)].path if frames else ""
+    inside = [n for n, f in enumerate(frames) if n >= entered and f.path == home]
+    return frames, inside[-1] if inside else entered
 
 
 def source_of(node: fx.Node) -> str:

@@ -23,6 +23,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, extent, recombined, split_digits
 from attngraph.meaning.attention import dot as dots
 from attngraph.meaning.attention import layout, program, roles
+from attngraph.meaning.attention.axes import other_axes
 from attngraph.meaning.attention.dot import Chain
 from attngraph.meaning.attention.layout import ViewOp
 from attngraph.meaning.attention.program import Source
@@ -69,7 +70,8 @@ class Attention:
 
     `scores` are the nodes that compute the dot, if there are any: several, if the model adds up products or
     multiplies parts of the keys separately. `heads`, `kv_heads`, `head_dim` and `value_dim` are size
-    expressions.
+    expressions, and so are `axes`: factors of `heads` that are other axes of what the model was given, first
+    those that keys have too and then those that queries alone have.
     """
 
     node: fx.Node
@@ -85,6 +87,7 @@ class Attention:
     kv_heads: Expr
     head_dim: Expr
     value_dim: Expr
+    axes: tuple[tuple[Expr, ...], tuple[Expr, ...]] = ((), ())
 
     @property
     def sinks(self) -> frozenset[Source]:
@@ -235,7 +238,15 @@ class _Writer:
             heads=extent(assigned.heads), kv_heads=extent(assigned.kv_heads),
             head_dim=width,
             value_dim=extent(assigned.values),
+            axes=(self._axes(assigned, assigned.kv_heads), self._axes(assigned, assigned.groups)),
         )  # fmt: skip
+
+    def _axes(self, assigned: Roles, heads: Digits) -> tuple[Expr, ...]:
+        """How many places each axis has that is counted among the heads."""
+        keys = self.cut(*(v for part in self.parts for v in part.keys))
+        tokens = (*assigned.batch, *assigned.queries, *keys)
+        operands = (M.substitute(x, self.spelled) for x in (*self.q, *self.k, *self.v))
+        return tuple(d.args[0] for d in other_axes(self.meaning, heads, tokens, operands))
 
     def _sides(self, part: KeyPart, assigned: Roles) -> tuple[tuple[View, ...], tuple[View, ...], float]:
         """The queries and keys of a part's products side by side, and the factor of their dot: a.b + c.d is

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from attngraph.report.entries import AttentionEntry
+from attngraph.report.entries import AttentionEntry, KernelEntry
+from attngraph.report.page.code import render_excerpt
 from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.source import render_source
 from attngraph.report.picture import TileMap, tile_map, to_svg
+from attngraph.report.times import Times, milliseconds
+from attngraph.report.user_code import UserCode
 
 _SIDE = 32
 """About how many tiles are drawn along a side of the picture."""
@@ -18,33 +21,60 @@ _MOST_HEADS = 16
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def render_attentions(groups: Sequence[Sequence[AttentionEntry]]) -> Html:
-    """Panels, one for each group of equal attentions."""
+def panels(groups: Sequence[Sequence[AttentionEntry]]) -> dict[tuple[str, str] | str, str]:
+    """The id of the panel of each attention, by its module and source."""
+    return {(e.name, e.source): f"attention-{n}" for n, group in enumerate(groups) for e in group}
+
+
+def render_attentions(
+    groups: Sequence[Sequence[AttentionEntry]], code: UserCode, boxes: Mapping[str, str], times: Times | None
+) -> Html:
+    """Panels, one for each group of equal attentions; `boxes` are those of charts, by panel, `times` what was
+    measured."""
     sources: dict[str, str] = {}
-    return joined(_panel(list(group), f"attention-{n}", sources) for n, group in enumerate(groups))
+    return joined(
+        _panel(list(group), f"attention-{n}", sources, code, boxes.get(f"attention-{n}", ""), times)
+        for n, group in enumerate(groups)
+    )
 
 
-def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str]) -> Html:
+def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code: UserCode, box: str,
+    times: Times | None,
+) -> Html:  # fmt: skip
     first = group[0]
     drawn = _tiles(first)
-    times = f" {TIMES} {len(group)}" if len(group) > 1 else ""
+    count = f" {TIMES} {len(group)}" if len(group) > 1 else ""
     title = tag(
-        "h3", f"attention{times}", tag("span", f" {first.caller or first.source}", class_="sub"), id=name
+        "h3", f"attention{count}", tag("span", f" {first.caller or first.source}", class_="sub"), id=name
     )
     picture = (
         tag("p", drawn, class_="hint")
         if isinstance(drawn, str)
         else tag("div", _picture(drawn, f"{name}-mask"), class_="picture")
     )
+    excerpt = render_excerpt(code.how(first.source, first.name), code)
     facts = tag(
-        "dl", *(row for label, value in _facts(group, drawn) for row in (tag("dt", label), tag("dd", value)))
+        "dl",
+        *(
+            row
+            for what, value in _facts(group, drawn, excerpt, times)
+            for row in (tag("dt", what), tag("dd", value))
+        ),
     )
+    link = tag("p", tag("a", "Show it in the graph", href=f"#{box}"), class_="led") if box else ""
     program = joined([
         tag("h4", "Score program"),
         tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="group"),
     ])  # fmt: skip
-    body = tag("div", tag("div", program, picture), facts, class_="columns")
-    return tag("article", title, body, _kernel(first, name, sources), class_="panel", aria_labelledby=name)
+    body = tag("div", tag("div", program, picture), tag("div", facts, link), class_="columns")
+    return tag(
+        "article",
+        title,
+        body,
+        render_kernel(first.kernel, name, sources),
+        class_="panel",
+        aria_labelledby=name,
+    )
 
 
 def _picture(drawn: TileMap, name: str) -> Html:
@@ -52,17 +82,17 @@ def _picture(drawn: TileMap, name: str) -> Html:
     return Html(re.sub(r"\battngraph-[0-9a-f]{10}\b", name, to_svg(drawn, f"Mask: {drawn.mask}")))
 
 
-def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[str, str]]:
+def _facts(
+    group: list[AttentionEntry], drawn: TileMap | str, excerpt: Html, times: Times | None
+) -> Iterator[tuple[str, str]]:
     first = group[0]
-    if first.caller:
-        yield "Your line", joined([tag("code", first.caller), tag("pre", tag("code", first.code))])
+    yield "Your line", joined([tag("code", first.caller or first.source or "not known"), excerpt])
+    if first.caller and not excerpt:
         yield "It calls", tag("code", first.source)
-    else:
-        yield "Your line", tag("code", first.source or "not known")
     names = span_of_names([entry.name for entry in group])
     if names:
         yield ("Modules" if len(group) > 1 else "Module"), tag("code", names)
-    yield "Heads", _heads(first)
+    yield "Heads", first.heads_in_words()
     if first.call is not None:
         call = first.call
         sizes = f"{plural(call.queries, 'query', 'queries')} and {plural(call.keys, 'key')}"
@@ -72,6 +102,10 @@ def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[
         yield "Look", first.warning
     kernel = str(first.kernel)
     yield "Kernel", joined([kernel if " " in kernel else tag("code", kernel), f", {first.numerics}"])
+    spent = None if times is None else times.of(group)
+    if times is not None and spent is not None:
+        count = f"{milliseconds(spent / len(group))} each, " if len(group) > 1 else ""
+        yield "Measured", f"{count}{milliseconds(spent)} of {milliseconds(times.seconds)} of all operations"
     worst = max(entry.error for entry in group)
     yield "Checked", f"in float64 against the model's own ops: largest error {worst:.0e}"
     if first.merged > 1:
@@ -89,16 +123,6 @@ def _facts(group: list[AttentionEntry], drawn: TileMap | str) -> Iterator[tuple[
         yield "Kept by a cache", f"{first.cached_bytes:,} bytes per token{each}"
     if first.latent is not None:
         yield "Latent", joined((html(line) for line in first.latent.lines()), "\n")
-
-
-def _heads(entry: AttentionEntry) -> str:
-    heads = plural(entry.heads, "head")
-    if entry.kv_heads != entry.heads:
-        heads += f" on {plural(entry.kv_heads, 'key/value head')}"
-    width = f"{entry.head_dim}"
-    return f"{heads} of width {width}" + (
-        f" (values {entry.value_dim})" if entry.value_dim != entry.head_dim else ""
-    )
 
 
 def _share(flops: int, drawn: TileMap | str) -> str:
@@ -132,21 +156,21 @@ def _tiles(entry: AttentionEntry) -> TileMap | str:
         return f"No picture of the mask: {problem}"
 
 
-def _kernel(entry: AttentionEntry, name: str, sources: dict[str, str]) -> Html:
-    """The source of the kernel; `sources` maps those already shown in a panel above to their ids."""
-    if not entry.kernel.source:
-        chosen = " " in str(entry.kernel) or not entry.kernel.name
+def render_kernel(kernel: KernelEntry, name: str, sources: dict[str, str]) -> Html:
+    """The source of a kernel; `sources` maps those already shown in a panel above to their ids."""
+    if not kernel.source:
+        chosen = " " in str(kernel) or not kernel.name
         words = (
             "The kernel is chosen at each call, so there is no one text of it."
             if chosen
-            else f"There is no text of {entry.kernel}: it is a library's, or the report was read from JSON."
+            else f"There is no text of {kernel}: it is a library's, or the report was read from JSON."
         )
         return tag("p", words, class_="hint")
-    above = sources.setdefault(entry.kernel.source, f"{name}-source")
+    above = sources.setdefault(kernel.source, f"{name}-source")
     if above != f"{name}-source":
         link = tag("a", "the same as above", href=f"#{above}")
-        return tag("p", f"The source of {entry.kernel} is ", link, ".", class_="hint")
-    return render_source(entry.kernel.name, entry.kernel.source, f"{name}-source")
+        return tag("p", f"The source of {kernel} is ", link, ".", class_="hint")
+    return render_source(kernel.name, kernel.source, f"{name}-source")
 
 
 def _count(number: float) -> str:

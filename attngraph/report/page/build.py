@@ -18,24 +18,29 @@ from torch import Tensor
 from attngraph.errors import DumpError
 from attngraph.report.entries import Break, Entries, folded
 from attngraph.report.files import write_whole
-from attngraph.report.page.attention import render_attentions
+from attngraph.report.page.attention import panels, render_attentions
+from attngraph.report.page.code import render_excerpt
 from attngraph.report.page.compared import render_compared
 from attngraph.report.page.graphs import final_text, graph_title, render_graphs
 from attngraph.report.page.html import MINUS, TIMES, Html, html, joined, plural, span_of_names, tag
 from attngraph.report.page.passes import Store, render_passes
+from attngraph.report.page.programs import panels_of_programs, render_programs
+from attngraph.report.page.times import render_times
 from attngraph.report.page.weights import render_weights
+from attngraph.report.times import Times
+from attngraph.report.user_code import UserCode
 
 
 def write(
     report: Entries, path: Path, title: str = "", weights: Mapping[str, Tensor] | None = None,
-    earlier: Entries | None = None,
+    earlier: Entries | None = None, times: Times | None = None,
 ) -> Path:  # fmt: skip
     """Write the page of a report atomically and return the file.
 
     Raises:
         DumpError: it cannot be written. An existing file is left as it was.
     """
-    text = render(report, title, weights, earlier)
+    text = render(report, title, weights, earlier, times)
     try:
         write_whole(path, text)
     except OSError as problem:
@@ -48,28 +53,48 @@ def write(
 
 def render(
     report: Entries, title: str = "", weights: Mapping[str, Tensor] | None = None,
-    earlier: Entries | None = None,
+    earlier: Entries | None = None, times: Times | None = None,
 ) -> str:  # fmt: skip
     """The page of a report as text. `title` says what was compiled, if that is known; `weights` are those of
-    attentions, by name (`compiled.weights`); `earlier` is a report to compare this one with."""
+    attentions, by name (`compiled.weights`); `earlier` is a report to compare this one with; `times`,
+    those of operations (`compiled.times`)."""
     graphs, then = _graphs(report), () if earlier is None else _graphs(earlier)
     store = Store()
-    groups = folded(report.attention)
+    groups, code = folded(report.attention), _all_code(graphs)
+    drawn, boxes = render_graphs(graphs, {**panels(groups), **panels_of_programs(report.programs)}, store)
+    compared = tag("div") if earlier is None else render_compared(report, earlier, graphs, then, store)
     sections = [
-        _section("missed", f"Not fused ({len(report.missed)})", _missed(report), bool(report.missed)),
+        _section("missed", f"Not fused ({len(report.missed)})", _missed(report, code), bool(report.missed)),
         _section("pieces", "Captured in pieces", _breaks(report), bool(report.breaks)),
         _section("numbers", "Sizes that are numbers", _numbers(report), bool(report.numbers)),
         _section(
-            "attention", f"Attention ({len(report.attention)})", render_attentions(groups), bool(groups)
+            "attention",
+            f"Attention ({len(report.attention)})",
+            render_attentions(groups, code, boxes, times),
+            bool(groups),
         ),
+        _section(
+            "programs",
+            f"Token programs ({len(report.programs)})",
+            render_programs(report.programs, boxes),
+            bool(report.programs),
+        ),
+        _section("times", "Where the time goes", render_times(times), times is not None),
         _section("weights", "Weights", render_weights(weights or {}), bool(weights)),
         _section("cache", "Cache", _cache(report), report.cache is not None),
         _section("retraces", "Traced again", _retraces(report), bool(report.retraces)),
-        _section("compared", "Compared with before", render_compared(graphs, then, store), bool(then)),
+        _section("compared", "Compared with before", compared, bool(then)),
         _section("passes", "Passes", _passes(graphs, store), bool(graphs)),
-        _section("graph", "Graph", render_graphs(graphs), any(final_text(g) for g in graphs)),
+        _section("graph", "Graph", drawn, any(final_text(g) for g in graphs)),
     ]
     return _document(report, title, [found for found in sections if found], store)
+
+
+def _all_code(graphs: Sequence[Entries]) -> UserCode:
+    codes = [graph.code for graph in graphs]
+    return UserCode(
+        tuple(s for code in codes for s in code.stretches), tuple(r for code in codes for r in code.reached)
+    )
 
 
 def _graphs(report: Entries) -> tuple[Entries, ...]:
@@ -149,7 +174,7 @@ def _summary(report: Entries) -> list[Html]:
     ]
 
 
-def _missed(report: Entries) -> Html:
+def _missed(report: Entries, code: UserCode) -> Html:
     found = []
     for (reason, source), group in itertools.groupby(report.missed, key=lambda m: (m.reason, m.source)):
         members = list(group)
@@ -160,7 +185,8 @@ def _missed(report: Entries) -> Html:
             times,
             *([" in ", tag("code", names)] if names else []),
         ]
-        found.append(tag("li", tag("p", *where, class_="place"), tag("p", reason)))
+        excerpt = render_excerpt(code.how(source, members[0].name), code)
+        found.append(tag("li", tag("p", *where, class_="place"), tag("p", reason), excerpt))
     return tag("ul", *found, class_="cards")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from attngraph.report.page.chart import Box, Chart
+from attngraph.report.page.code import Links, places, source_of
 from attngraph.report.page.html import Html, joined, plural, tag
 from attngraph.report.page.layers import Line
 from attngraph.report.page.layout import Key, Placed, place
@@ -22,9 +23,9 @@ _PROGRAM = 4
 """Most lines of an attention's program in its box; beside the picture stands all of it."""
 
 
-def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
+def draw(chart: Chart, name: str, missed: Mapping[str, str], links: Links) -> Html:
     """The SVG of a chart. `name` is its id in the page, `missed` has the reason for each source line whose
-    softmax was left alone."""
+    softmax was left alone; `links` is told which box shows an attention that has a panel."""
     boxes = chart.boxes()
     texts = [_texts(box) for box in boxes]
     widths = [max(len(text) for text in lines) * _LETTER + 2 * _PAD for lines in texts]
@@ -44,7 +45,10 @@ def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
         *(_band(label, top, end, width) for label, top, end in bands),
         tag("g", *_lines(placed, tops, heights, margin), class_="wires", aria_hidden="true"),
         *(
-            _box(box, texts[n], missed, (x, tops[n], widths[n], heights[n]), n == first)
+            _box(
+                box, texts[n], missed, (x, tops[n], widths[n], heights[n]), n == first,
+                **_led(box, f"{name}-box-{n}", links),
+            )
             for n, box in enumerate(boxes)
             for x in (placed.middle[n] + margin,)
         ),
@@ -53,9 +57,18 @@ def draw(chart: Chart, name: str, missed: Mapping[str, str]) -> Html:
     )  # fmt: skip
 
 
+def _led(box: Box, name: str, links: Links) -> dict[str, str | None]:
+    """The attributes of a box by which other parts of the page are found from it, and it from them."""
+    panel = links.panel(box.lines, box.program)
+    own = name if panel and links.boxes.setdefault(panel, name) == name else None
+    at = " ".join(map(str, places(links.code, box.lines)))
+    return {"id": own, "data_panel": panel or None, "data_at": at or None}
+
+
 def _first(boxes: Sequence[Box]) -> int:
-    """The box that the tab key focuses: an attention, if there is one."""
+    """The box that the tab key focuses: an attention, if there is one, or else an op."""
     found = [n for n, box in enumerate(boxes) if box.is_attention]
+    found += [n for n, box in enumerate(boxes) if box.lines]
     return found[0] if found else 0
 
 
@@ -163,6 +176,7 @@ def _box(
     missed: Mapping[str, str],
     at: tuple[float, float, float, float],
     is_first: bool,
+    **links: str | None,
 ) -> Html:
     """One box; `at` is the middle of its upper edge, its width and its height."""
     x, y, w, h = at
@@ -177,13 +191,13 @@ def _box(
     title = "\n".join([*_about(box), *(f"not fused: {reason}" for reason in reasons)])
     return tag(
         "g", tag("title", title), shape, tag("text", joined(words)),
-        class_=kind, role="img", tabindex=0 if is_first else -1,
+        class_=kind, role="img", tabindex=0 if is_first else -1, **links,
     )  # fmt: skip
 
 
 def _reasons(line: Line, missed: Mapping[str, str]) -> list[str]:
     """Why the softmax of a line was left alone, if it was."""
-    source = line.note.partition("; ")[0]
+    source = source_of(line)
     return [missed[source]] if source in missed else []
 
 

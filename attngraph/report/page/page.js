@@ -20,7 +20,7 @@ function store() {
     const bytes = Uint8Array.from(packed, (letter) => letter.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     const found = JSON.parse(await new Response(stream).text());
-    return { texts: found.texts.map((text) => text.split("\n").map(visible)), folds: found.folds };
+    return { ...found, texts: found.texts.map((text) => text.split("\n").map(visible)) };
   })();
   return unpacked;
 }
@@ -239,8 +239,127 @@ function tell(box) {
   const chart = box.closest(".chart");
   for (const other of chart.querySelectorAll(".shown")) other.classList.remove("shown");
   box.classList.add("shown");
-  chart.closest(".drawn").querySelector(".about").textContent = box.querySelector("title").textContent;
+  const beside = chart.closest(".drawn").querySelector(".beside");
+  beside.querySelector(".about").textContent = box.querySelector("title").textContent;
+  const led = beside.querySelector(".led");
+  led.hidden = !box.dataset.panel;
+  led.firstElementChild.href = "#" + (box.dataset.panel ?? "attention");
+  tellCode(box, beside.querySelector(".yours"));
 }
+
+// The user's code beside a chart: the lines that lead to a box's op, and the function with one of them. A line
+// that ops of the chart come from is a button that leads to the next of their boxes.
+function lineOf(frame) {
+  const at = frame.lastIndexOf(":");
+  return [frame.slice(0, at), Number(frame.slice(at + 1))];
+}
+
+function stretchWith(code, [file, number]) {
+  return code.stretches.find(([name, first, text]) =>
+    name === file && number >= first && number < first + text.split("\n").length);
+}
+
+async function tellCode(box, place) {
+  if (!place) return;
+  let code;
+  try {
+    code = (await store()).code[Number(place.dataset.code)];
+  } catch {
+    return;
+  }
+  if (!box.classList.contains("shown")) return;
+  const [at] = (box.dataset.at ?? "").split(" ").filter(Boolean).map(Number);
+  if (at === undefined) return place.replaceChildren();
+  const [frames, own] = code.reached[at];
+  const calls = make("ol", "calls");
+  const listing = make("div");
+  frames.forEach((frame, n) => {
+    const item = make("li");
+    const button = make("button", "frame", visible(frame.split("/").at(-1)));
+    button.type = "button";
+    button.title = visible(frame);
+    button.setAttribute("aria-pressed", String(n === own));
+    button.addEventListener("click", () => {
+      for (const other of calls.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button));
+      list(box, code, frame, frames, listing);
+    });
+    const stretch = stretchWith(code, lineOf(frame));
+    const text = stretch ? stretch[2].split("\n")[lineOf(frame)[1] - stretch[1]].trim() : "";
+    item.append(button, " ", make("code", "", visible(text)));
+    calls.append(item);
+  });
+  place.replaceChildren(...(frames.length > 1 ? [calls] : []), listing);
+  list(box, code, frames[own], frames, listing);
+}
+
+// The boxes of a chart by the user's lines that lead to them.
+const comeFrom = new WeakMap();
+function boxesByLine(chart, code) {
+  if (!comeFrom.has(chart)) {
+    const found = new Map();
+    for (const box of chart.querySelectorAll("g[data-at]")) {
+      const frames = new Set(box.dataset.at.split(" ").flatMap((at) => code.reached[Number(at)][0]));
+      for (const frame of frames) found.set(frame, [...(found.get(frame) ?? []), box]);
+    }
+    comeFrom.set(chart, found);
+  }
+  return comeFrom.get(chart);
+}
+
+function list(box, code, frame, frames, place) {
+  const stretch = stretchWith(code, lineOf(frame));
+  place.replaceChildren();
+  if (!stretch) return;
+  const [file, first, text] = stretch;
+  const chart = box.closest(".chart"), byLine = boxesByLine(chart, code);
+  const pre = make("pre", "lines");
+  pre.setAttribute("role", "group");
+  pre.setAttribute("aria-label", visible(file) + ", arrow keys move between lines that ops come from");
+  text.split("\n").forEach((code, n) => {
+    const name = file + ":" + (first + n), from = byLine.get(name);
+    const line = make(from ? "button" : "span", "line");
+    line.append(make("small", "", String(first + n).padStart(5) + "  "), visible(code));
+    if (frames.includes(name)) line.setAttribute("aria-current", "true");
+    if (from) {
+      line.type = "button";
+      line.tabIndex = -1;
+      line.addEventListener("click", () => from[(from.indexOf(chart.querySelector(".shown")) + 1) % from.length].focus());
+      for (const [event, on] of [["mouseenter", true], ["mouseleave", false], ["focus", true], ["blur", false]]) {
+        line.addEventListener(event, () => from.forEach((other) => other.classList.toggle("led-to", on)));
+      }
+    }
+    pre.append(line);
+  });
+  const buttons = [...pre.querySelectorAll("button")];
+  const now = pre.querySelector("[aria-current]");
+  const stop = buttons.includes(now) ? now : buttons[0];
+  if (stop) stop.tabIndex = 0;
+  else pre.tabIndex = 0;
+  pre.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const to = step && buttons[buttons.indexOf(event.target) + step];
+    if (!step) return;
+    event.preventDefault();
+    if (!to) return;
+    event.target.tabIndex = -1;
+    to.tabIndex = 0;
+    to.focus();
+  });
+  place.append(pre);
+  if (now) pre.scrollTop = now.offsetTop - pre.offsetTop - pre.clientHeight / 3;
+}
+
+// A link to a box of a chart opens what it is folded in, and shows the box.
+document.addEventListener("click", (event) => {
+  const link = event.target.closest('a[href^="#"]');
+  const aim = link && document.getElementById(link.getAttribute("href").slice(1));
+  if (!aim) return;
+  for (let it = aim; it; it = it.parentElement) if (it.tagName === "DETAILS") it.open = true;
+  if (!aim.matches(".chart g")) return;
+  event.preventDefault();
+  aim.scrollIntoView({ block: "center" });
+  aim.focus();
+});
 
 function nearest(boxes, from, key) {
   const [x, y] = middle(from);

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from attngraph.report.entries import Entries, PassRecord
 from attngraph.report.page.diff import Block, changed_words, compare
@@ -23,9 +24,11 @@ _KINDS = {"equal": 0, "changed": 1, "replaced": 2}
 
 @dataclasses.dataclass
 class Store:
-    """What `page.js` shows on demand: texts of graphs, and the blocks of each fold between two of them."""
+    """What `page.js` shows on demand: texts of graphs, the blocks of each fold between two of them, and the
+    user's code of each graph."""
 
     texts: list[str] = dataclasses.field(default_factory=list)
+    code: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     folds: list[tuple[int, int, list[list[int]]]] = dataclasses.field(default_factory=list)
 
     def add_text(self, text: str) -> int:
@@ -38,7 +41,7 @@ class Store:
 
     def packed(self) -> str:
         """JSON, deflated, in base64, whose characters have no meaning in HTML."""
-        data = json.dumps({"texts": self.texts, "folds": self.folds}, separators=(",", ":"))
+        data = json.dumps(dataclasses.asdict(self), separators=(",", ":"))
         return base64.b64encode(zlib.compress(data.encode("utf-8", "replace"), 9)).decode("ascii")
 
 

@@ -1,0 +1,70 @@
+"""What a graph for several ranks divides and sends, as records of the report: text and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedEntry:
+    """What ranks divide: `count` heads, hidden units or rows of a table; or what is gathered again."""
+
+    what: str
+    name: str
+    source: str
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SentEntry:
+    """A collective: `bytes_per_token` of its operand and `sent_per_token` by each rank in a ring; for the
+    whole call where its size does not grow with the tokens (`fixed`)."""
+
+    what: str
+    source: str
+    bytes_per_token: int
+    sent_per_token: int
+    fixed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksEntry:
+    """What a graph for several ranks divides, what it sends, and what every rank has whole.
+
+    `parameters`: the elements of all parameters, and of those that one rank holds. `whole` lists (parameter,
+    elements, reason) of matrices that are not divided; `vectors` counts other parameters.
+    """
+
+    count: int
+    divided: tuple[DividedEntry, ...] = ()
+    sent: tuple[SentEntry, ...] = ()
+    whole: tuple[tuple[str, int, str], ...] = ()
+    vectors: int = 0
+    parameters: tuple[int, int] = (0, 0)
+
+    @property
+    def sent_per_token(self) -> int:
+        """Bytes that a rank sends for one token of a forward pass."""
+        return sum(s.sent_per_token for s in self.sent if not s.fixed)
+
+    def lines(self) -> list[str]:
+        """Lines of text: what is divided, what is sent, what is not divided and why."""
+        everything, held = self.parameters
+        found = ["", f"  ranks   {self.count}, a rank holds {held:,} of {everything:,} parameters"]
+        for (what, count), group in itertools.groupby(self.divided, key=lambda e: (e.what, e.count)):
+            members = list(group)
+            names = members[0].name or "the model"
+            more = f" .. {members[-1].name}" if len(members) > 1 else ""
+            where = f"   {members[0].source}" if members[0].source else ""
+            found.append(f"      {len(members)} x {count:,} {what}   {names}{more}{where}")
+        for (what, size), sent in itertools.groupby(self.sent, key=lambda s: (s.what, s.bytes_per_token)):
+            each = list(sent)
+            unit = "a call" if each[0].fixed else "a token"
+            found.append(f"      {len(each)} x {what} of {size:,} bytes {unit}   {each[0].source}")
+        found.append(f"      sent by each rank: {self.sent_per_token:,} bytes a token, forward")
+        for name, size, reason in self.whole:
+            found.append(f"      whole on every rank: {name} ({size:,} values): {reason}")
+        if self.vectors:
+            found.append(f"      whole on every rank: {self.vectors} norm(s), bias(es) and other vectors")
+        return found

@@ -1,0 +1,58 @@
+"""`prefill` takes the tokens first, or by the name that the model has for them, if that can be told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+
+
+class Translates(nn.Module):
+    """An encoder's result is looked at by a causal decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, y = self.embed(source), self.embed(target)
+        seen = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).tril()
+        y = y + (y @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ y
+        return y + (y @ x.mT).softmax(-1) @ x
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        y = self.embed(idx)
+        seen = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).tril()
+        return y + (y @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ y
+
+
+SOURCE, TARGET = torch.arange(7)[None], torch.arange(5)[None]
+
+
+def test_the_only_argument_may_be_named() -> None:
+    model = Writes().eval()
+    decoder = attngraph.compile(model, cache=True)
+    torch.testing.assert_close(decoder.prefill(idx=TARGET)[0], model(TARGET))
+
+
+def test_tokens_that_the_configuration_names_may_be_named() -> None:
+    model = Translates().eval()
+    decoder = attngraph.compile(model, cache=attngraph.CacheConfig(tokens="target"))
+    logits, _ = decoder.prefill(source=SOURCE, target=TARGET)
+    torch.testing.assert_close(logits, model(SOURCE, TARGET))
+
+
+def test_where_it_cannot_be_told_the_error_says_how_to_write_it() -> None:
+    decoder = attngraph.compile(Translates().eval(), cache=True)
+    with pytest.raises(TypeError, match=r"prefill\(tokens, source=\.\.\.\).*CacheConfig\(tokens='target'\)"):
+        decoder.prefill(source=SOURCE, target=TARGET)
+    with pytest.raises(TypeError, match="Give them first"):
+        decoder.prefill()

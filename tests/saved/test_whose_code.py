@@ -1,0 +1,61 @@
+"""Whose code a trace ran: torch's, Python's and the tools' versions count instead of their code, wherever
+they are installed; all other packages are the user's. Of the user's code a saved model gives no text away."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import networkx
+import pytest
+import sympy
+import torch
+
+import attngraph
+from attngraph.capture import executed
+from attngraph.capture.executed import is_users
+from attngraph.models import targets
+
+
+def test_torch_and_its_tools_and_the_library_are_not_the_users() -> None:
+    for module in (torch, sympy, networkx, json, os):
+        assert module.__file__ is not None and not is_users(module.__file__)
+
+
+def test_packages_of_another_environment_are_the_users() -> None:
+    """In an environment made with --system-site-packages, packages lie inside of Python's own library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for folder in ("site-packages", "dist-packages"):
+        assert is_users(str(library / folder / "transformers" / "models" / "gpt.py"))
+    assert not is_users(str(library / "json" / "decoder.py"))
+
+
+def test_a_tool_is_known_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "another_tool").mkdir()
+    (tmp_path / "another_tool" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(executed, "TOOLS", ("another_tool",))
+    executed._folders_of_tools.cache_clear()
+    is_users.cache_clear()
+    try:
+        assert not is_users(str(tmp_path / "another_tool" / "core.py"))
+        assert is_users(str(tmp_path / "another_tools" / "core.py"))
+    finally:
+        executed._folders_of_tools.cache_clear()
+        is_users.cache_clear()
+
+
+def test_a_saved_model_has_no_text_of_the_users_code(tmp_path: Path) -> None:
+    model, (ids,) = targets.tiny_decoder_lm(tokens=12)
+    compiled = attngraph.compile(model.eval(), min_scores=0)
+    with torch.no_grad():
+        compiled(ids)
+    assert compiled.report.code.stretches
+    folder = compiled.save(tmp_path / "saved")
+    again = attngraph.load(folder, model)
+    with torch.no_grad():
+        again(ids)
+    assert not again.report.code.stretches and again.report.attention == compiled.report.attention
+    assert not any("def forward" in file.read_text("utf-8") for file in folder.rglob("*.json"))
