@@ -71,15 +71,16 @@ class Emitter:
     def loops(self) -> list[str]:
         """The loops over whole tiles and over those at an edge."""
         whole, edge = self.body(edge=False), self.body(edge=True)
-        if self.plan.listed:
-            return [
-                "for i in tl.range(0, whole):", *indented([NEXT_TILE, *whole]),
-                "for i in tl.range(whole, stop):  # under a mask", *indented([NEXT_TILE, *edge]),
-            ]  # fmt: skip
         return [
-            "for start in tl.range(0, whole, BLOCK_K):", *indented(whole),
-            "for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *indented(edge),
+            "for i in tl.range(0, whole):", *indented([self.tile_start, *whole]),
+            "for i in tl.range(whole, stop):  # at an edge", *indented([self.tile_start, *edge]),
         ]  # fmt: skip
+
+    @property
+    def tile_start(self) -> str:
+        """The line for the first key of the i-th tile. Loops count tiles, not keys: from a loop that counts
+        keys, ptxas takes the products of sm_90 one at a time (warning C7515)."""
+        return NEXT_TILE if self.plan.listed else "start = i * BLOCK_K"
 
     def header(self) -> str:
         title = f"{self.name}, forward, written by attngraph. For each batch b, head h, query q and key k"
@@ -219,23 +220,23 @@ class Emitter:
         return [*before, f"whole = {whole}", f"stop = {stop}"]
 
     def bounds(self) -> tuple[list[str], str, str]:
-        """Where whole tiles end and where the keys end, and the lines that compute these."""
+        """How many tiles are whole and how many there are, and the lines that compute these."""
         if self.plan.listed:
             row = "tl.cast(b, tl.int64) * row_b + tl.cast(h, tl.int64) * row_h + first // BLOCK_Q"
             return [f"row = {row}"], "tl.load(counts + 2 * row)", "tl.load(counts + 2 * row + 1)"
         if self.plan.diagonal is None:
-            return [], "Skv // BLOCK_K * BLOCK_K", "Skv"
+            return [], "Skv // BLOCK_K", "tl.cdiv(Skv, BLOCK_K)"
         offset = self.plan.diagonal[1]
         if offset is E.ZERO:
             return (
-                [], "tl.minimum(first + 1, Skv) // BLOCK_K * BLOCK_K  # every query sees these keys",
-                "tl.minimum(first + BLOCK_Q, Skv)  # no query sees a key from here on",
+                [], "tl.minimum(first + 1, Skv) // BLOCK_K  # every query sees all keys of these tiles",
+                "tl.cdiv(tl.minimum(first + BLOCK_Q, Skv), BLOCK_K)  # no query sees a key of later ones",
             )  # fmt: skip
         shift = self.writer.integer(offset, PRODUCT)
         shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else shift
         return (
-            [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K * BLOCK_K",
-            f"tl.minimum(first + BLOCK_Q + {shift}, Skv)",
+            [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K",
+            f"tl.cdiv(tl.minimum(first + BLOCK_Q + {shift}, Skv), BLOCK_K)",
         )  # fmt: skip
 
     def body(self, edge: bool) -> list[str]:

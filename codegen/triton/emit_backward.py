@@ -156,7 +156,7 @@ class _BackwardEmitter(TileEmitter):
         summed = self.numbers(COLUMNS)
         tile, before = self.tile(summed)
         begin, lines = ("0", []) if self.plan.listed else self.begin_of_queries()
-        stop, limit = self.limit("q") if self.plan.listed else ("Sq", [])
+        stop, limit = self.limit("q") if self.plan.listed else ("tl.cdiv(Sq, BLOCK_Q)", [])
         body = [
             f"q = {self.long('start + tl.arange(0, BLOCK_Q)[:, None]')}",
             *self.numbers_of_rows(), *self.rows_of_queries(), *before, *tile,
@@ -204,11 +204,11 @@ class _BackwardEmitter(TileEmitter):
     def over(self, axis: str, begin: str, stop: str, body: list[str], options: str = "") -> list[str]:
         """A loop over a block of queries' blocks of keys, or over a block of keys' blocks of queries."""
         block, extent = ("BLOCK_K", "Skv") if axis == "k" else ("BLOCK_Q", "Sq")
-        if not self.plan.listed:
-            return [f"for start in tl.range({begin}, {stop}, {block}{options}):", *indented(body)]
-        tiles = _LISTS[0] if axis == "k" else _LISTS[4]
-        start = f"start = tl.load({tiles} + line * tl.cdiv({extent}, {block}) + i) * {block}"
-        return [f"for i in tl.range(0, {stop}{options}):", *indented([start, *body])]
+        start = f"start = i * {block}"
+        if self.plan.listed:
+            tiles = _LISTS[0] if axis == "k" else _LISTS[4]
+            start = f"start = tl.load({tiles} + line * tl.cdiv({extent}, {block}) + i) * {block}"
+        return [f"for i in tl.range({begin}, {stop}{options}):", *indented([start, *body])]
 
     def of_pairs(self, number: int) -> list[str]:
         """A read's own kernel: each program sums one tile over the batches and heads by which the read is not
@@ -249,19 +249,20 @@ class _BackwardEmitter(TileEmitter):
         ]  # fmt: skip
 
     def stop(self) -> tuple[str, list[str]]:
-        """The end of the keys that any query of the block sees."""
+        """The number of blocks of keys up to the last that any query of the block sees."""
         if self.plan.diagonal is None:
-            return "Skv", []
+            return "tl.cdiv(Skv, BLOCK_K)", []
         shift, lines = self.shift()
-        return "stop", [*lines, f"stop = tl.minimum(first + BLOCK_Q{_summand(shift)}, Skv)"]
+        end = f"tl.minimum(first + BLOCK_Q{_summand(shift)}, Skv)"
+        return "stop", [*lines, f"stop = tl.cdiv({end}, BLOCK_K)"]
 
     def begin_of_queries(self) -> tuple[str, list[str]]:
-        """The first query that sees a key of the block."""
+        """The first block of queries that see a key of the block."""
         if self.plan.diagonal is None:
             return "0", []
         shift, lines = self.shift()
         begin = f"tl.maximum(first - {shift}, 0)" if shift else "first"
-        return "begin", [*lines, f"begin = {begin} // BLOCK_Q * BLOCK_Q"]
+        return "begin", [*lines, f"begin = {begin} // BLOCK_Q"]
 
     def shift(self) -> tuple[str, list[str]]:
         """How many keys after its own position a query sees ("": none), and the lines that compute it."""
