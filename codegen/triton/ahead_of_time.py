@@ -44,6 +44,12 @@ class Target:
     shared: int
     warp: int = 32
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Its compute capability, if it is an NVIDIA GPU."""
+        known = isinstance(self.architecture, int)
+        return (int(self.architecture) // 10, int(self.architecture) % 10) if known else None
+
 
 TARGETS = {
     "sm_80": Target("cuda", 80, 166_912),

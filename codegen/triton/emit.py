@@ -11,6 +11,7 @@ those in which no mask hides anything. The source contains only what the program
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
 from attngraph.codegen.scalar.writer import PRODUCT
@@ -23,7 +24,6 @@ from attngraph.ir.language import score as S
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
 
 NEGATIVE_INFINITY = 'float("-inf")'
-NEXT_TILE = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
 LISTS = ("tiles", "counts", "row_b", "row_h")
 """Arguments of a kernel that is given lists: see `visits.Visits`."""
 ABOUT_LISTS = (
@@ -52,9 +52,12 @@ class Emitter:
     """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles are
     loaded and looped over, `emit_decode.py` where queries and keys lie."""
 
+    extents = ("BLOCK_Q", "BLOCK_K")
+    """The extents of a tile of scores."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.writer = Writer(plan)
+        self.writer = Writer(plan, ", ".join(self.extents))
         self.multiple: Multiple = weight_multiple(plan.program)
         self.name = name_of(plan)
         self.D, self.Dv = padded(plan.D), padded(plan.Dv)
@@ -72,15 +75,25 @@ class Emitter:
         """The loops over whole tiles and over those at an edge."""
         whole, edge = self.body(edge=False), self.body(edge=True)
         return [
-            "for i in tl.range(0, whole):", *indented([self.tile_start, *whole]),
-            "for i in tl.range(whole, stop):  # at an edge", *indented([self.tile_start, *edge]),
-        ]  # fmt: skip
+            *self.first_listed(),
+            *self.loop("0", "whole", whole),
+            *self.loop("whole", "stop", edge, about="  # at an edge"),
+        ]
 
-    @property
-    def tile_start(self) -> str:
-        """The line for the first key of the i-th tile. Loops count tiles, not keys: from a loop that counts
-        keys, ptxas takes the products of sm_90 one at a time (warning C7515)."""
-        return NEXT_TILE if self.plan.listed else "start = i * BLOCK_K"
+    def first_listed(self) -> list[str]:
+        return [f"start = tl.load(line) * {self.extents[1]}"] if self.plan.listed else []
+
+    def loop(
+        self, begin: str, stop: str, body: Sequence[str], number: str = "i", about: str = ""
+    ) -> list[str]:
+        """A loop over tiles, each of which begins at `start`. It counts tiles, not elements: from a loop by
+        steps of a tile, ptxas takes the products of sm_90 one at a time (warning C7515). The start of a
+        listed tile is loaded one turn ahead, so that fetching the tile does not wait for it."""
+        head = f"for i in tl.range({begin}, {stop}):{about}"
+        if not self.plan.listed:
+            return [head, *indented([f"start = {number} * {self.extents[1]}", *body])]
+        ahead = f"start = tl.load(line + tl.minimum(i + 1, stop - 1)) * {self.extents[1]}"
+        return [head, *indented([*body, ahead])]
 
     def header(self) -> str:
         title = f"{self.name}, forward, written by attngraph. For each batch b, head h, query q and key k"
@@ -213,7 +226,7 @@ class Emitter:
         assert self.plan.program.sink is not None
         unit, scale = self.writer.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
         scaled = f" / {scale!r}" if self.plan.is_linear and scale != 1 else ""
-        return f"tl.zeros([BLOCK_Q, 1], tl.float32) + {unit}{scaled}"
+        return f"tl.zeros([{self.extents[0]}, 1], tl.float32) + {unit}{scaled}"
 
     def loop_bounds(self) -> list[str]:
         before, whole, stop = self.bounds()
@@ -221,23 +234,29 @@ class Emitter:
 
     def bounds(self) -> tuple[list[str], str, str]:
         """How many tiles are whole and how many there are, and the lines that compute these."""
+        rows, columns = self.extents
         if self.plan.listed:
-            row = "tl.cast(b, tl.int64) * row_b + tl.cast(h, tl.int64) * row_h + first // BLOCK_Q"
-            return [f"row = {row}"], "tl.load(counts + 2 * row)", "tl.load(counts + 2 * row + 1)"
+            return self.bounds_of_list(LISTS, "Skv")
         if self.plan.diagonal is None:
-            return [], "Skv // BLOCK_K", "tl.cdiv(Skv, BLOCK_K)"
+            return [], f"Skv // {columns}", f"tl.cdiv(Skv, {columns})"
         offset = self.plan.diagonal[1]
         if offset is E.ZERO:
             return (
-                [], "tl.minimum(first + 1, Skv) // BLOCK_K  # every query sees all keys of these tiles",
-                "tl.cdiv(tl.minimum(first + BLOCK_Q, Skv), BLOCK_K)  # no query sees a key of later ones",
+                [], f"tl.minimum(first + 1, Skv) // {columns}  # every query sees all keys of these tiles",
+                f"tl.cdiv(tl.minimum(first + {rows}, Skv), {columns})  # no query sees a key of later ones",
             )  # fmt: skip
         shift = self.writer.integer(offset, PRODUCT)
         shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else shift
         return (
-            [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K",
-            f"tl.cdiv(tl.minimum(first + BLOCK_Q + {shift}, Skv), BLOCK_K)",
+            [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // {columns}",
+            f"tl.cdiv(tl.minimum(first + {rows} + {shift}, Skv), {columns})",
         )  # fmt: skip
+
+    def bounds_of_list(self, names: Sequence[str], extent: str) -> tuple[list[str], str, str]:
+        tiles, counts, b, h = names
+        block = f"tl.cast(b, tl.int64) * {b} + tl.cast(h, tl.int64) * {h} + first // {self.extents[0]}"
+        lines = [f"block = {block}", f"line = {tiles} + block * tl.cdiv({extent}, {self.extents[1]})"]
+        return lines, f"tl.load({counts} + 2 * block)", f"tl.load({counts} + 2 * block + 1)"
 
     def body(self, edge: bool) -> list[str]:
         """One tile: its scores, and its step of the online softmax."""
@@ -261,7 +280,8 @@ class Emitter:
         return [*lines, f"m, l, acc = absorb(m, l, acc, s, {factor}value_tile)"]
 
     def load(self, name: str, columns: str, edge: bool) -> str:
-        mask = self.inside("start + down < Skv" if edge else "", columns)
+        extent = "Skv" if name in ("key", "value") else "Sq"
+        mask = self.inside(f"start + down < {extent}" if edge else "", columns)
         guard = f", mask={mask}, other=0.0" if mask else ""
         return f"{name}_tile = tl.load({name}_head + tl.cast(start, tl.int64) * {name}_s{guard})"
 

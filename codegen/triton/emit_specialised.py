@@ -54,5 +54,6 @@ class SpecialisedEmitter(Emitter):
         return [*before, f"stop = {stop}"]
 
     def loops(self) -> list[str]:
-        body = [self.tile_start, *self.body(edge=True)]
+        start = "tl.load(line + i) * BLOCK_K" if self.plan.listed else "i * BLOCK_K"
+        body = [f"start = {start}", *self.body(edge=True)]
         return ["for i in tl.range(0, stop, warp_specialize=True):", *indented(body)]

@@ -58,7 +58,9 @@ def differentiate(
     first += [stride for tensor in (q, k, v, grad) for stride in tensor.stride()]
     lists: list[Any] = []
     for turned in (False, True) if plan.listed else ():
-        found_lists = visits.find(plan.program, plan.blocks, operands, reads, sizes, turned)
+        own, other = plan.blocks.q, plan.blocks.k
+        tile = dataclasses.replace(plan.blocks, q=other, k=own) if turned else plan.blocks
+        found_lists = visits.find(plan.program, tile, operands, reads, sizes, turned)
         lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
     last = [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
     kernels, blocks, options = load_backward(plan), plan.blocks, launch_options(plan)
@@ -76,7 +78,7 @@ def differentiate(
 
     with device.on(q):
         launch(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
-        launch(OF_KEYS, (-(-Skv // blocks.k) * B * k.shape[1],), sums)
+        launch(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
         for number, one in enumerate(summed):
             if one.kind == ROWS:
                 totals.add_rows(one, sums[number], unseen)
