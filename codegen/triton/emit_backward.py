@@ -16,7 +16,7 @@ from __future__ import annotations
 from attngraph.codegen.scalar.read_gradients import COLUMNS, PAIRS, ROWS, read_gradients
 from attngraph.codegen.scalar.writer import PRODUCT
 from attngraph.codegen.triton import module
-from attngraph.codegen.triton.emit import ABOUT_LISTS, LISTS, strides_of
+from attngraph.codegen.triton.emit import ABOUT_LISTS, INFINITY, LISTS, strides_of
 from attngraph.codegen.triton.emit_gradients import WITHIN, TileEmitter
 from attngraph.codegen.triton.module import Groups, Kernel, indented, names_of_reads
 from attngraph.codegen.triton.plan import BackwardPlan, stays_trusted
@@ -26,6 +26,8 @@ from attngraph.ir.language.expr import format_expr
 OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
 """The names of the kernels; the last with the number of the read in `read_gradients`."""
 _TENSORS = ("query", "key", "value", "grad")
+_STRIP = 1024
+"""How many numbers of rows are loaded at a time to find the lowest."""
 _PAIRS = ("B", "batch", "first_row", "sums_owner", "sums_row")
 """Arguments for kernels of single pairs: where the sums that they store begin, and their strides."""
 _LISTS = (*LISTS, "column_tiles", "column_counts", "column_b", "column_h")
@@ -147,7 +149,8 @@ class _BackwardEmitter(TileEmitter):
             "row = tl.cast(place // blocks, tl.int64) * Sq + q",
             "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
             *self.head("key", "kv", "down", "d"), *self.head("value", "kv", "down", self.dv),
-            *before, *self.loop_bounds(), *first, *look, *last, *self.rows_of_queries(),
+            *before, *self.loop_bounds(), *self.unless_low_rows(), *first, *look, *last,
+            *self.rows_of_queries(),
             f"sum = tl.zeros([OWN, {self.D}], tl.float32)",
             *(f"sum{i} = tl.zeros([OWN, 1], tl.float32)" for i in summed),
             *self.first_listed(),
@@ -158,6 +161,12 @@ class _BackwardEmitter(TileEmitter):
             f"mask={self.inside('q < Sq', 'd')})",
             *(f"tl.store(sums{i} + row, sum{i}, mask=q < Sq)" for i in summed),
         ]  # fmt: skip
+
+    def unless_low_rows(self) -> list[str]:
+        """All tiles are visited if a row's log-sum-exp is near the fill: then keys behind it have weight."""
+        if self.plan.fill is None:
+            return []
+        return [f"stop = {self.unless_low(f'tl.where(q < Sq, row_lse, {INFINITY})', 'stop', 'every')}"]
 
     def with_keys(self, tile: list[str], summed: list[int], edge: bool) -> list[str]:
         """One turn of the kernel of queries: load keys, compute their tile, add to the sums."""
@@ -230,10 +239,13 @@ class _BackwardEmitter(TileEmitter):
         """The loops over the blocks of queries that see keys of a block. Under a causal mask the first ones
         are at an edge, and so may the last be."""
         about, end = "  # at an edge", "tl.cdiv(Sq, OTHER)"
-        if self.plan.listed or self.plan.diagonal is None:
-            listed = self.bounds_of_list(_LISTS[4:], "Sq") if self.plan.listed else ([], "Sq // OTHER", end)
+        if self.plan.listed or self.plan.offset is None:
+            lists = (
+                self.bounds_of_list(_LISTS[4:], "Sq") if self.plan.listed else ([], "Sq // OTHER", end, end)
+            )
+            low = self.unless_low_queries("Sq", "stop", lists[3])
             return [
-                *listed[0], f"whole = {listed[1]}", f"stop = {listed[2]}", *self.first_listed(),
+                *lists[0], f"whole = {lists[1]}", f"stop = {lists[2]}", *low, *self.first_listed(),
                 *self.loop("0", "whole", whole), *self.loop("whole", "stop", edge, about=about),
             ]  # fmt: skip
         shift, lines = self.shift()
@@ -245,11 +257,27 @@ class _BackwardEmitter(TileEmitter):
             f"open = tl.cdiv(first + OWN - 1{less}, OTHER)  # from here on, queries see all keys",
             "open = tl.minimum(tl.maximum(open, begin), stop)",
             "whole = tl.maximum(Sq // OTHER, open)",
+            *self.unless_low_queries("tl.minimum(begin * OTHER, Sq)", "begin", "0"),
             *self.loop("open", "whole", whole),
             *self.loop(
                 "begin + whole - open", "stop", edge, "tl.where(i < whole, i - whole + open, i)", about
             ),
         ]
+
+    def unless_low_queries(self, rows: str, name: str, otherwise: str) -> list[str]:
+        """The same for a bound of the queries that keys visit, by the log-sum-exp of the first rows."""
+        if self.plan.fill is None:
+            return []
+        return [
+            f"lowest = tl.zeros([{_STRIP}], tl.float32) + {INFINITY}",
+            f"for i in tl.range(0, tl.cdiv({rows}, {_STRIP})):",
+            *indented([
+                f"start = i * {_STRIP} + tl.arange(0, {_STRIP})",
+                "some = lse + (tl.cast(b, tl.int64) * Hq + h) * Sq + start",
+                f"lowest = tl.minimum(lowest, tl.load(some, mask=start < {rows}, other={INFINITY}))",
+            ]),
+            f"{name} = {self.unless_low('lowest', name, otherwise)}",
+        ]  # fmt: skip
 
     def scaled(self, total: str) -> str:
         """A sum of gradients of dots, with the scale that tiles of linear programs leave out."""
@@ -295,10 +323,11 @@ class _BackwardEmitter(TileEmitter):
 
     def shift(self) -> tuple[str, list[str]]:
         """How many keys after its own position a query sees ("": none), and the lines that compute it."""
-        if self.plan.diagonal is None or self.plan.diagonal[1] is E.ZERO:
+        offset = self.plan.offset
+        if offset is None or offset is E.ZERO:
             return "", []
         self.writer.forget()
-        code = self.writer.integer(self.plan.diagonal[1], PRODUCT)
+        code = self.writer.integer(offset, PRODUCT)
         return (f"tl.cast({code}, tl.int64)" if self.plan.wide else code), self.writer.before
 
 

@@ -50,7 +50,7 @@ class SpecialisedEmitter(Emitter):
         return f"{name}_tile = {name}_rows.load([start, 0])"
 
     def loop_bounds(self) -> list[str]:
-        before, _, stop = self.bounds()
+        before, _, _, stop = self.bounds()
         return [*before, f"stop = {stop}"]
 
     def loops(self) -> list[str]:

@@ -19,7 +19,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.ir.ops.kernels import TRUSTED
-from attngraph.meaning.masks.fold import seen
+from attngraph.meaning.masks.fold import UNDERFLOWS, any_fill, seen
 from attngraph.meaning.masks.score_bounds import score_bounds
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -32,6 +32,8 @@ READS = {
 """The kind in which elements of each dtype are computed with. 8- and 16-bit integers are missing because
 PyTorch's arithmetic wraps around, and kernels compute in wider types."""
 
+UNDERFLOW = 104.0
+"""exp(-x) is exactly zero in float32 from here on."""
 WIDEST = 512
 """Wider heads do not fit in the registers of one program."""
 
@@ -113,13 +115,28 @@ class Plan:
     @property
     def keeps_of_whole_tiles(self) -> tuple[Statement, ...]:
         """The masks that hide nothing in the tiles of the first loop."""
+        keeps = tuple(s for s in self.statements if isinstance(s, Keep))
         if self.listed:
-            return tuple(s for s in self.statements if isinstance(s, Keep))
-        return () if self.diagonal is None else (self.diagonal[0],)
+            return keeps
+        own = self.diagonal or soft_diagonal(self.program)
+        return () if own is None else tuple(s for s in keeps if s.predicate == own[0].predicate)
 
     @functools.cached_property
-    def diagonal(self) -> tuple[Statement, Expr] | None:
+    def diagonal(self) -> tuple[Keep, Expr] | None:
         return diagonal(conjuncts(self.program))
+
+    @property
+    def offset(self) -> Expr | None:
+        """The last key of a query by a causal mask, hard or by a fill, is at the query's place plus this."""
+        own = self.diagonal or soft_diagonal(self.program)
+        return None if own is None else own[1]
+
+    @property
+    def fill(self) -> float | None:
+        """Where tiles behind a finite fill are visited last, and only if need be: the largest score there."""
+        if self.listed or (self.diagonal is None and self.offset is not None):
+            return largest_filled(self.program)
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +189,34 @@ def stays_trusted(program: ScoreProgram) -> bool:
     return all(low >= -TRUSTED and high <= TRUSTED - 64 * math.log(2) for low, high in bounds)
 
 
-def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None:
+@functools.lru_cache(maxsize=1024)
+def largest_filled(program: ScoreProgram) -> float | None:
+    """A number that no score hidden by a finite fill exceeds, whatever the operands; None if there is no such
+    fill, or none is known that is far from usual scores. Where a row's largest score is `UNDERFLOW` above it,
+    hidden keys weigh exactly zero."""
+    if all(keep.is_hard for keep in program.keeps) or any(keep.lowers for keep in program.keeps):
+        return None
+    bound = score_bounds(program, dot=3e38).filled
+    return bound if -math.inf < bound <= -UNDERFLOWS else None
+
+
+@functools.lru_cache(maxsize=1024)
+def soft_masks(program: ScoreProgram) -> tuple[Keep, ...]:
+    """Masks that hold for all pairs but those that a mask hides, be it by a finite fill."""
+    if largest_filled(program) is None:
+        return ()
+    parts = _split(seen((s for s in program.statements if not isinstance(s, Weight)), any_fill))
+    return tuple(Keep(part) for part in parts if part is not E.TRUE)
+
+
+@functools.lru_cache(maxsize=1024)
+def soft_diagonal(program: ScoreProgram) -> tuple[Keep, Expr] | None:
+    """As `diagonal`, of the masks with finite fills too."""
+    offsets = ((keep, _offset(keep.predicate)) for keep in soft_masks(program))
+    return next(((keep, offset) for keep, offset in offsets if offset is not None), None)
+
+
+def diagonal(statements: tuple[Statement, ...]) -> tuple[Keep, Expr] | None:
     """The statement `keep k <= q + offset` and its offset, if there is one that no later statement undoes."""
     offsets = [(keep, _offset(keep.predicate)) for keep in reversed(lasting_masks(statements))]
     return next(((keep, offset) for keep, offset in offsets if offset is not None), None)

@@ -293,7 +293,7 @@ def test_lists_are_made_where_the_tensors_are() -> None:
         for text in texts:
             with visits._PlacesOn(q.device):
                 found = tiles.block_map(parse(text), Grid(*cuts, (3,), reads))
-                lists = visits._listed(found, cuts, False)
+                lists = visits._listed(found, found, cuts, False)
             assert lists.tiles.device == lists.counts.device == q.device
             assert lists.tiles.shape[1] == 6
 
