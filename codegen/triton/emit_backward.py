@@ -25,7 +25,7 @@ from attngraph.ir.language.expr import format_expr
 
 OF_QUERIES, OF_KEYS, OF_READ = "gradient_of_queries", "gradients_of_keys", "gradient_of_read"
 """The names of the kernels; the last with the number of the read in `read_gradients`."""
-_TENSORS = ("query", "key", "value", "grad")
+_TENSORS = ("query", "key", "value", "grad", "out")
 _STRIP = 1024
 """How many numbers of rows are loaded at a time to find the lowest."""
 _PAIRS = ("B", "batch", "first_row", "sums_owner", "sums_row")
@@ -44,8 +44,8 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
 
 
 def arguments(plan: BackwardPlan) -> tuple[str, ...]:
-    """The arguments of each kernel in order: tensors, numbers per row (`tops` and `totals`, which the first
-    kernel computes for the others), the gradient that a row without keys gives to all values (`unseen`
+    """The arguments of each kernel in order: tensors, numbers per row (`delta`, `tops` and `totals`, which the
+    first kernel computes for the others), the gradient that a row without keys gives to all values (`unseen`
     `[B, Hkv]`: NaN, like its weights, or zero), results (dense), lengths, strides, outputs of sums for reads,
     arguments of kernels of pairs, then reads and sizes as in `emit.arguments`."""
     return module.flat(_groups(plan))
@@ -60,7 +60,7 @@ def _groups(plan: BackwardPlan) -> Groups:
 
 
 def _rows(plan: BackwardPlan) -> tuple[str, ...]:
-    return ("lse", "delta", *(() if stays_trusted(plan.program) else ("tops", "totals")))
+    return ("lse", "grad_lse", "delta", *(() if stays_trusted(plan.program) else ("tops", "totals")))
 
 
 def _arguments_for_reads(plan: BackwardPlan) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class _BackwardEmitter(TileEmitter):
         title = f"{self.name}, backward, written by attngraph. For each batch b, head h, query q and key k"
         about = [
             *self.operands_in_words(),
-            f"Hkv = {self.heads_of_keys}; grad like out, lse and delta [B, Hq, Sq]; results dense.",
+            f"Hkv = {self.heads_of_keys}; grad like out, numbers of rows [B, Hq, Sq]; results dense.",
             *([ABOUT_LISTS] if self.plan.listed else []),
             "A tile has OWN queries and OTHER keys; in the kernel of keys, OWN keys and OTHER queries.",
         ]
@@ -150,7 +150,7 @@ class _BackwardEmitter(TileEmitter):
             "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
             *self.head("key", "kv", "down", "d"), *self.head("value", "kv", "down", self.dv),
             *before, *self.loop_bounds(), *self.unless_low_rows(), *first, *look, *last,
-            *self.rows_of_queries(),
+            *self.rows_of_queries(), *self.delta_of_rows(),
             f"sum = tl.zeros([OWN, {self.D}], tl.float32)",
             *(f"sum{i} = tl.zeros([OWN, 1], tl.float32)" for i in summed),
             *self.first_listed(),
@@ -301,7 +301,8 @@ class _BackwardEmitter(TileEmitter):
             members = f"tl.where(first < start + OWN{_summand(shift)}, {members}, 0)"
         body = [
             f"b = {self.long(b)}", f"h = {self.long(h)}", f"kv = {self.group}",
-            *self.numbers_of_rows(), *self.rows_of_queries(), *self.tiles_of_keys(), *before, *tile,
+            *self.numbers_of_rows(), "row_delta = tl.load(delta + row, mask=q < Sq, other=0.0)",
+            *self.rows_of_queries(), *self.tiles_of_keys(), *before, *tile,
             f"sum += of_read{number}",
         ]  # fmt: skip
         return [

@@ -38,11 +38,19 @@ class TileEmitter(Emitter):
         self.is_trusted = stays_trusted(plan.program)
 
     def rows_of_queries(self) -> list[str]:
-        """Load tiles of the queries q `[.., 1]` of head h, and the other numbers of these rows."""
+        """Load tiles of the queries q `[.., 1]` of head h, and of the gradients of their results."""
         return [
             *self.address("query", "h", "q", "d", "q < Sq"),
             *self.address("grad", "h", "q", self.dv, "q < Sq"),
-            "row_delta = tl.load(delta + row, mask=q < Sq, other=0.0)",
+        ]
+
+    def delta_of_rows(self) -> list[str]:
+        """Compute and store delta of the rows of queries."""
+        return [
+            *self.address("out", "h", "q", self.dv, "q < Sq"),
+            "row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1, keep_dims=True)",
+            "row_delta -= tl.load(grad_lse + row, mask=q < Sq, other=0.0)",
+            "tl.store(delta + row, row_delta, mask=q < Sq)",
         ]
 
     def numbers_of_rows(self, edge: bool = True) -> list[str]:
