@@ -313,13 +313,12 @@ def _wide_tile(program: ScoreProgram, D: int, Dv: int) -> int:
     """The keys of a tile on sm_90, whose products read tiles from shared memory: what is done once for each
     row of a tile (the accumulator is scaled, tiles are fetched) is shared by more keys. The masks of padded
     widths, reads for each score, and programs that are not linear take registers."""
-    width, is_exact = max(64, padded(D), padded(Dv)), _is_exact(D, Dv)
-    is_narrow = width == 64 or (width == 128 and is_exact)
+    width = max(64, padded(D), padded(Dv))
     if tiles_read(program):
-        return 64 if is_narrow else 32
-    if is_narrow:
-        return 128
-    return 64 if padded(Dv) <= 128 or (is_linear(program) and is_exact) else 32
+        return 64 if width == 64 else 32
+    if width == 64:
+        return 128  # at width 128 this spills, depending on Triton's version
+    return 64 if padded(Dv) <= 128 or (is_linear(program) and _is_exact(D, Dv)) else 32
 
 
 WIDEST_BACKWARD = 256
