@@ -45,8 +45,8 @@ def emit_backward(plan: BackwardPlan) -> Kernel:
 
 def arguments(plan: BackwardPlan) -> tuple[str, ...]:
     """The arguments of each kernel in order: tensors, numbers per row (`delta`, `tops` and `totals`, which
-    the first kernel computes for the others), the gradient that a row without keys gives to all values (`unseen`
-    `[B, Hkv]`: NaN, like its weights, or zero), results (dense), lengths, strides, outputs of sums for reads,
+    the first kernel computes for the others), the gradient that a row without keys gives to all values
+    (`unseen` `[B, Hkv]`: NaN, like its weights, or zero), results (dense), lengths, strides, sums for reads,
     arguments of kernels of pairs, then reads and sizes as in `emit.arguments`."""
     return module.flat(_groups(plan))
 
