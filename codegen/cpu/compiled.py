@@ -24,7 +24,7 @@ from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.kernels import Kernel, Operands
+from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
 WORTH = 1 << 20
 """Calls with at least this many scores are compiled: PyTorch needs about 10 ms for them, C about 1 ms."""
@@ -112,7 +112,7 @@ class Compiled(Kernel):
 def attend(run: Run) -> tuple[Tensor, Tensor] | None:
     """The output and the log-sum-exp of a call, or None where the library does not support its arguments."""
     (b, h, sq, d), dv = run.q.shape, run.v.shape[3]
-    out = run.v.new_empty_strided((b, h, sq, dv), (sq * h * dv, dv, h * dv, 1))
+    out = empty_result(run.v, (b, h, sq, dv))
     lse = torch.empty((b, h, sq), dtype=torch.float32)
     if not run.set_all(out, lse):
         return None

@@ -47,7 +47,7 @@ class Tiled(kernels.Kernel):
         work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
         b, h, sq, _ = q.shape
         dv = v.shape[3]
-        out = v.new_empty_strided((b, h, sq, dv), (sq * h * dv, dv, h * dv, 1))
+        out = kernels.empty_result(v, (b, h, sq, dv))
         lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for tile in work.tiles():
             part, part_lse = work.attend(tile)

@@ -30,7 +30,7 @@ _POINTERS = {
 _OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
     f"grad_{name}" for name in ("query", "key", "value")
 }
-_NUMBERS = {"lse", "delta", "tops", "totals", "unseen", "part_acc", "part_m", "part_l"}
+_NUMBERS = {"lse", "grad_lse", "delta", "tops", "totals", "unseen", "part_acc", "part_m", "part_l"}
 _PLACES = {"table", "starts", "first", "held"}
 _LISTS = {"tiles", "counts", "column_tiles", "column_counts"}
 
@@ -43,6 +43,12 @@ class Target:
     architecture: int | str
     shared: int
     warp: int = 32
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Its compute capability, if it is an NVIDIA GPU."""
+        known = isinstance(self.architecture, int)
+        return (int(self.architecture) // 10, int(self.architecture) % 10) if known else None
 
 
 TARGETS = {
@@ -101,5 +107,5 @@ def _type(plan: Plan, name: str) -> str:
 
 
 def _is_aligned(name: str, kind: str) -> bool:
-    strides = re.fullmatch(r"(query|key|value|grad|new_key|new_value)_[bphs]", name)
+    strides = re.fullmatch(r"(query|key|value|grad|out|new_key|new_value)_[bphs]", name)
     return kind.startswith("*") or strides is not None

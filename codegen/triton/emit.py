@@ -5,29 +5,33 @@ FlashAttention-2 (Dao 2023, algorithm 1): one program per block of queries of on
 with the same body: over whole tiles, then over those at an edge (the end of the keys, the diagonal of a
 causal mask). Only the second evaluates bounds and the causal predicate. A causal program's loops end at its
 diagonal. Where other masks leave out tiles, the kernel gets lists of the tiles to visit (`visits.py`): first
-those in which no mask hides anything. The source contains only what the program needs.
+those in which no mask hides anything. Tiles in which all keys are behind a finite fill come last, in a third
+loop, and only where the largest score of some row is near the fill. The source contains only what the program
+needs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from attngraph.codegen.scalar.weights import Multiple, weight_multiple
 from attngraph.codegen.scalar.writer import PRODUCT
 from attngraph.codegen.triton import module, schedule
 from attngraph.codegen.triton.expression import Writer
 from attngraph.codegen.triton.module import Groups, Kernel, indented, name_of, names_of_reads
-from attngraph.codegen.triton.plan import DTYPES, Plan, padded
+from attngraph.codegen.triton.plan import DTYPES, UNDERFLOW, Plan, padded
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
 
 NEGATIVE_INFINITY = 'float("-inf")'
-NEXT_TILE = "start = tl.load(tiles + row * tl.cdiv(Skv, BLOCK_K) + i) * BLOCK_K"
+INFINITY = 'float("inf")'
 LISTS = ("tiles", "counts", "row_b", "row_h")
 """Arguments of a kernel that is given lists: see `visits.Visits`."""
 ABOUT_LISTS = (
-    "tiles: which blocks of keys a block of queries visits; counts: how many keep all, and how many."
+    "tiles: which blocks of keys a block of queries visits; counts: how many keep all, how many are seen, "
+    "and how many."
 )
 
 
@@ -52,9 +56,12 @@ class Emitter:
     """Writes one forward kernel, in the classic schedule. `emit_specialised.py` changes how tiles are
     loaded and looped over, `emit_decode.py` where queries and keys lie."""
 
+    extents = ("BLOCK_Q", "BLOCK_K")
+    """The extents of a tile of scores."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.writer = Writer(plan)
+        self.writer = Writer(plan, ", ".join(self.extents))
         self.multiple: Multiple = weight_multiple(plan.program)
         self.name = name_of(plan)
         self.D, self.Dv = padded(plan.D), padded(plan.Dv)
@@ -71,15 +78,42 @@ class Emitter:
     def loops(self) -> list[str]:
         """The loops over whole tiles and over those at an edge."""
         whole, edge = self.body(edge=False), self.body(edge=True)
-        if self.plan.listed:
-            return [
-                "for i in tl.range(0, whole):", *indented([NEXT_TILE, *whole]),
-                "for i in tl.range(whole, stop):  # under a mask", *indented([NEXT_TILE, *edge]),
-            ]  # fmt: skip
         return [
-            "for start in tl.range(0, whole, BLOCK_K):", *indented(whole),
-            "for start in tl.range(whole, stop, BLOCK_K):  # at an edge", *indented(edge),
-        ]  # fmt: skip
+            *self.first_listed(),
+            *self.loop("0", "whole", whole),
+            *self.loop("whole", "stop", edge, about="  # at an edge"),
+            *self.behind_fill(edge),
+        ]
+
+    def behind_fill(self, edge: list[str]) -> list[str]:
+        """The loop over tiles behind a finite fill."""
+        if self.plan.fill is None:
+            return []
+        return [
+            "# A row that has a larger score than the fill gives no weight to keys behind it.",
+            f"every = {self.unless_low(f'tl.where(q < Sq, m, {INFINITY})', 'stop', 'every')}",
+            *self.loop("stop", "every", edge, about="  # behind the fill"),
+        ]
+
+    def unless_low(self, numbers: str, yes: str, no: str) -> str:
+        """A number, by whether some numbers are so far above the fill that exponentials vanish."""
+        assert self.plan.fill is not None
+        return f"tl.where(tl.min({numbers}) > {self.plan.fill + UNDERFLOW!r}, {yes}, {no})"
+
+    def first_listed(self) -> list[str]:
+        return [f"start = tl.load(line) * {self.extents[1]}"] if self.plan.listed else []
+
+    def loop(
+        self, begin: str, stop: str, body: Sequence[str], number: str = "i", about: str = ""
+    ) -> list[str]:
+        """A loop over tiles, each of which begins at `start`. It counts tiles, not elements: from a loop by
+        steps of a tile, ptxas takes the products of sm_90 one at a time (warning C7515). The start of a
+        listed tile is loaded one turn ahead, so that fetching the tile does not wait for it."""
+        head = f"for i in tl.range({begin}, {stop}):{about}"
+        if not self.plan.listed:
+            return [head, *indented([f"start = {number} * {self.extents[1]}", *body])]
+        ahead = f"start = tl.load(line + tl.minimum(i + 1, last)) * {self.extents[1]}"
+        return [head, *indented([*body, ahead])]
 
     def header(self) -> str:
         title = f"{self.name}, forward, written by attngraph. For each batch b, head h, query q and key k"
@@ -131,7 +165,7 @@ class Emitter:
         """Lines that determine this program's block of queries and head, and load the queries."""
         plan = self.plan
         first = "first = place % blocks * BLOCK_Q"
-        if plan.diagonal:
+        if plan.offset is not None:
             first = "first = (blocks - 1 - place % blocks) * BLOCK_Q  # blocks with the most keys go first"
         q, b, h = "first + tl.arange(0, BLOCK_Q)[:, None]", "place // blocks // Hq", "place // blocks % Hq"
         if plan.wide:
@@ -212,31 +246,42 @@ class Emitter:
         assert self.plan.program.sink is not None
         unit, scale = self.writer.real(self.plan.program.sink, PRODUCT), self.plan.program.scale
         scaled = f" / {scale!r}" if self.plan.is_linear and scale != 1 else ""
-        return f"tl.zeros([BLOCK_Q, 1], tl.float32) + {unit}{scaled}"
+        return f"tl.zeros([{self.extents[0]}, 1], tl.float32) + {unit}{scaled}"
 
     def loop_bounds(self) -> list[str]:
-        before, whole, stop = self.bounds()
-        return [*before, f"whole = {whole}", f"stop = {stop}"]
+        before, *bounds = self.bounds()
+        names = ("whole", "stop", "every") if self.plan.fill is not None else ("whole", "stop")
+        return [*before, *(f"{name} = {bound}" for name, bound in zip(names, bounds, strict=False))]
 
-    def bounds(self) -> tuple[list[str], str, str]:
-        """Where whole tiles end and where the keys end, and the lines that compute these."""
+    def bounds(self) -> tuple[list[str], str, str, str]:
+        """The lines before, and how many tiles are whole, how many are seen, and how many with those that
+        only finite fills hide. The last two differ only where the plan has a `fill`."""
+        rows, columns = self.extents
         if self.plan.listed:
-            row = "tl.cast(b, tl.int64) * row_b + tl.cast(h, tl.int64) * row_h + first // BLOCK_Q"
-            return [f"row = {row}"], "tl.load(counts + 2 * row)", "tl.load(counts + 2 * row + 1)"
-        if self.plan.diagonal is None:
-            return [], "Skv // BLOCK_K * BLOCK_K", "Skv"
-        offset = self.plan.diagonal[1]
+            return self.bounds_of_list(LISTS, "Skv")
+        every, offset = f"tl.cdiv(Skv, {columns})", self.plan.offset
+        if offset is None:
+            return [], f"Skv // {columns}", every, every
         if offset is E.ZERO:
-            return (
-                [], "tl.minimum(first + 1, Skv) // BLOCK_K * BLOCK_K  # every query sees these keys",
-                "tl.minimum(first + BLOCK_Q, Skv)  # no query sees a key from here on",
-            )  # fmt: skip
+            whole = f"tl.minimum(first + 1, Skv) // {columns}  # every query sees all keys of these tiles"
+            stop = f"tl.cdiv(tl.minimum(first + {rows}, Skv), {columns})"
+            return [], whole, f"{stop}  # no query sees a key of later ones", every
         shift = self.writer.integer(offset, PRODUCT)
         shift = f"tl.cast({shift}, tl.int64)" if self.plan.wide else shift
-        return (
-            [], f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // BLOCK_K * BLOCK_K",
-            f"tl.minimum(first + BLOCK_Q + {shift}, Skv)",
-        )  # fmt: skip
+        whole = f"tl.maximum(tl.minimum(first + 1 + {shift}, Skv), 0) // {columns}"
+        stop = f"tl.cdiv(tl.maximum(tl.minimum(first + {rows} + {shift}, Skv), 0), {columns})"
+        return [], whole, stop, every
+
+    def bounds_of_list(self, names: Sequence[str], extent: str) -> tuple[list[str], str, str, str]:
+        tiles, counts, b, h = names
+        block = f"tl.cast(b, tl.int64) * {b} + tl.cast(h, tl.int64) * {h} + first // {self.extents[0]}"
+        lines = [
+            f"block = {block}",
+            f"line = {tiles} + block * tl.cdiv({extent}, {self.extents[1]})",
+            f"last = tl.load({counts} + 3 * block + 2) - 1",
+        ]
+        whole, stop = f"tl.load({counts} + 3 * block)", f"tl.load({counts} + 3 * block + 1)"
+        return lines, whole, stop, "last + 1"
 
     def body(self, edge: bool) -> list[str]:
         """One tile: its scores, and its step of the online softmax."""
@@ -260,7 +305,8 @@ class Emitter:
         return [*lines, f"m, l, acc = absorb(m, l, acc, s, {factor}value_tile)"]
 
     def load(self, name: str, columns: str, edge: bool) -> str:
-        mask = self.inside("start + down < Skv" if edge else "", columns)
+        extent = "Skv" if name in ("key", "value") else "Sq"
+        mask = self.inside(f"start + down < {extent}" if edge else "", columns)
         guard = f", mask={mask}, other=0.0" if mask else ""
         return f"{name}_tile = tl.load({name}_head + tl.cast(start, tl.int64) * {name}_s{guard})"
 

@@ -29,38 +29,45 @@ WITHIN = "(q < Sq) & (k < Skv)"
 class TileEmitter(Emitter):
     """Writes the tiles of backward kernels; `emit_backward.py` has the kernels around them."""
 
+    extents = ("OWN", "OTHER")
+
     def __init__(self, plan: BackwardPlan) -> None:
         super().__init__(plan)
         self.reads = read_gradients(plan.program, plan.wanted)
         self.rate = "RATE" if plan.is_linear else "LOG2E"
         self.is_trusted = stays_trusted(plan.program)
 
-    def tile_of_queries(self) -> list[str]:
-        return self.address("query", "h", "q", "d", "q < Sq")
-
     def rows_of_queries(self) -> list[str]:
-        """Load tiles of the queries q of head h, and the other values of these rows."""
+        """Load tiles of the queries q `[.., 1]` of head h, and of the gradients of their results."""
         return [
-            *self.tile_of_queries(),
+            *self.address("query", "h", "q", "d", "q < Sq"),
             *self.address("grad", "h", "q", self.dv, "q < Sq"),
-            "row_delta = tl.load(delta + row, mask=q < Sq, other=0.0)",
         ]
 
-    def numbers_of_rows(self) -> list[str]:
+    def delta_of_rows(self) -> list[str]:
+        """Compute and store delta of the rows of queries."""
+        return [
+            *self.address("out", "h", "q", self.dv, "q < Sq"),
+            "row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1, keep_dims=True)",
+            "row_delta -= tl.load(grad_lse + row, mask=q < Sq, other=0.0)",
+            "tl.store(delta + row, row_delta, mask=q < Sq)",
+        ]
+
+    def numbers_of_rows(self, edge: bool = True) -> list[str]:
         """Load the numbers for computing weights that the first kernel stored."""
-        names = ("lse",) if self.is_trusted else ("top", "total")
+        names = {"lse": "lse"} if self.is_trusted else {"top": "tops", "total": "totals"}
+        guard = ", mask=q < Sq, other=0.0" if edge else ""
         return [
             "row = (tl.cast(b, tl.int64) * Hq + h) * Sq + q",
-            *(f"row_{name} = tl.load({name if name == 'lse' else name + 's'} + row, mask=q < Sq, other=0.0)"
-              for name in names),
-        ]  # fmt: skip
+            *(f"row_{name} = tl.load({tensor} + row{guard})" for name, tensor in names.items()),
+        ]
 
     def tiles_of_keys(self) -> list[str]:
-        """Load tiles of the keys of head kv at positions `at` `[BLOCK_K, 1]`."""
-        return [*self.tile_of_keys("key"), *self.tile_of_keys("value")]
-
-    def tile_of_keys(self, name: str) -> list[str]:
-        return self.address(name, "kv", "at", "d" if name == "key" else self.dv, "at < Skv")
+        """Load tiles of the keys of head kv at positions `at` `[.., 1]`."""
+        return [
+            *self.address("key", "kv", "at", "d", "at < Skv"),
+            *self.address("value", "kv", "at", self.dv, "at < Skv"),
+        ]
 
     def address(self, name: str, head: str, rows: str, columns: str, mask: str) -> list[str]:
         where = f"{name}_head + tl.cast({rows}, tl.int64) * {name}_s + {columns} * {name}_d"
@@ -81,8 +88,8 @@ class TileEmitter(Emitter):
         first = [
             f'far = (tl.abs(row_lse) > {TRUSTED}) & (tl.abs(row_lse) < float("inf"))',
             "is_far = tl.max(tl.cast(far, tl.int32)) > 0",
-            f"row_top = tl.zeros([BLOCK_Q, 1], tl.float32) + {NEGATIVE_INFINITY}",
-            "row_sum = tl.zeros([BLOCK_Q, 1], tl.float32)",
+            f"row_top = tl.zeros([OWN, 1], tl.float32) + {NEGATIVE_INFINITY}",
+            "row_sum = tl.zeros([OWN, 1], tl.float32)",
         ]
         tile = [
             f"dot = {self.dot()}", "s = dot", *writer.inside,
@@ -106,24 +113,38 @@ class TileEmitter(Emitter):
         ]
         return first, tile, last
 
-    def tile(self, wanted: Sequence[int] = (), within: str = WITHIN) -> tuple[list[str], list[str]]:
-        """Lines that compute `p` (weights), `ds` (the gradient of the dot) and `of_read<i>` for the wanted
-        reads, all zero outside of `within`, and the lines that they need for the queries alone."""
+    def tile(
+        self, wanted: Sequence[int] = (), within: str = "", turned: bool = False,
+        numbers: Sequence[str] = (), delta: Sequence[str] = (),
+    ) -> list[str]:  # fmt: skip
+        """Lines that compute `p` (weights), `ds` (the gradient of the dot, without the scale of a linear
+        program) and `of_read<i>` for the wanted reads. `writer.before` has the lines that they need for the
+        queries alone.
+
+        Args:
+            within: where a tile is cut off, and all of these are zero outside; "": nowhere, and no mask that
+                whole tiles do without is evaluated. turned: keys are the rows of the tile.
+        """
         plan, writer, factor = self.plan, self.writer, self.multiple.factor
-        writer.forget()
+        writer.begin_body()
         chain = Chain(writer, self.reads)
-        statements = list(enumerate(plan.statements))
+        skipped = () if within else plan.keeps_of_whole_tiles
+        statements = [(n, s) for n, s in enumerate(plan.statements) if s not in skipped]
         for number, statement in statements:
             chain.forward(number, statement)
         multiple = writer.real(factor)
-        lines = [f"dot = {self.dot()}", "s = dot", *writer.inside]
+        dot = self.product_of("key_tile", "query_tile") if turned else self.dot()
+        lines = [f"dot = {dot}", "s = dot", *writer.inside, *numbers]
         writer.inside.clear()
         unit = "(s - row_lse) * LOG2E" if self.is_trusted else f"(s - row_top) * {self.rate} - row_total"
         weigh = "" if self.multiple.is_plain else f" * ({multiple})"
+        weights = f"tl.where({within}, tl.exp2({unit}), 0.0)" if within else f"tl.exp2({unit})"
+        sides = ("value_tile", "grad_tile") if turned else ("grad_tile", "value_tile")
         lines += [
-            f"p = tl.where({within}, tl.exp2({unit}), 0.0)  # the weights again",
+            f"p = {weights}  # the weights again",
             *([] if self.multiple.keeps_nan else ["p = tl.where(p == p, p, 0.0)"]),
-            f"weighed = {self.product_of('grad_tile', 'value_tile')}",
+            f"weighed = {self.product_of(*sides)}",
+            *delta,
             f"ds = p * (weighed{weigh} - row_delta)  # of the scores, and back to the dots",
         ]
         for number in wanted:
@@ -134,14 +155,12 @@ class TileEmitter(Emitter):
         writer.inside.clear()
         if "of_dot" in chain.written:
             lines.append("ds = ds + of_dot")
-        if plan.is_linear:
-            lines.append(f"ds = ds * {plan.program.scale!r}")
         # Outside of the tile, a row's delta or a formula may be NaN or infinite, and zero times that is NaN.
-        names = ["ds", *(n for n in sorted(chain.written) if n != "of_dot")]
+        names = ["ds", *(n for n in sorted(chain.written) if n != "of_dot")] if within else []
         lines += [f"{name} = tl.where({within}, {name}, 0.0)" for name in names]
         if weigh:
             lines.append(f"p = p{weigh}")
-        return lines, list(writer.before)
+        return lines
 
     def product_of(self, a: str, b: str) -> str:
         return f"tl.dot({a}, tl.trans({b}){self.exact})"

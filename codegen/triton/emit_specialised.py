@@ -10,7 +10,7 @@ of queries, because a descriptor would need more shared memory.
 from __future__ import annotations
 
 from attngraph.codegen.triton import schedule
-from attngraph.codegen.triton.emit import NEXT_TILE, Emitter
+from attngraph.codegen.triton.emit import Emitter
 from attngraph.codegen.triton.module import indented
 from attngraph.codegen.triton.plan import Plan
 from attngraph.codegen.unsupported import UnsupportedError
@@ -50,11 +50,10 @@ class SpecialisedEmitter(Emitter):
         return f"{name}_tile = {name}_rows.load([start, 0])"
 
     def loop_bounds(self) -> list[str]:
-        before, _, stop = self.bounds()
+        before, _, _, stop = self.bounds()
         return [*before, f"stop = {stop}"]
 
     def loops(self) -> list[str]:
-        body = self.body(edge=True)
-        if self.plan.listed:
-            return ["for i in tl.range(0, stop, warp_specialize=True):", *indented([NEXT_TILE, *body])]
-        return ["for start in tl.range(0, stop, BLOCK_K, warp_specialize=True):", *indented(body)]
+        start = "tl.load(line + i) * BLOCK_K" if self.plan.listed else "i * BLOCK_K"
+        body = [f"start = {start}", *self.body(edge=True)]
+        return ["for i in tl.range(0, stop, warp_specialize=True):", *indented(body)]

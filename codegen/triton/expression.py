@@ -1,8 +1,9 @@
 """Expressions of the score language as Triton.
 
 Index variables keep their names: `b` and `h` are scalars, `q` is a column `[BLOCK_Q, 1]`, `k` a row
-`[1, BLOCK_K]`, and everything else broadcasts as it does in `ir/language/evaluate.py`. Each read has a line
-of its own, before the loop over keys if it does not depend on the key.
+`[1, BLOCK_K]` (or the reverse, where tiles are transposed), and everything else broadcasts as it does in
+`ir/language/evaluate.py`. Each read has a line of its own, before the loop over keys if it does not depend on
+the key.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Writer(Common):
 
     choice = "tl.where({}, {}, {})"
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, tile: str) -> None:
+        """`tile`: the names of a tile's extents, rows first."""
+        self.plan, self.tile = plan, tile
         self.reads = {read.number: read for read in plan.reads}
         index = "long" if plan.wide else "int"
         super().__init__(Lowering(lambda n: _READS[self.reads[n].kind], index, powers_by_exp2=True))
@@ -71,7 +73,7 @@ class Writer(Common):
     def score(self, formula: Expr) -> str:
         """A formula as a tile of scores."""
         code = self.real(formula)
-        return code if use_score(formula) else f"tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + {code}"
+        return code if use_score(formula) else f"tl.zeros([{self.tile}], tl.float32) + {code}"
 
     def leaf(self, value: Scalar) -> tuple[str, int]:
         node = value.source

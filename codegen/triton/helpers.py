@@ -50,10 +50,8 @@ def tanh(x):
 
 _define('''
 def tanh_half(x):
-    """By exp(-2|x|); absolute error below 1e-7, which 16-bit operands cannot see."""
-    t = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    y = (1.0 - t) / (1.0 + t)
-    return tl.where(x < 0, -y, y)
+    """By exp(2x); absolute error below 2e-7, which 16-bit operands cannot see."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 ''')
 
 _define('''

@@ -21,6 +21,7 @@ from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.triton import attempts, isolated, launch_backward, schedule, store, tuned, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
+    capability,
     is_interpreted,
     name_of,
     no_device,
@@ -45,7 +46,7 @@ from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.kernels import Kernel, Operands
+from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
 
 class Forward(Kernel):
@@ -150,8 +151,9 @@ class Forward(Kernel):
         own = None if self._blocks is None or self._blocks.specialised else self._blocks
         blocks = own or tuned.find(name_of(q.device), line, q.shape[2])
         blocks = blocks or backward_blocks(
-            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, is_linear(program)
-        )
+            max(q.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), has_reads, is_linear(program),
+            capability(q.device),
+        )  # fmt: skip
         plan = _listed(plan_call(program, operands, reads, sizes, blocks), operands)
         return launch_backward.plan_gradients(plan, operands, reads)
 
@@ -161,9 +163,8 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp, by the plan's kernel."""
     q, k, v = operands
-    # A token's heads are contiguous, as in the op's result.
     B, Hq, Sq, _ = q.shape
-    out = torch.empty((B, Sq, Hq, v.shape[3]), dtype=v.dtype, device=q.device).transpose(1, 2)
+    out = empty_result(v, (B, Hq, Sq, v.shape[3]))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     arguments = [q, k, v, out, lse, Hq, Sq, k.shape[2]]
     arguments += [stride for tensor in operands for stride in tensor.stride()]
@@ -209,7 +210,8 @@ def plan_forward(
 def classic_blocks(program: ScoreProgram, operands: Operands) -> Blocks:
     """Block sizes for the classic schedule by rule, without measurements."""
     q, _, v = operands
-    return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared_memory(q.device))
+    shared, generation = shared_memory(q.device), capability(q.device)
+    return choose_blocks(program, q.shape[3], v.shape[3], q.dtype, q.shape[2], shared, generation)
 
 
 def _listed(plan: Plan, operands: Operands) -> Plan:

@@ -43,7 +43,6 @@ def differentiate(
     """Gradients of q, k, v and of every floating-point read (zeros where none is wanted)."""
     (q, k, v), (out, lse), (grad, grad_lse) = operands, results, grads
     B, Hq, Sq, Skv = *q.shape[:3], k.shape[2]
-    delta = (grad.float() * out.float()).sum(-1) - grad_lse
     unseen = torch.where(lse.isfinite(), 0.0, math.nan).float()
     of_values = unseen.sum(2).view(B, k.shape[1], -1).sum(2)
     found = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands]
@@ -51,14 +50,17 @@ def differentiate(
     totals = Totals(plan.wanted, reads, sizes, (B, Hq, Sq, Skv))
     lengths = {ROWS: Sq, COLUMNS: Skv, PAIRS: 0}
     sums = [torch.empty((B, Hq, lengths[s.kind]), dtype=torch.float32, device=q.device) for s in summed]
-    rows = [lse.contiguous(), delta.contiguous()]
+    delta = torch.empty((B, Hq, Sq), dtype=torch.float32, device=q.device)
+    rows = [lse.contiguous(), grad_lse.contiguous(), delta]
     if not stays_trusted(plan.program):
         rows += torch.empty((2, B, Hq, Sq), dtype=torch.float32, device=q.device)
-    first: list[Any] = [q, k, v, grad, *rows, of_values, *found, Hq, Sq, Skv]
-    first += [stride for tensor in (q, k, v, grad) for stride in tensor.stride()]
+    first: list[Any] = [q, k, v, grad, out, *rows, of_values, *found, Hq, Sq, Skv]
+    first += [stride for tensor in (q, k, v, grad, out) for stride in tensor.stride()]
     lists: list[Any] = []
     for turned in (False, True) if plan.listed else ():
-        found_lists = visits.find(plan.program, plan.blocks, operands, reads, sizes, turned)
+        own, other = plan.blocks.q, plan.blocks.k
+        tile = dataclasses.replace(plan.blocks, q=other, k=own) if turned else plan.blocks
+        found_lists = visits.find(plan.program, tile, operands, reads, sizes, turned)
         lists += [found_lists.tiles, found_lists.counts, found_lists.b, found_lists.h]
     last = [*read_arguments(plan, reads), *sizes[: plan.program.sizes]]
     kernels, blocks, options = load_backward(plan), plan.blocks, launch_options(plan)
@@ -76,7 +78,7 @@ def differentiate(
 
     with device.on(q):
         launch(OF_QUERIES, (-(-Sq // blocks.q) * B * Hq,), sums)
-        launch(OF_KEYS, (-(-Skv // blocks.k) * B * k.shape[1],), sums)
+        launch(OF_KEYS, (-(-Skv // blocks.q) * B * k.shape[1],), sums)  # rows of tiles are keys
         for number, one in enumerate(summed):
             if one.kind == ROWS:
                 totals.add_rows(one, sums[number], unseen)
@@ -84,7 +86,7 @@ def differentiate(
                 totals.add_columns(one, sums[number], unseen)
             else:
                 totals.add_pairs(one, unseen, blocks.q, functools.partial(of_pairs, number))
-        totals.add_sink(plan.program, _exactly(plan, *rows[2:]) if rows[2:] else lse, delta)
+        totals.add_sink(plan.program, _exactly(plan, *rows[3:]) if rows[3:] else lse, delta)
     return [*found, *totals.results()]
 
 

@@ -80,18 +80,22 @@ def flat(groups: Groups) -> tuple[str, ...]:
     return tuple(name for group in groups for name in group)
 
 
-def header(title: str, plan: Plan, about: Sequence[str], constants: Sequence[str]) -> str:
+def header(
+    title: str, plan: Plan, about: Sequence[str], constants: Sequence[str],
+    extents: tuple[str, str] = ("BLOCK_Q", "BLOCK_K"),
+) -> str:  # fmt: skip
     """Comments on what the module computes and its tensors, then imports and constants.
 
     Args:
         title: the first comment, which introduces the program's lines. about: further lines, on tensors and
-        schedule.
+        schedule. extents: the names of a tile's extents.
     """
+    rows, columns = extents
     program = [f"#     {line}" for line in (str(plan.program) or "s = dot").split("\n")]
     return "\n".join([
         f"# {title}:", *program, *(f"# {line}" for line in about), "",
         "import triton", "import triton.language as tl", "",
-        f"BLOCK_Q = tl.constexpr({plan.blocks.q})", f"BLOCK_K = tl.constexpr({plan.blocks.k})", *constants,
+        f"{rows} = tl.constexpr({plan.blocks.q})", f"{columns} = tl.constexpr({plan.blocks.k})", *constants,
     ])  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Statement, Weight
 from attngraph.ir.ops.kernels import TRUSTED
-from attngraph.meaning.masks.fold import seen
+from attngraph.meaning.masks.fold import UNDERFLOWS, any_fill, seen
 from attngraph.meaning.masks.score_bounds import score_bounds
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -32,6 +32,8 @@ READS = {
 """The kind in which elements of each dtype are computed with. 8- and 16-bit integers are missing because
 PyTorch's arithmetic wraps around, and kernels compute in wider types."""
 
+UNDERFLOW = 104.0
+"""exp(-x) is exactly zero in float32 from here on."""
 WIDEST = 512
 """Wider heads do not fit in the registers of one program."""
 
@@ -113,13 +115,28 @@ class Plan:
     @property
     def keeps_of_whole_tiles(self) -> tuple[Statement, ...]:
         """The masks that hide nothing in the tiles of the first loop."""
+        keeps = tuple(s for s in self.statements if isinstance(s, Keep))
         if self.listed:
-            return tuple(s for s in self.statements if isinstance(s, Keep))
-        return () if self.diagonal is None else (self.diagonal[0],)
+            return keeps
+        own = self.diagonal or soft_diagonal(self.program)
+        return () if own is None else tuple(s for s in keeps if s.predicate == own[0].predicate)
 
     @functools.cached_property
-    def diagonal(self) -> tuple[Statement, Expr] | None:
+    def diagonal(self) -> tuple[Keep, Expr] | None:
         return diagonal(conjuncts(self.program))
+
+    @property
+    def offset(self) -> Expr | None:
+        """The last key of a query by a causal mask, hard or by a fill, is at the query's place plus this."""
+        own = self.diagonal or soft_diagonal(self.program)
+        return None if own is None else own[1]
+
+    @property
+    def fill(self) -> float | None:
+        """Where tiles behind a finite fill are visited last, and only if need be: the largest score there."""
+        if self.listed or (self.diagonal is None and self.offset is not None):
+            return largest_filled(self.program)
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +189,34 @@ def stays_trusted(program: ScoreProgram) -> bool:
     return all(low >= -TRUSTED and high <= TRUSTED - 64 * math.log(2) for low, high in bounds)
 
 
-def diagonal(statements: tuple[Statement, ...]) -> tuple[Statement, Expr] | None:
+@functools.lru_cache(maxsize=1024)
+def largest_filled(program: ScoreProgram) -> float | None:
+    """A number that no score hidden by a finite fill exceeds, whatever the operands; None if there is no such
+    fill, or none is known that is far from usual scores. Where a row's largest score is `UNDERFLOW` above it,
+    hidden keys weigh exactly zero."""
+    if all(keep.is_hard for keep in program.keeps) or any(keep.lowers for keep in program.keeps):
+        return None
+    bound = score_bounds(program, dot=3e38).filled
+    return bound if -math.inf < bound <= -UNDERFLOWS else None
+
+
+@functools.lru_cache(maxsize=1024)
+def soft_masks(program: ScoreProgram) -> tuple[Keep, ...]:
+    """Masks that hold for all pairs but those that a mask hides, be it by a finite fill."""
+    if largest_filled(program) is None:
+        return ()
+    parts = _split(seen((s for s in program.statements if not isinstance(s, Weight)), any_fill))
+    return tuple(Keep(part) for part in parts if part is not E.TRUE)
+
+
+@functools.lru_cache(maxsize=1024)
+def soft_diagonal(program: ScoreProgram) -> tuple[Keep, Expr] | None:
+    """As `diagonal`, of the masks with finite fills too."""
+    offsets = ((keep, _offset(keep.predicate)) for keep in soft_masks(program))
+    return next(((keep, offset) for keep, offset in offsets if offset is not None), None)
+
+
+def diagonal(statements: tuple[Statement, ...]) -> tuple[Keep, Expr] | None:
     """The statement `keep k <= q + offset` and its offset, if there is one that no later statement undoes."""
     offsets = [(keep, _offset(keep.predicate)) for keep in reversed(lasting_masks(statements))]
     return next(((keep, offset) for keep, offset in offsets if offset is not None), None)
@@ -205,8 +249,7 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-# Published fast sizes for sm_90 that do not spill here: (128, 128) with 4 warps at width 64 spills 112 bytes
-# or more, and (128, 64) at width 256 spills on sm_100. Which are fastest was not measured.
+# (128, 64) at width 256 spills on sm_100, and 128 keys on sm_100 and with the masks of padded widths.
 _HALF = {
     64: Blocks(128, 64, 8, 3),
     128: Blocks(128, 64, 8, 3),
@@ -219,25 +262,37 @@ _SINGLE = {
     256: Blocks(32, 16, 8, 2),
     512: Blocks(16, 16, 8, 1),
 }
+_MUCH = 200_000
+"""Bytes of shared memory of a program, from which on there is room for three stages of wide tiles."""
 
 
-def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int) -> Blocks:
+def blocks_for(
+    program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int,
+    capability: tuple[int, int] | None = None,
+) -> Blocks:  # fmt: skip
     """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
 
     The first choice for a width does not spill registers (checked with `ahead_of_time.py`). Where the
     pipeline of keys and values does not fit, first its stages are reduced, then the tile.
+
+    Args:
+        capability: of an NVIDIA GPU; None: another, or unknown.
     """
     width = max(64, padded(D), padded(Dv))
     wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
+    if dtype is not torch.float32 and width < 512 and shared > _MUCH and (capability or (9, 0))[0] < 10:
+        k, stages = _wide_tile(program, D, Dv), 3
+    elif width == 128 and (tiles_read(program) or (shared <= _MUCH and not _is_exact(D, Dv))):
+        k = max(16, k // 2)
+    elif width == 256 and shared <= _MUCH:
+        q = min(q, 64)
     if shared < 100_000 and width == 64:
         warps = 4  # AMD GPUs: with fewer warps each has more registers
-    if tiles_read(program) and width == 128:
-        k = max(16, k // 2)
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
-    row = (padded(D) + padded(Dv)) * dtype.itemsize
-    while q * padded(D) * dtype.itemsize + stages * k * (row + 4 * q * tiles_read(program)) > shared:
+    row = (padded(D) + padded(Dv)) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
+    while q * padded(D) * dtype.itemsize + stages * k * row > shared:
         if stages > 1:
             stages -= 1
         elif k > 16:
@@ -249,31 +304,65 @@ def blocks_for(program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: i
     return Blocks(q, k, warps, stages)
 
 
+def _is_exact(D: int, Dv: int) -> bool:
+    """Whether rows fill tiles of their width."""
+    return padded(D) == D and padded(Dv) == Dv
+
+
+def _wide_tile(program: ScoreProgram, D: int, Dv: int) -> int:
+    """The keys of a tile on sm_90, whose products read tiles from shared memory: what is done once for each
+    row of a tile (the accumulator is scaled, tiles are fetched) is shared by more keys. The masks of padded
+    widths, reads for each score, and programs that are not linear take registers."""
+    width = max(64, padded(D), padded(Dv))
+    if tiles_read(program):
+        return 64 if width == 64 else 32
+    if width == 64:
+        return 128  # at width 128 this spills, depending on Triton's version
+    return 64 if padded(Dv) <= 128 or (is_linear(program) and _is_exact(D, Dv)) else 32
+
+
 WIDEST_BACKWARD = 256
 """For wider heads the two accumulators of a block of keys do not fit."""
-_HALF_BACKWARD = {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
+_HALF_BACKWARD = {64: Blocks(128, 32, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
 _SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
 _HALF_SCORED = {**_HALF_BACKWARD, 128: Blocks(32, 64, 8, 2)}
 _HALF_WITH_READS = {64: Blocks(32, 32, 8, 2), 128: Blocks(32, 32, 8, 2), 256: Blocks(16, 64, 8, 1)}
 _HALF_IN_LITTLE = {64: Blocks(32, 64, 4, 1), 128: Blocks(32, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
 """Where a program has little shared memory: AMD GPUs, where fewer warps have more registers each."""
+_TALL = 128
+"""From sm_90 on, two groups of four warps multiply 64 rows each: with fewer rows, both compute the same."""
 
 
 def backward_blocks(
-    width: int, dtype: torch.dtype, shared: int, has_reads: bool = False, linear: bool = True
-) -> Blocks:
+    width: int, dtype: torch.dtype, shared: int, has_reads: bool = False, linear: bool = True,
+    capability: tuple[int, int] | None = None,
+) -> Blocks:  # fmt: skip
     """Block sizes of the backward kernels, that do not spill up to a width of 128 on NVIDIA GPUs (checked
-    with `ahead_of_time.py`). `has_reads`: gradients of reads are summed too. `linear`: see `is_linear`."""
+    with `ahead_of_time.py`). `q` is how many queries (in the kernel of keys: keys) a program owns, `k` how
+    many keys (queries) it takes at a time. `has_reads`: gradients of reads are summed too. `linear`: see
+    `is_linear`. `capability`: as for `blocks_for`."""
+    width = max(64, padded(width))
     if dtype is torch.float32:
         table = _SINGLE_BACKWARD
     elif shared < 100_000:
         table = _HALF_IN_LITTLE
+    elif shared > _MUCH and width <= 128:
+        k = 64 if width == 64 and (capability or (9, 0))[0] < 10 else 32
+        return Blocks(_TALL, k // 2 if has_reads else k, 8, 2)
     else:
         table = _HALF_WITH_READS if has_reads else _HALF_BACKWARD if linear else _HALF_SCORED
-    return table[max(64, padded(width))]
+    return table[width]
 
 
 def tiles_read(program: ScoreProgram) -> int:
     """How many tensor elements the program reads for each score."""
-    both = {S.index("q"), S.index("k")}
-    return len({n for e in program.expressions for n in E.walk(e) if n.op == "read" and both <= n.free})
+    return sum({S.index("q"), S.index("k")} <= n.free for n in _reads(program))
+
+
+def _keys_read(program: ScoreProgram) -> int:
+    """How many tensor elements the program reads for each key alone."""
+    return sum(S.index("k") in n.free and S.index("q") not in n.free for n in _reads(program))
+
+
+def _reads(program: ScoreProgram) -> set[Expr]:
+    return {n for e in program.expressions for n in E.walk(e) if n.op == "read"}

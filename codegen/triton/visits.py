@@ -3,10 +3,11 @@
 Every tile of scores is empty, open (all masks keep everything) or neither (`meaning/masks/tiles.py`). This is
 derived from the positions, and from the least and largest element that each tile reads of small tensors
 (lengths, documents, padding). A block of queries gets a list: its open tiles, then those in which masks are
-evaluated. The backward kernels visit the same tiles, with another list of the blocks of queries for each
-block of keys. Lists are computed on the device, without synchronisation. Lists that depend on shapes alone
-are cached; those that depend on tensors are cached until these change, since all layers of a model use the
-same lists.
+evaluated, then those in which all keys are behind a finite fill, where kernels may find that they have no
+weight. The backward kernels visit the same tiles, with another list of the blocks of queries for each block
+of keys. Lists are computed on the device, without synchronisation. Lists that depend on shapes alone are
+cached; those that depend on tensors are cached until these change, since all layers of a model use the same
+lists.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attngraph.codegen.triton.plan import Blocks, conjuncts, lasting_masks
+from attngraph.codegen.triton.plan import (
+    Blocks,
+    conjuncts,
+    largest_filled,
+    lasting_masks,
+    soft_diagonal,
+    soft_masks,
+)
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
@@ -39,9 +47,9 @@ _KEPT = 12
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """`tiles` `[rows, blocks of k]`: numbers of blocks of keys, int32; `counts` `[rows, 2]`: how many are
-    open, and how many are visited in all. Block i of queries of batch b and head h has row b * `b` + h * `h`
-    + i."""
+    """`tiles` `[rows, blocks of k]`: numbers of blocks of keys, int32; `counts` `[rows, 3]`: how many are
+    open, how many of these and the next have a key before a fill, and how many there are in all. Block i of
+    queries of batch b and head h has row b * `b` + h * `h` + i."""
 
     tiles: Tensor
     counts: Tensor
@@ -53,8 +61,10 @@ class Visits:
 def masks(program: ScoreProgram, diagonal: Statement | None) -> tuple[Keep, ...]:
     """The masks, besides the diagonal, that can make tiles empty and that can be bounded before the
     launch."""
-    found = (keep for keep in lasting_masks(conjuncts(program)) if keep != diagonal)
-    return tuple(keep for keep in found if _is_known(keep.predicate))
+    hard = (keep for keep in lasting_masks(conjuncts(program)) if keep != diagonal)
+    own = soft_diagonal(program)
+    soft = (keep for keep in soft_masks(program) if own is None or keep != own[0])
+    return tuple(keep for keep in (*hard, *soft) if _is_known(keep.predicate))
 
 
 def _is_known(predicate: Expr) -> bool:
@@ -97,7 +107,7 @@ Cuts = tuple[Cut, Cut, Cut, Cut]
 def _from_shapes(
     program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], device: torch.device, turned: bool
 ) -> Visits:
-    found = _listed(tiles.block_map(program, Grid(*cuts, sizes)), cuts, turned)
+    found = _listed(*_maps(program, Grid(*cuts, sizes)), cuts, turned)
     return dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
 
 
@@ -122,7 +132,7 @@ def _from_tensors(
     unknown = torch.empty((0,), dtype=torch.int8)  # tiles draw no conclusion from int8
     small = tuple(unknown if n in large else r.detach() for n, r in enumerate(reads))
     with _PlacesOn(device):
-        found = _listed(tiles.block_map(program, Grid(*cuts, sizes, small)), cuts, turned)
+        found = _listed(*_maps(program, Grid(*cuts, sizes, small)), cuts, turned)
     if is_kept:
         _kept[_KEPT - 1 :] = []
         _kept.insert(0, (key, [weakref.ref(t) for t in used], found))
@@ -144,16 +154,23 @@ class _PlacesOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}), **there)
 
 
-def _listed(found: Tensor, cuts: Cuts, turned: bool) -> Visits:
-    """A block map `[blocks of b or 1, of h or 1, of q, of k]` as lists."""
-    found, k = (found.mT, cuts[2]) if turned else (found, cuts[3])
+def _maps(program: ScoreProgram, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The block map, and where finite fills hide too, if kernels can tell when they do."""
+    found = tiles.block_map(program, grid)
+    return found, found if largest_filled(program) is None else tiles.block_map(program, grid, soft=True)
+
+
+def _listed(found: Tensor, softly: Tensor, cuts: Cuts, turned: bool) -> Visits:
+    """Block maps `[blocks of b or 1, of h or 1, of q, of k]` as lists."""
+    found, softly, k = (found.mT, softly.mT, cuts[2]) if turned else (found, softly, cuts[3])
     is_open = found == tiles.OPEN
     if (k.stop - k.start) % k.step:
         is_open[..., -1] = False  # it extends beyond the last key
-    seen = found != tiles.SKIP
-    rank = torch.where(is_open, 0, torch.where(seen, 1, 2)).to(torch.uint8)
+    visited, seen = found != tiles.SKIP, softly != tiles.SKIP
+    seen = seen & visited
+    rank = torch.where(is_open, 0, torch.where(seen, 1, torch.where(visited, 2, 3))).to(torch.uint8)
     order = torch.argsort(rank, dim=-1, stable=True).to(torch.int32).flatten(0, 2)
-    counts = torch.stack([is_open.sum(-1), seen.sum(-1)], -1).to(torch.int32).flatten(0, 2)
+    counts = torch.stack([is_open.sum(-1), seen.sum(-1), visited.sum(-1)], -1).to(torch.int32).flatten(0, 2)
     batches, heads, rows, _ = found.shape
     return Visits(
         order.contiguous(), counts.contiguous(),

@@ -13,7 +13,7 @@ from attngraph.codegen.triton import device
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
 PROCESSES = (
-    ("conformance/test_conformance",),
+    ("conformance/test_conformance", "interpreted/test_fills"),
     (
         "interpreted/test_gradients", "interpreted/test_forward", "interpreted/test_functions",
         "interpreted/test_lists", "interpreted/test_decode", "interpreted/test_choices",

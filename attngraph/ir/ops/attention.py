@@ -168,12 +168,10 @@ def _attention(
 
 
 def _token_major(out: Tensor) -> Tensor:
-    """One layout for every kernel: [B, Sq, Hq, Dv] in memory, so that joining heads needs no copy. The result
-    is not a view, so autograd lets the caller change it in place."""
-    b, h, s, d = out.shape
+    """A kernel's result as it is if `empty_result` made it, else copied to such a tensor."""
     if out.transpose(1, 2).is_contiguous() and not out._is_view():
         return out
-    return out.new_empty_strided((b, h, s, d), (s * h * d, d, h * d, 1)).copy_(out)
+    return kernels.empty_result(out, tuple(out.shape)).copy_(out)
 
 
 @torch.library.register_fake("attngraph::attention")  # type: ignore[untyped-decorator]

@@ -102,6 +102,13 @@ def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kerne
     raise ValueError(f"no kernel of {family or 'any backend'} serves this attention: " + "; ".join(reasons))
 
 
+def empty_result(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A new tensor for the result `[B, Hq, Sq, Dv]`, laid out as all kernels do: `[B, Sq, Hq, Dv]` in memory,
+    so that joining heads needs no copy. It is not a view, so autograd lets the caller change it in place."""
+    b, h, s, d = shape
+    return like.new_empty_strided((b, h, s, d), (s * h * d, d, h * d, 1))
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores and sums: float32 for 16-bit operands, else the operands' own dtype."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -93,6 +93,17 @@ def test_the_op_runs_the_kernel_that_is_named_and_differentiates_it() -> None:
         torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["triton.forward", "cpu.tiled"])
+def test_the_op_gives_the_tensor_that_the_kernel_wrote(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a copy of it, with gradients or without."""
+    made, kernel = [], kernels.KERNELS[name]
+    forward = kernel.forward
+    monkeypatch.setattr(kernel, "forward", lambda *given: made.append(forward(*given)) or made[-1])
+    out = ops.attention(*(t.requires_grad_() for t in operands()), "keep k <= q", kernel=name)
+    assert out.data_ptr() == made[0][0].data_ptr()
+    assert not out._is_view()
+
+
 def test_on_a_cpu_it_serves_only_when_asked_for() -> None:
     assert attngraph.codegen.triton is not None
     program, tensors = parse("s = tanh(s)"), operands()

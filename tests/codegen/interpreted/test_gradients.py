@@ -8,6 +8,7 @@ from conformance.programs import CASES, Shape
 from conformance.programs import drawn as draw_read
 from frames import REFERENCE, SMALL, compare_gradients, operands, quarters
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.codegen.scalar import read_gradients
 from attngraph.codegen.triton import launch_backward
@@ -28,6 +29,23 @@ def test_gradients_in_half_precision_and_through_the_op() -> None:
     wanted = torch.autograd.grad((other * weight.double()).sum(), exact)
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=5e-3, atol=1e-2)
+
+
+def test_no_tensor_is_copied_in_single_precision() -> None:
+    """The sums of gradients times results are taken in the kernel."""
+    made: list[Tensor] = []
+
+    class Records(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            made.extend(t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor))
+            return result
+
+    tensors, program = operands(1, 2, 2, 40, 40, 16, 16, torch.float16), parse("keep k <= q")
+    results = SMALL.forward(program, tensors, (), ())
+    with Records():
+        SMALL.backward(program, tensors, (), (), results, (torch.ones_like(results[0]), results[1] * 0))
+    assert not any(t.dtype is torch.float32 and t.shape == results[0].shape for t in made)
 
 
 def drawn(reads: str, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -65,7 +65,8 @@ def test_only_tiles_with_a_kept_score_are_visited(text: str, reads: Sequence[Ten
     found = visits.find(program, blocks, tensors, reads, ())
     for b, h, row in itertools.product(range(2), range(2), range(3)):
         place = b * found.b + h * found.h + row
-        whole, count = found.counts[place].tolist()
+        whole, seen, count = found.counts[place].tolist()
+        assert seen == count
         needed = padded[b, h, row].flatten(1).any(1).nonzero().flatten().tolist()
         hidden_in_parts = "k % 3" in text
         assert sorted(found.tiles[place, :count].tolist()) == needed
@@ -101,7 +102,7 @@ def test_lists_are_kept_while_tensors_stay_as_they_are() -> None:
     lengths += 5
     second = find(lengths)
     assert second is not first
-    assert second.counts.tolist() == [[1, 2], [1, 2], [2, 3], [2, 3]]
+    assert second.counts.tolist() == [[1, 2, 2], [1, 2, 2], [2, 3, 3], [2, 3, 3]]
     with torch.inference_mode():
         unversioned = lengths.clone()
         assert find(unversioned) is not find(unversioned)
