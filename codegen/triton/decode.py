@@ -183,9 +183,9 @@ def _is_part(v: Tensor, k: Tensor) -> bool:
     return v.data_ptr() == k.data_ptr()
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def load(plan: DecodePlan) -> tuple[Any, Any]:
-    """The plan's two kernels, imported from their file."""
+    """The plan's two kernels, imported from their file, and never dropped (`launch.load`)."""
     kernel = emit_decode(plan)
     version = importlib.import_module("triton").__version__
     module = store.import_source(kernel.source, kernel.name, version)

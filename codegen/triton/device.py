@@ -84,6 +84,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return major, minor
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: what is launched now runs later, on these addresses, as often
+    as the graph is replayed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def with_scratch(device: torch.device, launch: Callable[[], object]) -> None:
     """Launch a kernel that needs scratch memory (for descriptors), allocated by PyTorch. The allocator that
     the caller has set in Triton is kept."""

@@ -232,9 +232,10 @@ def plan_call(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def load(plan: Plan) -> Any:
-    """The plan's kernel, a Triton function, imported from its file."""
+    """The plan's kernel, a Triton function, imported from its file. It is never dropped: Triton unloads a
+    kernel that nobody holds, and a captured CUDA graph holds its address alone."""
     kernel = emit(plan)
     version = importlib.import_module("triton").__version__
     return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)

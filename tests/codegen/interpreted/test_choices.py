@@ -82,6 +82,25 @@ def test_errors_of_the_caller_are_not_the_kernels(monkeypatch: pytest.MonkeyPatc
     assert not said
 
 
+def test_an_error_during_the_capture_of_a_graph_is_told_and_says_nothing_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capturing = [True]
+    said = break_kernels(monkeypatch, lambda plan: not capturing)
+    monkeypatch.setattr(attempts, "is_captured", lambda device: bool(capturing))
+    with pytest.raises(RuntimeError, match="out of resources") as found:
+        SMALL.forward(parse("keep k <= q"), operands(), (), ())
+    assert "once before the capture" in "".join(found.value.__notes__)
+    capturing.clear()
+    agree("keep k <= q", operands())
+    assert not said and not attempts._failed
+
+
+def test_kernels_are_never_dropped_because_captured_graphs_hold_their_addresses() -> None:
+    for load in (launch.load, launch_backward.load_backward, decode.load):
+        assert load.cache_info().maxsize is None
+
+
 def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, fastest = [], Blocks(32, 64, 8, 2)
 
