@@ -16,11 +16,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attngraph.codegen.scalar.form import SMALL
+from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import multiprocessors, name_of, no_device, on, shared_memory
-from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
-from attngraph.codegen.triton.launch import unsupported
+from attngraph.codegen.triton.emit_decode import COLUMNS, JOIN, DecodePlan, emit_decode
+from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
 from attngraph.ir.language.score import ScoreProgram
@@ -55,10 +56,13 @@ class Decode:
     ) -> Tensor | None:  # fmt: skip
         if q.shape[2] == 0 or no_device(q) is not None or not self._serves(program, q, pages, reads):
             return None
-        brought = [n for n in counts(rows).new if n]
+        about = counts(rows)
+        brought = [n for n in about.new if n]
         if not brought or min(brought) > FEW:
             return None
-        plan, splits = self.plan(program, q, new, pages, reads, sizes, counts(rows))
+        if not are_in_range(program, _extents(q, new[0], about), reads, sizes, torch.float32):
+            return None
+        plan, splits = self.plan(program, q, new, pages, reads, sizes, about)
         return attempts.run(
             plan,
             q.device,
@@ -86,7 +90,7 @@ class Decode:
         shared = _is_part(v, k)
         if v.shape[3] > WIDEST or (k.shape[3] - v.shape[3] if shared else k.shape[3]) > WIDEST:
             return False
-        if any(reads[number].dtype not in READS for number in program.reads):
+        if not all(is_served(program, number, reads[number].dtype) for number in program.reads):
             return False
         return unsupported(program) is None
 
@@ -128,6 +132,14 @@ class Decode:
         return plan, splits
 
 
+def _extents(q: Tensor, new: Tensor, about: Counts) -> tuple[int, int, int, int]:
+    """How far the indices of a call go: its rows, its heads, and the positions of queries and of keys."""
+    queries = max(first + count for first, count in zip(about.first, about.new, strict=True))
+    fresh = about.new if new.shape[2] else [0] * len(about.new)
+    keys = max(held + count for held, count in zip(about.held, fresh, strict=True))
+    return len(about.new), q.shape[1], queries, max(keys, 1)
+
+
 def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.dtype) -> str:
     """The key of a table's entry: "decode of 16 queries, bfloat16, 128 wide, values 128, causal"."""
     return tuned.key(f"decode of {padded(lanes)} queries", program, D, Dv, dtype)
@@ -140,7 +152,8 @@ def launch_decode(
     """The output, by the plan's two kernels, with each row's keys split into `splits` parts."""
     (k, v), (k_new, v_new) = pages, new
     _, heads, tokens, _ = q.shape
-    shares = -(-plan.group * max(counts(rows).new) // plan.blocks.q)
+    most = max(counts(rows).new)
+    shares = -(-plan.group * most // plan.blocks.q)
     items = rows.table.shape[0] * k.shape[1]
     parts, dv = items * splits * shares * plan.blocks.q, v.shape[3]
     acc = torch.empty((parts, dv), dtype=torch.float32, device=q.device)
@@ -156,7 +169,9 @@ def launch_decode(
     first, second = load(plan)
     with on(q):
         first[(items * splits, shares)](*arguments, **launch_options(plan))
-        second[(items, shares)](acc, m, l, rows.starts, out, heads, k.shape[1], splits)
+        lanes = plan.group * most
+        grid = (items * lanes, -(-dv // COLUMNS))
+        second[grid](acc, m, l, rows.starts, out, heads, k.shape[1], splits, shares, lanes)
     return out.transpose(1, 2)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.form import SMALL
+from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, isolated, launch_backward, schedule, store, tuned, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
@@ -54,8 +55,9 @@ class Forward(Kernel):
     derivative cannot be emitted, `cpu.tiled` computes the backward pass in blocks of plain PyTorch
     operations.
 
-    Calls with nothing to compute, and programs that read tensors of dtypes that kernels do not support
-    (8- and 16-bit integers), are computed by `cpu.tiled` too.
+    `cpu.tiled` also computes calls with nothing to compute, and programs that read tensors of dtypes that
+    kernels do not support (8- and 16-bit integers), or whole numbers and truth values at an index that
+    follows from data: a kernel cannot show that such an index is out of range (`scalar/read_ranges.py`).
 
     Args:
         blocks: tile sizes; None: chosen for the widths, the dtype and the GPU.
@@ -94,6 +96,7 @@ class Forward(Kernel):
         if self._is_left(program, operands, reads):
             return self._otherwise.forward(program, operands, reads, sizes)
         _check_reads(program, operands[0], operands[1], reads)
+        require_in_range(program, operands, reads, sizes)
         plan = plan_forward(program, operands, reads, sizes, self._blocks)
         return attempts.run(
             plan, operands[0].device,
@@ -123,10 +126,10 @@ class Forward(Kernel):
 
     @staticmethod
     def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:
-        """Whether a call is left to `cpu.tiled`: nothing to compute, or reads of an unsupported dtype."""
+        """Whether a call is left to `cpu.tiled`."""
         q, k, v = operands
         nothing = min(*q.shape, *k.shape, v.shape[3]) == 0
-        return nothing or any(reads[number].dtype not in READS for number in program.reads)
+        return nothing or not all(is_served(program, number, reads[number].dtype) for number in program.reads)
 
     def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
         """The source of the forward kernel's module. Emitting it needs neither a GPU nor Triton."""
@@ -239,6 +242,11 @@ def load(plan: Plan) -> Any:
     kernel = emit(plan)
     version = importlib.import_module("triton").__version__
     return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
+
+
+def is_served(program: ScoreProgram, number: int, dtype: torch.dtype) -> bool:
+    """Whether kernels can read elements of that dtype as the program reads `r<number>`."""
+    return dtype in READS and (dtype.is_floating_point or number not in reads_by_data(program))
 
 
 @functools.lru_cache(maxsize=1024)

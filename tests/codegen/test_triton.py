@@ -475,9 +475,9 @@ def test_decoding_compiles_for_every_target_without_spills(name: str, target: st
     gpu = ahead_of_time.TARGETS[target]
     blocks = decode_blocks(group, D, torch.bfloat16, gpu.shared)
     program = parse("s = 0.125 * dot; keep k <= q")
-    usage = ahead_of_time.compile_ahead(
-        DecodePlan(program, torch.bfloat16, D, Dv, group, (), blocks, shared=shared), gpu
-    )  # fmt: skip
+    made = DecodePlan(program, torch.bfloat16, D, Dv, group, (), blocks, shared=shared)
+    assert ahead_of_time.compile_join_ahead(made, gpu).spilled == 0
+    usage = ahead_of_time.compile_ahead(made, gpu)
     assert 0 < usage.shared <= gpu.shared
     assert usage.spilled == 0 or (gpu.backend == "hip" and usage.spilled <= 96), usage
 

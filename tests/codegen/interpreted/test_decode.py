@@ -86,6 +86,18 @@ def test_long_prompts_and_what_it_cannot_read_are_left_to_others() -> None:
     assert Decode().attend(parse("keep k <= q"), one[0], one[1], half, [], (), few) is None  # type: ignore[arg-type]
 
 
+def test_indices_out_of_range_are_left_to_what_raises() -> None:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 1, 16, generator=g)
+    pages = torch.randn(1, 2, 32, 16, generator=g)
+    held = torch.tensor([20])
+    rows = Rows(torch.tensor([[0]]), torch.tensor([0, 1]), held, held)
+    about = q, (q, q), (pages, pages)
+    for text in ("s = dot + r0[k]", "s = dot + r0[abs(q - k)]", "s = dot + r0[max(q - k, 0)]"):
+        assert Decode().attend(parse(text), *about, [torch.randn(21)], (), rows) is not None
+        assert Decode().attend(parse(text), *about, [torch.randn(20)], (), rows) is None
+
+
 def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
