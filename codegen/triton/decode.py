@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,20 +21,30 @@ from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
-from attngraph.codegen.triton.device import multiprocessors, name_of, no_device, on, shared_memory
+from attngraph.codegen.triton.device import (
+    is_captured,
+    multiprocessors,
+    name_of,
+    no_device,
+    on,
+    shared_memory,
+    shared_of_multiprocessor,
+)
 from attngraph.codegen.triton.emit_decode import COLUMNS, JOIN, DecodePlan, emit_decode
 from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import Counts, Rows, counts
+from attngraph.ir.ops.cached_attention import Counts, Rows, counts, told
 
 FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
 TALLEST = 64
 """The most queries of a tile: heads that share a key head, times their new tokens."""
-PROGRAMS = 4
-"""Programs per multiprocessor that a launch aims at, if there are enough keys and no table has a value."""
+LEAST_TILES = 4
+"""Tiles of keys that a part should have at least: with fewer, joining the parts costs more than it saves."""
+THREADS, REGISTERS = 2048, 1 << 16
+"""Of a multiprocessor."""
 
 
 class Decode:
@@ -40,7 +52,7 @@ class Decode:
 
     Args:
         blocks, splits, programs: tile sizes, parts of the keys, and (if `splits` is None) programs per
-            multiprocessor; None: as measured, else chosen for the call and the GPU.
+            multiprocessor that a launch aims at; None: as measured, else chosen for the call and the GPU.
     """
 
     name = "triton.decode"
@@ -56,7 +68,7 @@ class Decode:
     ) -> Tensor | None:  # fmt: skip
         if q.shape[2] == 0 or no_device(q) is not None or not self._serves(program, q, pages, reads):
             return None
-        about = counts(rows)
+        about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
         brought = [n for n in about.new if n]
         if not brought or min(brought) > FEW:
             return None
@@ -125,11 +137,58 @@ class Decode:
             wide=max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
         )  # fmt: skip
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
-        programs = self._programs or tuned.programs(name_of(q.device)).get(line, PROGRAMS)
-        shares = -(-lanes // plan.blocks.q)
-        wanted = programs * multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
-        splits = self._splits or max(1, min(wanted, longest // (4 * plan.blocks.k)))
-        return plan, splits
+        if self._splits:
+            return plan, self._splits
+        visible = min(longest, plan.window) if plan.window else longest
+        parts = max(1, visible // (LEAST_TILES * plan.blocks.k))
+        items = len(about.new) * k.shape[1] * -(-lanes // plan.blocks.q)
+        programs = self._programs or tuned.programs(name_of(q.device)).get(line)
+        if programs is not None:
+            return plan, max(1, min(programs * multiprocessors(q.device) // items, parts))
+        return plan, parts_for(items, programs_at_once(plan, q.device) * multiprocessors(q.device), parts)
+
+
+def programs_at_once(plan: DecodePlan, device: torch.device) -> int:
+    """About how many programs a multiprocessor holds: as many as its threads, its shared memory (the tiles of
+    keys and values in flight) and its registers (the queries, a tile of scores and the sums) allow."""
+    blocks, keys, values = plan.blocks, padded(plan.D), padded(plan.Dv)
+    row = values + padded(plan.rest) * bool(plan.rest) if plan.shared else keys + values
+    tiles = blocks.stages * blocks.k * row * plan.dtype.itemsize
+    numbers = blocks.q * (values + blocks.k + keys // 2) + 32 * 32 * blocks.warps
+    allowed = (
+        THREADS // (32 * blocks.warps), shared_of_multiprocessor(device) // tiles, REGISTERS // numbers
+    )  # fmt: skip
+    return max(1, min(allowed))
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_for(items: int, places: int, most: int) -> int:
+    """Into how many parts, at most `most`, the keys of `items` programs are split where `places` programs run
+    at once: as few as leave about as few places idle in the last round as any other number would
+    (FlashAttention's rule, `num_splits_heuristic`)."""
+    if items >= 0.8 * places:
+        return 1
+    rounds = [items * n / places for n in range(1, min(most, places) + 1)]
+    busy = [n / math.ceil(n) for n in rounds]
+    return next(n for n, found in enumerate(busy, 1) if found >= 0.85 * max(busy))
+
+
+def counts_for(rows: Rows, q: Tensor, k: Tensor, are_fixed: bool) -> Counts:
+    """The rows of a call as numbers: how many keys a row has is at most what its pages hold, which is enough
+    to know where keys are fixed. Of a call that a CUDA graph captures it is what holds in every replay: each
+    row brings as many tokens as now."""
+    starts, first, room = told(rows.starts), told(rows.first), rows.table.shape[1] * k.shape[2]
+    full = [room] * rows.table.shape[0]
+    if is_captured(q.device):
+        new = [q.shape[2]] * len(full) if starts is None else _differences(starts)
+        return Counts(new, full, full)
+    if are_fixed and starts is not None and first is not None:
+        return Counts(_differences(starts), first, told(rows.held) or full)
+    return counts(rows)
+
+
+def _differences(starts: Sequence[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(starts)]
 
 
 def _extents(q: Tensor, new: Tensor, about: Counts) -> tuple[int, int, int, int]:
@@ -152,7 +211,7 @@ def launch_decode(
     """The output, by the plan's two kernels, with each row's keys split into `splits` parts."""
     (k, v), (k_new, v_new) = pages, new
     _, heads, tokens, _ = q.shape
-    most = max(counts(rows).new)
+    most = max(counts_for(rows, q, k, k_new.shape[2] == 0).new)
     shares = -(-plan.group * most // plan.blocks.q)
     items = rows.table.shape[0] * k.shape[1]
     parts, dv = items * splits * shares * plan.blocks.q, v.shape[3]
