@@ -34,6 +34,8 @@ def require_in_range(
     program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
 ) -> None:
     """Raise IndexError where an index that follows from positions and sizes is out of range."""
+    if not _computed(program):
+        return
     q, k, _ = operands
     problem = _problem_of(program, (*q.shape[:3], k.shape[2]), reads, sizes, accumulation_dtype(q.dtype))
     if problem is not None:
@@ -56,16 +58,13 @@ def are_in_range(
 @functools.lru_cache(maxsize=1024)
 def _plain(program: ScoreProgram) -> tuple[tuple[int, int, str], ...]:
     """For each read at an index variable: the tensor's number, the axis, and the variable."""
-    nodes = dict.fromkeys(n for e in program.expressions for n in E.walk(e) if n.op == "read")
-    places = [(n.value, axis, index) for n in nodes for axis, index in enumerate(n.args)]
-    return tuple((number, axis, index.value) for number, axis, index in places if index.op == "var")
+    return tuple((node.value, axis, index.value) for node, axis, index in program.places if index.op == "var")
 
 
 @functools.lru_cache(maxsize=1024)
 def reads_by_data(program: ScoreProgram) -> frozenset[int]:
     """The numbers of the tensors that are read at an index that follows from data."""
-    nodes = (n for e in program.expressions for n in E.walk(e) if n.op == "read")
-    return frozenset(n.value for n in nodes if any(map(follows_from_data, n.args)))
+    return frozenset(node.value for node, _, index in program.places if follows_from_data(index))
 
 
 def _problem_of(
@@ -86,11 +85,9 @@ def follows_from_data(index: Expr) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _computed(program: ScoreProgram) -> tuple[tuple[Expr, int], ...]:
     """The reads, and their axes, whose index is a formula of positions and sizes."""
-    nodes = dict.fromkeys(n for e in program.expressions for n in E.walk(e) if n.op == "read")
     return tuple(
         (node, axis)
-        for node in nodes
-        for axis, index in enumerate(node.args)
+        for node, axis, index in program.places
         if index.op not in ("var", "const") and not follows_from_data(index)
     )
 

@@ -53,7 +53,7 @@ def run(
     problem = ""
     for blocks in _in_order(plan.blocks, classic):
         chosen = plan if blocks == plan.blocks else dataclasses.replace(plan, blocks=blocks)
-        if (chosen, device) in _failed:
+        if _failed and (chosen, device) in _failed:
             continue
         try:
             return call(chosen)

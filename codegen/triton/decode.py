@@ -31,6 +31,7 @@ from attngraph.codegen.triton.device import (
     shared_of_multiprocessor,
 )
 from attngraph.codegen.triton.emit_decode import COLUMNS, JOIN, DecodePlan, emit_decode
+from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
@@ -61,24 +62,38 @@ class Decode:
         self, blocks: Blocks | None = None, splits: int | None = None, programs: int | None = None
     ) -> None:
         self._blocks, self._splits, self._programs = blocks, splits, programs
+        self._plans: KeptPlans[Prepared | None] = KeptPlans()
 
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None:  # fmt: skip
-        if q.shape[2] == 0 or no_device(q) is not None or not self._serves(program, q, pages, reads):
+        if q.shape[2] == 0 or no_device(q) is not None:
             return None
         about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
         brought = [n for n in about.new if n]
         if not brought or min(brought) > FEW:
             return None
-        if not are_in_range(program, _extents(q, new[0], about), reads, sizes, torch.float32):
+        longest = max(about.held) + max(brought)
+        lie_alike = _is_part(pages[1], pages[0]), _is_part(new[1], new[0])
+        key = key_of(program, (q, *new, *pages), reads, sizes), lie_alike, max(brought), longest >= SMALL
+        found = self._plans.get(
+            key,
+            lambda: (
+                self._prepare(program, q, new, pages, reads, sizes, about)
+                if self._serves(program, q, pages, reads)
+                else None
+            ),
+        )
+        if found is None or not are_in_range(
+            program, _extents(q, new[0], about), reads, sizes, torch.float32
+        ):
             return None
-        plan, splits = self.plan(program, q, new, pages, reads, sizes, about)
+        splits = self._splits or found.parts(about, pages[0].shape[1])
         return attempts.run(
-            plan,
+            found.plan,
             q.device,
-            lambda found: launch_decode(found, q, new, pages, reads, sizes, rows, splits),
+            lambda plan: launch_decode(plan, q, new, pages, reads, sizes, rows, splits),
             lambda: None,
         )
 
@@ -127,6 +142,13 @@ class Decode:
         reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
     ) -> tuple[DecodePlan, int]:  # fmt: skip
         """The plan of a call, and the number of parts into which each row's keys are split."""
+        found = self._prepare(program, q, new, pages, reads, sizes, about)
+        return found.plan, self._splits or found.parts(about, pages[0].shape[1])
+
+    def _prepare(
+        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
+    ) -> Prepared:  # fmt: skip
         k, v = pages
         most, longest = max(about.new), max(about.held)
         lanes = q.shape[1] // k.shape[1] * most
@@ -137,15 +159,28 @@ class Decode:
             wide=max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
         )  # fmt: skip
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
-        if self._splits:
-            return plan, self._splits
-        visible = min(longest, plan.window) if plan.window else longest
-        parts = max(1, visible // (LEAST_TILES * plan.blocks.k))
-        items = len(about.new) * k.shape[1] * -(-lanes // plan.blocks.q)
         programs = self._programs or tuned.programs(name_of(q.device)).get(line)
-        if programs is not None:
-            return plan, max(1, min(programs * multiprocessors(q.device) // items, parts))
-        return plan, parts_for(items, programs_at_once(plan, q.device) * multiprocessors(q.device), parts)
+        each = programs or programs_at_once(plan, q.device)
+        return Prepared(plan, each * multiprocessors(q.device), programs is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A plan, and how many programs a launch of it aims at; `is_measured`: as a table or the caller says."""
+
+    plan: DecodePlan
+    places: int
+    is_measured: bool
+
+    def parts(self, about: Counts, heads: int) -> int:
+        """Into how many parts the keys of each row are split, of so many key heads."""
+        plan, longest = self.plan, max(about.held)
+        visible = min(longest, plan.window) if plan.window else longest
+        most = max(1, visible // (LEAST_TILES * plan.blocks.k))
+        items = len(about.new) * heads * -(-plan.group * max(about.new) // plan.blocks.q)
+        if self.is_measured:
+            return max(1, min(self.places // items, most))
+        return parts_for(items, self.places, most)
 
 
 def programs_at_once(plan: DecodePlan, device: torch.device) -> int:

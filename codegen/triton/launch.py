@@ -30,6 +30,7 @@ from attngraph.codegen.triton.device import (
     with_scratch,
 )
 from attngraph.codegen.triton.emit_forward import emit
+from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.plan import (
     DTYPES,
     READS,
@@ -68,6 +69,8 @@ class Forward(Kernel):
     def __init__(self, blocks: Blocks | None = None) -> None:
         self._blocks = blocks
         self._otherwise = Tiled()
+        self._plans: KeptPlans[Plan | None] = KeptPlans()
+        self._backward_plans: KeptPlans[BackwardPlan | None] = KeptPlans()
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         q = operands[0]
@@ -90,14 +93,11 @@ class Forward(Kernel):
     def forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        reason = self.refuse(program, operands)
-        if reason is not None:
-            raise ValueError(f"{self.name} does not serve this attention: {reason}.")
-        if self._is_left(program, operands, reads):
+        key = key_of(program, operands, reads, sizes)
+        plan = self._plans.get(key, lambda: self._plan(program, operands, reads, sizes))
+        if plan is None:
             return self._otherwise.forward(program, operands, reads, sizes)
-        _check_reads(program, operands[0], operands[1], reads)
         require_in_range(program, operands, reads, sizes)
-        plan = plan_forward(program, operands, reads, sizes, self._blocks)
         return attempts.run(
             plan, operands[0].device,
             lambda plan: launch_forward(plan, operands, reads, sizes),
@@ -110,7 +110,8 @@ class Forward(Kernel):
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
         """By kernels (`launch_backward.py`); calls that these do not support by blocks of plain PyTorch."""
-        found = self._plan_backward(program, operands, reads, sizes)
+        key = key_of(program, operands, reads, sizes, gradients=True)
+        found = self._backward_plans.get(key, lambda: self._plan_backward(program, operands, reads, sizes))
 
         def otherwise() -> list[Tensor | None]:
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
@@ -123,6 +124,22 @@ class Forward(Kernel):
             lambda plan: launch_backward.differentiate(plan, operands, reads, sizes, results, grads),
             otherwise,
         )  # fmt: skip
+
+    def _plan(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Plan | None:
+        """The plan of a call; None for one that is left to `cpu.tiled`.
+
+        Raises:
+            ValueError: no kernel serves the call, or a tensor that it reads is too short.
+        """
+        reason = self.refuse(program, operands)
+        if reason is not None:
+            raise ValueError(f"{self.name} does not serve this attention: {reason}.")
+        if self._is_left(program, operands, reads):
+            return None
+        _check_reads(program, operands[0], operands[1], reads)
+        return plan_forward(program, operands, reads, sizes, self._blocks)
 
     @staticmethod
     def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import logging
 import re
@@ -67,6 +68,15 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
 def table(name: str) -> dict[str, Blocks]:
     """The blocks of a device: those shipped, overridden by those that the user measured."""
     return {line: blocks for found in tables(name) for line, blocks in found.blocks.items()}
+
+
+_changes = itertools.count(1)
+_latest = 0
+
+
+def changes() -> int:
+    """How often tables were written in this process: what follows from them holds until then."""
+    return _latest
 
 
 def programs(name: str) -> dict[str, int]:
@@ -159,3 +169,5 @@ def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
     store.write(path, json.dumps(content, indent=1))
     tables.cache_clear()
+    global _latest
+    _latest = next(_changes)

@@ -2,6 +2,7 @@
 nothing is asked of the device, and what follows from the shapes of a call is found once."""
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import attngraph
-from attngraph.codegen.triton import decode, device
+from attngraph.codegen.triton import attempts, decode, device, launch, launch_backward, tuned
 from attngraph.codegen.triton.decode import Decode
+from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES
 from attngraph.codegen.triton.emit_decode import DecodePlan
+from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.cached_attention import CachePlan, Counts, Rows, Store, counts, numbers_of, tell, told
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
@@ -165,3 +169,87 @@ def test_during_a_capture_nothing_is_concluded_from_the_lengths_of_the_moment(
     assert decode.counts_for(rows, q, pages, False) == Counts([1, 1], [24, 24], [24, 24])
     unknown = rows._replace(starts=torch.tensor([0, 1, 2]))
     assert decode.counts_for(unknown, q, pages, False).new == [2, 2]
+
+
+# --- plans --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    """The forward kernel on the CPU, where nothing is launched."""
+    monkeypatch.setattr(launch, "no_device", lambda tensor: None)
+    monkeypatch.setattr(launch, "is_interpreted", lambda: True)
+    monkeypatch.setattr(launch, "load", lambda plan: Recorded([]))
+    monkeypatch.setattr(launch_backward, "load_backward", lambda plan: types.SimpleNamespace(
+        **dict.fromkeys((OF_QUERIES, OF_KEYS), Recorded([]))
+    ))  # fmt: skip
+    return Forward()
+
+
+WALKS = (
+    (launch, "plan_forward"), (launch, "plan_call"), (launch, "unsupported"), (launch, "_check_reads"),
+    (tuned, "key"), (attempts, "smaller"), (E, "walk"),
+)  # fmt: skip
+
+
+def called_again(name: str) -> Callable[..., None]:
+    return lambda *_: pytest.fail(f"{name} is called again")
+
+
+@pytest.mark.parametrize(
+    ("text", "reads"),
+    [
+        ("s = 0.125 * dot; keep k <= q", ()),
+        ("s = dot + r0[h, k - q + n0]; keep r1[b, q] == r1[b, k]", ((2, 31), (2, 16))),
+    ],
+)
+def test_what_follows_from_the_shapes_of_a_call_is_found_once(
+    text: str, reads: tuple[tuple[int, ...], ...], on_any_device: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, tensors = parse(text), tuple(torch.randn(2, 2, 16, 8) for _ in "qkv")
+    read = [torch.randn(shape) if n == 0 else torch.zeros(shape).long() for n, shape in enumerate(reads)]
+    kernel = on_any_device
+
+    def run() -> None:
+        results = kernel.forward(program, tensors, read, (15,))  # type: ignore[arg-type]
+        if not reads:
+            kernel.backward(program, tensors, read, (15,), results, results)  # type: ignore[arg-type]
+
+    run()
+    with monkeypatch.context() as context:
+        for module, name in WALKS:
+            context.setattr(module, name, called_again(name))
+        run()
+
+
+def test_a_plan_is_made_anew_where_it_follows_from_something_else(
+    on_any_device: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    real = launch.plan_forward
+    monkeypatch.setattr(launch, "plan_forward", lambda *a: (made.append(a), real(*a))[1])
+    program, q = parse("s = dot + r0[k] * n0"), torch.randn(1, 2, 16, 8)
+
+    def plans(q: Tensor = q, bias: Tensor | None = None, sizes: tuple[int, ...] = (3,)) -> int:
+        made.clear()
+        on_any_device.forward(program, (q, q, q), [torch.zeros(16) if bias is None else bias], sizes)
+        return len(made)
+
+    assert plans() == 1 and plans() == 0 and plans(q.clone(), torch.ones(16), (4,)) == 0
+    assert plans(q.half()) == 1 and plans(torch.randn(1, 2, 17, 8), torch.zeros(17)) == 1
+    assert plans(q.transpose(2, 3).contiguous().transpose(2, 3)) == 1
+    assert plans(bias=torch.zeros(16, dtype=torch.int64)) == 1 and plans(sizes=(1 << 40,)) == 1
+    assert plans(torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape)) == 1  # another alignment
+    monkeypatch.setattr(tuned, "changes", lambda: 1 << 20)
+    assert plans() == 1 and plans() == 0
+    with pytest.raises(ValueError, match="needs 16 elements"):
+        plans(bias=torch.zeros(15))
+    with pytest.raises(ValueError, match="needs 16 elements"):
+        plans(bias=torch.zeros(15))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_table_that_is_written_changes_plans() -> None:
+    before = tuned.changes()
+    tuned.add("A GPU", {"forward, a": Blocks(64, 32, 4, 2)})
+    assert tuned.changes() > before
