@@ -42,6 +42,8 @@ FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
 TALLEST = 64
 """The most queries of a tile: heads that share a key head, times their new tokens."""
+PROGRAMS = 4
+"""Programs per multiprocessor with which measuring begins (`tuning.py`)."""
 LEAST_TILES = 4
 """Tiles of keys that a part should have at least: with fewer, joining the parts costs more than it saves."""
 THREADS, REGISTERS = 2048, 1 << 16

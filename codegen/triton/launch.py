@@ -160,13 +160,14 @@ class Forward(Kernel):
     def _plan_backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> BackwardPlan | None:
-        q, _, v = operands
+        q, k, v = operands
         if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
             return None
         if self._is_left(program, operands, reads):
             return None
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
-        line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype)
+        group = q.shape[1] // k.shape[1]
+        line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
         own = None if self._blocks is None or self._blocks.specialised else self._blocks
         blocks = own or tuned.find(name_of(q.device), line, q.shape[2])
         blocks = blocks or backward_blocks(
@@ -210,8 +211,9 @@ def plan_forward(
 ) -> Plan:  # fmt: skip
     """The plan of the forward kernel that serves one call. Where the requested or measured
     blocks are warp-specialised and this call cannot be, it is classic, and its remarks say why."""
-    q, _, v = operands
-    line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype)
+    q, k, v = operands
+    group = q.shape[1] // k.shape[1]
+    line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
     plan = _listed(plan_call(program, operands, reads, sizes, found), operands)
     if found is None:
