@@ -49,6 +49,11 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands
 
+UNCHECKED = (
+    "computed by PyTorch's operations: r{} holds whole numbers or truth values and is read at an index that "
+    "follows from data, and a kernel could not show that such an index is out of range"
+)
+
 
 class Forward(Kernel):
     """`triton.forward`. The forward pass is one Triton kernel. The backward pass is two, and one more for
@@ -137,6 +142,9 @@ class Forward(Kernel):
         if reason is not None:
             raise ValueError(f"{self.name} does not serve this attention: {reason}.")
         if self._is_left(program, operands, reads):
+            unknown = [n for n in reads_by_data(program) if not reads[n].is_floating_point()]
+            for number in unknown:
+                attempts.note(program, UNCHECKED.format(number))
             return None
         _check_reads(program, operands[0], operands[1], reads)
         return plan_forward(program, operands, reads, sizes, self._blocks)

@@ -9,6 +9,7 @@ from frames import REFERENCE, SMALL, agree, bias, operands, quarters
 import attngraph
 import attngraph.codegen
 from attngraph.codegen.cpu import compiled
+from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton.launch import Forward
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import attention as ops
@@ -80,6 +81,15 @@ def test_an_index_that_only_looks_as_if_it_were_out_of_range_is_none(
     text: str, reads: tuple[torch.Tensor, ...], sizes: tuple[int, ...]
 ) -> None:
     agree(text, operands(), reads, sizes)
+
+
+def test_whole_numbers_at_an_index_from_data_are_left_to_pytorch_which_the_report_says() -> None:
+    program = parse("keep r0[r1[q]] == r0[r1[k]]; s = 3 * s")
+    agree(str(program), operands(), (torch.arange(6), torch.arange(40) // 7))
+    (remark,) = attempts.remarks(program)
+    assert remark.startswith(
+        "computed by PyTorch's operations: r0 is read at an index that follows from data"
+    )
 
 
 def test_what_is_read_out_of_range_at_an_index_from_data_shows_in_the_result() -> None:
