@@ -87,9 +87,7 @@ def test_whole_numbers_at_an_index_from_data_are_left_to_pytorch_which_the_repor
     program = parse("keep r0[r1[q]] == r0[r1[k]]; s = 3 * s")
     agree(str(program), operands(), (torch.arange(6), torch.arange(40) // 7))
     (remark,) = attempts.remarks(program)
-    assert remark.startswith(
-        "computed by PyTorch's operations: r0 is read at an index that follows from data"
-    )
+    assert remark.startswith("computed by PyTorch's operations: r0 holds whole numbers or truth values")
 
 
 def test_what_is_read_out_of_range_at_an_index_from_data_shows_in_the_result() -> None:
