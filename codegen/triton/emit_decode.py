@@ -275,7 +275,7 @@ class _DecodeEmitter(Emitter):
                 "l = tl.sum(l, 0, keep_dims=True)",
                 "acc = tl.sum(acc, 0, keep_dims=True)",
                 f"place = out + ((begin + lane % queries) * Hq + h) * {plan.Dv} + d",
-                f"there = {'inside & (d >= 0)' if is_whole else f'inside & (d < {plan.Dv})'}",
+                f"there = d < tl.where(inside, {plan.Dv}, 0)",
                 f"tl.store(place, ({result}).to(out.dtype.element_ty), mask=there)",
             ]),
         ])  # fmt: skip
