@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from attngraph.errors import CacheError
-from attngraph.ir.ops.cached_attention import CachePlan, Carried, Fixed, Store
+from attngraph.ir.ops.cached_attention import CachePlan, Carried, Fixed, Store, tell
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.carried import CarriedValues
-from attngraph.runtime.pages import Pages
+from attngraph.runtime.pages import Pages, sent
 from attngraph.runtime.serving_mode import serving
 
 SAVED = "attngraph cache 2"
@@ -28,7 +29,7 @@ SAVED = "attngraph cache 2"
 @functools.lru_cache(maxsize=64)
 def _one_each(rows: int) -> tuple[Tensor, Tensor]:
     """The row of each token, and the start of each row's tokens, if every row gets one new token."""
-    return torch.arange(rows), torch.arange(rows + 1)
+    return torch.arange(rows), tell(torch.arange(rows + 1), range(rows + 1))
 
 
 class KVCache:
@@ -110,22 +111,23 @@ class KVCache:
 
     def inputs(self, counts: Sequence[int]) -> dict[str, Tensor]:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
-        first = torch.tensor(self.lengths, dtype=torch.int64)
+        first = tell(torch.tensor(self.lengths, dtype=torch.int64), self.lengths)
         if min(counts, default=0) == 1 == max(counts):
             row, starts = _one_each(len(counts))
             found = {"starts": starts, "first": first, "row": row, "positions": first}
             return self._with_tables(found)
         count = torch.tensor(list(counts), dtype=torch.int64)
-        row = torch.repeat_interleave(count)
+        row = torch.repeat_interleave(count, output_size=sum(counts))
         starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
         torch.cumsum(count, 0, out=starts[1:])
+        tell(starts, [0, *itertools.accumulate(counts)])
         positions = torch.arange(row.shape[0]) + (first - starts[:-1])[row]
         found = {"starts": starts, "first": first, "row": row, "positions": positions}
         return self._with_tables(found)
 
     def _with_tables(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.device.type != "cpu":
-            found = {name: t.to(self.device) for name, t in found.items()}
+            found = {name: sent(t, self.device) for name, t in found.items()}
         for window, group in self.groups.items():
             found[f"table.{window or 'all'}"] = group.table()
         return found
@@ -133,9 +135,8 @@ class KVCache:
     def write(self, news: Mapping[str, Tensor], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
         """Write what a step computed for its new tokens; `reserve` has made room for it."""
         after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
-        ends = torch.tensor(after, dtype=torch.int64, device=self.device)
         for group in self.groups.values():
-            group.write(news, given["row"], given["positions"], ends)
+            group.write(news, given["row"], given["positions"], self.lengths, counts)
             if group.ring:
                 self.lost = [max(a, b - group.capacity) for a, b in zip(self.lost, after, strict=True)]
         self.carried.write(news, self.lengths)

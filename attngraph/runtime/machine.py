@@ -19,6 +19,7 @@ from attngraph.capture.guards import ValueGuard
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CheckError
 from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate
+from attngraph.ir.ops.sharing import one_run
 from attngraph.ir.versions import version_of
 
 Run = Callable[..., Sequence[Any]]
@@ -43,8 +44,8 @@ class Machine:
     """
 
     __slots__ = (
-        "_assumed", "_checks", "_fetch", "_module", "_overwritten", "_run", "_values", "_weights", "_writers",
-        "arguments",
+        "_assumed", "_checks", "_fetch", "_module", "_overwritten", "_run", "_sharing", "_values", "_weights",
+        "_writers", "arguments",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +54,11 @@ class Machine:
     ) -> None:  # fmt: skip
         self._module = graph.module
         self._run: Run = graph.module if run is None else run(graph)
+        # Compiled by others, a graph may write to its intermediate values.
+        is_plain = isinstance(self._run, fx.GraphModule)
+        self._sharing: Callable[[], contextlib.AbstractContextManager[None]] = (
+            one_run if is_plain else contextlib.nullcontext
+        )
         weights = graph.stages.get(Rate.WEIGHTS)
         self._weights = None if weights is None else _ValuesOfWeights(weights, owner)
         self._fetch = [_fetcher(given, owner, graph.constants, names) for given in graph.inputs]
@@ -96,7 +102,7 @@ class Machine:
             if self._overwritten and torch.is_grad_enabled():
                 # The backward pass needs their old contents.
                 inputs = [t.clone() if n in self._overwritten else t for n, t in enumerate(inputs)]
-            with _without_autocast(inputs):
+            with _without_autocast(inputs), self._sharing():
                 results = self._run(*inputs)
             for number, line in self._checks:
                 if not results[number]:

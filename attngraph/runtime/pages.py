@@ -9,17 +9,28 @@ window, a row's pages form a ring buffer.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import Store
+from attngraph.ir.ops.cached_attention import Store, tell, told
 from attngraph.runtime.cache_config import CacheConfig
 
 FEW = 16
 """Up to this many new tokens are copied one by one."""
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for what the device is doing."""
+    if device.type == "cpu":
+        return tensor
+    pinned = tensor.pin_memory() if device.type == "cuda" and torch.cuda.is_available() else tensor
+    found = pinned.to(device, non_blocking=True)
+    numbers = told(tensor)
+    return found if numbers is None else tell(found, numbers)
 
 
 class Pages:
@@ -66,7 +77,7 @@ class Pages:
         if self._table is None:
             columns = self.columns
             padded = [row + [0] * (columns - len(row)) for row in self.rows]
-            self._table = torch.tensor(padded, dtype=torch.int64, device=self.device).reshape(-1, columns)
+            self._table = sent(torch.tensor(padded, dtype=torch.int64).reshape(-1, columns), self.device)
         return self._table
 
     def pages_of(self, first: int, last: int) -> range:
@@ -154,15 +165,19 @@ class Pages:
             del pages[needed:]
             self._table = None
 
-    def write(self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, after: Tensor) -> None:
-        """Write the values of new tokens to their pages."""
-        keep: Tensor | None = positions >= after[row] - self.capacity if self.ring else None
+    def write(
+        self, news: Mapping[str, Tensor], row: Tensor, positions: Tensor, firsts: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Write the values of new tokens to their pages. `row` and `positions` of every token are on the
+        device; `firsts` and `counts`, each row's first position and number of new tokens, say the same.
+        Nothing is asked of a device, so that a CUDA graph can capture it."""
+        keep = self._last_ones(counts)
         if keep is not None:
             row, positions = row[keep], positions[keep]
         places: Any
-        if len(row) <= FEW:  # separate copies are faster than indexing with a tensor
-            at = zip(row.tolist(), positions.tolist(), strict=True)
-            slots = [(r, p % self.capacity) for r, p in at]
+        if len(row) <= FEW and row.is_cpu:  # separate copies are faster than indexing with a tensor
+            slots = [(r, p % self.capacity) for r, p in self._kept(firsts, counts)]
             places = [(self.rows[r][slot // self.page], slot % self.page) for r, slot in slots]
         else:
             slot = positions % self.capacity
@@ -180,6 +195,23 @@ class Pages:
                     held[:, page, place].copy_(value[:, n])
             else:
                 held[:, places[0], places[1]] = value.to(arena.dtype)
+
+    def _last_ones(self, counts: Sequence[int]) -> Tensor | None:
+        """The packed indices of the new tokens that are written, if a ring buffer is too small for all."""
+        if not self.ring or max(counts, default=0) <= self.capacity:
+            return None
+        ends = list(itertools.accumulate(counts))
+        spans = [range(end - min(n, self.capacity), end) for n, end in zip(counts, ends, strict=True)]
+        return sent(torch.tensor([place for span in spans for place in span]), self.device)
+
+    def _kept(self, firsts: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
+        """The row and the position of each new token that is written."""
+        most = self.capacity if self.ring else max(counts, default=0)
+        return [
+            (row, position)
+            for row, (first, count) in enumerate(zip(firsts, counts, strict=True))
+            for position in range(first + count - min(count, most), first + count)
+        ]
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row n becomes a copy of row rows[n]: by sharing pages where possible, else by copying them."""

@@ -22,6 +22,7 @@ from attngraph.codegen.cpu.library import Library, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import Remarks
+from attngraph.codegen.scalar.read_ranges import require_in_range
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
@@ -67,6 +68,7 @@ class Compiled(Kernel):
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         if is_worth_compiling(operands):
+            require_in_range(program, operands, reads, sizes)
             plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
             found = library(plan)
             if isinstance(found, Library):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import soft
 from attngraph.codegen.scalar.read_gradients import wanted_gradients
+from attngraph.codegen.scalar.read_ranges import require_in_range
 from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import kernels
@@ -43,6 +44,7 @@ class Tiled(kernels.Kernel):
         q, k, v = operands
         if min(*q.shape, *k.shape, v.shape[3]) == 0:
             return kernels.KERNELS["reference"].forward(program, operands, reads, sizes)
+        require_in_range(program, operands, reads, sizes)
         dtype = kernels.accumulation_dtype(q.dtype)
         work = _Work(program, q.to(dtype), k.to(dtype), v.to(dtype), reads, tuple(sizes))
         b, h, sq, _ = q.shape

@@ -73,7 +73,8 @@ class ReadGradient:
         return _B in self.node.free, _H in self.node.free
 
 
-def read_gradients(program: ScoreProgram, wanted: Sequence[int]) -> tuple[ReadGradient, ...]:
+@functools.lru_cache(maxsize=1024)
+def read_gradients(program: ScoreProgram, wanted: tuple[int, ...]) -> tuple[ReadGradient, ...]:
     """The sums that a program's kernels compute for the reads with these numbers.
 
     Raises:

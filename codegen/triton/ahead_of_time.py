@@ -71,6 +71,11 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
     return _compile(launch.load(plan), emit.arguments(plan), plan, target)
 
 
+def compile_join_ahead(plan: DecodePlan, target: Target) -> Usage:
+    """Compile the kernel that combines the parts of a row's keys. Raises as `compile_ahead`."""
+    return _compile(decode.load(plan)[1], emit_decode.JOINED, plan, target)
+
+
 def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, ...]:
     """Compile the backward kernels of a plan: those for queries, keys and reads. Raises as
     `compile_ahead`."""

@@ -3,25 +3,31 @@ then to smaller tiles, then to other kernels.
 
 Failures are remembered for the process and reported once, in the log and in reports (`remarks`), with the
 reason: out of shared memory or registers, or a compiler error. Device errors (an illegal address) also occur
-in the next kernel, so the user sees them.
+in the next kernel, so the user sees them. While a CUDA graph is captured, drivers refuse much that works
+otherwise and the capture is lost with the first error, so nothing is concluded from it: the user sees it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
 from attngraph.codegen.remarks import Remarks
+from attngraph.codegen.triton.device import is_captured
 from attngraph.codegen.triton.plan import Blocks, Plan
 from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
 _failed: set[tuple[Plan, torch.device]] = set()
 _said = Remarks()
+IN_CAPTURE = (
+    "Raised while a CUDA graph was being captured, where kernels cannot be compiled or loaded and no other "
+    "tiles are tried: make a call of these shapes once before the capture."
+)
 P = TypeVar("P", bound=Plan)
 R = TypeVar("R")
 
@@ -45,16 +51,18 @@ def run(
         classic: blocks to try after warp-specialised ones.
     """
     problem = ""
-    others = smaller(plan.blocks) if classic is None else [classic, *smaller(classic)]
-    for blocks in (plan.blocks, *others):
+    for blocks in _in_order(plan.blocks, classic):
         chosen = plan if blocks == plan.blocks else dataclasses.replace(plan, blocks=blocks)
-        if (chosen, device) in _failed:
+        if _failed and (chosen, device) in _failed:
             continue
         try:
             return call(chosen)
         except (IndexError, torch.OutOfMemoryError):
             raise  # the fault is in the caller's tensors
         except Exception as error:  # compilers and drivers fail in many ways
+            if is_captured(device):
+                error.add_note(IN_CAPTURE)
+                raise
             _failed.add((chosen, device))
             problem = f"{type(error).__name__}: {error}".strip()
             next_ = "the classic schedule is" if blocks.specialised else "smaller tiles are"
@@ -62,6 +70,13 @@ def run(
     if problem:
         _say(plan, f"no tiles run on {device}, PyTorch's operations instead")
     return otherwise()
+
+
+def _in_order(blocks: Blocks, classic: Blocks | None) -> Iterator[Blocks]:
+    yield blocks
+    if classic is not None:
+        yield classic
+    yield from smaller(classic or blocks)
 
 
 def _say(plan: Plan, what: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,22 +18,36 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from attngraph.codegen.scalar.form import SMALL
+from attngraph.codegen.scalar.read_ranges import are_in_range
 from attngraph.codegen.triton import attempts, store, tuned
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
-from attngraph.codegen.triton.device import multiprocessors, name_of, no_device, on, shared_memory
-from attngraph.codegen.triton.emit_decode import JOIN, DecodePlan, emit_decode
-from attngraph.codegen.triton.launch import unsupported
+from attngraph.codegen.triton.device import (
+    is_captured,
+    multiprocessors,
+    name_of,
+    no_device,
+    on,
+    shared_memory,
+    shared_of_multiprocessor,
+)
+from attngraph.codegen.triton.emit_decode import COLUMNS, JOIN, DecodePlan, emit_decode
+from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
+from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import Counts, Rows, counts
+from attngraph.ir.ops.cached_attention import Counts, Rows, counts, told
 
 FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
 TALLEST = 64
 """The most queries of a tile: heads that share a key head, times their new tokens."""
 PROGRAMS = 4
-"""Programs per multiprocessor that a launch aims at, if there are enough keys and no table has a value."""
+"""Programs per multiprocessor with which measuring begins (`tuning.py`)."""
+LEAST_TILES = 4
+"""Tiles of keys that a part should have at least: with fewer, joining the parts costs more than it saves."""
+THREADS, REGISTERS = 2048, 1 << 16
+"""Of a multiprocessor."""
 
 
 class Decode:
@@ -39,7 +55,7 @@ class Decode:
 
     Args:
         blocks, splits, programs: tile sizes, parts of the keys, and (if `splits` is None) programs per
-            multiprocessor; None: as measured, else chosen for the call and the GPU.
+            multiprocessor that a launch aims at; None: as measured, else chosen for the call and the GPU.
     """
 
     name = "triton.decode"
@@ -48,21 +64,38 @@ class Decode:
         self, blocks: Blocks | None = None, splits: int | None = None, programs: int | None = None
     ) -> None:
         self._blocks, self._splits, self._programs = blocks, splits, programs
+        self._plans: KeptPlans[Prepared | None] = KeptPlans()
 
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
     ) -> Tensor | None:  # fmt: skip
-        if q.shape[2] == 0 or no_device(q) is not None or not self._serves(program, q, pages, reads):
+        if q.shape[2] == 0 or no_device(q) is not None:
             return None
-        brought = [n for n in counts(rows).new if n]
+        about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
+        brought = [n for n in about.new if n]
         if not brought or min(brought) > FEW:
             return None
-        plan, splits = self.plan(program, q, new, pages, reads, sizes, counts(rows))
+        longest = max(about.held) + max(brought)
+        lie_alike = _is_part(pages[1], pages[0]), _is_part(new[1], new[0])
+        key = key_of(program, (q, *new, *pages), reads, sizes), lie_alike, max(brought), longest >= SMALL
+        found = self._plans.get(
+            key,
+            lambda: (
+                self._prepare(program, q, new, pages, reads, sizes, about)
+                if self._serves(program, q, pages, reads)
+                else None
+            ),
+        )
+        if found is None or not are_in_range(
+            program, _extents(q, new[0], about), reads, sizes, torch.float32
+        ):
+            return None
+        splits = self._splits or found.parts(about, pages[0].shape[1])
         return attempts.run(
-            plan,
+            found.plan,
             q.device,
-            lambda found: launch_decode(found, q, new, pages, reads, sizes, rows, splits),
+            lambda plan: launch_decode(plan, q, new, pages, reads, sizes, rows, splits),
             lambda: None,
         )
 
@@ -86,7 +119,7 @@ class Decode:
         shared = _is_part(v, k)
         if v.shape[3] > WIDEST or (k.shape[3] - v.shape[3] if shared else k.shape[3]) > WIDEST:
             return False
-        if any(reads[number].dtype not in READS for number in program.reads):
+        if not all(is_served(program, number, reads[number].dtype) for number in program.reads):
             return False
         return unsupported(program) is None
 
@@ -111,6 +144,13 @@ class Decode:
         reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
     ) -> tuple[DecodePlan, int]:  # fmt: skip
         """The plan of a call, and the number of parts into which each row's keys are split."""
+        found = self._prepare(program, q, new, pages, reads, sizes, about)
+        return found.plan, self._splits or found.parts(about, pages[0].shape[1])
+
+    def _prepare(
+        self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
+        reads: Sequence[Tensor], sizes: Sequence[int], about: Counts,
+    ) -> Prepared:  # fmt: skip
         k, v = pages
         most, longest = max(about.new), max(about.held)
         lanes = q.shape[1] // k.shape[1] * most
@@ -121,11 +161,79 @@ class Decode:
             wide=max(*q.shape[1:3], longest + most, *map(abs, sizes[: program.sizes])) >= SMALL,
         )  # fmt: skip
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
-        programs = self._programs or tuned.programs(name_of(q.device)).get(line, PROGRAMS)
-        shares = -(-lanes // plan.blocks.q)
-        wanted = programs * multiprocessors(q.device) // (len(about.new) * k.shape[1] * shares)
-        splits = self._splits or max(1, min(wanted, longest // (4 * plan.blocks.k)))
-        return plan, splits
+        programs = self._programs or tuned.programs(name_of(q.device)).get(line)
+        each = programs or programs_at_once(plan, q.device)
+        return Prepared(plan, each * multiprocessors(q.device), programs is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A plan, and how many programs a launch of it aims at; `is_measured`: as a table or the caller says."""
+
+    plan: DecodePlan
+    places: int
+    is_measured: bool
+
+    def parts(self, about: Counts, heads: int) -> int:
+        """Into how many parts the keys of each row are split, of so many key heads."""
+        plan, longest = self.plan, max(about.held)
+        visible = min(longest, plan.window) if plan.window else longest
+        most = max(1, visible // (LEAST_TILES * plan.blocks.k))
+        items = len(about.new) * heads * -(-plan.group * max(about.new) // plan.blocks.q)
+        if self.is_measured:
+            return max(1, min(self.places // items, most))
+        return parts_for(items, self.places, most)
+
+
+def programs_at_once(plan: DecodePlan, device: torch.device) -> int:
+    """About how many programs a multiprocessor holds: as many as its threads, its shared memory (the tiles of
+    keys and values in flight) and its registers (the queries, a tile of scores and the sums) allow."""
+    blocks, keys, values = plan.blocks, padded(plan.D), padded(plan.Dv)
+    row = values + padded(plan.rest) * bool(plan.rest) if plan.shared else keys + values
+    tiles = blocks.stages * blocks.k * row * plan.dtype.itemsize
+    numbers = blocks.q * (values + blocks.k + keys // 2) + 32 * 32 * blocks.warps
+    allowed = (
+        THREADS // (32 * blocks.warps), shared_of_multiprocessor(device) // tiles, REGISTERS // numbers
+    )  # fmt: skip
+    return max(1, min(allowed))
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_for(items: int, places: int, most: int) -> int:
+    """Into how many parts, at most `most`, the keys of `items` programs are split where `places` programs run
+    at once: as few as leave about as few places idle in the last round as any other number would
+    (FlashAttention's rule, `num_splits_heuristic`)."""
+    if items >= 0.8 * places:
+        return 1
+    rounds = [items * n / places for n in range(1, min(most, places) + 1)]
+    busy = [n / math.ceil(n) for n in rounds]
+    return next(n for n, found in enumerate(busy, 1) if found >= 0.85 * max(busy))
+
+
+def counts_for(rows: Rows, q: Tensor, k: Tensor, are_fixed: bool) -> Counts:
+    """The rows of a call as numbers: how many keys a row has is at most what its pages hold, which is enough
+    to know where keys are fixed. Of a call that a CUDA graph captures it is what holds in every replay: each
+    row brings as many tokens as now."""
+    starts, first, room = told(rows.starts), told(rows.first), rows.table.shape[1] * k.shape[2]
+    full = [room] * rows.table.shape[0]
+    if is_captured(q.device):
+        new = [q.shape[2]] * len(full) if starts is None else _differences(starts)
+        return Counts(new, full, full)
+    if are_fixed and starts is not None and first is not None:
+        return Counts(_differences(starts), first, told(rows.held) or full)
+    return counts(rows)
+
+
+def _differences(starts: Sequence[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(starts)]
+
+
+def _extents(q: Tensor, new: Tensor, about: Counts) -> tuple[int, int, int, int]:
+    """How far the indices of a call go: its rows, its heads, and the positions of queries and of keys."""
+    queries = max(first + count for first, count in zip(about.first, about.new, strict=True))
+    fresh = about.new if new.shape[2] else [0] * len(about.new)
+    keys = max(held + count for held, count in zip(about.held, fresh, strict=True))
+    return len(about.new), q.shape[1], queries, max(keys, 1)
 
 
 def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.dtype) -> str:
@@ -140,7 +248,8 @@ def launch_decode(
     """The output, by the plan's two kernels, with each row's keys split into `splits` parts."""
     (k, v), (k_new, v_new) = pages, new
     _, heads, tokens, _ = q.shape
-    shares = -(-plan.group * max(counts(rows).new) // plan.blocks.q)
+    most = max(counts_for(rows, q, k, k_new.shape[2] == 0).new)
+    shares = -(-plan.group * most // plan.blocks.q)
     items = rows.table.shape[0] * k.shape[1]
     parts, dv = items * splits * shares * plan.blocks.q, v.shape[3]
     acc = torch.empty((parts, dv), dtype=torch.float32, device=q.device)
@@ -156,7 +265,9 @@ def launch_decode(
     first, second = load(plan)
     with on(q):
         first[(items * splits, shares)](*arguments, **launch_options(plan))
-        second[(items, shares)](acc, m, l, rows.starts, out, heads, k.shape[1], splits)
+        lanes = plan.group * most
+        grid = (items * lanes, -(-dv // COLUMNS))
+        second[grid](acc, m, l, rows.starts, out, heads, k.shape[1], splits, shares, lanes)
     return out.transpose(1, 2)
 
 
@@ -183,9 +294,9 @@ def _is_part(v: Tensor, k: Tensor) -> bool:
     return v.data_ptr() == k.data_ptr()
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def load(plan: DecodePlan) -> tuple[Any, Any]:
-    """The plan's two kernels, imported from their file."""
+    """The plan's two kernels, imported from their file, and never dropped (`launch.load`)."""
     kernel = emit_decode(plan)
     version = importlib.import_module("triton").__version__
     module = store.import_source(kernel.source, kernel.name, version)

@@ -76,12 +76,28 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_of_multiprocessor(device: torch.device) -> int:
+    """Bytes of shared memory that the programs on one multiprocessor have together."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return shared_memory(device)
+    properties = torch.cuda.get_device_properties(device)
+    return max(int(getattr(properties, "shared_memory_per_multiprocessor", 0)), shared_memory(device))
+
+
+@functools.cache
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU; None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: what is launched now runs later, on these addresses, as often
+    as the graph is replayed."""
+    is_used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_used and torch.cuda.is_current_stream_capturing()
 
 
 def with_scratch(device: torch.device, launch: Callable[[], object]) -> None:

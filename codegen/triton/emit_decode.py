@@ -3,8 +3,10 @@
 Two kernels in one module. In the first, each program takes some queries of one row (those of all heads
 that share a key head form one tile, so keys are loaded once for them) and one part of the row's keys: pages
 looked up in the row's table, and in the last part the new tokens. It stores the weighted sum, the maximum and
-the normaliser of its part. The second combines the parts ("split-KV", Dao et al. 2023, Flash-Decoding). Where
-values are the first elements of the keys, as for latents, each tile is loaded once and used as both.
+the normaliser of its part. The second combines the parts ("split-KV", Dao et al. 2023, Flash-Decoding), with
+a program for each query and head and each 128 columns. Both take lengths from memory alone, so launches that
+a CUDA graph has captured serve rows that have grown. Where values are the first elements of the keys, as for
+latents, each tile is loaded once and used as both.
 """
 
 from __future__ import annotations
@@ -18,6 +20,14 @@ from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 
 JOIN = "join_parts"
 """The name of the second kernel."""
+JOINED = (
+    "part_acc", "part_m", "part_l", "starts", "out", "Hq", "Hkv", "splits", "shares", "lanes",
+)  # fmt: skip
+"""Its arguments in order."""
+TOGETHER = 16
+"""How many parts it looks at together."""
+COLUMNS = 128
+"""The most columns of a result that one of its programs combines."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +148,9 @@ class _DecodeEmitter(Emitter):
             f"oldest = {oldest}",
             "length = tl.cdiv(tl.cdiv(kept - oldest, splits), BLOCK_K) * BLOCK_K",
             "since = oldest + part * length",
-            "until = tl.minimum(since + length, kept)",
-            "fresh = tl.where((news != 0) & (part == splits - 1), count, 0)",
+            f"is_idle = share * BLOCK_Q >= {plan.group} * count  # a row with fewer new tokens than others",
+            "until = tl.where(is_idle, since, tl.minimum(since + length, kept))",
+            "fresh = tl.where((news != 0) & (part == splits - 1) & (not is_idle), count, 0)",
         ]
 
     def masked(self, rows: str, columns: str) -> str:
@@ -219,41 +230,57 @@ class _DecodeEmitter(Emitter):
         ]
 
     def join(self) -> str:
-        """The second kernel: combines the parts of some queries into their result."""
+        """The second kernel: combines the parts of one query's result. A program has some columns of it, and
+        looks at several parts at once."""
         plan = self.plan
-        shrink, grow = ("m - base", "own - base") if plan.is_linear else (
-            "(m - base) * LOG2E", "(own - base) * LOG2E")  # fmt: skip
+        weigh = "tl.exp2(own - base)" if plan.is_linear else "tl.exp2((own - base) * LOG2E)"
         result = "acc / l" if self.multiple.keeps_nan else "tl.where(l > 0.0, acc / l, 0.0)"
-        mask = "inside" if plan.Dv == self.Dv else f"inside & (d < {plan.Dv})"
+        is_whole = plan.Dv % self.columns == 0
+        mask = "there" if is_whole else f"there & (d < {plan.Dv})"
         return "\n".join([
             "@triton.jit",
-            f"def {JOIN}(part_acc, part_m, part_l, starts, out, Hq, Hkv, splits):",
+            f"def {JOIN}({', '.join(JOINED)}):",
             '    """Parts weigh as much as their share of the normaliser; 0 / 0 (no key at all) is NaN."""',
             *indented([
-                "item, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)",
+                "item, lane = tl.program_id(0) // lanes, tl.program_id(0) % lanes",
                 "kv, b = item % Hkv, item // Hkv",
                 "begin = tl.load(starts + b)",
                 "count = tl.cast(tl.load(starts + b + 1) - begin, tl.int32)",
-                "lane = share * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]",
                 "queries = tl.maximum(count, 1)",
                 f"inside = lane < {plan.group} * count",
                 f"h = kv * {plan.group} + lane // queries",
-                f"d = tl.cast(tl.arange(0, {self.Dv}), tl.int64)[None, :]",
-                f"m = tl.zeros([BLOCK_Q, 1], tl.float32) + {NEGATIVE_INFINITY}",
-                "l = tl.zeros([BLOCK_Q, 1], tl.float32)",
-                f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)",
-                "for part in range(splits):",
-                "    row = (tl.cast(item * splits + part, tl.int64) * shares + share) * BLOCK_Q",
-                "    row += tl.arange(0, BLOCK_Q)[:, None]",
-                "    own = tl.load(part_m + row)",
-                "    top = tl.maximum(m, own, propagate_nan=tl.PropagateNan.ALL)",
-                f"    base = tl.where(top == {NEGATIVE_INFINITY}, 0.0, top)",
-                f"    shrink, grow = tl.exp2({shrink}), tl.exp2({grow})",
-                "    l = l * shrink + tl.load(part_l + row) * grow",
+                "parts = tl.where(inside, splits, 0)",
+                f"across = tl.arange(0, {TOGETHER})[:, None]",
+                f"d = tl.program_id(1) * {self.columns} + tl.arange(0, {self.columns})[None, :]",
+                "first = (tl.cast(item * splits, tl.int64) * shares + lane // BLOCK_Q) * BLOCK_Q",
+                "rows = first + lane % BLOCK_Q + tl.cast(across, tl.int64) * shares * BLOCK_Q",
+                "step = tl.cast(shares, tl.int64) * BLOCK_Q",
+                f"m = tl.zeros([{TOGETHER}, 1], tl.float32) + {NEGATIVE_INFINITY}",
+                f"for start in tl.range(0, parts, {TOGETHER}):",
+                "    there = start + across < parts",
+                f"    own = tl.load(part_m + rows + start * step, mask=there, other={NEGATIVE_INFINITY})",
+                "    m = tl.maximum(m, own, propagate_nan=tl.PropagateNan.ALL)",
+                "top = tl.max(m, 0, keep_dims=True)",
+                f"base = tl.where(top == {NEGATIVE_INFINITY}, 0.0, top)",
+                f"l = tl.zeros([{TOGETHER}, 1], tl.float32)",
+                f"acc = tl.zeros([{TOGETHER}, {self.columns}], tl.float32)",
+                f"for start in tl.range(0, parts, {TOGETHER}):",
+                "    there = start + across < parts",
+                "    row = rows + start * step",
+                f"    own = tl.load(part_m + row, mask=there, other={NEGATIVE_INFINITY})",
+                f"    weight = {weigh}",
+                "    l += tl.load(part_l + row, mask=there, other=0.0) * weight",
                 f"    tile = tl.load(part_acc + row * {plan.Dv} + d, mask={mask}, other=0.0)",
-                "    acc = acc * shrink + tile * grow",
-                "    m = top",
-                f"row = out + ((begin + lane % queries) * Hq + h) * {plan.Dv} + d",
-                f"tl.store(row, ({result}).to(out.dtype.element_ty), mask={mask})",
+                "    acc += tile * weight",
+                "l = tl.sum(l, 0, keep_dims=True)",
+                "acc = tl.sum(acc, 0, keep_dims=True)",
+                f"place = out + ((begin + lane % queries) * Hq + h) * {plan.Dv} + d",
+                f"there = d < tl.where(inside, {plan.Dv}, 0)",
+                f"tl.store(place, ({result}).to(out.dtype.element_ty), mask=there)",
             ]),
         ])  # fmt: skip
+
+    @property
+    def columns(self) -> int:
+        """The columns of a result that one program of the second kernel combines."""
+        return min(COLUMNS, self.Dv)

@@ -16,6 +16,7 @@ import torch
 
 from attngraph.codegen.scalar.chain import use_score
 from attngraph.codegen.scalar.form import Lowering, Place, Scalar
+from attngraph.codegen.scalar.read_ranges import follows_from_data
 from attngraph.codegen.scalar.writer import ATOM, COMPARE, PRODUCT, SIGN, SUM
 from attngraph.codegen.scalar.writer import Writer as Common
 from attngraph.codegen.triton.helpers import HELPERS
@@ -132,10 +133,12 @@ class Writer(Common):
         self._labels.setdefault(value, f"{prefix}{taken}")
 
     def read(self, value: Scalar) -> str:
-        """A masked load: nothing is loaded for an index out of range, and the value is not used."""
+        """A masked load: nothing is loaded for an index out of range. One that follows from positions is out
+        of range only where the value is not used (`read_ranges.py`); for one that follows from data the value
+        is NaN, so that the result shows it."""
         read = self.reads[value.source.value]
         name = f"r{read.number}"
-        address, inside = [name], []
+        address, inside, other = [name], [], "0"
         for axis, (node, index) in enumerate(zip(value.source.args, value.args, strict=True)):
             if node.op == "const" and node.value < 0:
                 raise UnsupportedError(f"a negative index: `{E.format_expr(value.source)}`")
@@ -146,9 +149,11 @@ class Writer(Common):
                 inside.append(f"({code} >= 0)")
             place = f"tl.cast({code}, tl.int64)" if read.wide else code
             address.append(f"{place} * {name}_stride{axis}")
+            if follows_from_data(node):
+                other = 'float("nan")' if read.kind in ("half", "float", "double") else other
             if not is_checked_at_launch(node):
                 inside.append(f"({code} < {name}_size{axis})")
-        mask = f", mask={' & '.join(inside)}, other=0" if inside else ""
+        mask = f", mask={' & '.join(inside)}, other={other}" if inside else ""
         load = f"tl.load({' + '.join(address)}{mask})"
         wider = {"int": f"tl.cast({load}, tl.int64)", "half": f"tl.cast({load}, tl.float32)"}
         return f"{load} != 0" if read.kind == "bool" else wider.get(read.kind, load)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.form import SMALL
+from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, isolated, launch_backward, schedule, store, tuned, visits
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
@@ -30,6 +31,7 @@ from attngraph.codegen.triton.device import (
     with_scratch,
 )
 from attngraph.codegen.triton.emit_forward import emit
+from attngraph.codegen.triton.kept_plans import KeptPlans, key_of
 from attngraph.codegen.triton.plan import (
     DTYPES,
     READS,
@@ -48,6 +50,11 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.kernels import Kernel, Operands, empty_result
 
+UNCHECKED = (
+    "computed by PyTorch's operations: r{} holds whole numbers or truth values and is read at an index that "
+    "follows from data, and a kernel could not show that such an index is out of range"
+)
+
 
 class Forward(Kernel):
     """`triton.forward`. The forward pass is one Triton kernel. The backward pass is two, and one more for
@@ -55,8 +62,9 @@ class Forward(Kernel):
     derivative cannot be emitted, `cpu.tiled` computes the backward pass in blocks of plain PyTorch
     operations.
 
-    Calls with nothing to compute, and programs that read tensors of dtypes that kernels do not support
-    (8- and 16-bit integers), are computed by `cpu.tiled` too.
+    `cpu.tiled` also computes calls with nothing to compute, and programs that read tensors of dtypes that
+    kernels do not support (8- and 16-bit integers), or whole numbers and truth values at an index that
+    follows from data: a kernel cannot show that such an index is out of range (`scalar/read_ranges.py`).
 
     Args:
         blocks: tile sizes; None: chosen for the widths, the dtype and the GPU.
@@ -67,6 +75,8 @@ class Forward(Kernel):
     def __init__(self, blocks: Blocks | None = None) -> None:
         self._blocks = blocks
         self._otherwise = Tiled()
+        self._plans: KeptPlans[Plan | None] = KeptPlans()
+        self._backward_plans: KeptPlans[BackwardPlan | None] = KeptPlans()
 
     def refuse(self, program: ScoreProgram, operands: Operands) -> str | None:
         q = operands[0]
@@ -89,13 +99,11 @@ class Forward(Kernel):
     def forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        reason = self.refuse(program, operands)
-        if reason is not None:
-            raise ValueError(f"{self.name} does not serve this attention: {reason}.")
-        if self._is_left(program, operands, reads):
+        key = key_of(program, operands, reads, sizes)
+        plan = self._plans.get(key, lambda: self._plan(program, operands, reads, sizes))
+        if plan is None:
             return self._otherwise.forward(program, operands, reads, sizes)
-        _check_reads(program, operands[0], operands[1], reads)
-        plan = plan_forward(program, operands, reads, sizes, self._blocks)
+        require_in_range(program, operands, reads, sizes)
         return attempts.run(
             plan, operands[0].device,
             lambda plan: launch_forward(plan, operands, reads, sizes),
@@ -108,7 +116,8 @@ class Forward(Kernel):
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip
         """By kernels (`launch_backward.py`); calls that these do not support by blocks of plain PyTorch."""
-        found = self._plan_backward(program, operands, reads, sizes)
+        key = key_of(program, operands, reads, sizes, gradients=True)
+        found = self._backward_plans.get(key, lambda: self._plan_backward(program, operands, reads, sizes))
 
         def otherwise() -> list[Tensor | None]:
             return self._otherwise.backward(program, operands, reads, sizes, results, grads)
@@ -122,12 +131,31 @@ class Forward(Kernel):
             otherwise,
         )  # fmt: skip
 
+    def _plan(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> Plan | None:
+        """The plan of a call; None for one that is left to `cpu.tiled`.
+
+        Raises:
+            ValueError: no kernel serves the call, or a tensor that it reads is too short.
+        """
+        reason = self.refuse(program, operands)
+        if reason is not None:
+            raise ValueError(f"{self.name} does not serve this attention: {reason}.")
+        if self._is_left(program, operands, reads):
+            unknown = [n for n in reads_by_data(program) if not reads[n].is_floating_point()]
+            for number in unknown:
+                attempts.note(program, UNCHECKED.format(number))
+            return None
+        _check_reads(program, operands[0], operands[1], reads)
+        return plan_forward(program, operands, reads, sizes, self._blocks)
+
     @staticmethod
     def _is_left(program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> bool:
-        """Whether a call is left to `cpu.tiled`: nothing to compute, or reads of an unsupported dtype."""
+        """Whether a call is left to `cpu.tiled`."""
         q, k, v = operands
         nothing = min(*q.shape, *k.shape, v.shape[3]) == 0
-        return nothing or any(reads[number].dtype not in READS for number in program.reads)
+        return nothing or not all(is_served(program, number, reads[number].dtype) for number in program.reads)
 
     def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
         """The source of the forward kernel's module. Emitting it needs neither a GPU nor Triton."""
@@ -141,13 +169,14 @@ class Forward(Kernel):
     def _plan_backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> BackwardPlan | None:
-        q, _, v = operands
+        q, k, v = operands
         if self.refuse(program, operands) is not None or max(q.shape[3], v.shape[3]) > WIDEST_BACKWARD:
             return None
         if self._is_left(program, operands, reads):
             return None
         has_reads = any(reads[number].is_floating_point() for number in program.reads)
-        line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype)
+        group = q.shape[1] // k.shape[1]
+        line = tuned.key("backward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
         own = None if self._blocks is None or self._blocks.specialised else self._blocks
         blocks = own or tuned.find(name_of(q.device), line, q.shape[2])
         blocks = blocks or backward_blocks(
@@ -191,8 +220,9 @@ def plan_forward(
 ) -> Plan:  # fmt: skip
     """The plan of the forward kernel that serves one call. Where the requested or measured
     blocks are warp-specialised and this call cannot be, it is classic, and its remarks say why."""
-    q, _, v = operands
-    line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype)
+    q, k, v = operands
+    group = q.shape[1] // k.shape[1]
+    line = tuned.key("forward", program, q.shape[3], v.shape[3], q.dtype, group, q.shape[2])
     found = blocks or tuned.find(name_of(q.device), line, q.shape[2])
     plan = _listed(plan_call(program, operands, reads, sizes, found), operands)
     if found is None:
@@ -234,12 +264,18 @@ def plan_call(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def load(plan: Plan) -> Any:
-    """The plan's kernel, a Triton function, imported from its file."""
+    """The plan's kernel, a Triton function, imported from its file. It is never dropped: Triton unloads a
+    kernel that nobody holds, and a captured CUDA graph holds its address alone."""
     kernel = emit(plan)
     version = importlib.import_module("triton").__version__
     return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
+
+
+def is_served(program: ScoreProgram, number: int, dtype: torch.dtype) -> bool:
+    """Whether kernels can read elements of that dtype as the program reads `r<number>`."""
+    return dtype in READS and (dtype.is_floating_point or number not in reads_by_data(program))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -96,9 +96,9 @@ def _exactly(plan: BackwardPlan, tops: Tensor, totals: Tensor) -> Tensor:
     return tops.double() * scale + totals.double() * math.log(2)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def load_backward(plan: BackwardPlan) -> Any:
-    """The module of the plan's backward kernels, imported from its file."""
+    """The module of the plan's backward kernels, imported from its file and never dropped (`launch.load`)."""
     kernel = emit_backward(plan)
     return store.import_source(kernel.source, kernel.name, importlib.import_module("triton").__version__)
 

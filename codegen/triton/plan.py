@@ -107,10 +107,15 @@ class Plan:
 
     def guarded_axes(self, number: int) -> tuple[int, ...]:
         """The axes of a read tensor along which the kernel checks indices against the extent."""
-        nodes = [n for e in self.program.expressions for n in E.walk(e) if n.op == "read"]
-        own = [n for n in nodes if n.value == number]
-        axes = {i for n in own for i, arg in enumerate(n.args) if not is_checked_at_launch(arg)}
-        return tuple(sorted(axes))
+        return self._guarded.get(number, ())
+
+    @functools.cached_property
+    def _guarded(self) -> dict[int, tuple[int, ...]]:
+        axes: dict[int, set[int]] = {}
+        for node in (n for e in self.program.expressions for n in E.walk(e) if n.op == "read"):
+            own = {i for i, arg in enumerate(node.args) if not is_checked_at_launch(arg)}
+            axes.setdefault(node.value, set()).update(own)
+        return {number: tuple(sorted(found)) for number, found in axes.items()}
 
     @property
     def keeps_of_whole_tiles(self) -> tuple[Statement, ...]:

@@ -28,7 +28,7 @@ UNTUNED: tuple[tuple[int, int], ...] = ()
 measured."""
 _WIDEST = 256
 """The most elements of a tile's row that one descriptor loads."""
-_ALIGNED = 16
+ALIGNED = 16
 """Addresses and strides of descriptors must be multiples of this, in bytes."""
 _Q = S.index("q")
 _K = S.index("k")
@@ -68,8 +68,8 @@ def obstacle_of_call(operands: Sequence[Tensor]) -> str | None:
         *outer, inner = tensor.stride()
         if inner != 1 or outer[-1] <= 0:
             return f"the rows of {name} have strides {tuple(tensor.stride())}"
-        if any(stride * tensor.element_size() % _ALIGNED for stride in outer) or _address(tensor) % _ALIGNED:
-            return f"the rows of {name} do not begin at multiples of {_ALIGNED} bytes"
+        if any(stride * tensor.element_size() % ALIGNED for stride in outer) or address(tensor) % ALIGNED:
+            return f"the rows of {name} do not begin at multiples of {ALIGNED} bytes"
     return None
 
 
@@ -96,7 +96,7 @@ def _has_score(node: E.Expr) -> bool:
     return any(n in (S.DOT, S.SCORE, S.WEIGHT) for n in E.walk(node))
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """The address of its first element; for a fake tensor, what is known of it."""
     if isinstance(tensor, FakeTensor):
         return int(tensor.storage_offset()) * tensor.element_size()

@@ -1,7 +1,8 @@
 """Block sizes that were measured: a small table for each device.
 
-A table is a JSON file of block sizes (and schedules) by pass, dtype, widths and kind of program, and, for
-attention over a cache, the number of programs per multiprocessor:
+A table is a JSON file of block sizes (and schedules) by pass, dtype, widths, kind of program, window, heads
+that share keys and number of queries, and, for attention over a cache, the number of programs per
+multiprocessor:
 
     {"device": "NVIDIA H200", "triton": "3.9.0",
      "blocks": {"forward, bfloat16, 64 wide, values 64, causal": [128, 64, 4, 2, "warp-specialised"],
@@ -19,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import logging
 import re
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 
 from attngraph.codegen.triton import store, visits
+from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import (
     DTYPES,
     Blocks,
@@ -46,19 +49,34 @@ SPECIALISED = "warp-specialised"
 _SHIPPED = Path(__file__).parent / "tuned"
 
 
-def key(step: str, program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype) -> str:
-    """The key of a table's entry: "forward, bfloat16, 128 wide, values 128, causal"."""
+_FEW = (128, 1024)
+"""Calls of at most so many queries have entries of their own: they fill a GPU otherwise."""
+_UP_TO = ", up to "
+
+
+def key(
+    step: str, program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, group: int = 1,
+    queries: int | None = None,
+) -> str:  # fmt: skip
+    """The key of a table's entry: "forward, bfloat16, 128 wide, values 64, causal masked, window within 512,
+    8 heads on one, up to 128 queries". What is usual is not said: heads of their own, many queries."""
     found = diagonal(conjuncts(program))
     words = ["" if is_linear(program) else "scored", "causal" if found else ""]
     words += ["masked" if visits.masks(program, found and found[0]) else ""]
     words += ["biased" if tiles_read(program) else ""]
     kind = " ".join(filter(None, words)) or "plain"
-    return f"{step}, {DTYPES[dtype]}, {padded(D)} wide, values {padded(Dv)}, {kind}"
+    window, few = window_of(program), next((n for n in _FEW if queries is not None and queries <= n), None)
+    about = [f"window within {padded(window)}"] if window else []
+    about += [f"{group} heads on one"] if group > 1 else []
+    line = ", ".join([step, DTYPES[dtype], f"{padded(D)} wide", f"values {padded(Dv)}", kind, *about])
+    return line if few is None else f"{line}{_UP_TO}{few} queries"
 
 
 def find(name: str, line: str, Sq: int) -> Blocks | None:
-    """The blocks measured on the device of that name, or None."""
-    blocks = table(name).get(line) if name else None
+    """The blocks measured on the device of that name, or None. Without an entry for few queries, that for
+    many is taken."""
+    known = table(name) if name else {}
+    blocks = known.get(line) or known.get(line.partition(_UP_TO)[0])
     if blocks is not None and Sq < blocks.q:
         return dataclasses.replace(blocks, q=padded(Sq), warps=min(blocks.warps, 4))
     return blocks
@@ -67,6 +85,15 @@ def find(name: str, line: str, Sq: int) -> Blocks | None:
 def table(name: str) -> dict[str, Blocks]:
     """The blocks of a device: those shipped, overridden by those that the user measured."""
     return {line: blocks for found in tables(name) for line, blocks in found.blocks.items()}
+
+
+_changes = itertools.count(1)
+_latest = 0
+
+
+def changes() -> int:
+    """How often tables were written in this process: what follows from them holds until then."""
+    return _latest
 
 
 def programs(name: str) -> dict[str, int]:
@@ -159,3 +186,5 @@ def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
     store.write(path, json.dumps(content, indent=1))
     tables.cache_clear()
+    global _latest
+    _latest = next(_changes)

@@ -52,8 +52,11 @@ def tune(
     clock: Timer = timer or importlib.import_module("triton.testing").do_bench
     if cache is not None:
         return _tune_decode(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes, clock, name)
-    q, _, v = operands
-    line = functools.partial(tuned.key, program=parsed, D=q.shape[3], Dv=v.shape[3], dtype=q.dtype)
+    q, k, v = operands
+    line = functools.partial(
+        tuned.key, program=parsed, D=q.shape[3], Dv=v.shape[3], dtype=q.dtype,
+        group=q.shape[1] // k.shape[1], queries=q.shape[2],
+    )  # fmt: skip
     options = list(choices(max(q.shape[3], v.shape[3]), q.dtype, device.shared_memory(q.device)))
     plan = launch.plan_forward(parsed, operands, reads, sizes)
     found: dict[str, Blocks] = {}

@@ -6,22 +6,24 @@ derived from the positions, and from the least and largest element that each til
 evaluated, then those in which all keys are behind a finite fill, where kernels may find that they have no
 weight. The backward kernels visit the same tiles, with another list of the blocks of queries for each block
 of keys. Lists are computed on the device, without synchronisation. Lists that depend on shapes alone are
-cached; those that depend on tensors are cached until these change, since all layers of a model use the same
-lists.
+cached. Those that depend on tensors are shared by the layers of one run of a graph, or of one backward pass
+(`ir/ops/sharing.py`), and computed anew anywhere else. In a CUDA graph that is captured, the lists are
+computed by the graph itself, in each replay, or are such as stay where they are for good.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from attngraph.codegen.triton.device import is_captured
 from attngraph.codegen.triton.plan import (
     Blocks,
     conjuncts,
@@ -35,14 +37,16 @@ from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import DOT, SCORE, Keep, ScoreProgram, Statement
 from attngraph.ir.ops.kernels import Operands
+from attngraph.ir.ops.sharing import shared
+from attngraph.ir.versions import version_of
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
 
 WORTH = 1 << 26
 """For calls with at least this many scores, tiles are listed also for masks that read tensors, which takes
 some dozens of small operations."""
-_KEPT = 12
-"""How many lists that depend on tensors are cached."""
+_KEPT = 64
+"""How many lists that depend on shapes alone are cached."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,43 +104,71 @@ def find(
     return _from_tensors(program, cuts, own, reads, device, turned)
 
 
+def forget() -> None:
+    """Forget the lists that are cached, but for those that captured graphs use."""
+    _of_shapes.clear()
+
+
 Cuts = tuple[Cut, Cut, Cut, Cut]
 
 
-@functools.lru_cache(maxsize=64)
+_of_shapes: collections.OrderedDict[tuple[object, ...], Visits] = collections.OrderedDict()
+_captured: dict[tuple[object, ...], Visits] = {}
+"""Lists whose addresses captured CUDA graphs hold: nobody says when the last of these graphs is gone."""
+
+
 def _from_shapes(
     program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], device: torch.device, turned: bool
 ) -> Visits:
-    found = _listed(*_maps(program, Grid(*cuts, sizes)), cuts, turned)
-    return dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
-
-
-_kept: list[tuple[tuple[object, ...], list[weakref.ref[Tensor]], Visits]] = []
+    key = program, cuts, sizes, device, turned
+    known = _captured.get(key) or _of_shapes.get(key)
+    if is_captured(device):
+        if known is None:  # a copy from the host would not be part of the graph
+            return _compute(program, Grid(*cuts, sizes), device, turned)
+        _captured[key] = known
+    if known is None:
+        found = _listed(*_maps(program, Grid(*cuts, sizes), tiles.block_map), cuts, turned)
+        known = dataclasses.replace(found, tiles=found.tiles.to(device), counts=found.counts.to(device))
+    _of_shapes[key] = known
+    _of_shapes.move_to_end(key)
+    if len(_of_shapes) > _KEPT:
+        _of_shapes.popitem(last=False)
+    return known
 
 
 def _from_tensors(
     program: ScoreProgram, cuts: Cuts, sizes: tuple[int, ...], reads: Sequence[Tensor], device: torch.device,
     turned: bool,
 ) -> Visits:  # fmt: skip
-    nodes = [n for keep in program.keeps for n in E.walk(keep.predicate) if n.op == "read"]
-    large = {n.value for n in nodes if _is_large(n)}
-    used = [reads[number] for number in sorted({n.value for n in nodes} - large)]
-    # Inference tensors have no version counter, and a captured CUDA graph runs again with other values.
-    is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    is_kept = not is_recorded and not any(t.is_inference() for t in used)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (program, cuts, sizes, turned, stream, *(t._version for t in used)) if is_kept else ()
-    for known, tensors, found in tuple(_kept) if is_kept else ():
-        if known == key and all(ref() is t for ref, t in zip(tensors, used, strict=True)):
-            return found
+    used, large = _used(program)
     unknown = torch.empty((0,), dtype=torch.int8)  # tiles draw no conclusion from int8
     small = tuple(unknown if n in large else r.detach() for n, r in enumerate(reads))
+    kept = shared()
+    if kept is None:
+        return _compute(program, Grid(*cuts, sizes, small), device, turned)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    own = [reads[number] for number in used]
+    key = program, cuts, sizes, turned, stream, *((id(t), version_of(t)) for t in own)
+    # The tensors are kept too, so that no other gets the number of one of them.
+    known: tuple[Visits, list[Tensor]] | None = kept.get(key)
+    if known is None:
+        known = kept[key] = _compute(program, Grid(*cuts, sizes, small), device, turned), own
+    return known[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _used(program: ScoreProgram) -> tuple[tuple[int, ...], frozenset[int]]:
+    """The numbers of the tensors that tiles follow from, and of those that are as large as the scores."""
+    nodes = [n for keep in program.keeps for n in E.walk(keep.predicate) if n.op == "read"]
+    large = frozenset(n.value for n in nodes if _is_large(n))
+    return tuple(sorted({n.value for n in nodes} - large)), large
+
+
+def _compute(program: ScoreProgram, grid: Grid, device: torch.device, turned: bool) -> Visits:
+    """Lists by operations on the device."""
     with _PlacesOn(device):
-        found = _listed(*_maps(program, Grid(*cuts, sizes, small)), cuts, turned)
-    if is_kept:
-        _kept[_KEPT - 1 :] = []
-        _kept.insert(0, (key, [weakref.ref(t) for t in used], found))
-    return found
+        found, softly = (found.to(device) for found in _maps(program, grid, tiles.map_anew))
+        return _listed(found, softly, (grid.b, grid.h, grid.q, grid.k), turned)
 
 
 class _PlacesOn(TorchFunctionMode):
@@ -154,10 +186,12 @@ class _PlacesOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}), **there)
 
 
-def _maps(program: ScoreProgram, grid: Grid) -> tuple[Tensor, Tensor]:
+def _maps(
+    program: ScoreProgram, grid: Grid, block_map: Callable[[ScoreProgram, Grid, bool], Tensor]
+) -> tuple[Tensor, Tensor]:
     """The block map, and where finite fills hide too, if kernels can tell when they do."""
-    found = tiles.block_map(program, grid)
-    return found, found if largest_filled(program) is None else tiles.block_map(program, grid, soft=True)
+    found = block_map(program, grid, False)
+    return found, found if largest_filled(program) is None else block_map(program, grid, True)
 
 
 def _listed(found: Tensor, softly: Tensor, cuts: Cuts, turned: bool) -> Visits:

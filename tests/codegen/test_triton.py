@@ -378,13 +378,31 @@ def test_what_a_user_measured_goes_before_what_is_shipped(
     ("text", "kind"),
     [
         ("s = 0.125 * dot", "plain"), ("keep k <= q", "causal"),
-        ("keep k <= q and q - k < 9", "causal masked"),
+        ("keep k <= q and q - k < 9", "causal masked, window within 16"),
         ("s = s + r0[h, q, k]", "scored biased"), ("s = tanh(s); keep r0[b, k]", "scored masked"),
     ],
 )  # fmt: skip
 def test_a_line_of_the_table_names_what_kernels_differ_by(text: str, kind: str) -> None:
     found = tuned.key("forward", parse(text), 80, 64, torch.bfloat16)
     assert found == f"forward, bfloat16, 128 wide, values 64, {kind}"
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_line_tells_shared_heads_and_few_queries_apart() -> None:
+    program = parse("keep k <= q")
+
+    def key(group: int, queries: int) -> str:
+        return tuned.key("forward", program, 64, 64, torch.float16, group, queries)
+
+    line = "forward, float16, 64 wide, values 64, causal"
+    assert key(1, 4096) == key(1, 1025) == line and key(8, 4096) == f"{line}, 8 heads on one"
+    assert key(1, 128) == key(1, 1) == f"{line}, up to 128 queries"
+    assert key(1, 1024) == f"{line}, up to 1024 queries"
+    tuned.add("A GPU", {line: Blocks(128, 64, 8, 3)})
+    assert tuned.find("A GPU", key(1, 1024), 1024) == Blocks(128, 64, 8, 3), "better than none"
+    tuned.add("A GPU", {key(1, 1024): Blocks(64, 64, 4, 3)})
+    assert tuned.find("A GPU", key(1, 1024), 1024) == Blocks(64, 64, 4, 3)
+    assert tuned.find("A GPU", key(8, 4096), 4096) is None
 
 
 def test_choices_are_such_as_may_run() -> None:
@@ -484,9 +502,9 @@ def test_decoding_compiles_for_every_target_without_spills(name: str, target: st
     gpu = ahead_of_time.TARGETS[target]
     blocks = decode_blocks(group, D, torch.bfloat16, gpu.shared)
     program = parse("s = 0.125 * dot; keep k <= q")
-    usage = ahead_of_time.compile_ahead(
-        DecodePlan(program, torch.bfloat16, D, Dv, group, (), blocks, shared=shared), gpu
-    )  # fmt: skip
+    made = DecodePlan(program, torch.bfloat16, D, Dv, group, (), blocks, shared=shared)
+    assert ahead_of_time.compile_join_ahead(made, gpu).spilled == 0
+    usage = ahead_of_time.compile_ahead(made, gpu)
     assert 0 < usage.shared <= gpu.shared
     assert usage.spilled == 0 or (gpu.backend == "hip" and usage.spilled <= 96), usage
 

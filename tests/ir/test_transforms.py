@@ -121,6 +121,39 @@ def test_attention_is_transformed_as_its_formula_is(name: str) -> None:
     torch.testing.assert_close(transformed(ours), transformed(eager))
 
 
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if not name.startswith("triton")])
+@pytest.mark.parametrize(
+    "name", ["jvp", "jvp of vmap", "dual numbers", "vmap over queries", "hessian", "grad"]
+)
+def test_a_kernel_that_is_named_is_transformed_as_the_formula_is(kernel: str, name: str) -> None:
+    def run(q: Tensor, *_: Tensor) -> Tensor:
+        q, k, v = (t.float() for t in (q, K, V))
+        return attngraph.attention(q, k, v, "s = 0.5 * dot; keep k <= q", kernel=kernel).double()
+
+    def plain(q: Tensor, *_: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(2, -3) for t in (K, V))
+        hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        return (0.5 * q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    transformed = TRANSFORMATIONS[name]
+    torch.testing.assert_close(transformed(run), transformed(plain), rtol=1e-4, atol=1e-4)
+
+
+def is_an_input(argument: Any) -> bool:
+    return "Tensor" in str(argument.type)
+
+
+def test_no_op_of_ours_is_a_constant_to_forward_mode() -> None:
+    """An op with a kernel and no rule would lose its tangent without a word."""
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, own = name.partition("::")
+        if space != "attngraph" or not any(map(is_an_input, getattr(ops, own).default._schema.arguments)):
+            continue
+        found = [torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in
+                 ("Autograd", "CompositeImplicitAutograd")]  # fmt: skip
+        assert any(found), f"{name} has no rule for derivatives"
+
+
 def test_a_batch_that_the_program_does_not_tell_apart_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     forward = type(KERNELS["reference"]).forward

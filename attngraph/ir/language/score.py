@@ -124,6 +124,12 @@ class ScoreProgram:
         return {n.value: len(n.args) for n in sorted(nodes, key=lambda n: int(n.value))}
 
     @functools.cached_property
+    def places(self) -> tuple[tuple[Expr, int, Expr], ...]:
+        """Every index of every read: the read, the axis and the index."""
+        nodes = dict.fromkeys(n for e in self.expressions for n in E.walk(e) if n.op == "read")
+        return tuple((node, axis, index) for node in nodes for axis, index in enumerate(node.args))
+
+    @functools.cached_property
     def sizes(self) -> int:
         """How many sizes `n0, n1, ...` the program names (one more than the highest)."""
         nodes = [n for e in self.expressions for n in E.walk(e) if n.op == "size"]

@@ -78,6 +78,10 @@ def attention(
     return out
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
 def check_operands(
     q: Tensor, k: Tensor, v: Tensor, reads: Sequence[Tensor], sizes: Sequence[Any], program: ScoreProgram
 ) -> None:
@@ -87,25 +91,24 @@ def check_operands(
             raise ValueError(
                 f"attention: {name} must be [batch, heads, tokens, width], found {tuple(tensor.shape)}."
             )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(
             f"attention: q, k and v must have one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}."
         )
     everything = (q, k, v, *reads)
-    if len({t.device for t in everything}) > 1:
+    if any(t.device != q.device for t in everything):
         found = ", ".join(str(t.device) for t in everything)
         raise ValueError(f"attention: all tensors must be on one device, found {found}.")
     if q.shape[0] != k.shape[0] or k.shape[0] != v.shape[0]:
-        raise ValueError(f"attention: batch sizes differ: {shapes}.")
+        raise ValueError(f"attention: batch sizes differ: {_shapes(q, k, v)}.")
     if q.shape[3] != k.shape[3]:
-        raise ValueError(f"attention: q and k differ in width: {shapes}.")
+        raise ValueError(f"attention: q and k differ in width: {_shapes(q, k, v)}.")
     if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
-        raise ValueError(f"attention: k and v differ in heads or tokens: {shapes}.")
+        raise ValueError(f"attention: k and v differ in heads or tokens: {_shapes(q, k, v)}.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"attention: {q.shape[1]} query heads cannot share {k.shape[1]} key/value heads; "
-            f"the first must be a multiple of the second: {shapes}."
+            f"the first must be a multiple of the second: {_shapes(q, k, v)}."
         )
     for number, rank in program.reads.items():
         if number >= len(reads):
@@ -117,20 +120,19 @@ def check_operands(
                 f"attention: the program reads r{number} with {rank} index(es), but it has shape "
                 f"{tuple(reads[number].shape)}."
             )
-    for node in (n for e in program.expressions for n in E.walk(e) if n.op == "read"):
-        for axis, index in enumerate(node.args):
-            extent = reads[node.value].shape[axis]
-            if index.op == "var":
-                wanted = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2]}[index.value]
-            elif index.op == "const":
-                wanted = int(index.value) + 1
-            else:
-                continue
-            if extent < wanted or (index.op == "const" and index.value < 0):
-                raise ValueError(
-                    f"attention: {format_expr(node)} needs r{node.value} to have at least {wanted} entries "
-                    f"in dimension {axis}, it has shape {tuple(reads[node.value].shape)}."
-                )
+    for node, axis, index in program.places:
+        extent = reads[node.value].shape[axis]
+        if index.op == "var":
+            wanted = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "k": k.shape[2]}[index.value]
+        elif index.op == "const":
+            wanted = int(index.value) + 1
+        else:
+            continue
+        if extent < wanted or (index.op == "const" and index.value < 0):
+            raise ValueError(
+                f"attention: {format_expr(node)} needs r{node.value} to have at least {wanted} entries "
+                f"in dimension {axis}, it has shape {tuple(reads[node.value].shape)}."
+            )
     if program.sizes > len(sizes):
         raise ValueError(
             f"attention: the program names n{program.sizes - 1}, but only {len(sizes)} size(s) are given."

@@ -69,17 +69,36 @@ class Counts(NamedTuple):
 
 
 _last = threading.local()
+_TOLD = "_attngraph_numbers"
+
+
+def tell(tensor: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Say what a tensor of whole numbers holds, wherever it lies: nobody then has to ask its device."""
+    vars(tensor)[_TOLD] = version_of(tensor), list(numbers)
+    return tensor
+
+
+def told(tensor: Tensor) -> list[int] | None:
+    """What has been said of a tensor; None where nothing has, or where it has been written to since."""
+    version, numbers = vars(tensor).get(_TOLD, (None, None))
+    return numbers if version == version_of(tensor) else None
+
+
+def numbers_of(tensor: Tensor) -> list[int]:
+    """What a tensor of whole numbers holds: as was told, or else as its device answers."""
+    known = told(tensor)
+    return tensor.tolist() if known is None else known
 
 
 def counts(rows: Rows) -> Counts:
-    """`Rows` as Python numbers. All layers of a step share these tensors, so the copy (from a device, maybe)
-    is made once per step."""
+    """`Rows` as Python numbers. All layers of a step share these tensors, so a copy from a device is made
+    once per step, and only where nobody has told the numbers."""
     own = rows[1:]
     versions = [version_of(t) for t in own]
     known: tuple[Any, list[int | None], Counts] | None = getattr(_last, "known", None)
     is_known = known is not None and None not in versions and known[1] == versions
     if known is None or not is_known or any(a is not b for a, b in zip(known[0], own, strict=True)):
-        starts, first, held = (t.tolist() for t in own)
+        starts, first, held = map(numbers_of, own)
         found = Counts([b - a for a, b in itertools.pairwise(starts)], first, held)
         known = _last.known = own, versions, found
     return known[2]
@@ -327,7 +346,7 @@ def _history(
     pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
     as_long: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    begins, lengths = starts.tolist(), held.tolist()
+    begins, lengths = numbers_of(starts), numbers_of(held)
     page = pages.shape[dim]
     news = new.squeeze(0).movedim(dim - 1, 0)
     store = pages.movedim(dim, 1)

@@ -30,7 +30,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import INSTEAD
+from attngraph.ir.ops.cached_attention import INSTEAD, numbers_of
 from attngraph.ir.ops.transforms import refuse_derivatives
 
 CHUNK, CHUNK_OF_VECTORS = 64, 16
@@ -48,13 +48,10 @@ def _running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
     inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tokens, rows = v.shape[0], state.shape[0]
-    if tokens == rows:
-        lengths = (starts[1:] - starts[:-1]).tolist()
-        if all(n == 1 for n in lengths):
-            return _one_token(q, k, v, decay, state, inclusive, left, right)
-    else:
-        lengths = (starts[1:] - starts[:-1]).tolist()
+    tokens = v.shape[0]
+    lengths = [b - a for a, b in itertools.pairwise(numbers_of(starts))]
+    if all(n == 1 for n in lengths):
+        return _one_token(q, k, v, decay, state, inclusive, left, right)
     given = [None if t is None else _by_rows(t, lengths, fill) for t, fill in
              ((q, 0.0), (k, 0.0), (v, 0.0), (decay, 1.0), (left, 0.0), (right, 0.0))]  # fmt: skip
     assert given[2] is not None

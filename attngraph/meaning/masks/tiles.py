@@ -31,13 +31,14 @@ from attngraph.meaning.masks.fold import any_fill, seen
 
 __all__ = [
     "EVALUATE", "EVERYTHING", "OPEN", "SKIP", "Box", "Cut", "Grid", "Interval", "Run", "block_map",
-    "interval", "reads_data", "runs",
+    "interval", "map_anew", "reads_data", "runs",
 ]  # fmt: skip
 
 SKIP, EVALUATE, OPEN = 0, 1, 2
 """A tile of a block map: no key of it has weight; masks must be evaluated; every mask keeps everything."""
 
 
+@functools.lru_cache(maxsize=1024)
 def reads_data(program: ScoreProgram) -> bool:
     """Whether a mask of the program reads a tensor, so that its tiles differ from call to call."""
     return any(n.op == "read" for keep in program.keeps for n in E.walk(keep.predicate))
@@ -55,10 +56,11 @@ def block_map(program: ScoreProgram, grid: Grid, soft: bool = False) -> Tensor:
         `[blocks of b or 1, of h or 1, of q, of k]`, uint8: SKIP, EVALUATE or OPEN. Do not write to it:
         where it follows from shapes and sizes alone it is kept for the next call.
     """
-    return _map(program, grid, soft) if grid.reads else _kept_map(program, grid, soft)
+    return map_anew(program, grid, soft) if grid.reads else _kept_map(program, grid, soft)
 
 
-def _map(program: ScoreProgram, grid: Grid, soft: bool) -> Tensor:
+def map_anew(program: ScoreProgram, grid: Grid, soft: bool = False) -> Tensor:
+    """`block_map`, computed now whether or not it is kept."""
     hidden, full = _tile_states(program, grid, soft)
     is_open = functools.reduce(torch.logical_and, full.values(), torch.tensor(True))
     found = torch.where(hidden, SKIP, torch.where(is_open, OPEN, EVALUATE)).to(torch.uint8)
@@ -66,7 +68,7 @@ def _map(program: ScoreProgram, grid: Grid, soft: bool) -> Tensor:
     return found.expand(-1, -1, *grid.shape[2:]).contiguous()
 
 
-_kept_map = functools.lru_cache(maxsize=256)(_map)
+_kept_map = functools.lru_cache(maxsize=256)(map_anew)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,11 +65,12 @@ def test_where_no_tiles_run_pytorch_serves_and_the_log_says_so(monkeypatch: pyte
 
 def test_gradients_that_no_kernel_computes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_said", Remarks())
-    monkeypatch.setattr(SMALL, "_plan_backward", lambda *_: None)
+    kernel = Forward(Blocks(32, 16))
+    monkeypatch.setattr(kernel, "_plan_backward", lambda *_: None)
     program, tensors = parse("keep k <= q"), operands()
     results = REFERENCE.forward(program, tensors, [], ())
     for _ in range(2):
-        SMALL.backward(program, tensors, [], (), results, results)
+        kernel.backward(program, tensors, [], (), results, results)
     assert attempts.remarks(program) == ("its gradients are computed by PyTorch's operations, in blocks",)
 
 
@@ -80,6 +81,25 @@ def test_errors_of_the_caller_are_not_the_kernels(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(IndexError, match="in range"):
         SMALL.backward(parse("s = dot + r0[r1[r1[q]]]"), operands(), reads, (), results, results)
     assert not said
+
+
+def test_an_error_during_the_capture_of_a_graph_is_told_and_says_nothing_of_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capturing = [True]
+    said = break_kernels(monkeypatch, lambda plan: not capturing)
+    monkeypatch.setattr(attempts, "is_captured", lambda device: bool(capturing))
+    with pytest.raises(RuntimeError, match="out of resources") as found:
+        SMALL.forward(parse("keep k <= q"), operands(), (), ())
+    assert "once before the capture" in "".join(found.value.__notes__)
+    capturing.clear()
+    agree("keep k <= q", operands())
+    assert not said and not attempts._failed
+
+
+def test_kernels_are_never_dropped_because_captured_graphs_hold_their_addresses() -> None:
+    for load in (launch.load, launch_backward.load_backward, decode.load):
+        assert load.cache_info().maxsize is None
 
 
 def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +118,7 @@ def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -
     tensors = operands(B=1, Sq=70, Skv=70)
     found = attngraph.codegen.triton.tune("keep k <= q", tensors, gradients=True, timer=timer, name="A GPU/1")
     assert set(found) == {
-        "forward, float32, 16 wide, values 16, causal", "backward, float32, 16 wide, values 16, causal"
+        f"{step}, float32, 16 wide, values 16, causal, up to 128 queries" for step in ("forward", "backward")
     }  # fmt: skip
     assert set(found.values()) == {fastest} and len(tried) > 20
     monkeypatch.setattr(launch, "name_of", lambda device: "A GPU/1")
@@ -122,9 +142,11 @@ def test_both_schedules_are_measured_where_a_call_can_have_both() -> None:
 
     tensors = operands(B=1, Sq=70, Skv=70, dtype=torch.float16)
     found = attngraph.codegen.triton.tune("keep k <= q", tensors, timer=timer, name="Another GPU")
-    fastest = found["forward, float16, 16 wide, values 16, causal"]
+    fastest = found["forward, float16, 16 wide, values 16, causal, up to 128 queries"]
     assert fastest.specialised and fastest.k == 128 and not all(b.specialised for b in tried)
-    assert tuned.find("Another GPU", "forward, float16, 16 wide, values 16, causal", 4096) == fastest
+    line = "forward, float16, 16 wide, values 16, causal"
+    assert tuned.find("Another GPU", f"{line}, up to 128 queries", 128) == fastest
+    assert tuned.find("Another GPU", line, 4096) is None
     tried.clear()
     attngraph.codegen.triton.tune("keep k <= q", operands(B=1), timer=timer, name="Another GPU")
     assert tried and not any(b.specialised for b in tried)

@@ -1,5 +1,8 @@
 """Attention over a cache against attention over whole sequences."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from frames import REFERENCE, over_pages
@@ -86,6 +89,18 @@ def test_long_prompts_and_what_it_cannot_read_are_left_to_others() -> None:
     assert Decode().attend(parse("keep k <= q"), one[0], one[1], half, [], (), few) is None  # type: ignore[arg-type]
 
 
+def test_indices_out_of_range_are_left_to_what_raises() -> None:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 1, 16, generator=g)
+    pages = torch.randn(1, 2, 32, 16, generator=g)
+    held = torch.tensor([20])
+    rows = Rows(torch.tensor([[0]]), torch.tensor([0, 1]), held, held)
+    about = q, (q, q), (pages, pages)
+    for text in ("s = dot + r0[k]", "s = dot + r0[abs(q - k)]", "s = dot + r0[max(q - k, 0)]"):
+        assert Decode().attend(parse(text), *about, [torch.randn(21)], (), rows) is not None
+        assert Decode().attend(parse(text), *about, [torch.randn(20)], (), rows) is None
+
+
 def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,3 +121,71 @@ def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
     (entry,) = decoder.report.attention
     assert entry.kernel.name == "triton.decode for few new tokens"
     assert plans[-1].shared and entry.kernel.source == decode.emit_decode(plans[-1]).source
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "splits"), [((6, 1), (16, 150), 37), ((4, 2), (16, 16), 17), ((20, 1), (24, 16), 33)]
+)
+def test_many_parts_are_combined(heads: tuple[int, int], widths: tuple[int, int], splits: int) -> None:
+    lengths = [(300, 1), (0, 3), (41, 2)]
+    over_pages("s = 5.0 * tanh(dot / 5.0); keep k <= q; sink r0[h]", lengths, heads, widths, splits)
+    over_pages("s = 0.3 * dot; keep k <= q", lengths, heads, widths, splits)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Callable[[], None]]]:
+    """The launches of both kernels, which can be made again as a captured graph makes them."""
+    found: list[tuple[tuple[int, ...], Callable[[], None]]] = []
+    real = decode.load
+
+    class Kernel:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                found.append((grid, lambda: self.kernel[grid](*args, **options)))
+                found[-1][1]()
+
+            return launch
+
+    monkeypatch.setattr(decode, "load", lambda plan: tuple(map(Kernel, real(plan))))
+    return found
+
+
+def test_parts_are_combined_by_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch)
+    over_pages("s = 0.2 * dot; keep k <= q", [(33, 2), (9, 1)], (20, 1), (200, 150), 4)
+    heads, new, rows, chunks = 20, 2, 2, 2
+    assert launches[1][0] == (rows * heads * new, chunks)
+
+
+def test_launches_that_were_captured_serve_rows_that_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch)
+    monkeypatch.setattr(decode, "is_captured", lambda where: True)
+    monkeypatch.setattr(decode, "multiprocessors", lambda where: 8)
+    g = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, heads, 150, 16, generator=g) for heads in (4, 2, 2)]
+    held, starts = torch.tensor([3, 40]), torch.arange(3)
+    pages = [torch.full((2, 2, 160, 16), torch.nan) for _ in "kv"]
+    for row, count in enumerate(held.tolist()):
+        for kept, values in zip(pages, whole[1:], strict=True):
+            kept[row, :, :count] = values[row, :, :count]
+    program, rows = parse("s = 0.3 * dot; keep k <= q"), Rows(torch.tensor([[0], [1]]), starts, held, held)
+
+    def new_tokens(of: torch.Tensor) -> torch.Tensor:
+        return torch.cat([of[row : row + 1, :, n : n + 1] for row, n in enumerate(held.tolist())], 2)
+
+    q, k, v = map(new_tokens, whole)
+    out = Decode(Blocks(16, 16)).attend(program, q, (k, v), (pages[0], pages[1]), [], (), rows)
+    assert out is not None and launches[0][0][0] == 2 * 2 * 2  # rows, key heads, and parts of 160 keys
+    for step in range(100):
+        if step in (0, 1, 99):
+            for _, again in launches[:2]:
+                again()
+            wanted = REFERENCE.forward(program, (whole[0], whole[1], whole[2]), [], ())[0]
+            torch.testing.assert_close(out, new_tokens(wanted), rtol=3e-5, atol=3e-5)
+        for row, count in enumerate(held.tolist()):
+            pages[0][row, :, count], pages[1][row, :, count] = k[0, :, row], v[0, :, row]
+        held += 1
+        for tensor, values in zip((q, k, v), whole, strict=True):
+            tensor.copy_(new_tokens(values))

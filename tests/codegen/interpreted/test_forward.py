@@ -8,6 +8,8 @@ from frames import REFERENCE, SMALL, agree, bias, operands, quarters
 
 import attngraph
 import attngraph.codegen
+from attngraph.codegen.cpu import compiled
+from attngraph.codegen.triton import attempts
 from attngraph.codegen.triton.launch import Forward
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import attention as ops
@@ -35,6 +37,65 @@ def test_a_row_that_keeps_no_key_is_nan_and_others_are_not() -> None:
     assert out[:, :, 0].isnan().all()
     assert not out[:, :, 1:].isnan().any()
     assert (lse[:, :, 0] == -torch.inf).all()
+
+
+OUT_OF_RANGE = [
+    ("s = dot + r0[k - q]; keep k >= q", (bias(40),), ()),
+    ("s = dot + r0[k - q + n0]", (bias(79),), (40,)),
+    ("s = dot + r0[where(k <= q, q - k, 40)]", (bias(40),), ()),
+    ("keep r0[q // 7, k // 8]", (torch.ones(5, 5, dtype=torch.bool),), ()),
+    ("s = dot + r0[h, int(log(float(q + 1)) * 10)]", (bias(2, 36),), ()),
+    ("keep r0[r1[q]] == r0[r1[k]]", (torch.arange(5), torch.arange(40) // 7), ()),
+]
+IN_RANGE = [
+    ("s = dot + r0[k - q + n0]", (bias(79),), (39,)),
+    ("s = dot + r0[where(k <= q, q - k, 39)]; keep k <= q", (bias(40),), ()),
+    ("s = dot + r0[(k - q) % 5]; keep r1[min(abs(k - q), 7)]", (bias(5), torch.arange(8) > 3), ()),
+    ("s = dot + r0[h, int(log(float(q + 1)) * 10)]", (bias(2, 37),), ()),
+    ("keep r0[r1[q]] == r0[r1[k]]", (torch.arange(6), torch.arange(40) // 7), ()),
+]
+KERNELS = {
+    "triton.forward": SMALL,
+    "cpu.compiled": kernels.KERNELS["cpu.compiled"],
+    "cpu.tiled": kernels.KERNELS["cpu.tiled"],
+}
+
+
+@pytest.mark.parametrize("name", ["reference", *KERNELS])
+@pytest.mark.parametrize(("text", "reads", "sizes"), OUT_OF_RANGE, ids=[case[0] for case in OUT_OF_RANGE])
+def test_an_index_out_of_range_is_an_error_whatever_computes_the_call(
+    name: str,
+    text: str,
+    reads: tuple[torch.Tensor, ...],
+    sizes: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "WORTH", 1)
+    kernel = KERNELS.get(name, REFERENCE)
+    with pytest.raises(IndexError, match=r"of a dimension of \d+; an index must be in range, also where"):
+        kernel.forward(parse(text), operands(), reads, sizes)
+
+
+@pytest.mark.parametrize(("text", "reads", "sizes"), IN_RANGE, ids=[case[0] for case in IN_RANGE])
+def test_an_index_that_only_looks_as_if_it_were_out_of_range_is_none(
+    text: str, reads: tuple[torch.Tensor, ...], sizes: tuple[int, ...]
+) -> None:
+    agree(text, operands(), reads, sizes)
+
+
+def test_whole_numbers_at_an_index_from_data_are_left_to_pytorch_which_the_report_says() -> None:
+    program = parse("keep r0[r1[q]] == r0[r1[k]]; s = 3 * s")
+    agree(str(program), operands(), (torch.arange(6), torch.arange(40) // 7))
+    (remark,) = attempts.remarks(program)
+    assert remark.startswith("computed by PyTorch's operations: r0 holds whole numbers or truth values")
+
+
+def test_what_is_read_out_of_range_at_an_index_from_data_shows_in_the_result() -> None:
+    places = torch.arange(40) // 8
+    out, _ = SMALL.forward(parse("s = dot + r0[r1[q]]"), operands(), (bias(4), places), ())
+    assert torch.equal(out.isnan().any(-1), (places == 4).expand(2, 2, 40))
+    with pytest.raises(IndexError):
+        REFERENCE.forward(parse("s = dot + r0[r1[q]]"), operands(), (bias(4), places), ())
 
 
 def test_tiles_of_the_default_size_agree() -> None:

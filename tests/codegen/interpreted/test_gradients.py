@@ -48,6 +48,24 @@ def test_no_tensor_is_copied_in_single_precision() -> None:
     assert not any(t.dtype is torch.float32 and t.shape == results[0].shape for t in made)
 
 
+def test_a_tangent_goes_through_the_op_that_names_this_kernel() -> None:
+    q, k, v = operands(1, 4, 2, 9, 9)
+    found = {
+        name: torch.func.jvp(
+            lambda q, name=name: ops.attention(q, k, v, "s = 0.25 * dot; keep k <= q", kernel=name),
+            (q,),
+            (v.repeat(1, 2, 1, 1),),
+        )
+        for name in ("triton.forward", "reference")
+    }
+    torch.testing.assert_close(found["triton.forward"], found["reference"])
+    assert float(found["triton.forward"][1].abs().amax()) > 0.01
+    both = torch.func.vmap(lambda q: ops.attention(q, k, v, "keep k <= q", kernel="triton.forward"))(
+        torch.stack([q, -q])
+    )
+    torch.testing.assert_close(both[1], ops.attention(-q, k, v, "keep k <= q", kernel="reference"))
+
+
 def drawn(reads: str, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     b, hq, hkv, sq, skv, d, dv = sizes
     shape = Shape(b, hq, hkv, skv, d, dv, sq, skv)

@@ -8,6 +8,7 @@ import torch
 from frames import DOCUMENTS, LISTED, SMALL, agree, compare_gradients, operands
 from torch import Tensor
 
+import attngraph
 from attngraph.codegen.triton import launch, visits
 from attngraph.codegen.triton.launch import Forward
 from attngraph.codegen.triton.plan import Blocks
@@ -15,6 +16,7 @@ from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Tile
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.sharing import one_run
 
 
 def is_listed(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[Tensor]) -> bool:
@@ -89,23 +91,78 @@ def test_keys_of_tiles_that_are_not_visited_are_not_read() -> None:
 
 
 @pytest.mark.usefixtures("all_listed")
-def test_lists_are_kept_while_tensors_stay_as_they_are() -> None:
+def test_lists_are_shared_within_a_run_while_tensors_stay_as_they_are() -> None:
     tensors, lengths = operands(), torch.tensor([17, 40])
     program, blocks = parse("keep k < r0[b]"), Blocks(32, 16)
 
     def find(reads: Tensor) -> visits.Visits:
         return visits.find(program, blocks, tensors, [reads], ())
 
-    first = find(lengths)
-    assert find(lengths) is first
-    assert find(lengths.clone()) is not first
-    lengths += 5
-    second = find(lengths)
-    assert second is not first
-    assert second.counts.tolist() == [[1, 2, 2], [1, 2, 2], [2, 3, 3], [2, 3, 3]]
-    with torch.inference_mode():
-        unversioned = lengths.clone()
-        assert find(unversioned) is not find(unversioned)
+    with one_run():
+        first = find(lengths)
+        assert find(lengths) is first
+        assert find(lengths.clone()) is not first
+        lengths += 5
+        second = find(lengths)
+        assert second is not first
+        assert second.counts.tolist() == [[1, 2, 2], [1, 2, 2], [2, 3, 3], [2, 3, 3]]
+    assert find(lengths) is not second and find(lengths) is not find(lengths)
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_a_write_that_torch_does_not_count_is_noticed_by_the_next_call() -> None:
+    tensors, text, documents = operands(), "keep r0[b, q] == r0[b, k]", torch.zeros(2, 40).long()
+    agree(text, tensors, [documents])
+    version = documents._version
+    documents.numpy()[:, 20:] = 1  # as a kernel of the user's or a replayed graph would
+    assert documents._version == version
+    agree(text, tensors, [documents])
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_layers_of_a_model_and_of_its_backward_pass_share_their_lists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Layers(torch.nn.Module):
+        def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+            hidden = documents[:, None, :, None] != documents[:, None, None]
+            for _ in range(3):
+                x = x + (x @ x.mT / 4).masked_fill(hidden, -torch.inf).softmax(-1) @ x
+            return x
+
+    made: list[bool] = []
+    real = visits._compute
+    monkeypatch.setattr(visits, "_compute", lambda *a: (made.append(a[-1]), real(*a))[1])
+    x, documents = torch.randn(1, 2, 40, 16, requires_grad=True), torch.arange(40)[None] // 9
+    model = Layers().eval()
+    compiled = attngraph.compile(model, backend="triton")
+    out = compiled(x, documents)
+    assert made == [False]
+    (found,) = torch.autograd.grad(out.sin().sum(), x)
+    assert made == [False, False, True]
+    (wanted,) = torch.autograd.grad(model(x, documents).sin().sum(), x)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("all_listed")
+def test_lists_that_a_captured_graph_uses_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, blocks = operands(), Blocks(32, 16)
+    program, other = parse("keep q - k < 9"), parse("keep q - k < 7")
+    visits.forget()
+    before = visits.find(program, blocks, tensors, (), ())
+    monkeypatch.setattr(visits, "is_captured", lambda device: True)
+    assert visits.find(program, blocks, tensors, (), ()) is before
+    inside = visits.find(other, blocks, tensors, (), ())
+    assert visits.find(other, blocks, tensors, (), ()) is not inside, "each replay computes them"
+    monkeypatch.setattr(visits, "is_captured", lambda device: False)
+    outside = visits.find(other, blocks, tensors, (), ())
+    assert outside is not inside, "only a replay writes to what was made during the capture"
+    assert torch.equal(outside.tiles, inside.tiles) and torch.equal(outside.counts, inside.counts)
+    for width in range(100, 100 + 2 * visits._KEPT):
+        visits.find(parse(f"keep q - k < {width}"), blocks, tensors, (), ())
+    assert visits.find(program, blocks, tensors, (), ()) is before
+    assert visits.find(other, blocks, tensors, (), ()) is not outside
+    visits._captured.clear()
 
 
 def test_small_calls_do_not_look_at_masks_beforehand() -> None:

@@ -1,0 +1,255 @@
+"""What the host does around the Triton kernels, with tensors that hold nothing and launches that do nothing:
+nothing is asked of the device, and what follows from the shapes of a call is found once."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import attngraph
+from attngraph.codegen.triton import attempts, decode, device, launch, launch_backward, tuned
+from attngraph.codegen.triton.decode import Decode
+from attngraph.codegen.triton.emit_backward import OF_KEYS, OF_QUERIES
+from attngraph.codegen.triton.emit_decode import DecodePlan
+from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.plan import Blocks
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.parser import parse
+from attngraph.ir.ops.cached_attention import CachePlan, Counts, Rows, Store, counts, numbers_of, tell, told
+from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.kv_cache import KVCache
+
+pytestmark = pytest.mark.skipif(device.no_triton() is not None, reason="needs triton")
+CUDA = torch.device("cuda", 0)
+Launch = tuple[tuple[int, ...], tuple[Any, ...]]
+
+
+class Recorded:
+    """A kernel that is not launched: its grid and arguments are recorded."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self.launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: self.launches.append((grid, args))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    found: list[Launch] = []
+    monkeypatch.setattr(decode, "load", lambda plan: (Recorded(found), Recorded(found)))
+    monkeypatch.setattr(decode, "multiprocessors", lambda where: 132)
+    monkeypatch.setattr(decode, "on", lambda tensor: contextlib.nullcontext())
+    return found
+
+
+@pytest.fixture
+def on_cuda() -> Iterator[None]:
+    """Tensors hold nothing: asking for a value of one is an error."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
+
+
+# --- attention over a cache ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [5, 0, 2]], ids=str)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.usefixtures("on_cuda")
+def test_a_step_over_a_cache_asks_nothing_of_the_device(
+    new: list[int], window: int | None, launches: list[Launch]
+) -> None:
+    store = Store("k", (0, 2, 0, 16), 0, 2, torch.float16, window, "keys")
+    state = KVCache(CachePlan((store,)), 3, CacheConfig(), CUDA)
+    tokens = sum(new)
+    q, k = (torch.empty(1, heads, tokens, 16, dtype=torch.float16, device=CUDA) for heads in (4, 2))
+    for _ in range(3):
+        state.reserve(new)
+        given = state.inputs(new)
+        (pages,) = state.stores().values()
+        rows = Rows(given[f"table.{window or 'all'}"], given["starts"], given["first"], given["first"])
+        out = Decode().attend(parse("keep k <= q"), q, (k, k), (pages, pages), [], (), rows)
+        assert out is not None and out.shape == q.shape and out.device == CUDA
+        state.write({"k": k}, given, new)
+    assert len(launches) == 6 and state.lengths == [3 * n for n in new]
+
+
+def test_a_step_of_a_decoder_asks_nothing_of_the_device() -> None:
+    config = ModernDecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_width=4, hidden=32)
+    model = ModernDecoder(config).eval()
+    step = attngraph.compile(model, cache=True).prefill(torch.zeros(3, 6, dtype=torch.int64))[1].step
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        for module in model.modules():
+            for kept in (module._parameters, module._buffers):
+                for name, value in kept.items():
+                    if value is not None:
+                        kept[name] = nn.Parameter(torch.empty_like(value, device=CUDA), requires_grad=False)
+        state = KVCache(step.plan, 3, CacheConfig(), CUDA, step.limit)
+        for new in ([5, 2, 1], [1, 1, 1], [1, 1, 1]):
+            ids = torch.zeros(1, sum(new), dtype=torch.int64, device=CUDA)
+            assert step.advance(state, new, {step.name: ids}).shape[1] == sum(new)
+        assert state.lengths == [7, 4, 3]
+
+
+def test_what_was_told_of_a_tensor_holds_until_it_is_written_to() -> None:
+    starts = tell(torch.tensor([0, 2, 3]), [0, 2, 3])
+    assert told(starts) == numbers_of(starts) == [0, 2, 3]
+    starts += 1
+    assert told(starts) is None and numbers_of(starts) == [1, 3, 4]
+    held = torch.tensor([7, 8])
+    assert counts(Rows(torch.zeros(2, 1), starts, held, held)) == Counts([2, 1], [7, 8], [7, 8])
+
+
+def plan_of(text: str, held: list[int], rows: int, **kernel: Any) -> tuple[DecodePlan, int]:
+    with FakeTensorMode():
+        q = torch.empty(1, 32, rows, 128, dtype=torch.float16, device=CUDA)
+        k = torch.empty(1, 8, rows, 128, dtype=torch.float16, device=CUDA)
+        pages = torch.empty(rows, 8, max(held), 128, dtype=torch.float16, device=CUDA)
+        about = Counts([1] * rows, held, held)
+        return Decode(**kernel).plan(parse(text), q, (k, k), (pages, pages), [], (), about)
+
+
+def test_keys_are_split_into_as_many_parts_as_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "multiprocessors", lambda where: 132)
+    monkeypatch.setattr(decode, "shared_memory", lambda where: 232_448)
+    monkeypatch.setattr(decode, "shared_of_multiprocessor", lambda where: 233_472)
+    causal, window = "keep k <= q", "keep k <= q and q - k < 512"
+    plan, parts = plan_of(causal, [1 << 15], 1)
+    places = 132 * decode.programs_at_once(plan, CUDA)
+    assert 0.8 * places <= 8 * parts <= places  # 8 key heads: one round of programs
+    assert plan_of(causal, [1 << 15] * 64, 64)[1] == 1
+    assert plan_of(causal, [300], 1)[1] == 300 // (4 * plan.blocks.k)
+    assert plan_of(window, [1 << 15], 1)[1] == plan_of(causal, [512], 1)[1] == 512 // (4 * plan.blocks.k)
+    assert plan_of(causal, [1 << 15], 1, programs=2)[1] == 2 * 132 // 8
+    assert plan_of(causal, [1 << 15], 1, splits=7)[1] == 7
+
+
+def test_a_multiprocessor_holds_fewer_programs_of_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "shared_of_multiprocessor", lambda where: 233_472)
+
+    def at_once(D: int, blocks: Blocks, shared: bool = False) -> int:
+        plan = DecodePlan(parse(""), torch.bfloat16, D, 512 if shared else D, 16, (), blocks, shared=shared)
+        return decode.programs_at_once(plan, CUDA)
+
+    assert at_once(128, Blocks(16, 64, 4, 3)) == 2  # 96 KiB each
+    assert at_once(128, Blocks(16, 64, 4, 2)) == 3
+    assert at_once(576, Blocks(16, 64, 8, 2), shared=True) == 1
+    assert at_once(64, Blocks(16, 16, 16, 1)) <= 2048 // (32 * 16)
+
+
+@pytest.mark.parametrize(
+    ("items", "places", "most"), [(8, 264, 128), (7, 264, 99), (100, 132, 64), (1, 132, 3)]
+)
+def test_the_number_of_parts_leaves_few_places_idle(items: int, places: int, most: int) -> None:
+    def busy(parts: int) -> float:
+        rounds = items * parts / places
+        return rounds / -(-rounds // 1)
+
+    found = decode.parts_for(items, places, most)
+    best = max(busy(n) for n in range(1, most + 1))
+    assert 1 <= found <= most and busy(found) >= 0.85 * best
+    assert all(busy(n) < 0.85 * best for n in range(1, found))
+    assert decode.parts_for(places, places, most) == 1
+
+
+def test_during_a_capture_nothing_is_concluded_from_the_lengths_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode, "is_captured", lambda where: True)
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: pytest.fail("asked the device"))
+    starts, held = tell(torch.tensor([0, 1, 2]), [0, 1, 2]), torch.tensor([5, 9])
+    q, pages = torch.empty(1, 4, 2, 16), torch.empty(6, 2, 8, 16)
+    rows = Rows(torch.zeros(2, 3, dtype=torch.int64), starts, held, held)
+    assert decode.counts_for(rows, q, pages, False) == Counts([1, 1], [24, 24], [24, 24])
+    unknown = rows._replace(starts=torch.tensor([0, 1, 2]))
+    assert decode.counts_for(unknown, q, pages, False).new == [2, 2]
+
+
+# --- plans --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    """The forward kernel on the CPU, where nothing is launched."""
+    monkeypatch.setattr(launch, "no_device", lambda tensor: None)
+    monkeypatch.setattr(launch, "is_interpreted", lambda: True)
+    monkeypatch.setattr(launch, "load", lambda plan: Recorded([]))
+    monkeypatch.setattr(launch_backward, "load_backward", lambda plan: types.SimpleNamespace(
+        **dict.fromkeys((OF_QUERIES, OF_KEYS), Recorded([]))
+    ))  # fmt: skip
+    return Forward()
+
+
+WALKS = (
+    (launch, "plan_forward"), (launch, "plan_call"), (launch, "unsupported"), (launch, "_check_reads"),
+    (tuned, "key"), (attempts, "smaller"), (E, "walk"),
+)  # fmt: skip
+
+
+def called_again(name: str) -> Callable[..., None]:
+    return lambda *_: pytest.fail(f"{name} is called again")
+
+
+@pytest.mark.parametrize(
+    ("text", "reads"),
+    [
+        ("s = 0.125 * dot; keep k <= q", ()),
+        ("s = dot + r0[h, k - q + n0]; keep r1[b, q] == r1[b, k]", ((2, 31), (2, 16))),
+    ],
+)
+def test_what_follows_from_the_shapes_of_a_call_is_found_once(
+    text: str, reads: tuple[tuple[int, ...], ...], on_any_device: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, tensors = parse(text), tuple(torch.randn(2, 2, 16, 8) for _ in "qkv")
+    read = [torch.randn(shape) if n == 0 else torch.zeros(shape).long() for n, shape in enumerate(reads)]
+    kernel = on_any_device
+
+    def run() -> None:
+        results = kernel.forward(program, tensors, read, (15,))  # type: ignore[arg-type]
+        if not reads:
+            kernel.backward(program, tensors, read, (15,), results, results)  # type: ignore[arg-type]
+
+    run()
+    with monkeypatch.context() as context:
+        for module, name in WALKS:
+            context.setattr(module, name, called_again(name))
+        run()
+
+
+def test_a_plan_is_made_anew_where_it_follows_from_something_else(
+    on_any_device: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    real = launch.plan_forward
+    monkeypatch.setattr(launch, "plan_forward", lambda *a: (made.append(a), real(*a))[1])
+    program, q = parse("s = dot + r0[k] * n0"), torch.randn(1, 2, 16, 8)
+
+    def plans(q: Tensor = q, bias: Tensor | None = None, sizes: tuple[int, ...] = (3,)) -> int:
+        made.clear()
+        on_any_device.forward(program, (q, q, q), [torch.zeros(16) if bias is None else bias], sizes)
+        return len(made)
+
+    assert plans() == 1 and plans() == 0 and plans(q.clone(), torch.ones(16), (4,)) == 0
+    assert plans(q.half()) == 1 and plans(torch.randn(1, 2, 17, 8), torch.zeros(17)) == 1
+    assert plans(q.transpose(2, 3).contiguous().transpose(2, 3)) == 1
+    assert plans(bias=torch.zeros(16, dtype=torch.int64)) == 1 and plans(sizes=(1 << 40,)) == 1
+    assert plans(torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape)) == 1  # another alignment
+    monkeypatch.setattr(tuned, "changes", lambda: 1 << 20)
+    assert plans() == 1 and plans() == 0
+    with pytest.raises(ValueError, match="needs 16 elements"):
+        plans(bias=torch.zeros(15))
+    with pytest.raises(ValueError, match="needs 16 elements"):
+        plans(bias=torch.zeros(15))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_table_that_is_written_changes_plans() -> None:
+    before = tuned.changes()
+    tuned.add("A GPU", {"forward, a": Blocks(64, 32, 4, 2)})
+    assert tuned.changes() > before
