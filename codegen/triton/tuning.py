@@ -150,7 +150,7 @@ def _fastest(
     for option in sorted(times, key=lambda option: times[option]):
         _spoil(exact)
         pairs = zip(call(option), exact, strict=True)
-        wrong = next(filter(None, (_difference(one, other, eps) for one, other in pairs)), "")
+        wrong = next(filter(None, (difference(one, other, eps) for one, other in pairs)), "")
         if not wrong:
             return option
         _log.warning("%s are fast but wrong %s, and not kept: %s", option, what, wrong)
@@ -163,7 +163,7 @@ def _spoil(like: Results) -> None:
     del spoilt
 
 
-def _difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
+def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
     """How a result differs from the wanted one by more than rounding; empty if it does not. Each row has a
     scale of its own, because rows that see many keys are small. `eps`: of the narrowest dtype of results."""
     if found is None or wanted is None:
