@@ -11,7 +11,7 @@ from attngraph.benchmark.scorecard import budgets
 from attngraph.benchmark.scorecard.cells import CELLS
 from attngraph.benchmark.scorecard.nvidia import ToolError
 from attngraph.benchmark.scorecard.run import run
-from attngraph.benchmark.scorecard.table import table
+from attngraph.benchmark.scorecard.table import side_by_side, table
 from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
 from attngraph.codegen.triton import device, store
@@ -47,6 +47,7 @@ def show(options: argparse.Namespace, file: Path | None) -> int:
         found = {"triton": budgets.triton_version(), "rows": [dataclasses.asdict(row) for row in rows]}
         store.write(file, json.dumps(found, indent=1) + "\n")
     print(table(rows))
+    print(f"\nPredicted TFLOP/s side by side:\n\n{side_by_side(rows)}")
     if options.rewrite_budgets:
         budgets.rewrite(rows)
         print(f"\nThese are the budgets now: {budgets.PATH}")

@@ -35,15 +35,10 @@ def multiplies(instruction: Instruction) -> bool:
     return instruction.name.startswith("v_mfma")
 
 
-def spilled(text: str) -> int:
-    """Registers per lane that are stored to memory."""
-    return sum(int(found) for found in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text))
-
-
 def count(loop: Sequence[Instruction]) -> Work:
     """What a wave does in one turn of a loop."""
     found = dict.fromkeys(
-        ("products", "flops", "operand_bytes", "exponentials", "special", "fused", "integer", "spills",
+        ("products", "flops", "operand_bytes", "exponentials", "special", "fused", "integer",
          "shared_bytes", "loaded_bytes", "stops", "groups"), 0
     )  # fmt: skip
     pending: list[int] = []
@@ -59,13 +54,11 @@ def count(loop: Sequence[Instruction]) -> Work:
             found["fused"] += 1
         elif name.startswith("ds_read"):  # factors of products
             found["operand_bytes"] += LANES * _width(name)
-        elif name.startswith("ds_"):
+        elif name.startswith(("ds_", "scratch_")):
             found["shared_bytes"] += LANES * _width(name)
         elif name.startswith(("global_load", "buffer_load", "flat_load")):
             found["loaded_bytes"] += LANES * _width(name)
             found["groups"] += 1
-        elif name.startswith("scratch_"):
-            found["spills"] += 1
         elif name.startswith("v_"):
             found["integer"] += 1
         found["stops"] += name == "s_barrier"

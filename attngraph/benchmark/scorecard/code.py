@@ -39,11 +39,11 @@ class Work:
         instructions: all of them. products: those for tensor cores (`by_groups`: that four warps execute
             together), which multiply and add `flops` times and read factors of `operand_bytes` from shared
             memory. exponentials: of base 2. special: all that the unit for transcendental functions executes.
-            fused: additions, multiplications and both of floats. spills: loads and stores of local memory.
-        shared_bytes: otherwise moved between registers and shared memory. loaded_bytes: from global memory.
-        stops: waits for products and barriers. pending: the loads (in groups) that may be under way while the
-            warp goes on after the strictest wait for them; None: it waits for none. groups: of loads that are
-            begun.
+            fused: additions, multiplications and both of floats.
+        shared_bytes: otherwise moved between registers and shared memory, spilled registers included.
+        loaded_bytes: from global memory. stops: waits for products and barriers. groups: of loads begun.
+        pending: those of them that may be under way while the warp goes on after the strictest wait for them;
+            None: it waits for none.
     """
 
     instructions: int
@@ -55,7 +55,6 @@ class Work:
     special: int
     fused: int
     integer: int
-    spills: int
     shared_bytes: int
     loaded_bytes: int
     stops: int

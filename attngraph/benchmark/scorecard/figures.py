@@ -93,14 +93,14 @@ def compile_and_read(kernel: Any, request: Request) -> Compiled:
         )
         code = nvidia.read(nvidia.disassemble(binary.asm["cubin"]))
         loops = [nvidia.count(loop) for loop in tile_loops(code, nvidia.multiplies)]
-        serialised, spilled = nvidia.serialised(said), nvidia.spilled(said)
+        serialised = nvidia.serialised(said)
     else:
         text = binary.asm["amdgcn"]
         loops = [amd.count(loop) for loop in tile_loops(amd.read(text), amd.multiplies)]
-        serialised, spilled = 0, amd.spilled(text)
+        serialised = 0
     if not loops:
         raise CodeError("no loop in the machine code multiplies tiles")
-    return Compiled(tuple(loops), serialised, spilled, used.shared, used.registers)
+    return Compiled(tuple(loops), serialised, used.spilled, used.shared, used.registers)
 
 
 def figures(found: Compiled, parts: Sequence[Part], target: str) -> list[Figures]:

@@ -89,11 +89,6 @@ def serialised(said: str) -> int:
     return len(re.findall(r"\(C751\d\)", said))
 
 
-def spilled(said: str) -> int:
-    """Bytes per thread that are stored to local memory for lack of registers."""
-    return sum(int(found) for found in re.findall(r"(\d+) bytes spill stores", said))
-
-
 def read(text: str) -> Code:
     """The code of the first kernel in nvdisasm's output."""
     instructions: list[Instruction] = []
@@ -123,7 +118,7 @@ def multiplies(instruction: Instruction) -> bool:
 def count(loop: Sequence[Instruction]) -> Work:
     """What a warp does in one turn of a loop."""
     found = dict.fromkeys(
-        ("products", "flops", "operand_bytes", "exponentials", "special", "fused", "integer", "spills",
+        ("products", "flops", "operand_bytes", "exponentials", "special", "fused", "integer",
          "shared_bytes", "loaded_bytes", "stops", "groups"), 0
     )  # fmt: skip
     pending: list[int] = []
@@ -143,14 +138,12 @@ def count(loop: Sequence[Instruction]) -> Work:
             found["fused"] += 1
         elif base == "LDSM":  # factors of products
             found["operand_bytes"] += LANES * _width(name)
-        elif base in ("LDS", "STS", "STSM", "ATOMS"):
+        elif base in ("LDS", "STS", "STSM", "ATOMS", "LDL", "STL"):
             found["shared_bytes"] += LANES * _width(name)
         elif base == "SHFL":
             found["shared_bytes"] += LANES * 4
         elif base in ("LDG", "LDGSTS", "LD"):
             found["loaded_bytes"] += LANES * _width(name)
-        elif base in ("LDL", "STL"):
-            found["spills"] += 1
         elif not (
             base.startswith("U") or base in _NO_UNIT or base in ("STG", "SYNCS", "RED", "ATOMG", "MEMBAR")
         ):

@@ -30,6 +30,21 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines[1:], "", LEGEND])
 
 
+def side_by_side(rows: Sequence[Row]) -> str:
+    """Predicted speeds as a table of Markdown: a line for each cell, a column for each candidate."""
+    columns = list(dict.fromkeys((row.target, row.who) for row in rows if row.figures is not None))
+    known = (row for row in rows if row.predicted is not None)
+    speeds = {(row.cell, row.target, row.who): row.predicted for row in known}
+    lines = [
+        ["", *(f"{CARDS[target].name}: {who}" for target, who in columns)], ["---"] * (len(columns) + 1)
+    ]  # fmt: skip
+    for cell in dict.fromkeys(row.cell for row in rows):
+        found = [speeds.get((cell, *column)) for column in columns]
+        unit = " (GB/s)" if CELLS[cell].step == "decode" else ""
+        lines.append([cell + unit, *("" if one is None else f"{one:.0f}" for one in found)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _with_cells(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.figures is not None]
 
