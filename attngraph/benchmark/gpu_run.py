@@ -117,6 +117,7 @@ def table(found: Mapping[str, Any]) -> str:
     lines += [
         f"  {row['task']}: {row['outcome']}: {row['reason']}" for row in rows if row["outcome"] != "done"
     ]
+    lines += [f"  {row['task']}: {text}" for row in checks for text in row.get("remarks", ())]
     for row in (row for row in rows if row["task"].startswith(f"{TUNE}:") and row["outcome"] == "done"):
         lines += [f"  {row['task']}: {line}: {blocks}" for line, blocks in row["blocks"].items()]
     for stage in (MEASURE, SPECIALISED, TUNED):

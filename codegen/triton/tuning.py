@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, launch_backward, schedule, tuned
 from attngraph.codegen.triton.plan import Blocks, Plan, padded
 from attngraph.ir.language.parser import parse
@@ -62,7 +63,8 @@ def tune(
     parsed = parse(program) if isinstance(program, str) else program
     name = device.name_of(operands[0].device) if name is None else name
     clock: Timer = timer or importlib.import_module("triton.testing").do_bench
-    until = time.monotonic() + seconds
+    begin = time.monotonic()
+    until = begin + seconds
     if cache is not None:
         return _tune_decode(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes, clock, name, until)
     q, _, v = operands
@@ -78,7 +80,8 @@ def tune(
     wanted = functools.cache(lambda: exact.forward(parsed, operands, reads, sizes))
     classic = launch.classic_blocks(parsed, operands)
     choose = [classic, *options, *specialised_choices(plan, operands)]
-    best = _fastest(choose, forward, clock, "forward", wanted, until)
+    half = begin + seconds / (2 if gradients else 1)
+    best = _fastest(choose, forward, clock, "forward", wanted, half)
     if best is not None:
         found[line("forward")] = best
     back = launch_backward.plan_gradients(plan, operands, reads)
@@ -92,10 +95,15 @@ def tune(
             chosen = dataclasses.replace(back, blocks=blocks)
             return launch_backward.differentiate(chosen, operands, reads, sizes, results, grads)
 
-        best = _fastest(
-            options, backward, clock, "backward",
-            lambda: exact.backward(parsed, operands, reads, sizes, results, grads), until,
-        )  # fmt: skip
+        needed = [*wanted_gradients(operands, reads)[0], *(False for _ in reads)]
+
+        def slopes() -> Results:
+            """Gradients of q, k and v that are asked for; others are zero, or not. Those of reads are left
+            out: sums over many pairs, which may cancel to any degree, so what rounding does is not known."""
+            made = exact.backward(parsed, operands, reads, sizes, results, grads)
+            return [t if need else None for t, need in zip(made, needed, strict=True)]
+
+        best = _fastest(options, backward, clock, "backward", slopes, until)
         if best is not None:
             found[line("backward")] = best
     if found:
@@ -196,12 +204,12 @@ def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
 
 
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
-    """Block sizes worth measuring for a width."""
+    """Block sizes worth measuring for a width, large tiles first."""
     row = padded(width) * dtype.itemsize
-    for q in (32, 64, 128):
-        for k in (32, 64, 128):
-            for warps in (4, 8):
-                for stages in (1, 2, 3):
+    for q in (128, 64, 32):
+        for k in (128, 64, 32):
+            for warps in (8, 4):
+                for stages in (3, 2, 1):
                     fits = (q + 2 * stages * k) * row <= shared
                     if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
                         yield Blocks(q, k, warps, stages)

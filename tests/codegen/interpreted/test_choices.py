@@ -168,6 +168,17 @@ def test_a_choice_that_is_fast_but_wrong_is_not_kept(
     assert said and all(f"{wrong}" in line and "are fast but wrong" in line for line in said)
 
 
+def test_gradients_that_nobody_asks_for_are_not_compared() -> None:
+    q, k, v = operands(B=1, Sq=70, Skv=70)
+    table = torch.randn(2)
+    for asking in (q.clone().requires_grad_(), q):
+        found = attngraph.codegen.triton.tune(
+            "s = dot + r0[0] * k", (asking, k, v), [table.clone().requires_grad_(asking is q)],
+            gradients=True, timer=lambda call: 1.0, name="A GPU/5", seconds=0,
+        )  # fmt: skip
+        assert [line.split(",")[0] for line in found] == ["forward", "backward"]
+
+
 def test_measuring_ends_with_the_time_and_the_first_choice_is_the_rules() -> None:
     tried: list[Blocks] = []
 
