@@ -60,37 +60,44 @@ def compile_ahead(plan: Plan, target: Target) -> Usage:
         RuntimeError: Triton runs as an interpreter in this process, or the output of its tools cannot be
         parsed. CompilationError: a warp-specialised kernel, which another process compiles, did not compile.
     """
-    ((kernel, request),) = requests(plan, target)
-    return compile_isolated(request) if plan.blocks.specialised else compile_kernel(kernel, request)
+    if isinstance(plan, DecodePlan):
+        return _compile(decode.load(plan)[0], emit_decode.arguments(plan), plan, target)
+    return _compile(launch.load(plan), emit.arguments(plan), plan, target)
 
 
 def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, ...]:
     """Compile the backward kernels of a plan: those for queries, keys and reads. Raises as
     `compile_ahead`."""
-    return tuple(compile_kernel(kernel, request) for kernel, request in requests(plan, target))
+    module, names = launch_backward.load_backward(plan), emit_backward.arguments(plan)
+    kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
+    return tuple(_compile(kernel, names, plan, target) for kernel in kernels)
 
 
 def requests(plan: Plan, target: Target) -> tuple[tuple[Any, Request], ...]:
     """The kernels of a plan, and what is asked of Triton to compile them for the target: the forward kernel,
-    the one over a cache that splits keys, or all backward kernels.
-
-    Raises:
-        RuntimeError: Triton runs as an interpreter in this process.
-    """
+    the one over a cache that splits keys, or all backward kernels. Raises RuntimeError as `compile_ahead`."""
     if isinstance(plan, DecodePlan):
-        return (_request(decode.load(plan)[0], emit_decode.arguments(plan), plan, target),)
+        return (
+            (kernel := decode.load(plan)[0], _request(kernel, emit_decode.arguments(plan), plan, target)),
+        )
     if isinstance(plan, BackwardPlan):
         module, names = launch_backward.load_backward(plan), emit_backward.arguments(plan)
         kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
-        return tuple(_request(kernel, names, plan, target) for kernel in kernels)
-    return (_request(launch.load(plan), emit.arguments(plan), plan, target),)
+        return tuple((kernel, _request(kernel, names, plan, target)) for kernel in kernels)
+    kernel = launch.load(plan)
+    return ((kernel, _request(kernel, emit.arguments(plan), plan, target)),)
 
 
-def _request(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> tuple[Any, Request]:
+def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Usage:
+    request = _request(kernel, names, plan, target)
+    return compile_isolated(request) if plan.blocks.specialised else compile_kernel(kernel, request)
+
+
+def _request(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Request:
     if not hasattr(kernel, "cache_key"):
         raise RuntimeError("compile_ahead: TRITON_INTERPRET is set; there is nothing to compile.")
     signature = tuple((name, _type(plan, name)) for name in names)
-    return kernel, Request(
+    return Request(
         kernel.fn.__code__.co_filename, kernel.__name__, signature,
         tuple(place for place, (name, kind) in enumerate(signature) if _is_aligned(name, kind)),
         target.backend, target.architecture, target.warp, tuple(launch_options(plan).items()),

@@ -22,8 +22,8 @@ from typing import Any
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What to compile: the kernel `name` in the module at `path`, for arguments of these types ("constexpr":
-    the number 1), of which those numbered in `aligned` are multiples of 16; for which GPU, with which
-    options."""
+    the number 1), of which those numbered in `aligned` are multiples of 16, and those in `small` tensors of
+    less than 2 GiB (which AMD's compiler makes use of); for which GPU, with which options."""
 
     path: str
     name: str
@@ -33,6 +33,7 @@ class Request:
     architecture: int | str
     warp: int
     options: tuple[tuple[str, Any], ...]
+    small: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,8 @@ def build(kernel: Any, request: Request) -> Any:
     signature = dict(request.signature)
     ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
     attributes = {(place,): [["tt.divisibility", 16]] for place in request.aligned}
+    for place in request.small:
+        attributes.setdefault((place,), []).append(["tt.pointer_range", 32])
     return importlib.import_module("triton").compile(
         compiler.ASTSource(kernel, signature, ones, attributes),
         target=target(request.backend, request.architecture, request.warp), options=dict(request.options),

@@ -120,8 +120,7 @@ def _tune_decode(
     about = counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
     first = decode.decode_blocks(lanes, width, q.dtype, device.shared_memory(q.device))
-    options = [(blocks, count) for blocks in decode_choices(first, width) for count in _PROGRAMS]
-    options.insert(0, (first, decode.PROGRAMS))
+    options = [(blocks, n) for blocks in (first, *decode_choices(first, width)) for n in _PROGRAMS]
 
     def attend(choice: tuple[Blocks, int]) -> Results:
         kernel = decode.Decode(choice[0], programs=choice[1])

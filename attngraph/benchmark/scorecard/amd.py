@@ -1,8 +1,7 @@
 """AMD's assembly as Triton's compiler prints it, counted instruction by instruction.
 
-Loads appear as `global_load` where Triton has to compute 64-bit addresses, and as `buffer_load` where it
-knows that offsets from one pointer are small. A kernel of ours computes addresses in 64 bits, so that tensors
-may be of any size; hence no buffer loads.
+Loads are `buffer_load` where Triton knows that tensors are smaller than 2 GiB. It sees that when it launches
+a kernel; it has to be told when one is compiled ahead of time (`Request.small`). Else they are `global_load`.
 """
 
 from __future__ import annotations

@@ -85,6 +85,9 @@ def compile_and_read(kernel: Any, request: Request) -> Compiled:
     Raises:
         ToolError: the disassembler is missing. CodeError: no loop multiplies tiles. Errors of Triton.
     """
+    if request.backend == "hip":  # as Triton does when it launches a kernel with such tensors
+        pointers = (place for place, (_, kind) in enumerate(request.signature) if kind.startswith("*"))
+        request = dataclasses.replace(request, small=tuple(pointers))
     binary = build(kernel, request)
     used = compiler.usage(binary, request)
     if request.backend == "cuda":

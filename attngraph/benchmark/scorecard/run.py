@@ -133,8 +133,7 @@ def _part(cell: Cell, name: str, made: Plan, mask: str) -> Part:
             -(-cell.group // blocks.q),
         )
     whole, edge = visited(cell, mask, blocks)
-    fetched = blocks.q if name == "keys" else blocks.k
-    return Part(name, blocks, least(cell, name, blocks), fetched * row, whole, edge)
+    return Part(name, blocks, least(cell, name, blocks), blocks.k * row, whole, edge)
 
 
 def _flex(cell: Cell, target: Target, name: str) -> Made:
