@@ -283,38 +283,38 @@ def test_the_plans_are_those_that_long_calls_get() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal 128", "T5 64", "backward, causal 64"])
+@pytest.mark.parametrize("name", ["causal 128", "T5 64", "backward, causal 64", "decode 64"])
 def test_flexattentions_kernels_and_a_plain_one_are_read_too(name: str) -> None:
     found = list(run([name], ["sm_90"], who=[FLEX, PLAIN]))
     assert [one.who for one in found] == {
-        "causal 128": [FLEX, PLAIN], "T5 64": [FLEX], "backward, causal 64": [FLEX, FLEX]
+        "causal 128": [FLEX, PLAIN], "T5 64": [FLEX], "backward, causal 64": [FLEX, FLEX],
+        "decode 64": [FLEX],
     }[name]  # fmt: skip
     for one in found:
         fits = one.figures is not None and one.figures.tensor == 1.0
         assert fits or "of shared memory" in one.problem
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.mods is not None])
-def test_the_template_is_filled_in_for_every_program(name: str, backward: bool) -> None:
+def test_the_template_is_filled_in_for_every_program(name: str) -> None:
     cell = CELLS[name]
     assert cell.mods is not None
-    if backward and not cell.mods.gradient:
-        return
-    made = flex.render(cell.mods, cell.width, cell.values, 16, cell.group, TOKENS, TARGETS["sm_90"], backward)
+    made = flex.render(
+        cell.mods, cell.width, cell.values, 16, cell.group, TOKENS, TARGETS["sm_90"], cell.step
+    )
     compile(made.source, name, "exec")
     assert ("{{" in made.source) == ("{%" in made.source) == False  # noqa: E712
-    assert (made.second is not None) == backward
+    assert (made.second is not None) == (cell.step == "backward")
     if cell.mods.mask:
         assert "mask_mod_output = " in made.source
 
 
 def test_a_template_that_is_not_as_expected_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_FORWARD", ("no such template",))
+    monkeypatch.setitem(flex._PARTS, "forward", ("no such template",))
     mods = CELLS["causal 64"].mods
     assert mods is not None
     with pytest.raises(flex.RenderError):
-        flex.render(mods, 64, 64, 16, 1, TOKENS, TARGETS["sm_90"], False)
+        flex.render(mods, 64, 64, 16, 1, TOKENS, TARGETS["sm_90"], "forward")
     compile(plain.source(64, True, Blocks(128, 64)), "plain", "exec")
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
-from attngraph.benchmark.scorecard.flex import Mods
+from attngraph.benchmark.scorecard.flex import Mods, Pass
 from attngraph.codegen.triton import visits
 from attngraph.codegen.triton.ahead_of_time import Target
 from attngraph.codegen.triton.decode import decode_blocks
@@ -31,7 +30,6 @@ from attngraph.meaning.masks.tiles import Cut, Grid
 DTYPE = torch.bfloat16
 TOKENS, WINDOW, DOCUMENTS, HEADS = 8192, 1024, 8, 16
 LOWEST = "3.4028234663852886e+38"
-Pass = Literal["forward", "backward", "decode"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +146,8 @@ _LIST = (
         mods=_CAUSAL_MODS, mask="keep k <= q",
     ),
     Cell("backward, T5 64", _T5, 64, 64, "backward", reads=_TABLE),
-    _causal("decode 64", 64, step="decode", kept=1.0, mods=None),
-    _causal("decode 128, 8 heads on 1", 128, step="decode", group=8, kept=1.0, mods=None),
+    _causal("decode 64", 64, step="decode", kept=1.0, mods=Mods(_PLAIN_SCORE, "")),
+    _causal("decode 128, 8 heads on 1", 128, step="decode", group=8, kept=1.0, mods=Mods(_PLAIN_SCORE, "")),
     _causal("decode latents, 16 heads", 576, 512, step="decode", group=16, shared=True, kept=1.0, mods=None),
     _causal(
         "decode latents, 128 heads", 576, 512, step="decode", group=128, shared=True, kept=1.0, mods=None

@@ -14,7 +14,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -23,12 +23,16 @@ from attngraph.codegen.triton.ahead_of_time import Target
 from attngraph.codegen.triton.plan import Blocks
 
 NAME = "flex_kernel"
-_SPARSE, _WHOLE = 128, 1 << 30
+GRAIN, _WHOLE = 128, 1 << 30
 _TABLES = ("torch._inductor.heuristics.template.triton", "torch._inductor.template_heuristics.triton")
 _ASKED = {"get_backend_num_stages": 2, "get_default_kpack": 1, "using_rocm_rdna3": False}
-_FORWARD = ("flex_attention", "utilities", "common")
-_BACKWARD = ("flex_backwards", "utilities")
-_POINTERS = {"LSE": "*fp32", "MAX": "*fp32", "DELTA": "*fp32"}
+_PARTS = {
+    "forward": ("flex_attention", "utilities", "common"), "backward": ("flex_backwards", "utilities"),
+    "decode": ("flex_decode", "utilities", "common"),
+}  # fmt: skip
+_POINTERS = dict.fromkeys(("LSE", "MAX", "DELTA", "M", "L"), "*fp32")
+_SPLITS = 32
+Pass = Literal["forward", "backward", "decode"]
 _HEADER = "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice\n\n\n"
 
 
@@ -60,23 +64,24 @@ class Rendered:
 
 
 def render(
-    mods: Mods, width: int, values: int, heads: int, group: int, tokens: int, target: Target, backward: bool
+    mods: Mods, width: int, values: int, heads: int, group: int, tokens: int, target: Target, step: Pass
 ) -> Rendered:
-    """The forward kernel, or the backward one.
+    """The forward kernel, the backward one, or the one that decodes one new token.
 
     Raises:
         RenderError: this PyTorch's template, or its tables, are not as expected; says why.
     """
     try:
-        options, blocks, second = _options(target, width, backward)
+        options, blocks, second = _options(target, width, group, step)
         options |= _constants(mods, width, values, group)
-        shapes = _shapes(width, values, heads, group, tokens)
-        source, names = _fill(_BACKWARD if backward else _FORWARD, options, shapes, mods, backward)
+        shapes = _shapes(width, values, heads, group, tokens, step)
+        source, names = _fill(options, shapes, mods, step)
     except RenderError:
         raise
     except Exception as problem:  # a private part of PyTorch: it may have become anything
         raise RenderError(f"{type(problem).__name__}: {problem}") from problem
-    kinds = dict(zip([f"in_ptr{n}" for n in range(len(mods.reads))], mods.reads, strict=True))
+    kinds = {f"in_ptr{n}": kind for n, kind in enumerate(mods.reads)}
+    kinds |= {"out_ptr0": "*fp32"} if step == "decode" else {}
     arguments = tuple((name, kinds.get(name) or _kind(name)) for name in names)
     return Rendered(source, arguments, blocks, second)
 
@@ -86,7 +91,9 @@ def _kind(name: str) -> str:
     return "*i32" if "KV_" in plain or plain.startswith(("Q_", "FULL_")) else _POINTERS.get(plain, "*bf16")
 
 
-def _options(target: Target, width: int, backward: bool) -> tuple[dict[str, Any], Blocks, Blocks | None]:
+def _options(
+    target: Target, width: int, group: int, step: Pass
+) -> tuple[dict[str, Any], Blocks, Blocks | None]:
     """The default tiles of Inductor's tables."""
     module = next((m for name in _TABLES if (m := _module(name)) is not None), None)
     is_amd = target.backend == "hip"
@@ -101,11 +108,15 @@ def _options(target: Target, width: int, backward: bool) -> tuple[dict[str, Any]
         )
         for asked, answer in _ASKED.items():
             stack.enter_context(mock.patch.object(module, asked, lambda answer=answer: answer, create=True))
-        tables = kind()
-        found = tables.get_flex_attn_bwd_configs if backward else tables.get_flex_attn_fwd_configs
+        asked = {"forward": "attn_fwd", "backward": "attn_bwd", "decode": "decode"}[step]
+        found = getattr(kind(), f"get_flex_{asked}_configs")
         one = found(**{name: known[name] for name in inspect.signature(found).parameters})[-1]
     how = {"num_warps": one.num_warps, "num_stages": one.num_stages}
-    if not backward:
+    if step == "decode":
+        blocks = Blocks(max(16, group), one.block_n, one.num_warps, one.num_stages)
+        more = {"SPLIT_KV": _SPLITS, "SAFE_M_BOUNDARY": group >= 16, "SAFE_N_BOUNDARY": True}
+        return {"BLOCK_M": blocks.q, "BLOCK_N": blocks.k, **more, **how}, blocks, None
+    if step == "forward":
         blocks = Blocks(one.block_m, one.block_n, one.num_warps, one.num_stages)
         return {"BLOCK_M": one.block_m, "BLOCK_N": one.block_n, **how}, blocks, None
     sizes: dict[str, int] = {
@@ -126,7 +137,7 @@ def _module(name: str) -> Any:
 
 def _constants(mods: Mods, width: int, values: int, group: int) -> dict[str, Any]:
     rounded = {name: 1 << (size - 1).bit_length() for name, size in (("QK", width), ("V", values))}
-    block = _SPARSE if mods.mask else _WHOLE
+    block = GRAIN if mods.mask else _WHOLE
     return {
         "SM_SCALE": 1 / math.sqrt(width), "GQA_SHARED_HEADS": group, "HAS_FULL_BLOCKS": bool(mods.mask),
         "QK_HEAD_DIM": width, "QK_HEAD_DIM_ROUNDED": rounded["QK"],
@@ -142,8 +153,8 @@ def _constants(mods: Mods, width: int, values: int, group: int) -> dict[str, Any
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _shapes(width: int, values: int, heads: int, group: int, tokens: int) -> Shapes:
-    blocks = -(-tokens // _SPARSE)
+def _shapes(width: int, values: int, heads: int, group: int, tokens: int, step: Pass) -> Shapes:
+    blocks = -(-tokens // GRAIN)
     q, k, v, out = (
         (1, h, tokens, w)
         for w, h in ((width, heads), (width, heads // group), (values, heads // group), (values, heads))
@@ -151,6 +162,9 @@ def _shapes(width: int, values: int, heads: int, group: int, tokens: int) -> Sha
     found: dict[str, tuple[int, ...]] = {"Q": q, "K": k, "V": v, "DO": out, "DQ": q, "DV": v}
     for name in ("KV", "Q", "FULL_KV", "FULL_Q"):
         found[f"{name}_NUM_BLKS"], found[f"{name}_IDX"] = (1, 1, blocks), (1, 1, blocks, blocks)
+    if step == "decode":
+        found |= {"Q": (1, heads // group, group, 1, width), "M": (1, _SPLITS, heads, 1)}
+        found |= {"L": found["M"], "DO": (1, _SPLITS, heads, 1, values)}
     return found
 
 
@@ -158,12 +172,10 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
-def _fill(
-    parts: Sequence[str], options: Mapping[str, Any], shapes: Shapes, mods: Mods, backward: bool
-) -> tuple[str, tuple[str, ...]]:
+def _fill(options: Mapping[str, Any], shapes: Shapes, mods: Mods, step: Pass) -> tuple[str, tuple[str, ...]]:
     jinja2: Any = importlib.import_module("jinja2")
     load: Any = importlib.import_module("torch._inductor.kernel.flex.common").load_flex_template
-    text = "".join(load(part) for part in parts)
+    text = "".join(load(part) for part in _PARTS[step]).lstrip()
     named = re.search(r"def_kernel\(([^)]*)\)", text)
     if named is None:
         raise RenderError("the template has no signature where it had one")
@@ -181,7 +193,9 @@ def _fill(
         return f"{_HEADER}@triton.jit\ndef {NAME}({', '.join(arguments)}):\n{defines}{renamed}"
 
     def modification(subgraph_number: int, output_name: str | None, **given: Any) -> str:
-        order = (mods.score, mods.gradient, mods.mask, "") if backward else (mods.score, mods.mask)
+        order: tuple[str, ...] = (mods.score, mods.mask)
+        if step == "backward":
+            order = (mods.score, mods.gradient, mods.mask, "")
         line = order[subgraph_number]
         if output_name is None:
             return ""
@@ -190,7 +204,7 @@ def _fill(
         return line.format(**{name: value for name, value in given.items() if isinstance(value, str)})
 
     def store_output(indices: Sequence[str], val: str, mask: str, **_: Any) -> str:
-        strides = _strides(shapes["K" if backward else "DO"])
+        strides = _strides(shapes["K" if step == "backward" else "DO"])
         where = " + ".join(f"{index} * {stride}" for index, stride in zip(indices, strides, strict=True))
         return f"tl.store(out_ptr0 + {where}, {val}, mask={mask})"
 

@@ -24,7 +24,7 @@ from attngraph.benchmark.scorecard.nvidia import ToolError
 from attngraph.codegen.triton import store
 from attngraph.codegen.triton.ahead_of_time import TARGETS, Target, requests
 from attngraph.codegen.triton.compiler import Request
-from attngraph.codegen.triton.plan import Plan
+from attngraph.codegen.triton.plan import Blocks
 
 OURS, FLEX, PLAIN = "attngraph", "flex", "plain"
 Say = Callable[[str], None]
@@ -116,41 +116,29 @@ def _ours(cell: Cell, target: Target, name: str) -> Made:
     for kernel, request in requests(made, target):
         part = {"gradient_of_queries": "queries", "gradients_of_keys": "keys"}.get(request.name, "")
         part = "read" if request.name.startswith("gradient_of_read") else part
-        found.append((kernel, request, [_part(cell, part, made, mask)]))
+        found.append((kernel, request, [_part(cell, part, made.blocks, mask)]))
     return found
 
 
-def _part(cell: Cell, name: str, made: Plan, mask: str) -> Part:
-    blocks, row = made.blocks, 2 * (cell.width + (0 if cell.shared else cell.values))
+def _part(cell: Cell, name: str, blocks: Blocks, mask: str, grain: int = 0) -> Part:
+    """A part of a kernel's work. `grain`: masks leave out squares of so many queries and keys; 0: tiles."""
+    row = 2 * (cell.width + (0 if cell.shared else cell.values))
     if cell.step == "decode":
-        return Part(
-            name,
-            blocks,
-            least(cell, name, blocks),
-            blocks.k * row,
-            TOKENS / blocks.k,
-            0,
-            -(-cell.group // blocks.q),
-        )
-    whole, edge = visited(cell, mask, blocks)
-    return Part(name, blocks, least(cell, name, blocks), blocks.k * row, whole, edge)
+        readers = -(-cell.group // blocks.q)
+        whole, edge = float(TOKENS // blocks.k), 0.0
+    else:
+        square = dataclasses.replace(blocks, q=grain or blocks.q, k=grain or blocks.k)
+        tiles = square.q * square.k / (blocks.q * blocks.k)
+        readers, (whole, edge) = 0, (count * tiles for count in visited(cell, mask, square))
+    return Part(name, blocks, least(cell, name, blocks), blocks.k * row, whole, edge, readers)
 
 
 def _flex(cell: Cell, target: Target, name: str) -> Made:
-    if cell.mods is None or cell.step == "decode":
+    if cell.mods is None:
         return []
-    is_backward = cell.step == "backward"
-    made = flex.render(
-        cell.mods, cell.width, cell.values, HEADS, cell.group, TOKENS, target, is_backward
-    )  # fmt: skip
-    row, parts = 2 * (cell.width + cell.values), []
-    for part, blocks in (("queries" if is_backward else "", made.blocks), ("keys", made.second)):
-        if blocks is not None:
-            sparse = dataclasses.replace(blocks, q=128, k=128)
-            tiles = 128 * 128 / (blocks.q * blocks.k)
-            whole, edge = (count * tiles for count in visited(cell, cell.mask, sparse))
-            fetched = blocks.q if part == "keys" else blocks.k
-            parts.append(Part(part, blocks, least(cell, part, blocks), fetched * row, whole, edge))
+    made = flex.render(cell.mods, cell.width, cell.values, HEADS, cell.group, TOKENS, target, cell.step)
+    parts = [_part(cell, "queries" if made.second else "", made.blocks, cell.mask, flex.GRAIN)]
+    parts += [_part(cell, "keys", made.second, cell.mask, flex.GRAIN)] if made.second else []
     return [(*_from_source(made.source, flex.NAME, made.arguments, parts[0], target), parts)]
 
 
@@ -158,8 +146,7 @@ def _plain(cell: Cell, target: Target, name: str) -> Made:
     if not cell.is_plain:
         return []
     blocks = plain.blocks_for(cell.width, name)
-    whole, edge = visited(cell, cell.mask, blocks)
-    part = Part("", blocks, least(cell, "", blocks), blocks.k * 4 * cell.width, whole, edge)
+    part = _part(cell, "", blocks, cell.mask)
     text = plain.source(cell.width, bool(cell.mask), blocks)
     return [(*_from_source(text, plain.NAME, plain.ARGUMENTS, part, target), [part])]
 
