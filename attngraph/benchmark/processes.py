@@ -65,7 +65,7 @@ class Tasks:
             if name in found:
                 return
             print(f"{names.index(name) + 1} of {len(names)}: {name}", file=sys.stderr, flush=True)
-            row = self._one(name, arguments.seconds)
+            row = self.one(name, arguments.seconds)
             with writing:
                 found[name] = row
                 if file is not None:
@@ -76,7 +76,7 @@ class Tasks:
             list(pool.map(compute, names))
         return [found[name] for name in names]
 
-    def _one(self, name: str, limit: float) -> Row:
+    def one(self, name: str, limit: float) -> Row:
         """The row of one task, from a process that has everything imported already when it starts."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([self.preload])

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from attngraph import __version__
-from attngraph.cli.choices import ABSORB, BACKENDS, FALLBACKS, FORMATS, PAGE, PASSES, SUITES
+from attngraph.cli.choices import (
+    ABSORB,
+    BACKENDS,
+    FALLBACKS,
+    FORMATS,
+    OTHER_SUITES,
+    PAGE,
+    PASSES,
+    SUITES,
+    TARGETS,
+)
 from attngraph.report.programs import WELL_KNOWN
 
 _EPILOG = """\
@@ -230,14 +240,13 @@ def _bench(commands: Any) -> None:
         "attention, decode and mla beside the card's limits; on the CPU each suite is a run of "
         "python -m attngraph.benchmark.attention_cpu (decoding, latent). models: `attngraph demo`. peers: "
         "whole models on the CPU beside torch.compile, OpenVINO and onnxruntime. states: models whose memory "
-        "does not grow, on the CPU",
+        "does not grow, on the CPU. scorecard: what kernels cost by their machine code, without a GPU. gpu: "
+        "all of it on a borrowed GPU in half an hour",
     )
     bench.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: the GPU if there is one, else the CPU"
     )
-    bench.add_argument(
-        "--suite", nargs="+", default=["attention"], choices=(*SUITES, "models", "peers", "states")
-    )
+    bench.add_argument("--suite", nargs="+", default=["attention"], choices=(*SUITES, *OTHER_SUITES))
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
     bench.add_argument("--small", action="store_true", help="tiny cells on any device, to see that it works")
@@ -249,6 +258,14 @@ def _bench(commands: Any) -> None:
     )
     part.add_argument("--resume", action="store_true", help="go on from the cells in the file of --json")
     part.add_argument("--tune", action="store_true", help="measure our block sizes first, and store them")
+    card = bench.add_argument_group("the scorecard", "which needs no GPU; --only and --json hold for it too")
+    card.add_argument(
+        "--target", nargs="+", choices=TARGETS, default=list(TARGETS[:2]),
+        help=f"GPUs to compile for (default: {', '.join(TARGETS[:2])})",
+    )  # fmt: skip
+    card.add_argument(
+        "--rewrite-budgets", action="store_true", help="make the figures found those that may not get worse"
+    )
 
 
 def _fuzz(commands: Any) -> None:

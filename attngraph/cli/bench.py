@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from attngraph.benchmark import attention_cpu, decoding, gpu, latent, peers, states
+from attngraph.benchmark import attention_cpu, decoding, gpu, gpu_run, latent, peers, states
 from attngraph.benchmark.plot import Bars, draw
-from attngraph.cli import demo
+from attngraph.cli import demo, scorecard
 from attngraph.cli.arguments import parser
+from attngraph.cli.choices import OTHER_SUITES
 from attngraph.cli.compile import compile_target
 from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
@@ -31,11 +32,19 @@ _ON_A_GPU = ("only", "without", "minutes", "resume", "tune")
 def run(options: argparse.Namespace) -> int:
     """Measure suites. GPUs and CPUs have different benchmarks, since they are used for different tasks."""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check(options)
-    codes = [_measure_models(options)] if "models" in options.suite else []
+    if options.suite != ["scorecard"]:
+        _check(options)
+    if "gpu" in options.suite:
+        return _run_on_a_gpu(options)
+    codes = []
+    if "scorecard" in options.suite:
+        codes.append(
+            scorecard.show(options, _own(options.json, "scorecard", options) if options.json else None)
+        )
+    codes += [_measure_models(options)] if "models" in options.suite else []
     for name in (name for name in ("peers", "states") if name in options.suite):
         _measure_cpu(name, options, ["--small"] if options.small else [])
-    suites = [name for name in options.suite if name not in ("models", "peers", "states")]
+    suites = [name for name in options.suite if name not in OTHER_SUITES]
     if options.device == "cpu" and not options.small:
         for name in suites:
             _measure_cpu(name, options)
@@ -89,6 +98,24 @@ def _measure_cells(suites: Sequence[str], options: argparse.Namespace) -> None:
     print(gpu.table(about, rows))
     if options.plot:
         _draw(gpu.bars(about, rows), options.plot)
+
+
+def _run_on_a_gpu(options: argparse.Namespace) -> int:
+    """Check, measure and tune within the time; 1 if a kernel gives wrong answers."""
+    if len(options.suite) > 1:
+        raise TargetError("--suite gpu is a run of its own.")
+    if options.device == "cpu" and not options.small:
+        raise TargetError(
+            "--suite gpu needs a GPU; with --small and TRITON_INTERPRET=1 a dry run needs none."
+        )
+    minutes = gpu_run.MINUTES if math.isinf(options.minutes) else options.minutes
+    tell = Progress()
+    found = gpu_run.run(
+        options.device, options.small, minutes, options.json, options.resume, options.only, tell
+    )
+    tell.done()
+    print(gpu_run.table(found))
+    return int(not gpu_run.is_right(found))
 
 
 def _measure_models(options: argparse.Namespace) -> int:

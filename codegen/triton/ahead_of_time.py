@@ -84,16 +84,35 @@ def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, .
     return tuple(_compile(kernel, names, plan, target) for kernel in kernels)
 
 
+def requests(plan: Plan, target: Target) -> tuple[tuple[Any, Request], ...]:
+    """The kernels of a plan, and what is asked of Triton to compile them for the target: the forward kernel,
+    the one over a cache that splits keys, or all backward kernels. Raises RuntimeError as `compile_ahead`."""
+    if isinstance(plan, DecodePlan):
+        return (
+            (kernel := decode.load(plan)[0], _request(kernel, emit_decode.arguments(plan), plan, target)),
+        )
+    if isinstance(plan, BackwardPlan):
+        module, names = launch_backward.load_backward(plan), emit_backward.arguments(plan)
+        kernels = [value for name, value in vars(module).items() if name.startswith("gradient")]
+        return tuple((kernel, _request(kernel, names, plan, target)) for kernel in kernels)
+    kernel = launch.load(plan)
+    return ((kernel, _request(kernel, emit.arguments(plan), plan, target)),)
+
+
 def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Usage:
+    request = _request(kernel, names, plan, target)
+    return compile_isolated(request) if plan.blocks.specialised else compile_kernel(kernel, request)
+
+
+def _request(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Request:
     if not hasattr(kernel, "cache_key"):
         raise RuntimeError("compile_ahead: TRITON_INTERPRET is set; there is nothing to compile.")
     signature = tuple((name, _type(plan, name)) for name in names)
-    request = Request(
+    return Request(
         kernel.fn.__code__.co_filename, kernel.__name__, signature,
         tuple(place for place, (name, kind) in enumerate(signature) if _is_aligned(name, kind)),
         target.backend, target.architecture, target.warp, tuple(launch_options(plan).items()),
     )  # fmt: skip
-    return compile_isolated(request) if plan.blocks.specialised else compile_kernel(kernel, request)
 
 
 def _type(plan: Plan, name: str) -> str:

@@ -22,8 +22,8 @@ from typing import Any
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What to compile: the kernel `name` in the module at `path`, for arguments of these types ("constexpr":
-    the number 1), of which those numbered in `aligned` are multiples of 16; for which GPU, with which
-    options."""
+    the number 1), of which those numbered in `aligned` are multiples of 16, and those in `small` tensors of
+    less than 2 GiB (which AMD's compiler makes use of); for which GPU, with which options."""
 
     path: str
     name: str
@@ -33,6 +33,7 @@ class Request:
     architecture: int | str
     warp: int
     options: tuple[tuple[str, Any], ...]
+    small: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +48,39 @@ class Usage:
     specialised: bool = False
 
 
-def compile_kernel(kernel: Any, request: Request) -> Usage:
-    """Compile in this process.
+def build(kernel: Any, request: Request) -> Any:
+    """Triton's compiled kernel, with the text of each stage in `asm` and the binary.
 
     Args:
         kernel: the Triton function that the request names.
 
     Raises:
-        RuntimeError: the output of Triton's tools cannot be parsed. Errors of the compiler are passed on.
+        Errors of the compiler are passed on.
     """
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget
     signature = dict(request.signature)
     ones = {(place,): 1 for place, kind in enumerate(signature.values()) if kind == "constexpr"}
     attributes = {(place,): [["tt.divisibility", 16]] for place in request.aligned}
-    binary = importlib.import_module("triton").compile(
+    for place in request.small:
+        attributes.setdefault((place,), []).append(["tt.pointer_range", 32])
+    return importlib.import_module("triton").compile(
         compiler.ASTSource(kernel, signature, ones, attributes),
         target=target(request.backend, request.architecture, request.warp), options=dict(request.options),
     )  # fmt: skip
+
+
+def compile_kernel(kernel: Any, request: Request) -> Usage:
+    """Compile in this process.
+
+    Raises:
+        RuntimeError: the output of Triton's tools cannot be parsed. Errors of the compiler are passed on.
+    """
+    return usage(build(kernel, request), request)
+
+
+def usage(binary: Any, request: Request) -> Usage:
+    """What a compiled kernel uses. Raises RuntimeError as `compile_kernel`."""
     if request.backend != "cuda":
         return Usage(int(binary.metadata.shared), *_read_assembly(binary.asm["amdgcn"]))
     divided = "ttg.warp_specialize" in binary.asm["ttgir"] and "setmaxnreg" in binary.asm["ptx"]

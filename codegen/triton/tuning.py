@@ -1,4 +1,8 @@
-"""Measuring block sizes, schedules and splits: `tune`, which runs only if the user calls it."""
+"""Measuring block sizes, schedules and splits: `tune`, which runs only if the user calls it.
+
+A choice is kept only if its results agree with those of PyTorch's operations: what a compiler makes may be
+fast and wrong.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ import dataclasses
 import functools
 import importlib
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from attngraph.codegen.cpu.tiled import Tiled
+from attngraph.codegen.scalar.read_gradients import wanted_gradients
 from attngraph.codegen.triton import decode, device, launch, launch_backward, schedule, tuned
 from attngraph.codegen.triton.plan import Blocks, Plan, padded
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import Rows, counts
+from attngraph.ir.ops.cached_attention import Rows, counts, row_by_row
 from attngraph.ir.ops.kernels import Operands
 
 _log = logging.getLogger("attngraph.codegen.triton")
@@ -26,6 +34,9 @@ _PROGRAMS = (1, 2, 4, 8)
 """The numbers of programs per multiprocessor that are measured, over a cache."""
 Timer = Callable[[Callable[[], object]], float]
 """Seconds (or any unit) that a call takes."""
+Results = Sequence[Tensor | None]
+_ROUNDINGS = 4
+"""By how many roundings of its dtype a result's row may be off, relative to its norm and rows' mean norm."""
 C = TypeVar("C")
 
 
@@ -33,7 +44,7 @@ def tune(
     program: ScoreProgram | str, operands: Operands, reads: Sequence[Tensor] = (),
     sizes: Sequence[int] = (), *,
     gradients: bool = False, cache: tuple[tuple[Tensor, Tensor], Sequence[Tensor]] | None = None,
-    timer: Timer | None = None, name: str | None = None,
+    timer: Timer | None = None, name: str | None = None, seconds: float = math.inf,
 ) -> dict[str, Blocks]:  # fmt: skip
     """Measure block sizes for calls like this one, and store the fastest for this user and device.
 
@@ -42,16 +53,20 @@ def tune(
         cache: pages of keys and of values, and rows (`ir/ops/cached_attention.py`): attention
             over a cache is measured, with `operands` as the new tokens.
         timer: by default Triton's own. name: of the device; by default PyTorch's name.
+        seconds: after so many, no other choice is begun, and the best so far is kept. The choice that is made
+            without measurements is the first.
 
     Returns:
-        The table entries that were stored. Choices that do not run are left out; if none runs, there is no
-        entry.
+        The table entries that were stored. Choices that do not run, or give other results than PyTorch's
+        operations, are left out; if none is left, there is no entry.
     """
     parsed = parse(program) if isinstance(program, str) else program
     name = device.name_of(operands[0].device) if name is None else name
     clock: Timer = timer or importlib.import_module("triton.testing").do_bench
+    begin = time.monotonic()
+    until = begin + seconds
     if cache is not None:
-        return _tune_decode(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes, clock, name)
+        return _tune_decode(parsed, operands, cache[0], Rows(*cache[1]), reads, sizes, clock, name, until)
     q, k, v = operands
     line = functools.partial(
         tuned.key, program=parsed, D=q.shape[3], Dv=v.shape[3], dtype=q.dtype,
@@ -64,16 +79,34 @@ def tune(
     def forward(blocks: Blocks) -> tuple[Tensor, Tensor]:
         return launch.launch_forward(dataclasses.replace(plan, blocks=blocks), operands, reads, sizes)
 
-    best = _fastest([*options, *specialised_choices(plan, operands)], forward, clock, "forward")
+    exact = Tiled()
+    wanted = functools.cache(lambda: exact.forward(parsed, operands, reads, sizes))
+    classic = launch.classic_blocks(parsed, operands)
+    choose = [classic, *options, *specialised_choices(plan, operands)]
+    half = begin + seconds / (2 if gradients else 1)
+    best = _fastest(choose, forward, clock, "forward", wanted, half)
     if best is not None:
         found[line("forward")] = best
     back = launch_backward.plan_gradients(plan, operands, reads)
     if gradients and back is not None and best is not None:
         results = forward(best)
-        grads = torch.ones_like(results[0]), torch.zeros_like(results[1])
-        best = _fastest(options, lambda blocks: launch_backward.differentiate(
-            dataclasses.replace(back, blocks=blocks), operands, reads, sizes, results, grads
-        ), clock, "backward")  # fmt: skip
+        random = torch.Generator(q.device).manual_seed(0)
+        grad = torch.randn(results[0].shape, generator=random, device=q.device).to(v.dtype)
+        grads = grad, torch.zeros_like(results[1])
+
+        def backward(blocks: Blocks) -> Results:
+            chosen = dataclasses.replace(back, blocks=blocks)
+            return launch_backward.differentiate(chosen, operands, reads, sizes, results, grads)
+
+        needed = [*wanted_gradients(operands, reads)[0], *(False for _ in reads)]
+
+        def slopes() -> Results:
+            """Gradients of q, k and v that are asked for; others are zero, or not. Those of reads are left
+            out: sums over many pairs, which may cancel to any degree, so what rounding does is not known."""
+            made = exact.backward(parsed, operands, reads, sizes, results, grads)
+            return [t if need else None for t, need in zip(made, needed, strict=True)]
+
+        best = _fastest(options, backward, clock, "backward", slopes, until)
         if best is not None:
             found[line("backward")] = best
     if found:
@@ -83,21 +116,24 @@ def tune(
 
 def _tune_decode(
     program: ScoreProgram, operands: Operands, pages: tuple[Tensor, Tensor], rows: Rows,
-    reads: Sequence[Tensor], sizes: Sequence[int], clock: Timer, name: str,
+    reads: Sequence[Tensor], sizes: Sequence[int], clock: Timer, name: str, until: float,
 ) -> dict[str, Blocks]:  # fmt: skip
     """Measure tiles, and the number of parts of the keys (as programs per multiprocessor)."""
     q, *new = operands
     about = counts(rows)
     lanes, width = q.shape[1] // pages[0].shape[1] * max(about.new), max(q.shape[3], pages[1].shape[3])
     first = decode.decode_blocks(lanes, width, q.dtype, device.shared_memory(q.device))
-    options = [(blocks, count) for blocks in decode_choices(first, width) for count in _PROGRAMS]
+    options = [(blocks, n) for blocks in (first, *decode_choices(first, width)) for n in _PROGRAMS]
 
-    def attend(choice: tuple[Blocks, int]) -> Tensor:
+    def attend(choice: tuple[Blocks, int]) -> Results:
         kernel = decode.Decode(choice[0], programs=choice[1])
         plan, splits = kernel.plan(program, q, (new[0], new[1]), pages, reads, sizes, about)
-        return decode.launch_decode(plan, q, (new[0], new[1]), pages, reads, sizes, rows, splits)
+        return [decode.launch_decode(plan, q, (new[0], new[1]), pages, reads, sizes, rows, splits)]
 
-    best = _fastest(options, attend, clock, "decode")
+    def wanted() -> Results:
+        return [row_by_row(program, q, (new[0], new[1]), pages, reads, sizes, rows, "reference")]
+
+    best = _fastest(options, attend, clock, "decode", wanted, until)
     if best is None:
         return {}
     line = decode.tuned_line(program, lanes, q.shape[3], pages[1].shape[3], q.dtype)
@@ -105,14 +141,52 @@ def _tune_decode(
     return {line: best[0]}
 
 
-def _fastest(options: Sequence[C], call: Callable[[C], object], clock: Timer, what: str) -> C | None:
+def _fastest(
+    options: Sequence[C], call: Callable[[C], Results], clock: Timer, what: str,
+    wanted: Callable[[], Results], until: float,
+) -> C | None:  # fmt: skip
+    """The fastest option whose results are the wanted ones. `until`: when no other is begun, by
+    `time.monotonic`."""
     times: dict[C, float] = {}
-    for option in options:
+    for option in dict.fromkeys(options):
+        if times and time.monotonic() > until:
+            break
         try:
             times[option] = clock(functools.partial(call, option))
         except Exception as problem:  # it does not compile, or does not fit
             _log.info("%s do not run %s: %s: %s", option, what, type(problem).__name__, problem)
-    return min(times, key=lambda option: times[option]) if times else None
+    exact = wanted() if times else []
+    eps = max((torch.finfo(t.dtype).eps for t in exact if t is not None), default=0.0)
+    for option in sorted(times, key=lambda option: times[option]):
+        _spoil(exact)
+        pairs = zip(call(option), exact, strict=True)
+        wrong = next(filter(None, (difference(one, other, eps) for one, other in pairs)), "")
+        if not wrong:
+            return option
+        _log.warning("%s are fast but wrong %s, and not kept: %s", option, what, wrong)
+    return None
+
+
+def _spoil(like: Results) -> None:
+    """Leave NaN in memory that is given out next, so that what a kernel forgets to write is seen."""
+    spoilt = [torch.full_like(t, math.nan) for t in like if t is not None and t.is_floating_point()]
+    del spoilt
+
+
+def difference(found: Tensor | None, wanted: Tensor | None, eps: float) -> str:
+    """How a result differs from the wanted one by more than rounding; empty if it does not. Each row has a
+    scale of its own, because rows that see many keys are small. `eps`: of the narrowest dtype of results."""
+    if found is None or wanted is None:
+        return ""
+    if not torch.equal(found.isfinite(), wanted.isfinite()):
+        return "NaN or infinity in other places"
+    a, b = (t.detach().nan_to_num(0.0, 0.0, 0.0).float() for t in (found, wanted))
+    a, b = (t.unsqueeze(-1) if t.ndim < 4 else t for t in (a, b))
+    size, off = b.norm(dim=-1), (a - b).norm(dim=-1)
+    wrong = off > _ROUNDINGS * max(eps, 1e-5) * (size + size.square().mean().sqrt())
+    if not bool(wrong.any()):
+        return ""
+    return f"{int(wrong.count_nonzero())} of {wrong.numel()} rows are off, by up to {float(off.max()):.3g}"
 
 
 def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
@@ -132,12 +206,12 @@ def run_specialised(program: ScoreProgram | str, operands: Operands) -> Tensor:
 
 
 def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
-    """Block sizes worth measuring for a width."""
+    """Block sizes worth measuring for a width, large tiles first."""
     row = padded(width) * dtype.itemsize
-    for q in (32, 64, 128):
-        for k in (32, 64, 128):
-            for warps in (4, 8):
-                for stages in (1, 2, 3):
+    for q in (128, 64, 32):
+        for k in (128, 64, 32):
+            for warps in (8, 4):
+                for stages in (3, 2, 1):
                     fits = (q + 2 * stages * k) * row <= shared
                     if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
                         yield Blocks(q, k, warps, stages)

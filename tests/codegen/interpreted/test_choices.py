@@ -133,6 +133,84 @@ def test_what_was_measured_is_stored_and_used(monkeypatch: pytest.MonkeyPatch) -
     agree("keep k <= q", tensors, kernel=Forward())
 
 
+def damage(results: Any, how: str) -> None:
+    """Change results as a wrong kernel might."""
+    first, last = next(t for t in results if t is not None), results[-1]
+    if how == "a row":
+        first[0, 0, -1] *= 1.5
+    elif how == "unwritten":
+        first[0, 0, -1] = torch.nan
+    else:
+        last[..., -1:] += 1.0
+
+
+@pytest.mark.parametrize("how", ["a row", "unwritten", "the last result"])
+@pytest.mark.parametrize("step", ["forward", "backward", "decode"])
+def test_a_choice_that_is_fast_but_wrong_is_not_kept(
+    step: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(attempts._log, "warning", lambda text, *rest: said.append(text % rest))
+    wrong, right = Blocks(32, 64, 8, 2), Blocks(32, 32, 4, 2)
+    if step == "decode":
+        wrong, right = Blocks(16, 16, 8, 2), Blocks(16, 32, 4, 2)
+    module, name = {
+        "forward": (launch, "launch_forward"), "backward": (launch_backward, "differentiate"),
+        "decode": (decode, "launch_decode"),
+    }[step]  # fmt: skip
+    real = getattr(module, name)
+
+    def wrongly(plan: Any, *rest: Any) -> Any:
+        found = real(plan, *rest)
+        if plan.blocks == wrong:
+            damage([found] if step == "decode" else found, how)
+        return found
+
+    def timer(call: Callable[[], object]) -> float:
+        option = call.args[0]  # type: ignore[attr-defined]
+        blocks = option[0] if step == "decode" else option
+        return {wrong: 1.0, right: 2.0}.get(blocks, 3.0)
+
+    monkeypatch.setattr(module, name, wrongly)
+    if step == "decode":
+        pages, held = tuple(torch.randn(6, 2, 64, 16) for _ in "kv"), torch.tensor([150, 180])
+        rows = Rows(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2]), held, held)
+        found = attngraph.codegen.triton.tune(
+            "keep k <= q", operands(B=1, Hq=4, Sq=2, Skv=2), cache=((pages[0], pages[1]), rows), timer=timer,
+            name="A GPU/3",
+        )  # fmt: skip
+    else:
+        found = attngraph.codegen.triton.tune(
+            "keep k <= q", operands(B=1, Sq=70, Skv=70), gradients=True, timer=timer, name="A GPU/3"
+        )
+    kept = next(blocks for line, blocks in found.items() if line.startswith(step))
+    assert kept == right
+    assert said and all(f"{wrong}" in line and "are fast but wrong" in line for line in said)
+
+
+def test_gradients_that_nobody_asks_for_are_not_compared() -> None:
+    q, k, v = operands(B=1, Sq=70, Skv=70)
+    table = torch.randn(2)
+    for asking in (q.clone().requires_grad_(), q):
+        found = attngraph.codegen.triton.tune(
+            "s = dot + r0[0] * k", (asking, k, v), [table.clone().requires_grad_(asking is q)],
+            gradients=True, timer=lambda call: 1.0, name="A GPU/5", seconds=0,
+        )  # fmt: skip
+        assert [line.split(",")[0] for line in found] == ["forward", "backward"]
+
+
+def test_measuring_ends_with_the_time_and_the_first_choice_is_the_rules() -> None:
+    tried: list[Blocks] = []
+
+    def timer(call: Callable[[], object]) -> float:
+        tried.append(call.args[0])  # type: ignore[attr-defined]
+        return 1.0
+
+    tensors = operands(B=1, Sq=70, Skv=70)
+    found = attngraph.codegen.triton.tune("", tensors, timer=timer, name="A GPU/4", seconds=0)
+    assert list(found.values()) == tried == [launch.classic_blocks(parse(""), tensors)]
+
+
 def test_both_schedules_are_measured_where_a_call_can_have_both() -> None:
     tried: list[Blocks] = []
 

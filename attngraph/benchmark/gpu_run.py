@@ -1,0 +1,132 @@
+"""A borrowed GPU, in one command: check the kernels, measure them, tune them, and write everything down in
+time.
+
+    attngraph bench --suite gpu --json card.json                half an hour, on a GPU
+    TRITON_INTERPRET=1 attngraph bench --suite gpu --small --device cpu --json card.json      a dry run
+
+Tasks run one after another, each in a process of its own with a time limit (`gpu_tasks.py` has what they do),
+so that a kernel that crashes or hangs costs its task alone. The file is written after every task. Each stage
+has a share of the time; what is not begun in time is listed as such, and `--resume` goes on with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attngraph.benchmark import gpu, gpu_tasks
+from attngraph.benchmark.gpu_tasks import CHECK, MEASURE, SPECIALISED, TUNE, TUNED
+from attngraph.benchmark.processes import Row, Tasks
+from attngraph.benchmark.scorecard.cells import CELLS
+from attngraph.codegen.triton import store
+
+MINUTES = 28.0
+"""By default. With what starts and ends a run, it is less than half an hour."""
+SHARES = {CHECK: 0.2, MEASURE: 0.55, SPECIALISED: 0.6, TUNE: 0.88, TUNED: 1.0}
+"""The share of the time after which a stage begins no task; in the order of the stages."""
+LIMITS = {CHECK: 150.0, MEASURE: 240.0, SPECIALISED: 120.0, TUNE: 420.0, TUNED: 180.0}
+"""Seconds after which a task is ended."""
+_ATTENTION = (
+    ("causal", 8192, 128), ("causal", 8192, 64), ("full", 8192, 128), ("full", 8192, 64),
+    ("window", 8192, 128), ("softcap", 8192, 128), ("alibi", 8192, 64), ("causal", 16384, 128),
+    ("causal", 4096, 128), ("causal", 16384, 64), ("causal", 4096, 64), ("full", 16384, 128),
+    ("window", 16384, 128),
+)  # fmt: skip
+_DECODE = ((64, 4096), (8, 16384), (1, 65536))
+_MLA = ((64, 128, 4096), (16, 128, 16384), (16, 16, 16384))
+SMALL = ("causal, 2 heads, 64 tokens, width 16", "decode, 2 rows, 64 kept, 4 heads on 2, width 16")
+Say = Callable[[str], None]
+
+
+def cells(small: bool) -> tuple[str, ...]:
+    """The names of the cells of `gpu.py` that are measured, the most telling first."""
+    if small:
+        return SMALL
+    return (
+        *(f"{case}, 16 heads, {tokens} tokens, width {width}" for case, tokens, width in _ATTENTION[:4]),
+        *(f"decode, {rows} rows, {held} kept, 32 heads on 4, width 128" for rows, held in _DECODE),
+        *(f"mla, {rows} rows, {held} kept, {heads} heads, latent 512 + 64" for rows, heads, held in _MLA),
+        *(f"{case}, 16 heads, {tokens} tokens, width {width}" for case, tokens, width in _ATTENTION[4:]),
+    )  # fmt: skip
+
+
+def tasks(small: bool) -> list[str]:
+    """All tasks in order: "check: causal 128" and so on."""
+    checked = [name for name in CELLS if not small or name in gpu_tasks.CHECKED_SMALL]
+    measured = cells(small)
+    whole = [name for name in measured if not name.startswith(("decode", "mla"))]
+    return [
+        *(f"{CHECK}: {name}" for name in checked), *(f"{MEASURE}: {name}" for name in measured),
+        *(f"{SPECIALISED}: {name}" for name in whole[:4]), *(f"{TUNE}: {name}" for name in measured[:10]),
+        *(f"{TUNED}: {name}" for name in measured[:10]),
+    ]  # fmt: skip
+
+
+def run(
+    device: str, small: bool, minutes: float, file: Path | None, resume: bool, only: Sequence[str], say: Say
+) -> dict[str, Any]:
+    """Run the tasks, and return what the file holds: `about` the machine, and a row for each task."""
+    found: dict[str, Any] = {"about": {}, "tasks": {}}
+    if resume and file is not None and file.exists():
+        found = json.loads(file.read_text(encoding="utf-8"))
+    begin, done = time.monotonic(), found["tasks"]
+    work = functools.partial(gpu_tasks.work, device=device, small=small)
+    processes = Tasks("task", work, gpu_tasks.__name__)
+    for name in tasks(small):
+        if not all(text in name for text in only) or done.get(name, {}).get("outcome") in ("done", "differs"):
+            continue
+        stage = name.partition(":")[0]
+        spent = time.monotonic() - begin
+        left = 60 * minutes - spent
+        if spent >= SHARES[stage] * 60 * minutes or left <= 0:
+            done[name] = {"task": name, "outcome": "not begun", "reason": "there was no time left for it"}
+        else:
+            say(name)
+            done[name] = _timed(processes, name, min(LIMITS[stage], left))
+            found["about"] = found["about"] or done[name].get("about", {})
+        _keep(file, found)
+    return found
+
+
+def _timed(processes: Tasks, name: str, limit: float) -> Row:
+    begin = time.monotonic()
+    row = processes.one(name, limit)
+    return {**row, "took": round(time.monotonic() - begin, 1)}
+
+
+def _keep(file: Path | None, found: Mapping[str, Any]) -> None:
+    if file is not None:
+        store.write(file, json.dumps(found, indent=1) + "\n")
+
+
+def is_right(found: Mapping[str, Any]) -> bool:
+    """Whether every check that ran found the answers right."""
+    return not any(row["outcome"] == "differs" for row in found["tasks"].values())
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """What was checked and measured, as text."""
+    rows = list(found["tasks"].values())
+    checks = [row for row in rows if row["task"].startswith(f"{CHECK}:")]
+    good = sum(row["outcome"] == "done" for row in checks)
+    lines = [f"{good} of {len(checks)} kernels checked and right"]
+    lines += [
+        f"  {row['task']}: {row['outcome']}: {row['reason']}" for row in rows if row["outcome"] != "done"
+    ]
+    lines += [f"  {row['task']}: {text}" for row in checks for text in row.get("remarks", ())]
+    for row in (row for row in rows if row["task"].startswith(f"{TUNE}:") and row["outcome"] == "done"):
+        lines += [f"  {row['task']}: {line}: {blocks}" for line, blocks in row["blocks"].items()]
+    for stage in (MEASURE, SPECIALISED, TUNED):
+        own = [
+            gpu.Row(**one)
+            for row in rows
+            if row["task"].startswith(f"{stage}:")
+            for one in row.get("rows", ())
+        ]
+        if own:
+            lines += ["", f"{stage}:", gpu.table(found["about"], own)]
+    return "\n".join(lines)

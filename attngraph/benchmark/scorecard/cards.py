@@ -1,0 +1,115 @@
+"""GPUs in numbers, and the model that turns what a loop executes into time.
+
+A multiprocessor's time for a tile has two parts: products on tensor cores, and all other instructions, of
+which the busiest unit decides. Warps of one program wait for each other in every tile, so the two parts
+overlap only between programs that share a multiprocessor:
+
+    time of a tile = larger part + smaller part / programs
+
+and no less than the memory needs to deliver the tile. Products run at `ATTAINED` of the rate in the data
+sheet, as large matrix products do. The model has no other constant that was fitted to a measurement. Checked
+against published figures for an H100 at width 128: docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from attngraph.benchmark.scorecard.code import Work
+
+ATTAINED = 0.8
+"""The share of the data sheet's rate that a plain matrix product was measured to reach on an H200 (790 of
+989)."""
+DELIVERED = 0.9
+"""The share of the data sheet's memory bandwidth that a copy was measured to reach on an H200."""
+LATENCY = 1000
+"""Cycles from the request of a tile to its arrival from memory, under load (H100: 600 to 1000)."""
+DRAIN = 24
+"""Cycles that a warp loses where it waits for products to finish before it goes on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A GPU. Rates are per cycle of one multiprocessor: `flops` (for warp groups' products, or the only kind)
+    and `flops_of_warps`, lanes of instructions issued, floats (`fused`), others (`integer`), transcendental
+    (`special`), bytes of shared memory and of the second cache.
+
+    Attributes:
+        gigahertz: the clock of the data sheet's rate. bandwidth: of memory, bytes per second.
+        registers: per lane and quarter of a multiprocessor for one warp; `unit` of their allocation.
+        shared: bytes of shared memory; `reserved` of them for each program. warps: at most, per quarter.
+    """
+
+    name: str
+    multiprocessors: int
+    gigahertz: float
+    flops: int
+    flops_of_warps: int
+    issued: int
+    fused: int
+    integer: int
+    special: int
+    shared_rate: int
+    cache_rate: float
+    bandwidth: float
+    registers: int
+    shared: int
+    reserved: int
+    warps: int
+    lanes: int = 32
+    unit: int = 8
+
+    def programs(self, registers: int, shared: int, warps: int) -> int:
+        """How many programs share a multiprocessor."""
+        each = max(self.unit, -(-registers // self.unit) * self.unit)
+        by_registers = 4 * min(self.warps, self.registers // each) // warps
+        by_shared = self.shared // (shared + self.reserved) if shared + self.reserved else by_registers
+        return max(1, min(by_registers, by_shared))
+
+    def cycles(self, work: Work, warps: int, programs: int) -> float:
+        """Cycles of a multiprocessor for one turn of the loop in each of its programs, per program."""
+        rate = self.flops if work.by_groups else self.flops_of_warps
+        tensor = max(warps * work.flops / rate / ATTAINED, warps * work.operand_bytes / self.shared_rate)
+        lanes = warps * self.lanes
+        other = max(
+            lanes * (work.instructions - work.products * self.frees_issue) / self.issued,
+            lanes * work.fused / self.fused, lanes * work.integer / self.integer,
+            lanes * work.special / self.special, warps * work.shared_bytes / self.shared_rate,
+        )  # fmt: skip
+        waits = DRAIN * work.stops / programs
+        return max(tensor, other) + min(tensor, other) / programs + waits
+
+    @property
+    def frees_issue(self) -> int:
+        """Whether products are issued beside other instructions (AMD: by another scheduler)."""
+        return int(self.lanes == 64)
+
+    def delivery(self, tile_bytes: int, readers: int, in_flight: float) -> float:
+        """Cycles until a tile is delivered to one multiprocessor, with so many bytes asked for at a time: by
+        the second cache, and, if only so many programs read the tile, by the memory (0: it does not
+        matter)."""
+        cached = tile_bytes / self.cache_rate
+        if not readers:
+            return cached
+        share = DELIVERED * self.bandwidth / (self.multiprocessors * self.gigahertz * 1e9)
+        return max(cached, tile_bytes / min(share * readers, in_flight / LATENCY if in_flight else math.inf))
+
+    def rate(self, amount: float, cycles: float) -> float:
+        """Amounts (operations, bytes) per second, of all multiprocessors."""
+        return amount / cycles * self.gigahertz * 1e9 * self.multiprocessors
+
+
+CARDS = {
+    "sm_90": Card(
+        "H100 SXM", 132, 1.83, 4096, 2580, 128, 128, 64, 16, 128, 23.0, 3.35e12, 512, 233_472, 1024, 16
+    ),
+    "sm_80": Card(
+        "A100 SXM", 108, 1.41, 2048, 2048, 128, 64, 64, 16, 128, 32.0, 2.04e12, 512, 167_936, 1024, 16
+    ),
+    "gfx942": Card(
+        "MI300X", 304, 2.1, 2048, 2048, 64, 64, 64, 16, 128, 32.0, 5.3e12, 512, 65_536, 0, 8, lanes=64
+    ),
+}  # fmt: skip
+"""Data sheets and the vendors' tables of instruction throughput. mma.sync on an H100 reaches 63 % of wgmma's
+rate (Luo et al. 2024)."""
