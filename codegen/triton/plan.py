@@ -288,12 +288,12 @@ def blocks_for(
     q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
     if dtype is not torch.float32 and width < 512 and shared > _MUCH and (capability or (9, 0))[0] < 10:
         k, stages = _wide_tile(program, D, Dv), 3
-    elif width == 128 and (tiles_read(program) or (shared <= _MUCH and not _is_exact(D, Dv))):
-        k = max(16, k // 2)
+    elif width == 128 and (tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
+        k = max(16, k // (4 if tiles_read(program) and shared <= _MUCH else 2))
     elif width == 256 and shared <= _MUCH:
-        q = min(q, 64)
-    if shared < 100_000 and width == 64:
-        warps = 4  # AMD GPUs: with fewer warps each has more registers
+        q, warps = min(q, 64), 4 if padded(Dv) <= 128 else warps
+    if shared < 100_000:  # AMD GPUs: with fewer warps each has more registers, and none computes a part twice
+        warps, k = 4, min(k, {64: 64, 128: 32, 256: 16}.get(width, k))
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
     row = (padded(D) + padded(Dv)) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
@@ -307,6 +307,11 @@ def blocks_for(
         else:
             break
     return Blocks(q, k, warps, stages)
+
+
+def _takes_registers(program: ScoreProgram, D: int, Dv: int) -> bool:
+    """Whether a tile is computed with masks of its padding, or with a third loop over what a fill hides."""
+    return not _is_exact(D, Dv) or largest_filled(program) is not None
 
 
 def _is_exact(D: int, Dv: int) -> bool:

@@ -21,6 +21,7 @@ from attngraph.codegen.triton.plan import (
     backward_blocks,
     blocks_for,
     is_linear,
+    soft_diagonal,
 )
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
@@ -162,7 +163,7 @@ def plan(cell: Cell, target: Target) -> Plan:
     if cell.step == "decode":
         blocks = decode_blocks(cell.group, D, DTYPE, target.shared)
         return DecodePlan(program, DTYPE, D, Dv, cell.group, cell.reads, blocks, shared=cell.shared)
-    blocks = blocks_for(program, D, Dv, DTYPE, TOKENS, target.shared)
+    blocks = blocks_for(program, D, Dv, DTYPE, TOKENS, target.shared, target.capability)
     made = Plan(program, DTYPE, D, Dv, cell.group, cell.reads, blocks)
     operands = tuple(torch.empty(1, HEADS, TOKENS, 1, device="meta") for _ in "qkv")
     diagonal = None if made.diagonal is None else made.diagonal[0]
@@ -171,7 +172,9 @@ def plan(cell: Cell, target: Target) -> Plan:
     if cell.step == "forward":
         return made
     floats = tuple(read.number for read in cell.reads if read.kind in ("half", "float", "double"))
-    blocks = backward_blocks(max(D, Dv), DTYPE, target.shared, bool(floats), is_linear(program))
+    blocks = backward_blocks(
+        max(D, Dv), DTYPE, target.shared, bool(floats), is_linear(program), target.capability
+    )
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(Plan)}
     return BackwardPlan(**{**fields, "blocks": blocks}, wanted=floats)
 
@@ -190,8 +193,9 @@ def visited(cell: Cell, mask: str, blocks: Blocks) -> tuple[float, float]:
 
 
 def skips(made: Plan) -> bool:
-    """Whether the plan's kernel leaves out tiles behind its masks."""
-    return made.listed or made.diagonal is not None
+    """Whether the plan's kernel leaves out tiles behind its masks. (Tiles behind a finite fill are left out
+    where a score is far above the fill, as here.)"""
+    return made.listed or made.diagonal is not None or soft_diagonal(made.program) is not None
 
 
 Least = Callable[[int, int], int]
