@@ -64,7 +64,11 @@ class Model(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize("weights", [_most_similar, _mixed_heads, _stick_breaking])
+def _bounded(scores: Tensor, keep: Tensor) -> Tensor:
+    return scores.tanh() * keep
+
+
+@pytest.mark.parametrize("weights", [_most_similar, _mixed_heads, _stick_breaking, _bounded])
 def test_what_pairs_of_tokens_decide_is_computed_anew(weights: Weights, decodes: Any) -> None:
     decoder = decodes(Model(weights))
     assert len(decoder.report.cache.anew) == 2
@@ -79,6 +83,16 @@ def test_one_token_at_a_time_from_the_first_on() -> None:
         found, state = decoder.prefill(ids[:, :1])
         steps = [found, *(decoder.decode(ids[:, t : t + 1], state) for t in range(1, 12))]
         torch.testing.assert_close(torch.cat([s.reshape(1, -1, 24) for s in steps], 1), model(ids))
+
+
+@pytest.mark.parametrize("fill", [-50.0, -300.0])
+def test_a_fill_that_lets_large_scores_through_is_refused(fill: float) -> None:
+    def weights(scores: Tensor, keep: Tensor) -> Tensor:
+        return scores.flip(1).masked_fill(~keep, fill).softmax(-1) * (1 + scores.tanh())
+
+    decoder: Any = attngraph.compile(Model(weights).eval(), cache=True)
+    with pytest.raises(attngraph.NoDecoderError):
+        decoder.prefill(torch.randint(0, 24, (1, 9)))
 
 
 @pytest.mark.parametrize("count", [3, 200])

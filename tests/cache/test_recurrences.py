@@ -228,7 +228,6 @@ def _pairs(x: Tensor, shift: int = 0) -> Tensor:
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "weights that look ahead": lambda x: (x @ x.mT).tril(1) @ x,
     "weights of both sides": lambda x: (x @ x.mT) @ x,
-    "weights that are no product": lambda x: (x @ x.mT).tanh().tril() @ x,
     "a decay that depends on the pair": lambda x: torch.where(
         _pairs(x), 1.0 / (1 + (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()), 0.0
     ) @ x,

@@ -232,8 +232,8 @@ def test_the_proof_catches_what_is_kept_in_the_wrong_place(monkeypatch: pytest.M
 
     write = pages.Pages.write
 
-    def wrong(self: Any, news: Any, row: Tensor, positions: Tensor, after: Tensor) -> None:
-        write(self, news, row, (positions - 1).clamp_min(0), after)
+    def wrong(self: Any, news: Any, row: Tensor, positions: Tensor, firsts: Any, counts: Any) -> None:
+        write(self, news, row, (positions - 1).clamp_min(0), [max(0, n - 1) for n in firsts], counts)
 
     monkeypatch.setattr(pages.Pages, "write", wrong)
     model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()

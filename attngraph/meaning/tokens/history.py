@@ -40,6 +40,8 @@ class HistoryFinder:
         inner = tuple(n for n in order if n not in leaves and not is_size(n))
         if not operands or not any(_is_of_pairs(space, probe, n) for n in inner):
             return None
+        if any(n in facts and facts[n].causality is not None for n in inner):
+            return None  # an attention whose mask is known to show later tokens
         for leaf in leaves:
             known = facts.get(leaf)
             if known is None or (leaf in operands) != any(known.axes) or not _stands_alone(space, known.axes):

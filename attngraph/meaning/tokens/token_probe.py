@@ -34,6 +34,9 @@ ROWS, TOKENS = 2, 5
 _NO_END = 1 << 31
 """Numbers from this one on mean "to the end"."""
 EQUAL = elementwise(1e-10)
+LOUD = 15.0
+"""That no token sees later ones is also tested with values so much larger: a mask that fills with a moderate
+number lets later ones through where all other scores are lower. (A fill of -1e4 hides: `masks/fold.py`.)"""
 SEEN = elementwise(1e-6)
 """A larger difference than this shows that a token is seen; a smaller one may be the rounding of a model that
 computes a part of itself in float32."""
@@ -105,27 +108,27 @@ class TokenProbe:
             [(row, token) for token in range(end)] for end in sorted(ends) if 0 < end < longest
             for row in range(ROWS)
         ]  # fmt: skip
-        found = self._probe(node, axes, resolved, longest, selections)
-        if found and len(small) < len(numbers):
-            small_ones = {n: TOKENS - 2 for n in numbers if n not in small}
-            found = self._probe(node, axes, resolved, longest, selections, small_ones)
+        small_ones = {n: TOKENS - 2 for n in numbers if n not in small}
+        kinds = [({}, 1.0), ({}, LOUD), *([(small_ones, 1.0)] if small_ones else [])]
+        found = min(self._probe(node, axes, resolved, longest, selections, *kind) for kind in kinds)
         return found
 
     def _probe(
         self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes], tokens: int,
-        selections: Sequence[Sequence[Pick]], replaced: Mapping[int, int] | None = None,
+        selections: Sequence[Sequence[Pick]], replaced: Mapping[int, int] | None = None, louder: float = 1.0,
     ) -> int:  # fmt: skip
         """How many operations were run to see that selections of so many tokens have the results that they
-        have among all of them; 0 if they do not. `replaced`: numbers that operations are given instead."""
+        have among all of them; 0 if they do not. `replaced`: numbers that operations are given instead.
+        `louder`: by this what the region begins with is multiplied."""
         order, leaves = self.region(node, resolved)
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if not steps or len(steps) > budgets.PROBE_NODES or self.left <= 0:
             return 0
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
-        key = (fingerprint(order, begins), axes, tokens, tuple(map(tuple, selections)), replaced is None)
+        key = (fingerprint(order, begins), axes, tokens, tuple(map(tuple, selections)), str(replaced), louder)
         if key not in self.known:
             self.left -= 1
-            holds = self._try(node, axes, order, leaves, resolved, tokens, selections, replaced or {})
+            holds = self._try(node, axes, order, leaves, resolved, tokens, selections, replaced or {}, louder)
             self.known[key] = len(steps) if holds else 0
         return self.known[key]
 
@@ -160,7 +163,7 @@ class TokenProbe:
     def _try(
         self, node: fx.Node, axes: Axes, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
         resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]],
-        replaced: Mapping[int, int],
+        replaced: Mapping[int, int], louder: float,
     ) -> bool:  # fmt: skip
         steps, at = (order, node) if not replaced else _with_numbers(order, leaves, node, replaced)
         for seed, picks in enumerate(selections):
@@ -168,8 +171,9 @@ class TokenProbe:
                 run, given = self._inputs(leaves, ROWS, tokens, seed)
                 if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
                     return False
-                (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
                 known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
+                given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
+                (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
                 some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
                 part, _ = self._inputs((), 1, len(picks), seed)
                 (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)

@@ -130,7 +130,8 @@ class Tokens:
         attention = nodes.whole(node)
         if attention is not None:
             found = self._attention(attention)
-            return found if found.kind is not Kind.MIXING else self._by_history(node) or found
+            seen = found.kind is not Kind.MIXING or found.causality is not None
+            return found if seen else self._by_history(node) or found
         if is_part(node):
             whole: fx.Node = node.args[0]  # type: ignore[assignment]
             if nodes.whole(whole) is not None:
