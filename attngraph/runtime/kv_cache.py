@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,12 +23,6 @@ from attngraph.runtime.pages import Pages, sent
 from attngraph.runtime.serving_mode import serving
 
 SAVED = "attngraph cache 2"
-
-
-@functools.lru_cache(maxsize=64)
-def _one_each(rows: int) -> tuple[Tensor, Tensor]:
-    """The row of each token, and the start of each row's tokens, if every row gets one new token."""
-    return torch.arange(rows), tell(torch.arange(rows + 1), range(rows + 1))
 
 
 class KVCache:
@@ -49,6 +42,7 @@ class KVCache:
         self.lengths = [0] * rows
         self.lost = [0] * rows
         """For each row: positions before this one have been overwritten in ring buffers."""
+        self._ones: tuple[Tensor, Tensor] | None = None
         self.fixed: dict[str, Tensor] = {}
         self.carried = CarriedValues(plan.carried, rows, config, device)
         self.groups: dict[int | None, Pages] = {}
@@ -113,7 +107,7 @@ class KVCache:
         """The "rows" inputs of a step, by name: which token belongs to which row, and the page tables."""
         first = tell(torch.tensor(self.lengths, dtype=torch.int64), self.lengths)
         if min(counts, default=0) == 1 == max(counts):
-            row, starts = _one_each(len(counts))
+            row, starts = self._one_each(len(counts))
             found = {"starts": starts, "first": first, "row": row, "positions": first}
             return self._with_tables(found)
         count = torch.tensor(list(counts), dtype=torch.int64)
@@ -193,6 +187,13 @@ class KVCache:
                 self.fixed[about.name] = select_rows(self.fixed[about.name], about, picked)
         self.lengths = [self.lengths[r] for r in picked]
         self.lost = [self.lost[r] for r in picked]
+
+    def _one_each(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The row of each token, and the start of each row's tokens, if every row gets one new token. Kept by
+        the state, not by the process: a state of tensors without data has such ones here too."""
+        if self._ones is None or len(self._ones[0]) != rows:
+            self._ones = torch.arange(rows), tell(torch.arange(rows + 1), range(rows + 1))
+        return self._ones
 
     @serving
     def copy(self) -> KVCache:

@@ -273,7 +273,7 @@ class _Insertion:
         builder = Builder(self.graph, node)
         try:
             new = run_again(self.tokens, self.inputs, self._pages_of, builder, node, fact)
-        except Exception as problem:  # torch may not follow the model's operations for such sizes
+        except (NoSize, RuntimeError) as problem:  # torch may not follow the operations for such sizes
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: it is computed from all earlier tokens, and what "
                 "computes it cannot be traced for sequences of any length."

@@ -97,6 +97,15 @@ def test_a_step_of_a_decoder_asks_nothing_of_the_device() -> None:
         assert state.lengths == [7, 4, 3]
 
 
+def test_a_state_without_data_leaves_nothing_to_others() -> None:
+    plan = CachePlan((Store("k", (0, 2, 0, 16), 0, 2, torch.float16, None, "keys"),))
+    with FakeTensorMode():
+        KVCache(plan, 3, CacheConfig(), CUDA).inputs([1, 1, 1])
+    given = KVCache(plan, 3, CacheConfig(), torch.device("cpu")).inputs([1, 1, 1])
+    assert type(given["starts"]) is Tensor and given["starts"].tolist() == [0, 1, 2, 3]
+    assert type(given["row"]) is Tensor and given["row"].tolist() == [0, 1, 2]
+
+
 def test_what_was_told_of_a_tensor_holds_until_it_is_written_to() -> None:
     starts = tell(torch.tensor([0, 2, 3]), [0, 2, 3])
     assert told(starts) == numbers_of(starts) == [0, 2, 3]
