@@ -79,7 +79,8 @@ class Checked:
         Args:
             count: the number of fused attentions with this mask and program (any, if not given); other
                 softmax-like places may be unfused. None: at least one, all of them with this mask and
-                program, and no softmax-like place was left unfused.
+                program, and no softmax-like place was left unfused but those that are known to be no
+                attention (routers of experts).
             mask: the mask as the report describes it. program: the score program; whitespace and line ends do
                 not matter.
 
@@ -107,10 +108,10 @@ class Checked:
                 "are different.",
                 _difference(found, fitting, mask, wanted),
             )
-        if self.report.missed:
+        if self.report.unfused:
             self._fail(
-                f"{len(self.report.missed)} softmax-like place(s) were left alone.",
-                advice=f"{_REWRITE} If they are no attention (a router, the last softmax of a model), say "
+                f"{len(self.report.unfused)} softmax-like place(s) were left alone.",
+                advice=f"{_REWRITE} If they are no attention (the last softmax of a model), say "
                 f"how many attentions there are: assert_fused(count={len(found)}).",
             )
 

@@ -33,7 +33,7 @@ from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.routing import describe_edges, describe_routing
+from attngraph.meaning.attention.routing import describe_edges, find_choice
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
@@ -271,16 +271,17 @@ class _Fusion:
             if node not in alive:
                 continue
             source = source_of(node)
-            routing = describe_routing(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
-            reason = routing or why.reason
-            self.outcome.missed.append(Missed(reason, source, module_of(node)))
+            choice = find_choice(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
+            is_routing = choice is not None and not self._is_of_scores(choice.among)
+            reason = why.reason if choice is None else choice.reason(is_routing)
+            self.outcome.missed.append(Missed(reason, source, module_of(node), is_routing))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {reason}")
 
-    def _is_of_scores(self, exponential: fx.Node) -> bool:
-        """Whether its argument contains products in which both sides depend on inputs of the model."""
+    def _is_of_scores(self, value: fx.Node) -> bool:
+        """Whether it is computed from products in which both sides depend on inputs of the model."""
         named = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
-        nodes, seen = [exponential], set()
+        nodes, seen = [value], set()
         while nodes:
             node = nodes.pop()
             if node in seen or node.op != "call_function":

@@ -188,10 +188,10 @@ def compile_graph(
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
-    if options.strict and result.missed:
-        first = result.missed[0]
+    if options.strict and report.unfused:
+        first = report.unfused[0]
         raise NotFusedError(
-            f"{len(result.missed)} softmax-like place(s) were not fused; the first is at "
+            f"{len(report.unfused)} softmax-like place(s) were not fused; the first is at "
             f"{first.source or 'an unknown line'}: {first.reason}.\n"
             "What to do: rewrite that place, or compile without strict=True, which leaves it as it is."
         )

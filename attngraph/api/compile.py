@@ -60,7 +60,7 @@ def compile(
             `@attngraph.compile(strict=True)`.
         backend: "auto" (the best kernel for the device), "cpu", "triton" or "reference".
         inductor: compile everything except attention with Inductor.
-        strict: raise if the model cannot be captured whole, or if something that looks like attention is not
+        strict: raise if the model cannot be captured whole, or if something that may be attention is not
             fused.
         dump: a directory for the graph after each pass (also: the environment variable ATTNGRAPH_DUMP).
         passes: the passes to run instead of `attngraph.passes.DEFAULT_PIPELINE`, themselves or by name.

@@ -204,11 +204,16 @@ def _places(axes: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Missed:
-    """A softmax that was not fused: why, and where."""
+    """A softmax that was not fused: why, and where.
+
+    `is_routing`: it is known to be no attention, because it chooses among a model's outputs (a router of
+    experts, a sampler).
+    """
 
     reason: str
     source: str
     name: str = ""
+    is_routing: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,6 +396,18 @@ class Entries:
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
     taken_from: str = ""
     programs: tuple[TokenProgramEntry, ...] = ()
+
+    @property
+    def unfused(self) -> tuple[Missed, ...]:
+        """What was missed and may be attention."""
+        return tuple(m for m in self.missed if not m.is_routing)
+
+    def counted(self) -> str:
+        """How many of the places that look like attention were fused, in words."""
+        total = len(self.attention) + len(self.missed)
+        others = len(self.missed) - len(self.unfused)
+        told = f" ({others} {'is' if others == 1 else 'are'} no attention)" if others else ""
+        return f"{len(self.attention)} of {total} softmax-like places fused{told}"
 
 
 def folded(entries: Sequence[AttentionEntry]) -> list[list[AttentionEntry]]:

@@ -64,11 +64,7 @@ class CompileReport(Entries):
         return found
 
     def __str__(self) -> str:
-        total = len(self.attention) + len(self.missed)
-        lines = [
-            f"attngraph: {len(self.attention)} of {total} softmax-like places fused, "
-            f"compiled in {self.seconds:.2f} s"
-        ]
+        lines = [f"attngraph: {self.counted()}, compiled in {self.seconds:.2f} s"]
         if self.taken_from:
             lines.append(f"  taken from {self.taken_from}; times are those of when it was compiled")
         if self.graphs == 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.models.sampling import beam_search
 from attngraph.runtime import pages
 
 Decodes = Callable[..., attngraph.Decoder]
@@ -20,9 +21,7 @@ def _recomputed(model: nn.Module, ids: Tensor, new: int) -> Tensor:
     whole = ids
     with torch.no_grad():
         for _ in range(new):
-            logits = model(whole)
-            logits = getattr(logits, "logits", logits)
-            whole = torch.cat([whole, logits[:, -1:].argmax(-1)], 1)
+            whole = torch.cat([whole, _Logits(model)(whole)[:, -1:].argmax(-1)], 1)
     return whole[:, ids.shape[1] :]
 
 
@@ -30,7 +29,7 @@ def _recomputed(model: nn.Module, ids: Tensor, new: int) -> Tensor:
 def decodes(poisoned: None) -> Decodes:
     """Asserts all that a decoder promises of a model: the tokens are those of recomputing, for prompts of
     unequal length, padded on either side, computed in chunks, in a copy, in another order of rows, after a
-    reset, and in an engine. Returns the decoder."""
+    reset, in an engine, and as beams. Returns the decoder."""
 
     def check(model: nn.Module, vocabulary: int = 24, new: int = 64) -> attngraph.Decoder:
         model.eval()
@@ -46,9 +45,29 @@ def decodes(poisoned: None) -> Decodes:
         requests = [engine.submit(row, 10) for row in rows]
         engine.run()
         assert [r.result() for r in requests] == [row[:10].tolist() for row in wanted]
+        _assert_beams_are_those_of_recomputing(decoder, model, torch.stack([rows[0][:4], rows[2][:4]]))
         return decoder
 
     return check
+
+
+def _assert_beams_are_those_of_recomputing(decoder: attngraph.Decoder, model: nn.Module, ids: Tensor) -> None:
+    whole = _Logits(model)
+    with torch.no_grad():
+        wanted, _ = beam_search(whole, ids, 6, 3)
+    assert torch.equal(decoder.generate(ids, 6, num_beams=3), wanted[:, 0])
+
+
+class _Logits(nn.Module):
+    """A model whose result is its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = getattr(logits := self.model(ids), "logits", logits)
+        return found
 
 
 def _assert_padding_changes_nothing(
@@ -71,8 +90,7 @@ def _assert_states_are_independent(decoder: attngraph.Decoder, model: nn.Module,
 
     def last(ids: Tensor) -> Tensor:
         with torch.no_grad():
-            logits = model(ids[None])
-        return getattr(logits, "logits", logits)[0, -1]  # type: ignore[no-any-return]
+            return _Logits(model)(ids[None])[0, -1]
 
     _, state = decoder.prefill([first[:1], rows[0]])
     for at, end in ((1, 4), (4, 5), (5, len(first))):

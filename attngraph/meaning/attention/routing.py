@@ -1,12 +1,14 @@
 """Softmaxes over what the data select: routers of experts, samplers, matchings, edges of a graph.
 
 Only the largest few of their weights are used, or an index says which exponentials are added up. They do not
-weight keys, so they are not attention, and the report says just that.
+weight keys, so they are not attention, and the report says just that. Where they choose from products of two
+values that the model computes, it may be attention to chosen keys, and the report does not deny it.
 Used only for softmaxes that were not fused; never decides what is fused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 
 from torch import fx
@@ -21,8 +23,28 @@ _CHOICES = frozenset({"topk", "sort", "argmax", "argsort", "kthvalue", "max"})
 _ADDING = frozenset({"index_add", "scatter_add", "scatter_reduce", "index_reduce", "index_put"})
 
 
-def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
-    """The reason for a softmax of which only the largest scores or weights are used; None for others."""
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """That of a softmax's scores or weights only the largest few are used.
+
+    Attributes:
+        what: "weights" or "scores". at: the user's line. among: the value that the choice is made from.
+    """
+
+    what: str
+    at: str
+    among: fx.Node
+
+    def reason(self, is_routing: bool) -> str:
+        """Why it is left as it is. `is_routing`: what is chosen are no keys that the model computes."""
+        found = f"only the largest few of its {self.what} are used ({self.at}), as a router of experts does: "
+        if is_routing:
+            return found + "this is no attention and is left as it is"
+        return found + "data choose what is weighed, so it is left as it is"
+
+
+def find_choice(meaning: Meaning, softmax: fx.Node) -> Choice | None:
+    """The choice that is made after a softmax or before it; None where all of its weights are used."""
 
     def next_users(node: fx.Node) -> Iterable[fx.Node]:
         return [user for user in node.users if _passes(meaning, user)]
@@ -32,17 +54,11 @@ def describe_routing(meaning: Meaning, softmax: fx.Node) -> str | None:
 
     after = _nearest([softmax], next_users, lambda n: any(map(_chooses, n.users)))
     if after is not None:
-        place = source_of(next(u for u in after.users if _chooses(u)))
-        return (
-            f"only the largest few of its weights are used ({place}), as a router of experts does: this is "
-            "no attention and is left as it is"
-        )
+        use = next(u for u in after.users if _chooses(u))
+        return Choice("weights", source_of(use), softmax.all_input_nodes[0])
     before = _nearest(softmax.all_input_nodes[:1], next_sources, _is_choice_part)
     if before is not None:
-        return (
-            f"its scores are the largest few of a longer list ({source_of(before)}), as in a router of "
-            "experts: data choose what they weigh, so this is no attention over keys and is left as it is"
-        )
+        return Choice("scores", source_of(before), before.all_input_nodes[0].all_input_nodes[0])
     return None
 
 

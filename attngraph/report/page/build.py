@@ -155,15 +155,14 @@ def _asset(name: str) -> str:
 
 
 def _summary(report: Entries) -> list[Html]:
-    fused, missed = len(report.attention), len(report.missed)
     if not report.graphs:
         return [tag("p", "Nothing was traced: the compiled model has not been called.", class_="summary")]
     kinds = len(folded(report.attention))
-    words = f"{fused} of {plural(fused + missed, 'softmax-like place')} fused"
+    words = report.counted()
     words += f", {plural(kinds, 'distinct attention')}" if kinds else ""
     words += ", captured in pieces" if report.breaks else ""
     graphs = f", {plural(report.graphs, 'graph')}" if report.graphs > 1 else ""
-    state = "good" if not missed and not report.breaks else "notice"
+    state = "good" if not report.unfused and not report.breaks else "notice"
     return [
         tag(
             "p",
