@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from attngraph.ir.ops.cached_attention import Store, tell, told
 from attngraph.runtime.cache_config import CacheConfig
 
 FEW = 16
-"""Up to this many new tokens are copied one by one."""
+"""Up to this many new tokens are copied one by one; up to this many runs of consecutive ones, run by run."""
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -173,6 +173,11 @@ class Pages:
         device; `firsts` and `counts`, each row's first position and number of new tokens, say the same.
         Nothing is asked of a device, so that a CUDA graph can capture it."""
         keep = self._last_ones(counts)
+        if keep is None and row.is_cpu and len(row) > FEW:
+            runs = list(itertools.islice(self._runs(firsts, counts), FEW + 1))
+            if len(runs) <= FEW:
+                self._write_runs(news, runs)
+                return
         if keep is not None:
             row, positions = row[keep], positions[keep]
         places: Any
@@ -195,6 +200,28 @@ class Pages:
                     held[:, page, place].copy_(value[:, n])
             else:
                 held[:, places[0], places[1]] = value.to(arena.dtype)
+
+    def _runs(self, firsts: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """New tokens that are written to consecutive places: the page, the first place, the packed index of
+        the first token, and how many they are."""
+        begin = 0
+        for pages, first, count in zip(self.rows, firsts, counts, strict=True):
+            done = 0
+            while done < count:
+                slot = (first + done) % self.capacity
+                page, place = divmod(slot, self.page)
+                many = min(self.page - place, count - done)
+                yield pages[page], place, begin + done, many
+                done += many
+            begin += count
+
+    def _write_runs(self, news: Mapping[str, Tensor], runs: Sequence[tuple[int, int, int, int]]) -> None:
+        for members, arena in self.arenas.values():
+            dims = members[0].row_dim, members[0].token_dim
+            for store, held in zip(members, arena, strict=True):
+                held, value = held.movedim(dims, (0, 1)), news[store.name].movedim(dims, (0, 1))[0]
+                for page, place, begin, many in runs:
+                    held[page, place : place + many].copy_(value[begin : begin + many])
 
     def _last_ones(self, counts: Sequence[int]) -> Tensor | None:
         """The packed indices of the new tokens that are written, if a ring buffer is too small for all."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from attngraph.benchmark.scorecard.code import Code, Instruction, Work
+from attngraph.benchmark.scorecard.code import COUNTS, Code, Instruction, Work, parse
 
 _LABEL = re.compile(r"^(\.LBB\w+):")
 _LINE = re.compile(r"^\s+([a-z]\w+)\s*([^;]*)")
@@ -17,17 +17,15 @@ LANES = 64
 
 
 def read(text: str) -> Code:
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        label, found = _LABEL.match(line), _LINE.match(line)
-        if label is not None:
-            labels[label[1]] = len(instructions)
-        elif found is not None and not line.lstrip().startswith("."):
-            name, operands = found[1], found[2].strip()
-            target = operands if "branch" in name else ""
-            instructions.append(Instruction(name, operands, target, name in ("s_branch", "s_endpgm")))
-    return Code(tuple(instructions), labels)
+    return parse(text, _LABEL, _instruction)
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = _LINE.match(line)
+    if found is None or line.lstrip().startswith("."):
+        return None
+    name, operands = found[1], found[2].strip()
+    return Instruction(name, operands, operands if "branch" in name else "", name in ("s_branch", "s_endpgm"))
 
 
 def multiplies(instruction: Instruction) -> bool:
@@ -36,10 +34,7 @@ def multiplies(instruction: Instruction) -> bool:
 
 def count(loop: Sequence[Instruction]) -> Work:
     """What a wave does in one turn of a loop."""
-    found = dict.fromkeys(
-        ("products", "flops", "operand_bytes", "exponentials", "special", "fused", "integer",
-         "shared_bytes", "loaded_bytes", "stops", "groups"), 0
-    )  # fmt: skip
+    found = dict.fromkeys(COUNTS, 0)
     pending: list[int] = []
     for instruction in loop:
         name = instruction.name

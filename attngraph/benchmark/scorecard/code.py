@@ -7,6 +7,7 @@ no other such loop; `Work` is what one warp does in one turn of a loop, counted 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
 import networkx as nx
@@ -62,7 +63,25 @@ class Work:
     groups: int
 
 
+COUNTS = tuple(f.name for f in dataclasses.fields(Work) if f.type == "int" and f.name != "instructions")
+"""What a reader counts, instruction by instruction."""
+
 Loop = tuple[Instruction, ...]
+
+
+def parse(
+    text: str, label: re.Pattern[str], instruction: Callable[[str], Instruction | None]
+) -> Code:  # fmt: skip
+    """Code from a listing: `label` finds the lines that name a place, `instruction` reads the others (None:
+    it is none)."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if (named := label.match(line)) is not None:
+            labels[named[1]] = len(instructions)
+        elif (found := instruction(line)) is not None:
+            instructions.append(found)
+    return Code(tuple(instructions), labels)
 
 
 def tile_loops(code: Code, multiplies: Callable[[Instruction], bool]) -> list[Loop]:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from attngraph.benchmark.scorecard.code import Code, Instruction, Work
+from attngraph.benchmark.scorecard.code import COUNTS, Code, Instruction, Work, parse
 from attngraph.errors import AttnGraphError
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -91,18 +91,13 @@ def serialised(said: str) -> int:
 
 def read(text: str) -> Code:
     """The code of the first kernel in nvdisasm's output."""
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        label, found = _LABEL.match(line), _LINE.search(line)
-        if label is not None:
-            labels[label[1]] = len(instructions)
-        elif found is not None:
-            instructions.append(_instruction(*found.groups()))
-    return Code(tuple(instructions), labels)
+    return parse(text, _LABEL, _instruction)
 
 
-def _instruction(guard: str | None, name: str, operands: str) -> Instruction:
+def _instruction(line: str) -> Instruction | None:
+    if (found := _LINE.search(line)) is None:
+        return None
+    guard, name, operands = found.groups()
     target = _TARGET.search(operands)
     base = name.split(".")[0]
     is_always = guard is None and not re.match(r"!?U?P\d", operands)
@@ -117,10 +112,7 @@ def multiplies(instruction: Instruction) -> bool:
 
 def count(loop: Sequence[Instruction]) -> Work:
     """What a warp does in one turn of a loop."""
-    found = dict.fromkeys(
-        ("products", "flops", "operand_bytes", "exponentials", "special", "fused", "integer",
-         "shared_bytes", "loaded_bytes", "stops", "groups"), 0
-    )  # fmt: skip
+    found = dict.fromkeys(COUNTS, 0)
     pending: list[int] = []
     for instruction in loop:
         name, base = instruction.name, instruction.name.split(".")[0]

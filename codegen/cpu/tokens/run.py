@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import team, toolchain
 from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.memory import workspace
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import phases
 from attngraph.codegen.unsupported import UnsupportedError
@@ -28,9 +29,9 @@ FEW = 32
 """The most tokens for which the C computes the products, MOST_ROWS of c/product.h."""
 WIDENED = 1 << 20
 """Elements of a weight of integers that are made floating at a time, where PyTorch multiplies."""
-AT_ONCE = 512
-"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient, and memory for
-values in between small."""
+AT_ONCE, AT_LEAST, IN_BETWEEN = 512, 128, 32 << 20
+"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient. Fewer, if the values
+in between would take more bytes than that."""
 
 
 class Tokens:
@@ -90,6 +91,8 @@ class _Prepared:
         returned = {r.number - self.first for r in program.results}
         self.between = [n for n in range(len(self.widths)) if n not in returned]
         self.total = sum(self.rows[n] for n in self.between)
+        fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
+        self.at_once = min(max(fitting, AT_LEAST), AT_ONCE)
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if not self.has_types(given):
@@ -100,8 +103,8 @@ class _Prepared:
             if tokens:
                 self._few(given, results, tokens)
             return results
-        for start in range(0, tokens, AT_ONCE):
-            count = min(AT_ONCE, tokens - start)
+        for start in range(0, tokens, self.at_once):
+            count = min(self.at_once, tokens - start)
             parts = [
                 t if about.token_dim is None else t.narrow(about.token_dim, start, count)
                 for t, about in zip(given, self.program.given, strict=True)
@@ -156,7 +159,7 @@ class _Prepared:
         values: list[Tensor] = [torch.empty(0)] * len(self.widths)
         for result, about in zip(results, self.program.results, strict=True):
             values[about.number - self.first] = result.movedim(about.token_dim, 0).view(tokens, -1)
-        scratch = torch.empty(self.total * tokens)
+        scratch = workspace(self.total * tokens)
         at = 0
         for number in self.between:
             size = self.rows[number] * tokens
