@@ -160,6 +160,8 @@ def split_product(body: Expr, over: Expr, is_weight: Callable[[Any], bool]) -> t
         ):
             continue
         others = [a for a in weight.matrix.args if a is not over]
+        if any(v is not over and v.args and v.args[0].op == "const" for v in left.free):
+            continue  # a value of its own for each head, say: not one vector of the token
         if len(others) == 1 and others[0].op == "var" and others[0] not in left.free and over in left.free:
             return left, factor
     return None

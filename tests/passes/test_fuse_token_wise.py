@@ -100,11 +100,25 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+class Features(nn.Module):
+    """One matrix for the vectors of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.back = nn.Parameter(torch.randn(4, 6) / 2), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, 4)).transpose(1, 2)
+        features = (heads @ self.out - heads.pow(2).sum(-1, keepdim=True)).exp()
+        return x + self.back(features.transpose(1, 2).flatten(2))
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "layer norm, gelu": lambda: Model(nn.LayerNorm(16), Gelu()),
     "rms norm, swiglu": lambda: Model(nn.RMSNorm(16), SwiGLU()),
     "rotary": lambda: Model(SwiGLU(), Gelu(), rotated),
     "norms of heads": lambda: Model(identity, SwiGLU(), nn.RMSNorm(8)),
+    "features of heads": lambda: Model(Features(), SwiGLU()),
     "layouts": lambda: Model(Layouts(), Layouts()),
     "batch norm": lambda: Model(Batch(), Gelu()),
     "shapes": lambda: Model(Shapes(), Shapes()),
