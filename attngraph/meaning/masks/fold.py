@@ -146,17 +146,25 @@ def added_to_score(fill: Expr) -> float:
 _BOUNDED = frozenset({"sign", "sigmoid", "tanh"})
 
 
+def _is_of_row(value: Expr) -> bool:
+    """Whether it is the same for all keys of a query."""
+    return not any(n.op in ("dot", "s", "p") or (n.op == "var" and n.value == "k") for n in E.walk(value))
+
+
 def keeps_zero(weight: Expr) -> bool:
     """Whether a changed weight is zero where the weight was zero, and NaN only where the weight was: p times
     or divided by a number, times a function of bounded values, a selection between that and zero, or zero
-    in place of NaN."""
+    in place of NaN. Or p times what is the same for all keys: where that is infinite, the row is not finite
+    whichever keys are looked at."""
     if weight is WEIGHT or E.is_const(weight, 0):
         return True
     if weight.op == "mul" and any(factor.op in _BOUNDED for factor in weight.args):
         return any(map(keeps_zero, weight.args))
     if weight.op in ("mul", "div"):
         a, b = weight.args
-        number, other = (a, b) if a.op == "const" and weight.op == "mul" else (b, a)
+        number, other = (a, b) if weight.op == "mul" and _is_of_row(a) else (b, a)
+        if number.op != "const":
+            return weight.op == "mul" and _is_of_row(number) and keeps_zero(other)
         usable = number.op == "const" and number.value != "nan" and math.isfinite(number.value)
         return usable and number.value != 0 and keeps_zero(other)
     if weight.op == "where":
