@@ -6,6 +6,7 @@ Used by `insert_kv_cache`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import sympy
 import torch
@@ -26,8 +27,11 @@ from attngraph.pipeline import Outcome
 aten = torch.ops.aten
 
 
-def analyse(graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome) -> Tokens:
+def analyse(
+    graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome, refuted: Mapping[fx.Node, str]
+) -> Tokens:
     """The analysis: tokens are the second dimension of the input, the sequences of the batch the first.
+    `refuted` says of values why they are no sums over earlier tokens, though they look like some.
 
     Raises:
         NoDecoderError: the input has another shape, or a token sees a later one.
@@ -43,16 +47,16 @@ def analyse(graph: ProgramGraph, ids: fx.Node, distinct: int, outcome: Outcome) 
             raise NoDecoderError(f"it fixes how many {what} there are to {number}{where}.", dim == 1)
     tokens = _fixed_number(shape[1])
     names = str(shape[1].node.expr) if tokens is None else tokens, str(shape[0].node.expr)
-    found = Tokens(graph, *names)
+    found = Tokens(graph, *names, refuted=refuted)
     picked = give_every_token(graph, found)
     if picked:
         outcome.notes.append(f"every token has the result that the model gives for the last ({picked})")
-        found = Tokens(graph, *names)
+        found = Tokens(graph, *names, refuted=refuted)
     if tokens is not None:
         outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
     (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
     if found[result].kind is Kind.MIXING and tokens is None:  # type: ignore[index]
-        again = Tokens(graph, *names, histories=True)
+        again = Tokens(graph, *names, histories=True, refuted=refuted)
         found = again if again[result].kind is not Kind.MIXING else found  # type: ignore[index]
     _require_token_wise(graph, ids, found)
     return found

@@ -48,6 +48,8 @@ from attngraph.passes.insert_kv_cache.write_formula import NotWritten
 from attngraph.pipeline import Outcome
 
 aten = torch.ops.aten
+STEP_KINDS = ("rows", "pages", "carried")
+"""Kinds of inputs that a step gets."""
 ROWS = ("starts", "first", "row")
 """Inputs that assign tokens to rows, besides the positions, the page tables and the numbers of cached
 tokens."""
@@ -72,10 +74,18 @@ class InsertKVCache:
             node for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
-        outcome = Outcome()
-        tokens = analyse(graph, ids, self.number, outcome)
-        _Insertion(graph, ids, tokens, outcome).run()
-        return outcome
+        refuted: dict[fx.Node, str] = {}
+        while True:
+            outcome = Outcome()
+            tokens = analyse(graph, ids, self.number, outcome, refuted)
+            try:
+                _Insertion(graph, ids, tokens, outcome).run()
+            except _RefutedError as problem:
+                graph.clean()
+                graph.drop_inputs(lambda _, given: given.kind in STEP_KINDS)
+                refuted[problem.node] = problem.reason
+            else:
+                return outcome
 
 
 def only_result(graph: ProgramGraph, result: int) -> None:
@@ -89,6 +99,15 @@ def only_result(graph: ProgramGraph, result: int) -> None:
     output.args = ((values[result],),)
     graph.outputs = (graph.outputs[result],)
     graph.clean()
+
+
+class _RefutedError(Exception):
+    """A value is no sum over earlier tokens, though it looks like one; says why. Raised before anything that
+    was in the graph is changed."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.reason = node, reason
 
 
 class _Insertion:
@@ -302,18 +321,13 @@ class _Insertion:
         try:
             new = carry.replace(builder, node, fact, module_of(node) or source_of(node))
         except (NotWritten, NoSize) as problem:
-            raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: it is a sum over earlier tokens, and {problem} "
-                "cannot be computed for a few new ones."
-            ) from problem
+            reason = f"it looks like one, and {problem} cannot be computed for a few new tokens"
+            raise _RefutedError(node, reason) from problem
         rounding = carry.rounding(fact)
         self.rounding = max(self.rounding, rounding)
         difference = carry.difference(node, new, rounding)
         if difference:
-            raise NoDecoderError(
-                f"{op_name(node)} at {source_of(node)}: three tokens look like a sum over earlier tokens "
-                f"that can be carried, but more do not ({difference})."
-            )
+            raise _RefutedError(node, f"three tokens look like one, but more do not ({difference})")
         self.tokens.facts[new], self.made[node] = fact, new
         known = ", as far as the model's tables are exact (they are rounded)" if rounding else ""
         self.outcome.notes.append(

@@ -38,11 +38,14 @@ class _NotYet(NoTerms):
 class SumFinder:
     """Looks for sums over earlier tokens in one graph, at most `budgets.SUM_ATTEMPTS` times.
 
-    `why_not`: the reason for each value that was looked at in vain.
+    `refuted` says of values that are none what was found when they were computed as such sums; nor is what is
+    computed from them looked at. `why_not`: the reason for each value that was looked at in vain.
     """
 
-    def __init__(self, graph: ProgramGraph, space: Space, tokens: int) -> None:
-        self.space, self.tokens = space, tokens
+    def __init__(
+        self, graph: ProgramGraph, space: Space, tokens: int, refuted: Mapping[fx.Node, str]
+    ) -> None:
+        self.space, self.tokens, self._ruled_out = space, tokens, dict(refuted)
         numbers = {str(space.tokens.value): tokens}
         self._meaning = Meaning(graph.known_values(), graph.conditions, True, True, numbers)
         self._left, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
@@ -50,6 +53,12 @@ class SumFinder:
     def find(self, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes) -> Sums | None:
         """How a value with these axes follows from carried sums, or None."""
         if self.tokens <= THIRD or self._left <= 0 or any(len(digits) > 1 for digits in axes):
+            return None
+        mixing = (n for n in node.all_input_nodes if n in facts and facts[n].kind is Kind.MIXING)
+        before = (node, *mixing)
+        reason = next((self._ruled_out[n] for n in before if n in self._ruled_out), None)
+        if reason is not None:
+            self._ruled_out[node] = self.why_not[node] = reason
             return None
         self._left -= 1
         try:

@@ -19,7 +19,8 @@ edits the graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -57,8 +58,9 @@ class Tokens:
     """
 
     def __init__(
-        self, graph: ProgramGraph, token: str | int, row: str | None, histories: bool = False
-    ) -> None:
+        self, graph: ProgramGraph, token: str | int, row: str | None, histories: bool = False,
+        refuted: Mapping[fx.Node, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.graph = graph
         self.meaning = Meaning(graph.known_values(), graph.conditions, True, True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
@@ -68,7 +70,7 @@ class Tokens:
         """How many tokens the traced sequences have."""
         self.probe = TokenProbe(graph, self.space, self.meaning)
         self.facts: dict[fx.Node, Fact] = {}
-        self.sums = SumFinder(graph, self.space, self.traced)
+        self.sums = SumFinder(graph, self.space, self.traced, refuted)
         self.histories = HistoryFinder(self.space, self.probe) if histories else None
         self.loops = LoopFinder(self.meaning, self.space, self.facts, self.traced)
         for node in graph.graph.nodes:
