@@ -30,6 +30,8 @@ from torch.nn.parameter import is_lazy
 from attngraph.capture import exported
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.equal_calls import equal_calls_inferred_once
+from attngraph.capture.equal_formulas import equal_formulas_computed_once
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
@@ -139,6 +141,8 @@ def _export(
         _without_looking_at_masks(),
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
+        equal_calls_inferred_once(),
+        equal_formulas_computed_once(),
         short_formulas(kept),
         views_taken_apart(),
         _mode_of_weights(flat),
