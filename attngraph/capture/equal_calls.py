@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from attngraph.capture.equal_formulas import follows_from_sizes
 from attngraph.capture.replaced import replaced
 
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -140,15 +140,9 @@ def _size(value: Any) -> Any:
     if type(value) is int:
         return value
     formula = value.node.expr
-    if not _is_known_at_call(formula):
+    if not follows_from_sizes(formula):
         raise _NotDescribed
     return type(value), formula
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _is_known_at_call(formula: Any) -> bool:
-    """Whether a formula has no sizes that follow from values."""
-    return not free_unbacked_symbols(formula)
 
 
 def _memory(tensor: Any) -> int:

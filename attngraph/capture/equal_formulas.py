@@ -2,17 +2,19 @@
 
 Torch computes with symbolic sizes at every operation, some forty times, and each takes sympy long. The result
 follows from the formulas of both sides. Where torch records the computation in the graph, it is left to
-torch. Used by `trace.py`.
+torch. So is what follows from the values of tensors. Used by `trace.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from attngraph.capture.replaced import replaced
 
@@ -30,7 +32,30 @@ def equal_formulas_computed_once() -> Iterator[None]:
             compute = getattr(SymNode, f"_{name}", None)
             if compute is not None:
                 stack.enter_context(replaced(SymNode, f"_{name}", _looking_up(compute)))
+        stack.enter_context(replaced(ShapeEnv, "evaluate_expr", _asking_once(ShapeEnv.evaluate_expr)))
         yield
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def follows_from_sizes(formula: Any) -> bool:
+    """Whether a formula has no sizes that follow from the values of tensors."""
+    return not free_unbacked_symbols(formula)
+
+
+def _asking_once(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch forgets what a formula is in the example whenever it notes another condition on sizes. The answer
+    stays the same, and so does the condition that was noted with it."""
+    known: dict[Any, Any] = {}
+
+    def evaluated(env: Any, formula: Any, *args: Any, **kwargs: Any) -> Any:
+        if not follows_from_sizes(formula):
+            return evaluate(env, formula, *args, **kwargs)
+        key = env, formula, args, tuple(kwargs.items()), env._suppress_guards_tls()
+        if key not in known:
+            known[key] = evaluate(env, formula, *args, **kwargs)
+        return known[key]
+
+    return evaluated
 
 
 def _looking_up(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
