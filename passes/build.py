@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language.expr import Expr
@@ -46,7 +46,7 @@ class Builder:
             node: fx.Node = self.graph.graph.call_function(target, args, kwargs)
         node.meta = {key: self.anchor.meta[key] for key in ORIGIN if key in self.anchor.meta}
         self.made.append(node)
-        node.meta["val"] = infer(target, args, kwargs, self.graph.fake_mode())
+        node.meta["val"] = infer_once(target, args, kwargs, self.graph.fake_mode())
         return node
 
     def attention(self, view: AttentionOp) -> fx.Node:

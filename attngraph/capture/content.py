@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -304,16 +304,13 @@ Code = list[tuple[str, str]]
 def code_behind(codes: Iterable[types.CodeType], state: Content) -> tuple[Code, list[str]]:
     """The functions that traces ran, by their names (`package.module:Class.method`); those without one of
     their own by where they were met (`=model.activation`). Second: what cannot be found again."""
-    files: dict[str, str] = {}
-    for name, module in tuple(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str):
-            files.setdefault(os.path.realpath(file), name)
+    codes = list(codes)
+    modules = _modules_of({code.co_filename for code in codes})
     found: dict[str, str] = {}
     about = Content()
     waiting: list[types.CodeType] = []
     for code in codes:
-        module_name = files.get(os.path.realpath(code.co_filename), "__main__")
+        module_name = modules.get(os.path.realpath(code.co_filename), "__main__")
         name = f"{module_name}:{code.co_qualname.split('.<locals>')[0]}"
         if id(code) not in about.codes or name not in found:
             waiting += [code] * (not _describe(name, code, found, state, about))
@@ -323,6 +320,18 @@ def code_behind(codes: Iterable[types.CodeType], state: Content) -> tuple[Code, 
         if met is None or not _describe(f"={met}", code, found, state, about):
             lost.append(f"the function {code.co_qualname} in {os.path.basename(code.co_filename)}")
     return list(found.items()), lost + about.doubts
+
+
+def _modules_of(files: Collection[str]) -> dict[str, str]:
+    """The names of the modules that were loaded from these files, by their real paths. Thousands of modules
+    are loaded, so only those of files with such names are looked at."""
+    names = {os.path.basename(path) for file in files for path in (file, os.path.realpath(file))}
+    found: dict[str, str] = {}
+    for name, module in tuple(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.rpartition(os.sep)[2] in names:
+            found.setdefault(os.path.realpath(file), name)
+    return found
 
 
 def _describe(

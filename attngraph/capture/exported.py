@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attngraph.errors import CaptureError
-from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph
+from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, as_module
 
 _WRITTEN_OUT = frozenset(
     {
@@ -245,7 +245,7 @@ def program_graph(program: ExportedProgram, owner: nn.Module) -> ProgramGraph:
                 raise CaptureError(f"cannot capture a result of kind {other}", other)
     inputs = _taken_apart(program.graph, inputs, constants, values)
     return ProgramGraph(
-        fx.GraphModule({}, program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
+        as_module(program.graph), Level.CAPTURED, tuple(inputs), tuple(outputs), constants, values,
         torch.is_grad_enabled(),
     )  # fmt: skip
 

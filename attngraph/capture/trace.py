@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import inspect
 import io
 import itertools
 import linecache
 import logging
 import os
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -29,9 +27,11 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
-from attngraph.capture import executed, exported
+from attngraph.capture import exported
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.equal_calls import equal_calls_inferred_once
+from attngraph.capture.equal_formulas import equal_formulas_computed_once
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
@@ -39,6 +39,7 @@ from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
 from attngraph.capture.side_effects import refusal
 from attngraph.capture.size_formulas import SizeProblem, short_formulas
+from attngraph.capture.stack_traces import whole_stack_traces
 from attngraph.capture.state import Snapshot, has_hooks, hooks_that_run
 from attngraph.capture.structure import flatten
 from attngraph.errors import CaptureError
@@ -55,8 +56,6 @@ _CHATTY = (
 )
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_LAYERS = os.path.join(_TORCH, "nn") + os.sep
 _PLANE, _VOLUME = (nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d)
 
 
@@ -137,11 +136,13 @@ def _export(
 
     with (
         _without_collections(),
-        _whole_stack_traces(),
+        whole_stack_traces(),
         _quiet(),
         _without_looking_at_masks(),
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
+        equal_calls_inferred_once(),
+        equal_formulas_computed_once(),
         short_formulas(kept),
         views_taken_apart(),
         _mode_of_weights(flat),
@@ -253,27 +254,6 @@ def _without_notes(extents: set[int]) -> Iterator[None]:
         replaced(fx.experimental.proxy_tensor, "_extract_tensor_metadata", note),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _whole_stack_traces() -> Iterator[None]:
-    """Let traces record every line of the user's code. Torch's tracer keeps only frames of functions called
-    `forward`, which loses lines in helper functions; the frame filter can be overridden. Of torch's own
-    frames only those of its layers are kept: to write the others out takes a tenth of a trace."""
-
-    def below_wrapper(_: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        names = [(f.filename, f.name) for f in frames]
-        wrapper = inspect.getfile(Flat), "forward"
-        start = names.index(wrapper) + 1 if wrapper in names else 0
-        return traceback.StackSummary.from_list([f for f in frames[start:] if _is_told(f.filename)])
-
-    with replaced(fx.proxy.TracerBase, "_filter_traceback_frames", below_wrapper):
-        yield
-
-
-def _is_told(file: str) -> bool:
-    """Whether lines of this file say where in the user's code an operation is, or in which layer."""
-    return file != executed.__file__ and (not file.startswith(_TORCH) or file.startswith(_LAYERS))
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def test_every_level_says_what_it_promises() -> None:
 
 def test_equal_layers_are_inferred_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification infers a call once, however many layers have it; a wrong type in any layer is found."""
-    import attngraph.ir.graph.verify as verifying
+    import attngraph.ir.graph.infer as inferring
 
     def layers(count: int) -> tuple[ProgramGraph, int]:
         class Layers(torch.nn.Module):
@@ -122,10 +122,10 @@ def test_equal_layers_are_inferred_once(monkeypatch: pytest.MonkeyPatch) -> None
         for node in graph.graph.nodes:
             node.meta.pop("inferred", None)
         calls: list[object] = []
-        infer = verifying.infer
-        monkeypatch.setattr(verifying, "infer", lambda *args: (calls.append(args[0]), infer(*args))[1])
+        infer = inferring.infer
+        monkeypatch.setattr(inferring, "infer", lambda *args: (calls.append(args[0]), infer(*args))[1])
         verify(graph)
-        monkeypatch.setattr(verifying, "infer", infer)
+        monkeypatch.setattr(inferring, "infer", infer)
         return graph, len(calls)
 
     graph, many = layers(6)

@@ -310,3 +310,23 @@ def test_a_graph_that_uses_a_value_before_it_exists_is_caught(captured: ProgramG
     calls[0].prepend(calls[-1])
     with pytest.raises((VerificationError, RuntimeError)):
         verify(captured)
+
+
+def test_more_equal_layers_take_no_more_inferences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes and verification infer equal calls once, however many layers have them."""
+    import attngraph.ir.graph.infer as inferring
+    from attngraph.capture.trace import capture
+    from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+
+    def inferred(layers: int) -> int:
+        config = DecoderLMConfig(vocab_size=17, layers=layers, width=16, heads=2, max_tokens=32)
+        graph = capture(DecoderLM(config).eval(), (torch.randint(0, 17, (2, 9)),), {}).graph
+        calls: list[object] = []
+        infer = inferring.infer
+        with monkeypatch.context() as patch:
+            patch.setattr(inferring, "infer", lambda *args: (calls.append(args[0]), infer(*args))[1])
+            pipeline.run(graph, DEFAULT_PIPELINE)
+        assert len(graph.attentions()) == layers
+        return len(calls)
+
+    assert inferred(5) == inferred(3) > 0

@@ -14,7 +14,7 @@ import sympy
 import torch
 
 import attngraph
-from attngraph.capture import executed
+from attngraph.capture import content, executed
 from attngraph.capture.executed import is_users
 from attngraph.models import targets
 
@@ -59,3 +59,15 @@ def test_a_saved_model_has_no_text_of_the_users_code(tmp_path: Path) -> None:
         again(ids)
     assert not again.report.code.stretches and again.report.attention == compiled.report.attention
     assert not any("def forward" in file.read_text("utf-8") for file in folder.rglob("*.json"))
+
+
+def test_of_thousands_of_modules_only_those_of_the_codes_files_are_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = targets.tiny_decoder_lm.__code__
+    resolved: list[str] = []
+    resolve = os.path.realpath
+    monkeypatch.setattr(os.path, "realpath", lambda path: (resolved.append(path), resolve(path))[1])
+    found, lost = content.code_behind([code], content.Content())
+    assert [name for name, _ in found] == ["attngraph.models.targets:tiny_decoder_lm"] and not lost
+    assert {os.path.basename(path) for path in resolved} == {os.path.basename(code.co_filename)}

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import networkx as nx
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from attngraph.ir.graph.conditions import holds
@@ -140,11 +141,12 @@ class ProgramGraph:
             copies[node] = made.node_copy(node, copies.__getitem__)
             copies[node].meta = dict(node.meta)
         return dataclasses.replace(
-            self, module=fx.GraphModule({}, made), assumed=set(self.assumed), stages=dict(self.stages)
+            self, module=as_module(made), assumed=set(self.assumed), stages=dict(self.stages)
         )
 
     def fake_mode(self) -> Any:
-        modes = [getattr(n.meta.get("val"), "fake_mode", None) for n in self.placeholders()]
+        inputs = (n for n in self.graph.nodes if n.op == "placeholder")  # found early: they come first
+        modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in inputs)
         return next((m for m in modes if m is not None), None)
 
     def known_values(self) -> dict[fx.Node, Tensor]:
@@ -171,6 +173,12 @@ class ProgramGraph:
         """Remove unused nodes and inputs, and recompile the module."""
         self.graph.eliminate_dead_code(is_impure_node=_is_kept)
         self.module.recompile()
+
+
+def as_module(graph: fx.Graph) -> fx.GraphModule:
+    """A graph as a module, whose Python code is written when it is first called: passes change a graph many
+    times, and none calls it."""
+    return _LazyGraphModule({}, graph)
 
 
 def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]) -> None:
@@ -211,7 +219,7 @@ def part_of(graph: ProgramGraph, values: Mapping[str, fx.Node]) -> ProgramGraph:
     kinds = {given.kind for given in inputs}
     return dataclasses.replace(
         graph,
-        module=fx.GraphModule({}, made),
+        module=as_module(made),
         inputs=inputs,
         outputs=tuple(Output("value", name) for name in values),
         assumed=set(graph.assumed),

@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
 
 from attngraph.errors import TextError
 from attngraph.ir.graph.body import Body, Places, symbols_of
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import VERSION
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, as_module
 
 
 def read_graph(text: str, file: str = "the text", places: Mapping[str, Places] | None = None) -> ProgramGraph:
@@ -125,7 +124,7 @@ class _Reader:
         self.number += 1
         conditions = [self._told(body.formulas.value, c) for c in self.head.conditions]
         return ProgramGraph(
-            fx.GraphModule({}, body.graph), self.head.level, tuple(body.inputs), tuple(body.outputs), {}, {},
+            as_module(body.graph), self.head.level, tuple(body.inputs), tuple(body.outputs), {}, {},
             self.head.gradients,
             tuple(c.node._expr for c in conditions if isinstance(c, torch.SymBool)),
             {str(self.symbols[name].node.expr): hint for name, hint in self.head.sizes.items()},

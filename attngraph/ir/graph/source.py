@@ -60,8 +60,12 @@ def source_of(node: fx.Node) -> str:
     that is the model itself), or "" if none is known. A node read from text carries it in its meta."""
     if "source" in node.meta:
         return str(node.meta["source"])
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if not f[0].startswith(("<", "torch/", _OURS))]
+    return _source(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=2048)
+def _source(trace: str) -> str:
+    frames = [f for f in _FRAME.findall(trace) if not f[0].startswith(("<", "torch/", _OURS))]
     outside = [f for f in frames if not f[0].startswith(_TORCH)]
     layers = [f for f in frames if f[0].startswith(_LAYERS) and not f[0].endswith("module.py")]
     for path, line in (outside or layers)[-1:]:
@@ -99,14 +103,19 @@ def short_path(path: str) -> str:
 def module_of(node: fx.Node) -> str:
     """The qualified name of the user's module that the node was computed in; "" for the root."""
     stack = node.meta.get("nn_module_stack") or {}
-    names = [str(name) for name, _ in stack.values()]
-    for name in reversed(names):
-        if name and not name.startswith("_empty"):
-            cleaned = re.sub(r"^L\['self'\]\.?", "", name)
-            for prefix in ("model.", "model"):
-                if cleaned == "model":
-                    return ""
-                if cleaned.startswith(prefix):
-                    return cleaned[len(prefix) :]
-            return cleaned
+    for name, _ in reversed(stack.values()):
+        if name and not str(name).startswith("_empty"):
+            return _without_wrapper(str(name))
     return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_wrapper(name: str) -> str:
+    """The name of a module as the user knows it, without the wrapper that the model was captured in."""
+    cleaned = re.sub(r"^L\['self'\]\.?", "", name)
+    for prefix in ("model.", "model"):
+        if cleaned == "model":
+            return ""
+        if cleaned.startswith(prefix):
+            return cleaned[len(prefix) :]
+    return cleaned

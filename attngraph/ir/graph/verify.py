@@ -7,7 +7,6 @@ breaks an invariant is named at once, and the graph before it is still available
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import VerificationError
-from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
@@ -135,59 +134,29 @@ def accept(graph: fx.Graph) -> None:
 
 
 def _note_inferred(node: fx.Node) -> None:
-    node.meta["inferred"] = (_spelling(node), [n.meta.get("val") for n in node.all_input_nodes])
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    node.meta["inferred"] = node.target, node.args, node.kwargs, values
 
 
 def _is_inferred(node: fx.Node) -> bool:
     """Whether the op, its operands and their values are unchanged since the value was inferred."""
-    spelling, values = node.meta.get("inferred", ("", ()))
+    if "inferred" not in node.meta:
+        return False
+    target, args, kwargs, values = node.meta["inferred"]
+    if target is not node.target:
+        return False
+    if args is not node.args or kwargs is not node.kwargs:  # arguments are never changed, only replaced
+        if (str(args), str(kwargs)) != (str(node.args), str(node.kwargs)):
+            return False
+        node.meta["inferred"] = target, node.args, node.kwargs, values
     now = [n.meta.get("val") for n in node.all_input_nodes]
-    return spelling == _spelling(node) and all(a is b for a, b in zip(values, now, strict=True))
-
-
-def _spelling(node: fx.Node) -> tuple[str, str, str]:
-    return str(node.target), str(node.args), str(node.kwargs)
-
-
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
-"""For each environment of symbolic sizes the results of calls by what inference depends on: equal layers have
-equal calls, of which one is inferred."""
-
-
-def _inferred(node: fx.Node, mode: Any) -> Tensor:
-    """What the op gives for operands like these."""
-    known = {} if mode is None or mode.shape_env is None else _KNOWN.setdefault(mode.shape_env, {})
-    try:
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        call = node.target, _described(args)
-        found = known.get(call)
-    except (TypeError, RuntimeError, AttributeError):  # an operand without a plain layout
-        return infer(node.target, node.args, node.kwargs, mode)  # type: ignore[no-any-return]
-    if found is None:
-        found = known[call] = infer(node.target, node.args, node.kwargs, mode)
-    return found
-
-
-def _described(value: Any) -> Any:
-    """An operand as far as shapes and types depend on it; equal for equal layers."""
-    if isinstance(value, Tensor):
-        layout = (tuple(map(_described, value.shape)), tuple(map(_described, value.stride())))
-        return value.dtype, value.device, layout
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.expr
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    if isinstance(value, dict):
-        return tuple((name, _described(inner)) for name, inner in value.items())
-    if isinstance(value, slice):
-        return slice, _described((value.start, value.stop, value.step))
-    return type(value), value
+    return len(values) == len(now) and all(a is b for a, b in zip(values, now, strict=True))
 
 
 def _check_shape(node: fx.Node) -> None:
     recorded = node.meta["val"]
     try:
-        found = _inferred(node, getattr(recorded, "fake_mode", None))
+        found = infer_once(node.target, node.args, node.kwargs, getattr(recorded, "fake_mode", None))
     except (RuntimeError, ValueError, TypeError) as problem:
         raise VerificationError(
             f"{node}: {node.target} cannot be applied to its operands: {problem}"

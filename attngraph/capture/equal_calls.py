@@ -1,0 +1,223 @@
+"""Within one trace, operations on operands of equal sizes are inferred once.
+
+What a traced operation gives (shapes, dtypes, and whose memory) follows from the same of its operands and
+from its other arguments. Torch infers it anew for each operation, by Python code that compares symbolic
+sizes: most of a trace's time, and equal layers have equal operations. Here a result is described by what it
+follows from, and where that is equal, a result is made from the description. An operation that writes to an
+operand, or whose result depends on values, is left to torch. Used by `trace.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from attngraph.capture.equal_formulas import follows_from_sizes
+from attngraph.capture.replaced import replaced
+
+_PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_SYMBOLIC = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
+_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@contextlib.contextmanager
+def equal_calls_inferred_once() -> Iterator[None]:
+    """Let torch's inference of results look up what is known already."""
+    infer: Any = FakeTensorMode.dispatch
+    known: dict[Any, _Result | None] = {}
+
+    def dispatched(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = _Call.of(mode, op, args, kwargs)
+        if call is None:
+            return infer(mode, op, types, args, kwargs)
+        found = known.get(call.key)
+        if found is not None:
+            return found.made(call)
+        result = infer(mode, op, types, args, kwargs)
+        if call.key not in known:
+            known[call.key] = _Result.of(call, result)
+        return result
+
+    with replaced(FakeTensorMode, "dispatch", dispatched):
+        yield
+
+
+class _NotDescribed(Exception):
+    """A value of another kind than those that are described."""
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of an operation. `tensors`: its operands; `key`: all that its result follows from."""
+
+    mode: Any
+    tensors: list[Any]
+    key: Any = None
+
+    @staticmethod
+    def of(mode: Any, op: Any, args: Any, kwargs: Any) -> _Call | None:
+        """None where the result may follow from something else, or torch notes no conditions on sizes."""
+        env = mode.shape_env
+        if env is None or not _is_inferred(op) or mode.in_kernel_invocation or env._suppress_guards_tls():
+            return None
+        call = _Call(mode, [])
+        try:
+            told = call._described(args), tuple((n, call._described(v)) for n, v in kwargs.items())
+        except _NotDescribed:
+            return None
+        state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        call.key = mode, op, told, call._sharing(), state
+        return call
+
+    def number(self, tensor: Any) -> int | None:
+        """The number of the operand that is this very tensor."""
+        return next((n for n, t in enumerate(self.tensors) if t is tensor), None)
+
+    def number_of_memory(self, tensor: Any) -> int | None:
+        """The number of an operand that has its memory where this tensor has it."""
+        memory = _memory(tensor)
+        return next((n for n, t in enumerate(self.tensors) if _memory(t) == memory), None)
+
+    def _described(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is FakeTensor:
+            return self._tensor(value)
+        if kind in _PLAIN:
+            return kind, value
+        if kind is float:
+            return kind, repr(value)
+        if kind in _SYMBOLIC:
+            return _size(value)
+        if isinstance(value, (list, tuple)):
+            return tuple([self._described(v) for v in value])
+        raise _NotDescribed
+
+    def _tensor(self, tensor: Any) -> Any:
+        if tensor.fake_mode is not self.mode or not _is_plain(tensor):
+            raise _NotDescribed
+        self.tensors.append(tensor)
+        return tensor.dtype, tensor.device, tensor.requires_grad, *_layout(tensor)
+
+    def _sharing(self) -> Any:
+        """Which operands are the same, and which share their memory."""
+        if len(self.tensors) < 2:
+            return ()
+        first: dict[tuple[bool, int], int] = {}
+        each = ((t, n) for t in self.tensors for n in ((True, id(t)), (False, _memory(t))))
+        return tuple(first.setdefault(n, place) for place, (_, n) in enumerate(each))
+
+
+@functools.cache
+def _is_inferred(op: Any) -> bool:
+    """Whether an operation gives tensors that follow from the sizes of others, and does nothing else."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in ("aten", "prims"):
+        return False
+    gives_tensors = all(str(result.type) in ("Tensor", "List[Tensor]") for result in op._schema.returns)
+    return gives_tensors and not op._schema.is_mutable and not any(tag in op.tags for tag in _BY_VALUES)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether a tensor without data is described by its layout: it has no known value either."""
+    turned = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return tensor.constant is None and tensor.layout is torch.strided and not turned
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    sizes, strides = tuple([_size(n) for n in tensor.shape]), tuple([_size(n) for n in tensor.stride()])
+    return sizes, strides, _size(tensor.storage_offset())
+
+
+def _size(value: Any) -> Any:
+    """A size as a number or a formula."""
+    if type(value) is int:
+        return value
+    formula = value.node.expr
+    if not follows_from_sizes(formula):
+        raise _NotDescribed
+    return type(value), formula
+
+
+def _memory(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclasses.dataclass
+class _Made:
+    """One tensor of a result. `base`: the number of the operand whose memory it has; None: memory of its
+    own."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
+    base: int | None
+
+    @staticmethod
+    def of(call: _Call, tensor: Any) -> _Made:
+        if type(tensor) is not FakeTensor or not _is_plain(tensor) or tensor.requires_grad:
+            raise _NotDescribed
+        _, _, offset = _layout(tensor)
+        base = call.number_of_memory(tensor)
+        if base is None and offset != 0:
+            raise _NotDescribed
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return _Made(tensor.dtype, tensor.device, shape, stride, tensor.storage_offset(), base)
+
+    def tensor(self, call: _Call) -> Any:
+        """Another tensor like it, for a call with an equal key."""
+        with in_kernel_invocation_manager(call.mode), call.mode.shape_env.suppress_guards():
+            if self.base is None:
+                made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+            else:
+                made = torch.empty(0, dtype=self.dtype, device="meta")
+                made.set_(call.tensors[self.base].untyped_storage(), self.offset, self.shape, self.stride)
+        return FakeTensor(call.mode, made, self.device)
+
+
+@dataclasses.dataclass
+class _Result:
+    """What a call gave: a tensor, or several (of the class `kind`). A number stands for the operand of that
+    number itself."""
+
+    parts: Sequence[_Made | int | None]
+    kind: Any
+
+    @staticmethod
+    def of(call: _Call, result: Any) -> _Result | None:
+        """None where it is something else."""
+        kind = None if isinstance(result, Tensor) else type(result)
+        if kind is not None and not issubclass(kind, (list, tuple)):
+            return None
+        tensors = [result] if kind is None else list(result)
+        try:
+            parts = [_part(call, t) for t in tensors]
+        except _NotDescribed:
+            return None
+        own = [
+            _memory(t) for t, p in zip(tensors, parts, strict=True) if isinstance(p, _Made) and p.base is None
+        ]
+        return None if len(set(own)) < len(own) else _Result(parts, kind)
+
+    def made(self, call: _Call) -> Any:
+        """The result of a call with an equal key."""
+        parts = self.parts
+        found = [
+            p.tensor(call) if isinstance(p, _Made) else None if p is None else call.tensors[p] for p in parts
+        ]
+        if self.kind is None:
+            return found[0]
+        return self.kind(*found) if hasattr(self.kind, "_fields") else self.kind(found)
+
+
+def _part(call: _Call, tensor: Any) -> _Made | int | None:
+    number = call.number(tensor)
+    return number if number is not None or tensor is None else _Made.of(call, tensor)
