@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,6 +23,7 @@ from attngraph.capture.exported import written_out
 from attngraph.capture.replaced import replaced
 from attngraph.capture.writes import Writes
 from attngraph.ir.graph.program_graph import may_alias
+from attngraph.meaning.algebra.sizes import example_number
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -35,6 +37,8 @@ _UNSAID = (
     "sum_to_size",
 )
 """Composite ops whose results may be views of operands, which their schemas do not state."""
+RECURRENT = [aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input]
+"""Operations that are loops over tokens."""
 
 
 @contextlib.contextmanager
@@ -67,6 +71,13 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
+def _unrolled(unroll: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """A recurrent network as operations on each token, in a trace for one number of tokens alone; one
+    operation in other traces, and where it also runs backwards."""
+    number, is_backwards = example_number(), args[6]
+    return unroll(x, *args) if number and number in x.shape[:2] and not is_backwards else NotImplemented
+
+
 @functools.cache
 def _composite_views() -> dict[Any, Callable[..., Any]]:
     """Decompositions of the composite ops that may return a view of an operand."""
@@ -85,4 +96,7 @@ def _composite_views() -> dict[Any, Callable[..., Any]]:
         aten.einsum.default.decompose(equation, operands, **order) if len(operands) == 1 else NotImplemented
     )
     found[aten.dropout.default] = lambda x, p, train: NotImplemented if train and p != 0 else x
+    found |= {
+        op: functools.partial(_unrolled, unroll) for op, unroll in get_decompositions(RECURRENT).items()
+    }
     return found

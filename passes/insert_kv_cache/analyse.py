@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import fx
 
+from attngraph.capture.functional import RECURRENT
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
@@ -102,10 +103,15 @@ def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> No
             f"{_no_sum(tokens, culprit)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention, windows of tokens, running sums and loops of equal steps look at earlier ones.",
-            _is_of_few_lengths(graph, ids),
+            _runs_forwards(culprit) or _is_of_few_lengths(graph, ids),
         )
     if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
+
+
+def _runs_forwards(node: fx.Node) -> bool:
+    """Whether it is a recurrent network, which a trace for one number of tokens writes out as a loop."""
+    return node.target in RECURRENT and not node.args[7]
 
 
 def _is_of_few_lengths(graph: ProgramGraph, ids: fx.Node) -> bool:
@@ -135,6 +141,8 @@ def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
 def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:
     """Why the first operation that mixes tokens is no obstacle that could be passed by."""
     reason, value = tokens[culprit].reason, culprit.meta.get("val")
+    if culprit.target in RECURRENT and culprit.args[7]:
+        return "it runs over the tokens in both directions"
     if sees_later:
         return reason
     if culprit.target in (aten.conv1d.default, aten.convolution.default):

@@ -148,6 +148,46 @@ FOLDS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+class Recurrent(nn.Module):
+    """A model with one of PyTorch's recurrent networks as its only mixer."""
+
+    def __init__(self, layer: nn.Module, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer, self.logits = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            layer,
+            nn.Linear(width, VOCABULARY),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        first = getattr(self.layer, "batch_first", True)
+        found = self.layer(x)[0] if first else self.layer(x.transpose(0, 1))[0].transpose(0, 1)
+        result: Tensor = self.logits(found)
+        return result
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "GRU": lambda: Recurrent(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "two layers of LSTM, tokens first": lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2)),
+    "LSTM with a projection": lambda: Recurrent(nn.LSTM(WIDTH, 6, batch_first=True, proj_size=4), 4),
+    "RNN without biases": lambda: Recurrent(nn.RNN(WIDTH, 5, batch_first=True, bias=False), 5),
+    "RNN with relu": lambda: Recurrent(nn.RNN(WIDTH, WIDTH, batch_first=True, nonlinearity="relu")),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_network_of_pytorch_decodes(name: str, decodes: Any) -> None:
+    decodes(RECURRENT[name](), VOCABULARY, 24)
+
+
+def test_a_network_that_runs_in_both_directions_is_refused() -> None:
+    model = Recurrent(nn.GRU(WIDTH, 4, batch_first=True, bidirectional=True)).eval()
+    with pytest.raises(attngraph.NoDecoderError, match=r"test_loops\.py:\d+: .*both directions"):
+        attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("name", FOLDS)
 def test_an_operation_that_folds_all_tokens_so_far_decodes(name: str, decodes: Any) -> None:
     decoder = decodes(Loop(FOLDS[name]), VOCABULARY, 24)

@@ -17,7 +17,8 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source")
 """The keys of a node's meta that say where it comes from."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_OURS = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("ir", "capture"))
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
 
@@ -45,7 +46,7 @@ def call_stack(trace: str) -> tuple[list[Frame], int]:
     for path, line in _FRAME.findall(trace):
         if path.startswith(_LAYERS):  # the call of a module: its forward is below
             entered = len(frames)
-        elif not path.startswith((_TORCH, _OURS, "<", "torch/")):
+        elif not path.startswith((_TORCH, *_OURS, "<", "torch/")):
             frame = Frame(path, int(line))
             if len(frames) == entered or frames[-1] != frame:  # a generator's line calls itself
                 frames.append(frame)
@@ -65,7 +66,7 @@ def source_of(node: fx.Node) -> str:
 
 @functools.lru_cache(maxsize=2048)
 def _source(trace: str) -> str:
-    frames = [f for f in _FRAME.findall(trace) if not f[0].startswith(("<", "torch/", _OURS))]
+    frames = [f for f in _FRAME.findall(trace) if not f[0].startswith(("<", "torch/", *_OURS))]
     outside = [f for f in frames if not f[0].startswith(_TORCH)]
     layers = [f for f in frames if f[0].startswith(_LAYERS) and not f[0].endswith("module.py")]
     for path, line in (outside or layers)[-1:]:
@@ -77,11 +78,11 @@ def caller_of(node: fx.Node) -> tuple[str, str]:
     """The line of the same forward, in another file, that called the code in which the node stands (a
     model's call of a library's attention), and the text of that line; "" where there is none."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    inner = next((f for f in reversed(frames) if not f[0].startswith((_TORCH, _OURS, "<"))), None)
+    inner = next((f for f in reversed(frames) if not f[0].startswith((_TORCH, *_OURS, "<"))), None)
     if inner is None:
         return "", ""
     for path, line in reversed(frames[: frames.index(inner)]):
-        if path.startswith((_LAYERS, _OURS)):  # the call of this module: its forward is below
+        if path.startswith((_LAYERS, *_OURS)):  # the call of this module: its forward is below
             break
         if path != inner[0] and not path.startswith((_TORCH, "<")):
             return f"{short_path(path)}:{line}", linecache.getline(path, int(line)).strip()

@@ -40,6 +40,11 @@ def example_size(number: int) -> Iterator[None]:
         _EXAMPLE.reset(before)
 
 
+def example_number() -> int:
+    """The number that stands for a size; 0 if none does."""
+    return _EXAMPLE.get()
+
+
 def is_example(size: Expr) -> bool:
     """Whether a size is one of which a graph has only an example; its name is that number."""
     return size.op == "size" and str(size.value).isdecimal()
