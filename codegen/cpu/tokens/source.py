@@ -23,7 +23,7 @@ COUNTERS = 8
 """Where the counters of the phases begin in a call, as in c/tokens.h."""
 _ELEMENTS = {"float32": "float", "int8": "int8_t", "uint8": "uint8_t", "int32": "int32_t"}
 _TYPES = {"float32": "FLOAT", "int8": "INT8", "uint8": "UINT8", "int32": "INT32"}
-"""The types of given tensors as C and as c/product.h name them."""
+"""The types of given tensors as C and as c/elements.h name them."""
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
 
@@ -76,9 +76,9 @@ def write(text: str) -> str:
     _require_whole_groups(program)
     emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
-    headers = (header(name) for name in ("functions.h", "product.h", "tokens.h"))
-    integers = "#define INTEGERS\n" if any(g.dtype != "float32" for g in program.given) else ""
-    return "\n".join([f"{head}#define FLOAT32\n{integers}", *headers, *emitter.functions()])
+    headers = (header(name) for name in ("functions.h", "elements.h", "product.h", "tokens.h"))
+    short = "#define SHORT_ELEMENTS\n" if any(g.dtype != "float32" for g in program.given) else ""
+    return "\n".join([f"{head}#define FLOAT32\n{short}", *headers, *emitter.functions()])
 
 
 def _require_whole_groups(program: TokenProgram) -> None:
