@@ -111,7 +111,7 @@ def _serves(program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor]) -> b
 def _plan(
     program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], kept: torch.dtype
 ) -> Plan:
-    return Plan(program.without_scale, dtype, reads, None if kept == dtype else kept)
+    return Plan(program.without_scale, dtype, reads, kept=None if kept == dtype else kept)
 
 
 def _empty(q: Tensor, width: int) -> Tensor:

@@ -48,7 +48,7 @@ class Plan:
     program: ScoreProgram
     dtype: torch.dtype
     reads: tuple[torch.dtype, ...]
-    kept: torch.dtype | None = None
+    kept: torch.dtype | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
