@@ -66,7 +66,7 @@ INLINE void dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_
             by[o] = scaled ? scales.scale[(first + o) * groups + g] : 1;
             less[o] = zeros ? number(scales.zero, (first + o) * groups + g, zeros) : 0;
         }
-        const int vectors = size_of(type) == 1 ? LINE / LANES : 1;
+        const int vectors = type == FLOAT ? 1 : (int)(LINE / LANES / size_of(type));
         d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, vectors);
         if (vectors > 1)
             d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, 1);
