@@ -9,8 +9,8 @@
 
 Values are numbered in the order in which they are given or defined; a definition reads given tensors and
 earlier definitions (by its own indices alone: always for the same token). Definitions are float32, whatever
-the dtypes of given tensors and results. A definition may begin with one `sum` or `amax` over an index. Extents
-are numbers; only the number of tokens is left open, so one program serves any number of tokens. Expressions
+the dtypes of given tensors and results. A definition may begin with one `sum` or `amax` over an index. Each
+extent is a number; only that of tokens is left open, so one program serves any number of tokens. Expressions
 are those of the score language (`parser.py`).
 """
 
