@@ -385,6 +385,7 @@ def _cache_entry(
         tuple(dict.fromkeys(captured.checks)),
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
         config.rounded if scales else "", drift if scales else None,
+        tuple(s.label for s in plan.stores if config.rounded and not s.scales_of and s.name not in scales),
     )  # fmt: skip
 
 

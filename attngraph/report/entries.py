@@ -265,7 +265,8 @@ class CacheEntry:
     `carried` lists (what, bytes) of values of which each sequence has one, whatever its length; `anew` the
     lines of values that every step computes anew from all tokens.
     `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
-    what that changes (None: not measured).
+    what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
+    to be rounded.
     """
 
     bytes_per_token: int
@@ -283,6 +284,7 @@ class CacheEntry:
     anew: tuple[str, ...] = ()
     rounded: str = ""
     drift: Drift | None = None
+    unrounded: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:
@@ -358,6 +360,11 @@ class CacheEntry:
             found.append(
                 f"      approximate: kept as {self.rounded} with a scale for each token and head; "
                 f"{self.drift or 'what that changes was not measured'}"
+            )
+        if self.unrounded:
+            found.append(
+                f"      {len(self.unrounded)} value(s) kept as computed, not in 8 bits "
+                f"(the pass quantise-cache says why): {', '.join(dict.fromkeys(self.unrounded))}"
             )
         shown = "not compared with whole sequences" if self.error is None else (
             f"equal to whole sequences in float64 (error {self.error:.0e})"
