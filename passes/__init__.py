@@ -16,6 +16,7 @@ from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.merge_heads import MergeHeads
+from attngraph.passes.quantise_cache import QuantiseCache
 from attngraph.passes.quantised_linear import QuantisedLinear
 from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels
@@ -25,12 +26,14 @@ from attngraph.pipeline import Pass
 
 
 def order(
-    backend: str = "auto", absorb: str = "auto", decoder: bool = False, ranks: int = 1, group: str = ""
-) -> tuple[Pass, ...]:
+    backend: str = "auto", absorb: str = "auto", decoder: bool = False, ranks: int = 1, group: str = "",
+    rounded: str = "",
+) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
     `attngraph.compile`. `ranks`: how many ranks of the process group `group` run the graph together.
+    `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     """
     family = "" if backend == "auto" else backend
     rest: tuple[Pass, ...] = (ReassociateLinear(),)
@@ -44,6 +47,7 @@ def order(
         *rest,
         *((ShardHeads(ranks, group),) if ranks > 1 else ()),
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
+        *((QuantiseCache(rounded),) if rounded else ()),
     )
 
 
@@ -51,6 +55,7 @@ DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (
     *DEFAULT_PIPELINE, ShardHeads(), InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise(),
+    QuantiseCache(),
 )  # fmt: skip
 """Every pass that can be run by itself on a graph."""
 

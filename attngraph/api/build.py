@@ -41,10 +41,18 @@ from attngraph.ir.ops.latent_attention import absorbed_operands
 from attngraph.meaning.algebra.sizes import example_size
 from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache, only_result
+from attngraph.passes.quantise_cache import QuantiseCache
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
-from attngraph.report.entries import AttentionEntry, Break, CacheEntry, KernelEntry, TokenProgramEntry
+from attngraph.report.entries import (
+    AttentionEntry,
+    Break,
+    CacheEntry,
+    Drift,
+    KernelEntry,
+    TokenProgramEntry,
+)
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.direct import shortened
@@ -52,7 +60,8 @@ from attngraph.runtime.executable import Executable
 from attngraph.runtime.parallel.agree import agree
 from attngraph.runtime.parallel.parameters import Own, distribute, stand_ins
 from attngraph.runtime.parallel.simulated import simulated
-from attngraph.runtime.proof import prove, prove_longer
+from attngraph.runtime.proof import Proved, prove, prove_longer
+from attngraph.runtime.proof_of_storage import prove_storage
 from attngraph.runtime.step import Step
 
 
@@ -262,7 +271,9 @@ def derive_decoder(
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
     start = time.perf_counter()
-    first, (_, *later) = split_at(options.decoder_pipeline(), InsertKVCache.name)
+    first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
+    rounding = [step for step in later if step.name == QuantiseCache.name]
+    later = [step for step in later if step.name != QuantiseCache.name]
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     place = names.index(name)
     tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
@@ -276,26 +287,46 @@ def derive_decoder(
     captured, result, graph = made.captured, made.result, made.captured.graph
     spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
     arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
+    run = step_runner_of(options)
+    about = owner_of(target), name, names, CompileReport(), run, captured.left_out, spread
+    step = Step(graph.copy() if rounding else graph, *about)
+    proved, drift = None, None
+    if made.before is not None:
+        proved = _proved(target, made.before, step, arguments, captured, options)
+    if rounding:
+        wide, more = step, run_passes(graph, rounding, made.dump, options.progress)
+        inserted.records += more.records
+        step = Step(graph, *about)
+        if proved is not None:
+            drift = prove_storage(wide, step, arguments, name, proved.logits)
     report = CompileReport(
         tuple(_entries(graph)), tuple(result.missed), (*result.records, *inserted.records),
         captured=result.captured, code=result.code, programs=_programs(graph), numbers=made.numbers,
         capture=made.seconds,
     )  # fmt: skip
-    run = step_runner_of(options)
-    step = Step(graph, owner_of(target), name, names, report, run, captured.left_out, spread)
-    error = None
-    if made.before is not None:
-        logits = _place_of_logits(captured.structure)
-        if options.progress is not None:
-            options.progress("proof")
-        error = prove(made.before, step, arguments, name, logits)
-        if step.traced_few():
-            prove_longer(target, step, arguments, name, logits)
-    cache = _cache_entry(step, config, captured, error)
+    cache = _cache_entry(step, config, captured, None if proved is None else proved.error, drift)
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:
         made.dump.finish(step.report)
     return step
+
+
+def _proved(
+    target: Callable[..., Any], before: ProgramGraph, step: Step, arguments: Mapping[str, Any],
+    captured: Captured, options: Options,
+) -> Proved:  # fmt: skip
+    """Compare a decoder that rounds nothing with the model.
+
+    Raises:
+        NoDecoderError: they differ.
+    """
+    logits = _place_of_logits(captured.structure)
+    if options.progress is not None:
+        options.progress("proof")
+    found = prove(before, step, arguments, step.name, logits)
+    if step.traced_few():
+        prove_longer(target, step, arguments, step.name, logits)
+    return found
 
 
 def _require_no_others(graph: ProgramGraph, number: int, multiples: frozenset[int]) -> None:
@@ -337,15 +368,24 @@ def _with_cache(made: _Rewritten, passes: Sequence[Pass], options: Options) -> R
         ) from problem  # fmt: skip
 
 
-def _cache_entry(step: Step, config: CacheConfig, captured: Captured, error: float | None) -> CacheEntry:
+def _cache_entry(
+    step: Step, config: CacheConfig, captured: Captured, error: float | None, drift: Drift | None
+) -> CacheEntry:
     plan = step.plan
-    stores = tuple((s.label, s.bytes_in(config.dtype), s.window) for s in plan.stores)
+    scales = {s.scales_of: s.bytes_per_token for s in plan.stores if s.scales_of}
+    stores = tuple(
+        (s.label, s.bytes_in(config.floating) + scales.get(s.name, 0), s.window)
+        for s in plan.stores
+        if not s.scales_of
+    )
     return CacheEntry(
         sum(size for _, size, _ in stores), plan.expanded, plan.attentions, stores, len(plan.fixed),
         step.limit, error, config.rollback, config.page if config.layout == "paged" else 1,
         tuple(a.label.removeprefix("model.") for a in captured.attributes),
         tuple(dict.fromkeys(captured.checks)),
         tuple((value.label, value.bytes_per_row) for value in plan.carried), plan.anew,
+        config.rounded if scales else "", drift if scales else None,
+        tuple(s.label for s in plan.stores if config.rounded and not s.scales_of and s.name not in scales),
     )  # fmt: skip
 
 

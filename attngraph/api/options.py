@@ -66,8 +66,9 @@ class Options:
         ranks, group = (1, "") if axis is None else (axis.count, axis.group)
         return without(order(self.backend, self.absorb, ranks=ranks, group=group), self.disable)
 
-    def decoder_pipeline(self) -> tuple[Pass, ...]:
+    def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
+        `rounded`: the dtype of 8 bits of its cache, if it has one.
 
         Raises:
             ValueError: custom passes or several ranks were given, or `InsertKVCache` is disabled.
@@ -78,7 +79,7 @@ class Options:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
-        return without(order(self.backend, self.absorb, decoder=True), self.disable)
+        return without(order(self.backend, self.absorb, decoder=True, rounded=rounded), self.disable)
 
 
 def _as_pass(step: Any) -> Pass:

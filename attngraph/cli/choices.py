@@ -8,6 +8,7 @@ ABSORB = ("auto", "always", "never", "fold")
 PASSES = (
     "canonicalize", "fuse-attention", "merge-heads", "absorb-mla", "reassociate-linear", "select-kernels",
     "shard-heads", "insert-kv-cache", "tidy", "quantised-linear", "fuse-token-wise",
+    "quantise-cache",
 )  # fmt: skip
 FORMATS = ("pt2", "onnx")
 FALLBACKS = ("sdpa", "eager")

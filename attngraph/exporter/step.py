@@ -205,6 +205,8 @@ def _refuse(step: Step) -> None:
         raise ExportError(
             "the decoder computes values once for a prompt (an encoder, say), which are not exported yet."
         )
+    if any(store.scales_of for store in plan.stores):
+        raise ExportError("the decoder keeps numbers of 8 bits with scales, which are not exported yet.")
     if plan.carried:
         raise ExportError("the decoder carries running sums from token to token, which are not exported yet.")
     others = [a for a in step.arguments if a != step.name]

@@ -239,6 +239,24 @@ def binary(count: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drift:
+    """How far a decoder's logits are from those that its model gives without rounding, over `tokens` tokens:
+    the divergence (Kullback and Leibler) of the distribution of the next token, in nats, in the mean and at
+    most, and for how many tokens the likeliest one is the same."""
+
+    tokens: int
+    mean: float
+    largest: float
+    same: int
+
+    def __str__(self) -> str:
+        return (
+            f"over {self.tokens:,} tokens the logits' KL divergence is {self.mean:.1e} in the mean, "
+            f"{self.largest:.1e} at most; the likeliest token is the same for {self.same:,}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheEntry:
     """What a derived decoder keeps.
 
@@ -251,6 +269,9 @@ class CacheEntry:
     raise for certain values in the model, but not in the decoder.
     `carried` lists (what, bytes) of values of which each sequence has one, whatever its length; `anew` the
     lines of values that every step computes anew from all tokens.
+    `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
+    what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
+    to be rounded.
     """
 
     bytes_per_token: int
@@ -266,6 +287,9 @@ class CacheEntry:
     unchecked: tuple[str, ...] = ()
     carried: tuple[tuple[str, int], ...] = ()
     anew: tuple[str, ...] = ()
+    rounded: str = ""
+    drift: Drift | None = None
+    unrounded: tuple[str, ...] = ()
 
     @property
     def bytes_per_row(self) -> int:
@@ -337,8 +361,19 @@ class CacheEntry:
             found.append(
                 f"      not checked, unlike by the model's own forward(): {', '.join(self.unchecked)}"
             )
+        if self.rounded:
+            found.append(
+                f"      approximate: kept as {self.rounded} with a scale for each token and head; "
+                f"{self.drift or 'what that changes was not measured'}"
+            )
+        if self.unrounded:
+            found.append(
+                f"      {len(self.unrounded)} value(s) kept as computed, not in 8 bits "
+                f"(the pass quantise-cache says why): {', '.join(dict.fromkeys(self.unrounded))}"
+            )
         shown = "not compared with whole sequences" if self.error is None else (
-            f"equal to whole sequences in float64 (error {self.error:.0e})")  # fmt: skip
+            f"equal to whole sequences in float64 (error {self.error:.0e})"
+            + ", before rounding" * bool(self.rounded))  # fmt: skip
         return [*found, f"      {shown}"]
 
 

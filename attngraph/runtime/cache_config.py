@@ -6,8 +6,10 @@ import dataclasses
 
 import torch
 
+from attngraph.ir.ops.quantised import LARGEST
+
 LAYOUTS = ("contiguous", "paged")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *LARGEST)
 """Of cached values."""
 
 
@@ -17,7 +19,9 @@ class CacheConfig:
 
     Args:
         max_length: the most tokens per row; None: as many as the model supports.
-        dtype: of cached values; None: as computed.
+        dtype: of cached values; None: as computed. `torch.int8` and `torch.float8_e4m3fn` keep keys, values
+            and latents rounded, with a scale for each token and head: a quarter of the bytes, and results
+            that are approximate; the report says by how much.
         layout: "contiguous" (each row's tokens in one block, which grows by doubling) or "paged" (pages of
             `page` tokens that rows can share: beams, common prefixes, an engine).
         page: tokens per page.
@@ -54,6 +58,17 @@ class CacheConfig:
         if self.dtype is not None and self.dtype not in DTYPES:
             known = ", ".join(str(d) for d in DTYPES)
             raise ValueError(
-                f"a cache's dtype must be one of {known}, found {self.dtype}: there is no cache of "
-                "integers or of 8-bit floating values, which would need scales."
+                f"a cache's dtype must be one of {known}, found {self.dtype}: values of other dtypes are not "
+                "read by any kernel."
             )
+
+    @property
+    def rounded(self) -> str:
+        """The name of the dtype of 8 bits in which keys and values are kept, with scales; "" if they are
+        not."""
+        return str(self.dtype).removeprefix("torch.") if self.dtype in LARGEST else ""
+
+    @property
+    def floating(self) -> torch.dtype | None:
+        """The dtype of what is kept as floating values without scales; None: as the graph gives it."""
+        return None if self.rounded else self.dtype

@@ -22,9 +22,11 @@ from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
 from attngraph.ir import budgets
+from attngraph.report.entries import Drift
 from attngraph.report.report import CompileReport
 from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.drift import drift_between
 from attngraph.runtime.generate import generate
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
 from attngraph.runtime.kv_cache import KVCache
@@ -229,6 +231,25 @@ class Decoder(ModelWrapper):
             return self._first(step, self.pack(rows, None), {})[0]
 
         return generate(first, rolling(advance, restart, state, packed.rows(), limit), prompts, options)
+
+    @serving
+    def drift(self, ids: Tensor) -> Drift:
+        """How far the logits of tokens that are decoded one by one from the cache are from those of the same
+        tokens all at once, which see each other's values as they are computed: what rounding in the cache
+        (`CacheConfig(dtype=torch.int8)`) changes on these sequences.
+
+        Args:
+            ids: `[B, T]`.
+
+        Raises:
+            ValueError: there is no second token. NoDecoderError, CacheError: as for `prefill`.
+        """
+        if ids.ndim != 2 or ids.shape[1] < 2:
+            raise ValueError(f"sequences of two tokens or more are needed, [B, T]; found {list(ids.shape)}.")
+        wanted, _ = self.prefill(ids)
+        _, state = self.prefill(ids[:, :1])
+        found = [self.decode(ids[:, at : at + 1], state) for at in range(1, ids.shape[1])]
+        return drift_between(torch.cat(found, 1), wanted[:, 1:])
 
     # --- parts ---
 

@@ -65,7 +65,7 @@ class KVCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token of one row, sliding windows not considered."""
-        return sum(store.bytes_in(self.config.dtype) for store in self.plan.stores)
+        return sum(store.bytes_in(self.config.floating) for store in self.plan.stores)
 
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""

@@ -58,7 +58,8 @@ class Pages:
         first = members[0]
         shape = list(first.shape)
         shape[first.row_dim], shape[first.token_dim] = pages, self.page
-        dtype = self.config.dtype if self.config.dtype and first.dtype.is_floating_point else first.dtype
+        floating = self.config.floating
+        dtype = floating if floating and first.dtype.is_floating_point else first.dtype
         return torch.empty((len(members), *shape), dtype=dtype, device=self.device)
 
     @property

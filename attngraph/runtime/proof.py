@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,16 @@ STEPS: tuple[tuple[int, int], ...] = ((4, 2), (1, 1), (0, 3), (2, 1), (1, 1))
 same length."""
 
 
-def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: str, result: int) -> float:
-    """The largest difference found, relative to the largest logit.
+class Proved(NamedTuple):
+    """The largest difference found, relative to the largest logit, and the logits of the decoder, `[rows,
+    tokens, V]`."""
+
+    error: float
+    logits: Tensor
+
+
+def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: str, result: int) -> Proved:
+    """Compare a decoder with the whole model.
 
     Args:
         whole: the captured model. step: the decoder derived from it.
@@ -51,15 +59,9 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         NoDecoderError: they differ.
     """
     with torch.no_grad():
-        rows, given = arguments[name].shape[:2]
-        steps = _steps(step, given)
-        places = torch.arange(sum(count for count, _ in steps)) % given
-        generator = torch.Generator().manual_seed(0)
-        order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
-        full = dict(arguments)
-        for n in step.arguments:  # their entries for every token, permuted and repeated to the full length
-            full[n] = torch.stack([row[picked] for row, picked in zip(arguments[n], order, strict=True)])
-        found = _by_steps(step, full, full[name].device, steps)
+        rows = arguments[name].shape[0]
+        full, steps = sample(step, arguments, name)
+        logits = found = _by_steps(step, full, full[name].device, steps)
         machine = Machine(whole, step.owner, names=step.names)
         wanted = machine(full, interpret=Exact)[result]
         if wanted.shape != found.shape and not step.plan.length.isdecimal():
@@ -75,7 +77,22 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
             f"prefill and decode do not give what the whole sequence gives ({difference}{much}; places are "
             "[row, token, logit]). Please report it."
         )
-    return difference.relative
+    return Proved(difference.relative, logits)
+
+
+def sample(
+    step: Step, arguments: Mapping[str, Any], name: str
+) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+    """Arguments as long as the calls to compare together, made of the given tokens, and these calls."""
+    rows, given = arguments[name].shape[:2]
+    steps = _steps(step, given)
+    places = torch.arange(sum(count for count, _ in steps)) % given
+    generator = torch.Generator().manual_seed(0)
+    order = torch.stack([torch.randperm(given, generator=generator)[places] for _ in range(rows)])
+    full = dict(arguments)
+    for n in step.arguments:  # their entries for every token, permuted and repeated to the full length
+        full[n] = torch.stack([row[picked] for row, picked in zip(arguments[n], order, strict=True)])
+    return full, steps
 
 
 def _steps(step: Step, given: int) -> tuple[tuple[int, int], ...]:
@@ -148,23 +165,37 @@ def _by_steps(
     step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[tuple[int, int]]
 ) -> Tensor:
     """The results of all tokens, `[rows, tokens, ...]`, computed a few at a time."""
-    state = KVCache(
-        step.plan, len(steps[0]), CacheConfig(dtype=torch.float64, layout="paged", page=3), device
-    )
-    step.begin(state, {n: full[n] for n in step.prompt_arguments}, Exact)
+    state = empty_state(step, full, device, steps)
     found: list[list[Tensor]] = [[] for _ in steps[0]]
     for counts in steps:
         state.reserve(counts)
         poison(state)
-        parts = {
-            n: torch.cat([full[n][row, at : at + count] for row, (at, count) in
-                          enumerate(zip(state.lengths, counts, strict=True))]).unsqueeze(0)
-            for n in step.arguments
-        }  # fmt: skip
+        parts = tokens_of(step, full, state.lengths, counts)
         logits = step.advance(state, counts, parts, run=Exact)[0]
         for row, part in enumerate(torch.split(logits, list(counts))):
             found[row].append(part)
     return torch.stack([torch.cat(pieces) for pieces in found])
+
+
+def empty_state(
+    step: Step, full: Mapping[str, Any], device: torch.device, steps: Sequence[tuple[int, int]]
+) -> KVCache:
+    """A state for the calls to compare, that keeps floating values in float64."""
+    config = CacheConfig(dtype=torch.float64, layout="paged", page=3)
+    state = KVCache(step.plan, len(steps[0]), config, device)
+    step.begin(state, {n: full[n] for n in step.prompt_arguments}, Exact)
+    return state
+
+
+def tokens_of(
+    step: Step, full: Mapping[str, Any], lengths: Sequence[int], counts: Sequence[int]
+) -> dict[str, Tensor]:
+    """The arguments of the next call, packed: of each row so many tokens after those that it has."""
+    return {
+        n: torch.cat([full[n][row, at : at + count] for row, (at, count) in
+                      enumerate(zip(lengths, counts, strict=True))]).unsqueeze(0)
+        for n in step.arguments
+    }  # fmt: skip
 
 
 def poison(state: KVCache) -> None:

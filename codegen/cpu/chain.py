@@ -26,7 +26,7 @@ class Link:
         held: what must stay alive.
         is_good: whether the last run was valid (no index was out of range).
         refresh: sets what depends on the rows' lengths.
-        move_pages: makes it read keys and values from other pages.
+        move_pages: makes it read keys and values from other pages: these, and their scales if they have any.
     """
 
     function: Any
@@ -36,7 +36,7 @@ class Link:
     held: list[Any]
     is_good: Callable[[], bool] = lambda: True
     refresh: Callable[[], None] = lambda: None
-    move_pages: Callable[[Tensor, Tensor], None] | None = None
+    move_pages: Callable[..., None] | None = None
 
 
 class Chain:

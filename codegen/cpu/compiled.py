@@ -4,18 +4,20 @@ On the first call that is large enough, the program is emitted as C (`source.py`
 (`library.py`); the backward pass likewise (`backward.py`). Smaller calls run PyTorch's operations, because
 compiling would cost more than it saves. Scores are float32. Calls that the C does not support (sizes beyond
 28 bits, reads of other dtypes, an index out of range) go to the other CPU kernels. Failed compilations are
-logged once.
+logged once. Where ATen's kernel serves numbers of 16 bits, the one that takes less time here is used
+(`chosen.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import backward, source, team, toolchain
+from attngraph.codegen.cpu import backward, chosen, source, team, toolchain
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run
 from attngraph.codegen.cpu.flash import Flash
 from attngraph.codegen.cpu.library import Library, library
@@ -35,6 +37,7 @@ one head, and enough to keep all threads busy."""
 LEFT = "its gradients are computed by PyTorch's operations, in blocks"
 _log = logging.getLogger("attngraph.codegen.cpu")
 _remarks = Remarks()
+_Result = TypeVar("_Result")
 
 
 def is_worth_compiling(operands: Operands) -> bool:
@@ -67,6 +70,34 @@ class Compiled(Kernel):
     def forward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
+        def flash() -> tuple[Tensor, Tensor]:
+            return self._flash.forward(program, operands, reads, sizes)
+
+        def ours() -> tuple[Tensor, Tensor]:
+            return self._forward(program, operands, reads, sizes)
+
+        return self._faster("forward", program, operands, flash, ours)
+
+    def _faster(
+        self, step: str, program: ScoreProgram, operands: Operands, flash: Callable[[], _Result],
+        ours: Callable[[], _Result],
+    ) -> _Result:  # fmt: skip
+        """The result of the kernel that takes less time here, where there are two for numbers of 16 bits."""
+        short = operands[0].dtype in (torch.bfloat16, torch.float16)
+        if not (short and is_worth_compiling(operands) and self._flash.refuse(program, operands) is None):
+            return ours()
+        kind = chosen.kind_of(step, program, operands)
+        times = chosen.known(kind)
+        if times is None:
+            found = chosen.measure(kind, {self._flash.name: flash, self.name: ours})
+            _remarks.add(program, chosen.said(kind, chosen.known(kind) or {}))
+            return found
+        _remarks.add(program, chosen.said(kind, times))
+        return flash() if chosen.best(times) == self._flash.name else ours()
+
+    def _forward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         if is_worth_compiling(operands):
             require_in_range(program, operands, reads, sizes)
             plan = Plan(program.without_scale, operands[0].dtype, tuple(r.dtype for r in reads))
@@ -78,6 +109,18 @@ class Compiled(Kernel):
         return self._otherwise(program, operands).forward(program, operands, reads, sizes)
 
     def backward(
+        self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
+        results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
+        def flash() -> list[Tensor | None]:
+            return self._flash.backward(program, operands, reads, sizes, results, grads)
+
+        def ours() -> list[Tensor | None]:
+            return self._backward(program, operands, reads, sizes, results, grads)
+
+        return self._faster("backward", program, operands, flash, ours)
+
+    def _backward(
         self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor], sizes: Sequence[int],
         results: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor],
     ) -> list[Tensor | None]:  # fmt: skip

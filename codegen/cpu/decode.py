@@ -25,7 +25,8 @@ from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import Rows, counts, row_by_row
+from attngraph.ir.ops.cached_attention import UNSCALED, Rows, Scales, counts, row_by_row
+from attngraph.ir.ops.quantised import LARGEST
 from attngraph.meaning.masks.causal import examine
 
 LONG = 1 << 24
@@ -46,7 +47,7 @@ class Decode:
 
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
+        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
     ) -> Tensor | None:  # fmt: skip
         if not q.is_cpu or 0 in q.shape[2:]:  # dots of no width are zero: left to the general way
             return None
@@ -54,24 +55,22 @@ class Decode:
         are_long = about.are_long(q.shape[1])
         if len(are_long) and all(are_long):
             return None
-        if not pages[0].dtype == pages[1].dtype == q.dtype:
-            return None
-        made = _prepare(
-            program.text, program, q.dtype, tuple(r.dtype for r in reads), q.shape[3], pages[1].shape[3]
-        )
+        made = _prepare(program, q, pages, reads)
         if made is None:
             return None
         if not any(are_long):
-            return made.attend(q, new, pages, reads, tuple(sizes), about)
+            return made.attend(q, new, pages, reads, tuple(sizes), about, scales)
         out = _empty(q, pages[1].shape[3])
         for is_long in (False, True):
             tokens, own = _only([is_long == one for one in are_long], rows)
             here = q.index_select(2, tokens)
             k, v = (n if n.shape[2] == 0 else n.index_select(2, tokens) for n in new)
             if is_long:
-                part: Tensor | None = row_by_row(program, here, (k, v), pages, reads, sizes, own, "cpu")
+                part: Tensor | None = row_by_row(
+                    program, here, (k, v), pages, reads, sizes, own, "cpu", scales
+                )
             else:
-                part = made.attend(here, (k, v), pages, reads, tuple(sizes), _Rows(own))
+                part = made.attend(here, (k, v), pages, reads, tuple(sizes), _Rows(own), scales)
             if part is None:
                 return None
             out.index_copy_(2, tokens, part)
@@ -79,34 +78,40 @@ class Decode:
 
     def link(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
+        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
     ) -> Link | None:  # fmt: skip
         """The call that `attend` makes, ready to run; None if it is not supported."""
         about = _Rows(rows)
         if not q.is_cpu or 0 in q.shape[2:] or any(about.are_long(q.shape[1])):
             return None
-        if not pages[0].dtype == pages[1].dtype == q.dtype:
+        made = _prepare(program, q, pages, reads)
+        if made is None:
             return None
-        made = _prepare(
-            program.text, program, q.dtype, tuple(r.dtype for r in reads), q.shape[3], pages[1].shape[3]
-        )
-        return None if made is None else made.link(q, new, pages, reads, tuple(sizes), about, _threads())
+        return made.link(q, new, pages, reads, tuple(sizes), about, scales, _threads())
 
     def source(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
     ) -> str:
-        if not q.is_cpu or not pages[0].dtype == pages[1].dtype == q.dtype:
-            return ""
-        if not _serves(program, q.dtype, max(q.shape[3], pages[1].shape[3])):
+        if not q.is_cpu or not _serves(program, q, pages):
             return ""
         try:
-            return source.write(Plan(program.without_scale, q.dtype, tuple(r.dtype for r in reads))).text
+            return source.write(_plan(program, q.dtype, tuple(r.dtype for r in reads), pages[0].dtype)).text
         except UnsupportedError:
             return ""
 
 
-def _serves(program: ScoreProgram, dtype: torch.dtype, width: int) -> bool:
-    return dtype in source.ELEMENTS and not program.changes_weights and width <= WIDEST
+def _serves(program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor]) -> bool:
+    """Whether there is C for such queries and pages."""
+    k, v = pages
+    if q.dtype not in source.ELEMENTS or k.dtype != v.dtype or k.dtype not in source.KEPT:
+        return False
+    return not program.changes_weights and max(q.shape[3], v.shape[3]) <= WIDEST
+
+
+def _plan(
+    program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], kept: torch.dtype
+) -> Plan:
+    return Plan(program.without_scale, dtype, reads, kept=None if kept == dtype else kept)
 
 
 def _empty(q: Tensor, width: int) -> Tensor:
@@ -134,9 +139,9 @@ class _Prepared:
 
     def attend(
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        sizes: tuple[int, ...], rows: _Rows,
+        sizes: tuple[int, ...], rows: _Rows, scales: Scales,
     ) -> Tensor | None:  # fmt: skip
-        made = self.link(q, new, pages, reads, sizes, rows)
+        made = self.link(q, new, pages, reads, sizes, rows, scales)
         if made is None:
             return None
         call = made.argument
@@ -153,11 +158,13 @@ class _Prepared:
 
     def link(
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        sizes: tuple[int, ...], rows: _Rows, at_once: int | None = None,
+        sizes: tuple[int, ...], rows: _Rows, scales: Scales, at_once: int | None = None,
     ) -> Link | None:  # fmt: skip
         """The call, ready to run. With `at_once` threads, whatever the rows' lengths will be; else for these
         rows, by as many threads as there are items."""
         k, v = pages
+        if any((by is None) == (k.dtype in LARGEST) for by in scales):
+            return None
         call, held = Call(), [*new]
         if sizes or reads or max(*q.shape, *k.shape) >= SMALL:
             run = Run(self.made, self.program, (q, k, v), reads, sizes)
@@ -170,7 +177,7 @@ class _Prepared:
         _, h, _, d = q.shape
         dv = v.shape[3]
         out = _empty(q, dv)
-        _move_pages(call, k, v)
+        _move_pages(call, k, v, *scales)
         call.q, call.out = q.data_ptr(), out.data_ptr()
         call.q_stride = Three(*q.stride()[:3])
         call.out_stride = Three(*out.stride()[:3])
@@ -186,11 +193,15 @@ class _Prepared:
         call.columns, call.window = rows.columns, self.window
         most, counters = self._share(call, q, k, rows, at_once, held)
         if not at_once:
-            held += [k, v]  # a link that stays is told where the pages are
+            held += [
+                k,
+                v,
+                *(by for by in scales if by is not None),
+            ]  # a link that stays is told where they are
         lengths = rows.held[-1]
         return Link(
             self.function, call, counters, [out], [q, *held, *rows.held], lambda: not call.bad,
-            lambda: _refresh(call, most, lengths), lambda k, v: _move_pages(call, k, v),
+            lambda: _refresh(call, most, lengths), lambda *pages: _move_pages(call, *pages),
         )  # fmt: skip
 
     def _share(
@@ -231,10 +242,15 @@ def _refresh(call: Call, most: int, lengths: Tensor) -> None:
         call.parts = _parts(most, max(lengths.tolist(), default=0))
 
 
-def _move_pages(call: Call, k: Tensor, v: Tensor) -> None:
+def _move_pages(
+    call: Call, k: Tensor, v: Tensor, k_scales: Tensor | None = None, v_scales: Tensor | None = None
+) -> None:
     """Read other pages."""
     call.k, call.v, call.page = k.data_ptr(), v.data_ptr(), k.shape[2]
     call.k_stride, call.v_stride = Three(*k.stride()[:3]), Three(*v.stride()[:3])
+    if k_scales is not None and v_scales is not None:
+        call.k_scale, call.v_scale = k_scales.data_ptr(), v_scales.data_ptr()
+        call.k_scale_stride, call.v_scale_stride = Three(*k_scales.stride()), Three(*v_scales.stride())
 
 
 def _queries_of_item(group: int) -> int:
@@ -247,12 +263,8 @@ def _parts(most: int, longest: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _prepared(
-    program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], width: int
-) -> _Prepared | None:
-    if not _serves(program, dtype, width):
-        return None
-    found = library(Plan(program.without_scale, dtype, reads))
+def _prepared(program: ScoreProgram, plan: Plan) -> _Prepared | None:
+    found = library(plan)
     return _Prepared(found, program) if isinstance(found, Library) else None
 
 
@@ -260,13 +272,15 @@ _known: dict[tuple[object, ...], _Prepared | None] = {}
 
 
 def _prepare(
-    text: str, program: ScoreProgram, dtype: torch.dtype, reads: tuple[torch.dtype, ...], d: int, dv: int
+    program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
 ) -> _Prepared | None:
-    """`_prepared`, looked up by the program's text, because comparing programs would dominate a call's
-    cost."""
-    key = (text, dtype, reads, d, dv)
+    """What serves such a call, looked up by the program's text, because comparing programs would dominate a
+    call's cost."""
+    dtypes, (k, v) = tuple(r.dtype for r in reads), pages
+    key = (program.text, q.dtype, dtypes, k.dtype, v.dtype, q.shape[3], v.shape[3])
     if key not in _known:
-        _known[key] = _prepared(program, dtype, reads, max(d, dv))
+        serves = _serves(program, q, pages)
+        _known[key] = _prepared(program, _plan(program, q.dtype, dtypes, k.dtype)) if serves else None
     return _known[key]
 
 

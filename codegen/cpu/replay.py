@@ -133,7 +133,7 @@ class _Recording:
         self.pages = {self.placeholders[n] for n in replay.pages}
         self.growing = set(self.pages)
         self.pieces: list[_Between | Chain] = []
-        self.readers: list[tuple[Link, fx.Node, fx.Node]] = []
+        self.readers: list[tuple[Link, list[fx.Node]]] = []
         self._waiting: list[fx.Node] = []
         self._links: list[Link] = []
         for node in graph.graph.nodes:
@@ -196,9 +196,9 @@ class _Recording:
         view = nodes.view(node)
         if not isinstance(view, nodes.CachedAttention) or view.by not in ("", "cpu", _DECODE.name):
             return None
-        if {n for n in node.all_input_nodes if n in self.growing} - {view.k_pages, view.v_pages} or not (
-            self._is_settled_or_moves(view.k_pages) and self._is_settled_or_moves(view.v_pages)
-        ):
+        pages = [view.k_pages, view.v_pages, *(s for s in (view.k_scales, view.v_scales) if s is not None)]
+        moving = {n for n in node.all_input_nodes if n in self.growing}
+        if not moving <= set(pages) or not all(map(self._is_settled_or_moves, pages)):
             return None
         q, k, v, k_pages, v_pages, table, starts, first, held = (
             self._settled(n) for n in (
@@ -208,11 +208,13 @@ class _Recording:
         )  # fmt: skip
         sizes = [self.values[s] if isinstance(s, fx.Node) else s for s in view.sizes]
         reads = [self._settled(r) for r in view.reads]
+        scales = [None if s is None else self._settled(s) for s in (view.k_scales, view.v_scales)]
         link = _DECODE.link(
-            view.program, q, (k, v), (k_pages, v_pages), reads, sizes, Rows(table, starts, first, held)
-        )
+            view.program, q, (k, v), (k_pages, v_pages), reads, sizes, Rows(table, starts, first, held),
+            (scales[0], scales[1]),
+        )  # fmt: skip
         if link is not None:
-            self.readers.append((link, view.k_pages, view.v_pages))
+            self.readers.append((link, pages))
         return link
 
     def _is_settled_or_moves(self, node: fx.Node) -> bool:
@@ -285,12 +287,13 @@ class _Recording:
             ]:
                 return False
             now = dict(zip(self.placeholders, inputs, strict=True))
-            for link, k, v in self.readers:
-                if k in now and v in now and link.move_pages is not None:
-                    if now[k].stride(-1) != 1 or now[v].stride(-1) != 1:
+            for link, pages in self.readers:
+                here = [now[n] for n in pages if n in now]
+                if len(here) == len(pages) and link.move_pages is not None:
+                    if any(t.stride(-1) != 1 for t in here):
                         return False
-                    link.move_pages(now[k], now[v])
-                elif k in now or v in now:
+                    link.move_pages(*here)
+                elif here:
                     return False
             self.where = where
         return True

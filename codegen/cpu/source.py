@@ -24,10 +24,16 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import DOT, SCORE, Keep, Score, ScoreProgram, Weight
 from attngraph.ir.ops.kernels import SHARED, SHARED_END
+from attngraph.ir.ops.quantised import LARGEST
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.fold import any_fill, seen
 
 ELEMENTS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+KEPT = {
+    torch.float32: "FLOAT", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "INT8",
+    torch.float8_e4m3fn: "F8",
+}  # fmt: skip
+"""The dtypes of a cache's pages, as c/elements.h names them."""
 MOST_READS = MOST_NUMBERS = 16
 _FOLDER = Path(__file__).parent / "c"
 TILE_ARGUMENTS = "int b, int h, int q0, int rows, int k0, int keys"
@@ -36,11 +42,13 @@ TILE_ARGUMENTS = "int b, int h, int q0, int rows, int k0, int keys"
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One library: the program (without a scale, which is an argument), the dtype of q, k, v, and those
-    of the tensors that it reads."""
+    of the tensors that it reads. `kept`: the dtype of a cache's pages where it is another one; the library
+    then has only what attends to them."""
 
     program: ScoreProgram
     dtype: torch.dtype
     reads: tuple[torch.dtype, ...]
+    kept: torch.dtype | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +135,12 @@ def write(plan: Plan) -> Source:
         draft.defines.append("HAS_WEIGHTS")
     exact = int(bool(after) and not all(is_multiple(s.value) for s in after))
     draft.defines.append(f"EXACT_WEIGHTS {exact}")
-    return draft.source("block.h", "pass.h", "loop.h", "decode.h")
+    if plan.dtype != torch.float32 or plan.kept is not None:
+        draft.defines.append("SHORT_ELEMENTS")
+    if plan.kept is None:
+        return draft.source("block.h", "pass.h", "loop.h", "elements.h", "decode.h")
+    draft.defines += [f"KEPT {KEPT[plan.kept]}", f"SCALED {int(plan.kept in LARGEST)}"]
+    return draft.source("block.h", "elements.h", "decode.h")
 
 
 def _scores(name: str, statements: Sequence[Score | Keep], writer: Writer, masked: bool) -> str:

@@ -36,7 +36,7 @@ from attngraph.codegen.triton.launch import is_served, unsupported
 from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import Counts, Rows, counts, told
+from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Rows, Scales, counts, told
 
 FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
@@ -68,9 +68,9 @@ class Decode:
 
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
+        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
     ) -> Tensor | None:  # fmt: skip
-        if q.shape[2] == 0 or no_device(q) is not None:
+        if q.shape[2] == 0 or no_device(q) is not None or any(by is not None for by in scales):
             return None
         about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
         brought = [n for n in about.new if n]

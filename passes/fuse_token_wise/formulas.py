@@ -21,7 +21,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import DTYPES, GROUP, TOKEN, extent, weight_of
+from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, argument
@@ -48,10 +48,10 @@ class Formulas:
         self._shapes: dict[fx.Node, tuple[Expr, ...] | None] = {}
 
     def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
-        """The extents of a float32 tensor on the CPU; None for another value."""
+        """The extents of a floating tensor of 32 or 16 bits on the CPU; None for another value."""
         if node not in self._shapes:
             value, found = node.meta.get("val"), None
-            if isinstance(value, Tensor) and value.dtype == torch.float32 and value.device.type == "cpu":
+            if isinstance(value, Tensor) and _name(value.dtype) in FLOATS and value.device.type == "cpu":
                 with contextlib.suppress(Unliftable):
                     found = self.meaning.shape(node)
             self._shapes[node] = found

@@ -1,7 +1,8 @@
 """FuseTokenWise: what a decoder computes from each token alone becomes one operation between two attentions.
 
-Matches operations on float32 values on the CPU whose elements follow from elements of the same token and
-from weights (`formulas.py`): products with weights, norms, activations, rotary embeddings, residual sums.
+Matches operations on floating values of 32 or 16 bits on the CPU whose elements follow from elements of the
+same token and from weights (`formulas.py`): products with weights, norms, activations, rotary embeddings,
+residual sums. A program computes in float32, so values of 16 bits are rounded where they leave it alone.
 All of them that need the same attentions, and other operations that are left, become one
 `attngraph::token_program` (`program.py`). Right because each formula is that of the operation, and a region
 has no way out and in again. Nothing is rewritten where no C compiler is found, as the operation is only

@@ -50,6 +50,7 @@ class Region:
         return Result(
             self._defined(node),
             tuple(None if d == place[0] else int(n.value) for d, n in enumerate(shape)),
+            str(node.meta["val"].dtype).removeprefix("torch."),
         )
 
     # --- formulas ---
@@ -152,7 +153,7 @@ class Region:
             assert shape is not None
             extents = tuple(int(n.value) if n.op == "const" else None for n in shape)
             given.append(Given(extents, str(node.meta["val"].dtype).removeprefix("torch.")))
-        named = [Result(places["defined", r.number], r.shape) for r in results]
+        named = [Result(places["defined", r.number], r.shape, r.dtype) for r in results]
         return TokenProgram(tuple(given), tuple(definitions), tuple(named))
 
     def _used(self, results: Sequence[Result]) -> set[Any]:

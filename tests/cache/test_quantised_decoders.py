@@ -224,9 +224,3 @@ def test_torchao_int8() -> None:
     decoder = attngraph.compile(model, cache=True)
     assert torch.equal(decoder.generate(ids, max_new_tokens=10), greedy(model, ids, 10))
     assert note_of(decoder) == "9 product(s) read the weight's integers"
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_cache_of_a_dtype_that_nothing_reads_is_refused_when_it_is_configured(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="there is no cache of integers or of 8-bit floating values"):
-        attngraph.CacheConfig(dtype=dtype)

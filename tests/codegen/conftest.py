@@ -35,6 +35,15 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     store.directory.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def ours_in_16_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cpu.compiled` is tested, also where ATen's kernel is faster; `test_cpu_chosen.py` tests the choice."""
+    if not request.module.__name__.endswith("test_cpu_chosen"):
+        monkeypatch.setattr(
+            compiled.Compiled, "_faster", lambda self, step, program, operands, _, ours: ours()
+        )
+
+
 @pytest.fixture
 def check_usage(
     golden: Callable[..., None], request: pytest.FixtureRequest

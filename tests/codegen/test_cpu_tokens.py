@@ -57,6 +57,30 @@ def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 32, 33, 600])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (768, 129)])
+def test_products_in_16_bits(depth: int, width: int, dtype: torch.dtype, turned: bool, tokens: int) -> None:
+    """Read and returned in 16 bits, computed in float32; of many tokens PyTorch multiplies, in 16 bits."""
+    word, generator = str(dtype).removeprefix("torch."), torch.Generator().manual_seed(0)
+    weight, index = (f"{depth}, {width}", "j, i0") if turned else (f"{width}, {depth}", "i0, j")
+    text = (
+        f"r0[1, t, {depth}] {word}\nr1[{weight}] {word}\nr2[{width}] {word}\n"
+        f"r3[i0 < {depth}] = r0[0, t, i0] * 2.0\nr4[i0 < {width}] = sum[j < {depth}] r3[j] * r1[{index}]\n"
+        f"r5[i0 < {width}] = tanh(r4[i0]) + r2[i0]\n"
+        f"return r5[1, t, {width}] {word}, r4[t, {width}], r5[t, {width}] {word}, r3[1, t, {depth}] {word}"
+    )
+    shapes = (1, tokens, depth), (depth, width) if turned else (width, depth), (width,)
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    given[1] /= depth**0.5
+    found, wanted = run.Tokens().run(text, given), reference(parse(text), [t.double() for t in given])
+    assert found is not None and [t.dtype for t in found] == [dtype, torch.float32, dtype, dtype]
+    for one, other in zip(found, wanted, strict=True):
+        rounding = 1e-2 if tokens > run.FEW else 1e-5 if one.dtype == torch.float32 else 5e-3
+        assert (one.double() - other).abs().max() < rounding * other.abs().max()
+
+
 def integer_product(depth: int, width: int, kind: str, dtype: str) -> str:
     """A product with integers: as they are, [in, out], or with scales, or with scales and zeros, for each
     output or for each 32 inputs."""

@@ -291,7 +291,10 @@ def _attention(kwargs: Mapping[str, Any], program: str) -> dict[str, Any]:
     if "values" in kwargs:
         first, _, end = kwargs["values"].partition(":")
         found |= {"key_up": None, "value_up": None, "values": [int(first), int(end) - int(first)]}
-    words = ("kernel", "key_up", "value_up", "absorb", "family", "by", "table", "held")
+    words = (
+        "kernel", "key_up", "value_up", "absorb", "family", "by", "table", "held", "scales", "k_scales",
+        "v_scales",
+    )  # fmt: skip
     return found | {name: kwargs[name] for name in words if name in kwargs}
 
 

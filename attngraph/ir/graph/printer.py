@@ -24,7 +24,7 @@ from attngraph.ir.ops.nodes import AttentionOp, view
 VERSION = 1
 _COLUMN = 78
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_NAMED = ("key_up", "value_up", "table", "held")
+_NAMED = ("key_up", "value_up", "table", "held", "scales", "k_scales", "v_scales")
 """Tensor arguments of an attention that are printed as `name=value`."""
 _SAME = ("starts", "first")
 """Tensors that all attentions of a step share; not printed."""

@@ -2,15 +2,16 @@
 
     r0[1, t, 768]                               a tensor that is given; t counts the tokens
     r1[768]                                     one that all tokens share, a weight
-    r1[768, 768] int8                           one of integers; without a word, elements are float32
+    r1[768, 768] int8                           of another dtype; without a word, elements are float32
     r2[] = sum[j < 768] r0[0, t, j]             a value of each token; this one is a single number
     r3[i0 < 768] = r0[0, t, i0] - r2[] / 768    one with an element for each i0
-    return r3[1, t, 768]                        results, with their shapes
+    return r3[1, t, 768]                        results, with their shapes, and with the dtype as above
 
 Values are numbered in the order in which they are given or defined; a definition reads given tensors and
-earlier definitions (by its own indices alone: always for the same token). A definition may begin with one
-`sum` or `amax` over an index. Extents are numbers; only the number of tokens is left open, so one program
-serves any number of tokens. Expressions are those of the score language (`parser.py`).
+earlier definitions (by its own indices alone: always for the same token). Definitions are float32, whatever
+the dtypes of given tensors and results. A definition may begin with one `sum` or `amax` over an index. Each
+extent is a number; only that of tokens is left open, so one program serves any number of tokens. Expressions
+are those of the score language (`parser.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from attngraph.ir.language.parser import expression
 TOKEN = E.var("t")
 """The index of the token in given tensors and results."""
 FOLDS = ("sum", "amax")
-DTYPES = ("float32", "int8", "uint8", "int32")
-"""Of given tensors. Those that count tokens have the first."""
+FLOATS = ("float32", "bfloat16", "float16")
+"""Of results, and of given tensors that count tokens."""
+DTYPES = (*FLOATS, "int8", "uint8", "int32")
+"""Of given tensors."""
 GROUP = 16
 """So many elements of a weight's row, or a multiple, have one scale: whole vectors of every length."""
 Extent = int | None
@@ -74,6 +77,7 @@ class Result:
 
     number: int
     shape: tuple[Extent, ...]
+    dtype: str = "float32"
 
     @property
     def token_dim(self) -> int:
@@ -192,14 +196,13 @@ class TokenProgram:
     @functools.cached_property
     def text(self) -> str:
         lines = [
-            f"r{number}[{_shape(given.shape)}]{'' if given.dtype == DTYPES[0] else f' {given.dtype}'}"
-            for number, given in enumerate(self.given)
+            f"r{number}[{_shape(given.shape)}]{_word(given.dtype)}" for number, given in enumerate(self.given)
         ]
         for number, made in enumerate(self.definitions, start=len(self.given)):
             indices = ", ".join(_index(i) for i in made.indices)
             fold = f"{made.fold}[{_index(made.over)}] " if made.over is not None else ""
             lines.append(f"r{number}[{indices}] = {fold}{E.format_expr(made.value)}")
-        results = ", ".join(f"r{r.number}[{_shape(r.shape)}]" for r in self.results)
+        results = ", ".join(f"r{r.number}[{_shape(r.shape)}]{_word(r.dtype)}" for r in self.results)
         return "\n".join([*lines, f"return {results}"])
 
     def __str__(self) -> str:
@@ -222,6 +225,10 @@ def _index(variable: Expr) -> str:
     return f"{variable.value} < {extent(variable)}"
 
 
+def _word(dtype: str) -> str:
+    return "" if dtype == FLOATS[0] else f" {dtype}"
+
+
 def _shape(shape: tuple[Extent, ...]) -> str:
     return ", ".join("t" if n is None else str(n) for n in shape)
 
@@ -233,7 +240,7 @@ class TokenProgramError(ValueError):
 _LINE = re.compile(
     r"r(\d+)\[([^\]]*)\](?:\s*=\s*(?:(sum|amax)\[\s*(\w+)\s*<\s*(\d+)\s*\]\s*)?(.+)|\s+(\w+))?"
 )
-_RESULT = re.compile(r"r(\d+)\[([^\]]*)\]")
+_RESULT = re.compile(r"r(\d+)\[([^\]]*)\](?:\s+(\w+))?")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -250,7 +257,7 @@ def parse(text: str) -> TokenProgram:
         if results:
             raise TokenProgramError(f"nothing may follow the results: {line}")
         if line.startswith("return "):
-            results = [_result(n, shape, given, definitions, line) for n, shape in _RESULT.findall(line)]
+            results = [_result(n, s, d, given, definitions, line) for n, s, d in _RESULT.findall(line)]
             continue
         found = _LINE.fullmatch(line)
         if found is None or int(found[1]) != len(given) + len(definitions):
@@ -259,8 +266,10 @@ def parse(text: str) -> TokenProgram:
             if definitions:
                 raise TokenProgramError(f"given tensors stand before definitions: {line}")
             shape, dtype = _extents(found[2], line), found[7] or DTYPES[0]
-            if dtype not in DTYPES or (None in shape and dtype != DTYPES[0]):
-                raise TokenProgramError(f"weights may be {', '.join(DTYPES)}, other tensors float32: {line}")
+            if dtype not in (FLOATS if None in shape else DTYPES):
+                raise TokenProgramError(
+                    f"weights may be {', '.join(DTYPES)}, other tensors {', '.join(FLOATS)}: {line}"
+                )
             given.append(Given(shape, dtype))
             continue
         indices = tuple(_variable(part, line) for part in found[2].split(",") if part.strip())
@@ -291,10 +300,14 @@ def _extents(text: str, line: str) -> tuple[Extent, ...]:
     return tuple(None if p == "t" else int(p) for p in parts)
 
 
-def _result(number: str, shape: str, given: list[Given], definitions: list[Definition], line: str) -> Result:
+def _result(
+    number: str, shape: str, dtype: str, given: list[Given], definitions: list[Definition], line: str
+) -> Result:
     place, extents = int(number) - len(given), _extents(shape, line)
     if not 0 <= place < len(definitions) or None not in extents:
         raise TokenProgramError(f"r{number} is no value of each token: {line}")
+    if dtype and dtype not in FLOATS:
+        raise TokenProgramError(f"results may be {', '.join(FLOATS)}: {line}")
     if definitions[place].extents != tuple(n for n in extents if n not in (None, 1)):
         raise TokenProgramError(f"r{number} has other extents: {line}")
-    return Result(int(number), extents)
+    return Result(int(number), extents, dtype or FLOATS[0])

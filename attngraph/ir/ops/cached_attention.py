@@ -1,6 +1,7 @@
 """Attention over a cache: the ops of a decoder's graph.
 
-    attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., by) -> out
+    attngraph::cached_attention(q, k, v, k_pages, v_pages, reads, sizes, program, rows..., by, k_scales?,
+                                v_scales?) -> out
 
 A step computes new tokens of several sequences (rows) at once. They are packed, `[1, heads, N, width]`:
 tokens starts[r] .. starts[r + 1] - 1 belong to row r, and the first of them has position first[r] in its
@@ -10,7 +11,9 @@ the whole-sequence attention, unchanged: b is the row, q and k are positions, an
 or k are indexed by position.
 
 Pages are `[pages, heads, page, width]`; position p of row r lies in page table[r, s // page] at s % page,
-where s = p % (columns * page): if a row has more tokens than its pages can hold, the latest are kept.
+where s = p % (columns * page): if a row has more tokens than its pages can hold, the latest are kept. Pages
+of 8 bits have scales, `[pages, heads, page]` (`quantised.py`); pages of any other dtype have none. Whatever
+their dtype, keys and values are computed with in that of the new tokens'.
 
     attngraph::history(pages, new, table, starts, held, dim, as_long=None) -> [rows, positions, ...]
 
@@ -34,13 +37,15 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.quantised import widened
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 from attngraph.ir.versions import version_of
 
 torch.library.define(
     "attngraph::cached_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor[] reads, SymInt[] sizes, "
-    "str program, Tensor table, Tensor starts, Tensor first, Tensor held, str by='') -> Tensor",
+    "str program, Tensor table, Tensor starts, Tensor first, Tensor held, str by='', Tensor? k_scales=None, "
+    "Tensor? v_scales=None) -> Tensor",
 )
 torch.library.define(
     "attngraph::history",
@@ -49,6 +54,11 @@ torch.library.define(
 )
 INSTEAD = "a decoder has no gradients: differentiate the model itself"
 """What to do where a derivative is asked for."""
+
+
+Scales = tuple[Tensor | None, Tensor | None]
+"""Of the pages of keys and of values; None where these are wide enough to have none."""
+UNSCALED: Scales = (None, None)
 
 
 class Rows(NamedTuple):
@@ -110,7 +120,8 @@ class Store:
 
     `shape` is the shape of its pages, with 0 for the number of pages (dimension `row_dim`) and for the tokens
     in a page (dimension `token_dim`). `window`: how many of the latest tokens are needed (None: all). `label`
-    describes the value in the report; `uses` is the number of operands that are views of it.
+    describes the value in the report; `uses` is the number of operands that are views of it. `scales_of`: the
+    name of the store whose numbers of 8 bits these are the scales of.
     """
 
     name: str
@@ -121,6 +132,7 @@ class Store:
     window: int | None
     label: str
     uses: int = 1
+    scales_of: str = ""
 
     @property
     def bytes_per_token(self) -> int:
@@ -196,14 +208,14 @@ class CachedKernel(Protocol):
 
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows,
+        reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
     ) -> Tensor | None: ...  # fmt: skip
 
     def source(
-        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
-    ) -> str:
+        self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
+    ) -> str:  # fmt: skip
         """The source compiled for calls with one new token per row (fake tensors are fine); "" if this kernel
-        does not support them."""
+        does not support them. Pages of 8 bits are taken to have scales."""
 
 
 CACHED: list[CachedKernel] = []
@@ -226,17 +238,19 @@ def source_for_short_queries(
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, reads: list[Tensor], sizes: list[int],
     program: str, table: Tensor, starts: Tensor, first: Tensor, held: Tensor, by: str = "",
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What the op computes. `by` names the kernel or its family ("cpu", "reference", ...; empty: any). No
     gradients."""
     require_no_derivative("cached_attention", INSTEAD, (q, k, v, reads))  # decoders call this directly
     parsed = parse(program)
-    rows = Rows(table, starts, first, held)
+    rows, scales = Rows(table, starts, first, held), (k_scales, v_scales)
     for candidate in _candidates(by):
-        out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows)
+        out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, scales)
         if out is not None:
             return out
-    return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, by.partition(".")[0])
+    family = by.partition(".")[0]
+    return row_by_row(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, family, scales)
 
 
 @torch.library.impl("attngraph::cached_attention", "CompositeExplicitAutograd")
@@ -253,7 +267,7 @@ def _cached_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 def row_by_row(
     program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, family: str = "",
+    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, family: str = "", scales: Scales = UNSCALED,
 ) -> Tensor:  # fmt: skip
     """Compute each row separately: its kept and new keys are concatenated, and its positions count from the
     first of them. If no row has kept tokens and all are equally long, they are computed together."""
@@ -272,8 +286,10 @@ def row_by_row(
         oldest = max(0, held[row] - rows.table.shape[1] * pages[0].shape[2])
         slots = torch.arange(oldest, held[row], device=q.device)
         keys, values = (
-            torch.cat([gather(p, rows.table[row], slots), *([] if fixed else [n[:, :, place]])], 2)
-            for p, n in zip(pages, new, strict=True)
+            torch.cat(
+                [gather(p, rows.table[row], slots, by, n.dtype), *([] if fixed else [n[:, :, place]])], 2
+            )
+            for p, n, by in zip(pages, new, scales, strict=True)
         )
         shifted, count = shift(program)
         moved = [*sizes, *([0] * (count - len(sizes))), row, first[row], oldest]
@@ -299,11 +315,16 @@ def packed(outs: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
     return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
 
 
-def gather(pages: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """The contents of one row's pages at these positions: `[1, heads, positions, width]`."""
+def gather(
+    pages: Tensor, table: Tensor, positions: Tensor, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The contents of one row's pages at these positions, in a floating dtype: `[1, heads, positions,
+    width]`."""
     page = pages.shape[2]
     slots = positions % (table.shape[0] * page)
-    picked = pages[table[slots // page], :, slots % page]
+    places = table[slots // page], slots % page
+    picked = pages[places[0], :, places[1]]
+    picked = picked.to(dtype) if scales is None else widened(picked, scales[places[0], :, places[1]], dtype)
     return picked.transpose(0, 1).unsqueeze(0)
 
 

@@ -17,7 +17,7 @@ if one is absent, those values themselves are the key (the value) of every head.
 Nothing here has gradients.
 
     attngraph::cached_latent_attention(q, latent, pages, key_up, value_up, values, reads, sizes, program,
-                                       rows..., absorb) -> out
+                                       rows..., absorb, scales?) -> out
 
 is the same over a cache whose pages hold latents (`ir/ops/cached_attention.py`). In the expanded form a row's
 pages are projected up a block at a time, and the blocks' results are merged by their log-sum-exps, so memory
@@ -54,7 +54,7 @@ torch.library.define(
 torch.library.define(
     "attngraph::cached_latent_attention",
     f"(Tensor q, Tensor latent, Tensor pages, {_OPERANDS}, Tensor table, Tensor starts, Tensor first, "
-    "Tensor held, str absorb='auto', str family='') -> Tensor",
+    "Tensor held, str absorb='auto', str family='', Tensor? scales=None) -> Tensor",
 )
 
 
@@ -165,7 +165,7 @@ def _latent_attention_fake(
 def cached_latent_attention(
     q: Tensor, latent: Tensor, pages: Tensor, key_up: Tensor | None, value_up: Tensor | None,
     values: Sequence[int], reads: list[Tensor], sizes: list[int], program: str, table: Tensor, starts: Tensor,
-    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "",
+    first: Tensor, held: Tensor, absorb: str = "auto", family: str = "", scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
     require_no_derivative("cached_latent_attention", INSTEAD, (q, latent, reads))
@@ -175,7 +175,9 @@ def cached_latent_attention(
     if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):
         new, old = node.shared(latent), node.shared(pages)
         query = node.absorbed_query(q)
-        out = cached_attention(query, *new, *old, reads, sizes, program, table, starts, first, held, family)
+        out = cached_attention(
+            query, *new, *old, reads, sizes, program, table, starts, first, held, family, scales, scales
+        )
         return node.absorbed_result(out)
     if not any(kept):  # only new tokens to expand
         k, v = node.expanded(latent)
@@ -183,12 +185,12 @@ def cached_latent_attention(
         return cached_attention(
             q, k, v, k_none, v_none, reads, sizes, program, table, starts, first, held, family
         )
-    return _expanded_by_blocks(node, q, latent, pages, reads, sizes, parse(program), rows, family)
+    return _expanded_by_blocks(node, q, latent, pages, reads, sizes, parse(program), rows, family, scales)
 
 
 def _expanded_by_blocks(
     node: _Node, q: Tensor, latent: Tensor, pages: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
-    program: ScoreProgram, rows: Rows, family: str,
+    program: ScoreProgram, rows: Rows, family: str, scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The expanded form, row by row; kept tokens are projected up a block at a time."""
     news, first, held = counts(rows)
@@ -202,7 +204,8 @@ def _expanded_by_blocks(
         def attend(start: int, until: int, row: int = row, query: Tensor = query, new: Tensor = new) -> _Part:
             old = torch.arange(start, max(start, min(until, held[row])), device=q.device)
             fresh = new[:, :, max(0, start - held[row]) : max(0, until - held[row])]
-            k, v = node.expanded(torch.cat([gather(pages, rows.table[row], old), fresh], 2))
+            kept = gather(pages, rows.table[row], old, scales, fresh.dtype)
+            k, v = node.expanded(torch.cat([kept, fresh], 2))
             numbers = [*sizes, *([0] * (count - len(sizes))), row, first[row], start]
             chosen = kernels.choose(moved, (query, k, v), family)
             out, lse = chosen.forward(moved, (query, k, v), reads, numbers)

@@ -128,6 +128,10 @@ def whole(node: fx.Node) -> AttentionOp | None:
 class Cached(AttentionOp):
     """Attention over a cache: also which tokens belong to which row (`ir/ops/cached_attention.py`)."""
 
+    page_names: ClassVar[tuple[str, ...]] = ("k_pages", "v_pages")
+    """Of the arguments that are pages."""
+    scale_names: ClassVar[tuple[str, ...]] = ("k_scales", "v_scales")
+    """Of the arguments that are their scales."""
     table: Value
     starts: Value
     first: Value
@@ -178,10 +182,14 @@ class CachedAttention(Cached):
     k_pages: Value
     v_pages: Value
     by: str = ""
+    k_scales: Value | None = None
+    v_scales: Value | None = None
 
 
 @_views(torch.ops.attngraph.cached_latent_attention.default)
 class CachedLatentAttention(Cached, LatentAttention):
     """`ir/ops/latent_attention.py`"""
 
+    page_names, scale_names = ("pages",), ("scales",)
     pages: Value
+    scales: Value | None = None

@@ -4,7 +4,8 @@
 
 `program` is a token program (`ir/language/token_program.py`); the tensors have the shapes that it names, with
 the same number of tokens. In the memory of a result a token's elements are contiguous. A registered runner
-computes the calls that it supports, plain PyTorch the others: operation by operation, in the tensors' dtype.
+computes the calls that it supports, plain PyTorch the others: operation by operation, in float32 or, where it
+is given float64, in that.
 """
 
 from __future__ import annotations
@@ -84,28 +85,32 @@ def tokens_in(program: TokenProgram, given: Sequence[Tensor]) -> int:
 
 
 def floating(given: Sequence[Tensor]) -> Tensor:
-    """A tensor whose dtype is that of the results: those that count tokens are floating."""
-    return next(t for t in given if t.is_floating_point())
+    """A floating tensor among those given: those that count tokens are. Of float64, if there is one."""
+    found = [t for t in given if t.is_floating_point()]
+    return next((t for t in found if t.dtype == torch.float64), found[0])
 
 
 def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
-    """Memory for a result, in which a token's elements are contiguous."""
+    """Memory for a result, in which a token's elements are contiguous. What is given in float64 gives results
+    in float64."""
+    dtype = torch.float64 if like.dtype == torch.float64 else getattr(torch, result.dtype)
     shape = [tokens, *(n for n in result.shape if n is not None)]
     order = list(range(1, len(shape)))
     order.insert(result.token_dim, 0)
-    return like.new_empty(shape, dtype=like.dtype).permute(order)
+    return like.new_empty(shape, dtype=dtype).permute(order)
 
 
 def memory_of_results(program: TokenProgram, tokens: int, like: Tensor) -> list[Tensor]:
-    """Memory for all results. Those of the same definition share it, as each definition is computed once."""
-    found: dict[int, Tensor] = {}
+    """Memory for all results. Those of the same definition and dtype share it, as each definition is computed
+    once."""
+    found: dict[tuple[int, str], Tensor] = {}
     results: list[Tensor] = []
     for result in program.results:
-        own = allocated(result, tokens, like)
-        if result.number in found:
+        own, key = allocated(result, tokens, like), (result.number, result.dtype)
+        if key in found:
             shape = own.movedim(result.token_dim, 0).shape
-            own = found[result.number].view(shape).movedim(0, result.token_dim)
-        found.setdefault(result.number, own.movedim(result.token_dim, 0))
+            own = found[key].view(shape).movedim(0, result.token_dim)
+        found.setdefault(key, own.movedim(result.token_dim, 0))
         results.append(own)
     return results
 
@@ -115,6 +120,9 @@ def memory_of_results(program: TokenProgram, tokens: int, like: Tensor) -> list[
 
 def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
     """The results by PyTorch's operations on whole tensors."""
+    like = floating(given)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    given = [t.to(dtype) if t.is_floating_point() else t for t in given]
     found = [_token_first(t, about.token_dim) for t, about in zip(given, program.given, strict=True)]
     tokens = tokens_in(program, given)
     for number, made in enumerate(program.definitions, start=len(given)):
@@ -128,7 +136,8 @@ def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
     results: list[Tensor] = []
     for result in program.results:
         value = found[result.number].reshape([tokens, *(n for n in result.shape if n is not None)])
-        results.append(value.movedim(0, result.token_dim))
+        own = dtype if dtype == torch.float64 else getattr(torch, result.dtype)
+        results.append(value.to(own).movedim(0, result.token_dim))
     return results
 
 

@@ -240,5 +240,3 @@ void attngraph_sum_pairs(Call *c) {
         sum_pairs(c, &w, item / steps, item % steps * BLOCK_K);
 }
 #endif
-
-const int attngraph_lanes = LANES;

@@ -42,6 +42,8 @@ typedef struct {
     float *partial;                     /* [item][part][BLOCK_Q * (wide + 2)] */
     int64_t *arrived;                   /* [item], zeros */
     const struct Gradients *gradients;  /* backward.h */
+    const float *k_scale, *v_scale;     /* of pages of 8 bits, one for each page, head and token */
+    int64_t k_scale_stride[3], v_scale_stride[3];
 } Call;
 
 /* Further arguments of a backward pass. Items are blocks of queries of a head, (b, h, block) in this order. */

@@ -64,6 +64,8 @@ static void multiply_turned(float *restrict C, int64_t ldc, const float *restric
     multiply_panels(C, ldc, A, 1, lda, B, ldb, depth, rows, columns, by);
 }
 
+const int attngraph_lanes = LANES;
+
 static int64_t blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }
 
 /* The buffers of one thread. */

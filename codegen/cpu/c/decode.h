@@ -1,11 +1,45 @@
 /* A few new tokens of each row against all its keys and values: those in pages, then the new ones. The
    heads of a group are one block, so that keys and values are read once. Where there are fewer such blocks
    than threads, each thread takes a part of the keys, and the last to finish combines the parts. Memory of
-   pages beyond a row's tokens is never read. */
+   pages beyond a row's tokens is never read. Pages have elements of the type KEPT, with a scale for each token
+   and head if SCALED: dots are multiplied by the keys' scales and weights by those of the values. */
 
 #ifndef HAS_WEIGHTS
+#if defined(FLOAT32)
+enum { OWN = FLOAT };
+#elif defined(FLOAT16)
+enum { OWN = F16 };
+#else
+enum { OWN = BF16 };
+#endif
+#ifndef KEPT
+#define KEPT OWN
+#define SCALED 0
+#endif
+
+/* Keys or values that are consecutive in memory, `step` elements apart, and their scales. */
+typedef struct { const void *data; int64_t step; const float *scale; int64_t scale_step; } Stretch;
+
+INLINE Stretch from_place(Stretch s, int64_t count, const int type) {
+    s.data = place(s.data, count * s.step, type);
+    s.scale += count * s.scale_step;
+    return s;
+}
+
+/* to[j] = the elements of j, for `keys` of them, `width` elements apart. */
+INLINE void widen_all(Stretch from, int keys, int64_t width, float *to, int64_t apart, const int type) {
+    for (int j = 0; j < keys; ++j) {
+        int64_t d = 0;
+        for (; d + LANES <= width; d += LANES)
+            *(Vector *)(to + j * apart + d) = vector(from.data, j * from.step + d, type);
+        for (; d < width; ++d) to[j * apart + d] = number(from.data, j * from.step + d, type);
+        for (; d < apart; ++d) to[j * apart + d] = 0;
+    }
+}
+
 /* S[row][j] = Q[row] . k[j] for `count` keys, at most STREAMS, that lie `stride` elements apart. */
-INLINE void dots_of(const float *Q, int rows, int64_t D, const float *k, int64_t stride, const int count, float *S) {
+INLINE void dots_of(const float *Q, int rows, int64_t D, const void *k, int64_t stride, const int count, float *S,
+                    const int type) {
     for (int i = 0; i < rows; ++i) {
         const float *query = Q + i * D;
         Vector sums[STREAMS];
@@ -15,58 +49,74 @@ INLINE void dots_of(const float *Q, int rows, int64_t D, const float *k, int64_t
         for (int j = 0; j < count; ++j) sums[j] = (Vector){0};
         for (; d + LANES <= D; d += LANES)
 #pragma GCC unroll 8
-            for (int j = 0; j < count; ++j) sums[j] += *(const Vector *)(query + d) * *(const Vector *)(k + j * stride + d);
+            for (int j = 0; j < count; ++j) sums[j] += *(const Vector *)(query + d) * vector(k, j * stride + d, type);
         totals(sums, total, count);
 #pragma GCC unroll 8
         for (int j = 0; j < count; ++j) {
-            for (int64_t e = d; e < D; ++e) total[j] += query[e] * k[j * stride + e];
+            for (int64_t e = d; e < D; ++e) total[j] += query[e] * number(k, j * stride + e, type);
             S[i * BLOCK_K + j] = total[j];
         }
     }
 }
 
 /* The same for any number of keys. */
-static void dots_few(const Call *c, const float *Q, int rows, const Element *k, int64_t stride, int keys, float *S) {
+INLINE void dots_each(const float *Q, int rows, int64_t D, const void *k, int64_t stride, int keys, float *S,
+                      const int type) {
     int j = 0;
-#if defined(FLOAT32)
-    for (; j + STREAMS <= keys; j += STREAMS) dots_of(Q, rows, c->D, k + j * stride, stride, STREAMS, S + j);
-    for (; j < keys; ++j) dots_of(Q, rows, c->D, k + j * stride, stride, 1, S + j);
-#else
-    float wide[STREAMS * 1024];
-    for (; j < keys; j += STREAMS) {
-        int count = (int)smaller(STREAMS, keys - j);
-        for (int n = 0; n < count; ++n)
-            for (int64_t d = 0; d < c->D; ++d) wide[n * c->D + d] = widen(k[(j + n) * stride + d]);
-        if (count == STREAMS) dots_of(Q, rows, c->D, wide, c->D, STREAMS, S + j);
-        else
-            for (int n = 0; n < count; ++n) dots_of(Q, rows, c->D, wide + n * c->D, c->D, 1, S + j + n);
-    }
-#endif
+    for (; j + STREAMS <= keys; j += STREAMS)
+        dots_of(Q, rows, D, place(k, j * stride, type), stride, STREAMS, S + j, type);
+    for (; j < keys; ++j) dots_of(Q, rows, D, place(k, j * stride, type), stride, 1, S + j, type);
 }
 
-/* O[row] = O[row] * decay[row] + sum over j of S[row][j] v[j]. */
-static void weigh_few(const Call *c, Block *t, int rows, const Element *v, int64_t stride, int keys) {
+/* The same; what several rows read is widened once, in `pack`. */
+INLINE void dots_few(const Call *c, const float *Q, int rows, Stretch k, int keys, float *S, float *pack,
+                     const int type) {
+    if (type == FLOAT || rows == 1) {
+        dots_each(Q, rows, c->D, k.data, k.step, keys, S, type);
+    } else {
+        widen_all(k, keys, c->D, pack, c->D, type);
+        dots_each(Q, rows, c->D, pack, c->D, keys, S, FLOAT);
+    }
+}
+
+/* out = out * decay + sum over j of weight[j] v[j], in columns from d on, `vectors` at a time; returns the
+   first column that is left. */
+INLINE int64_t weigh_columns(float *out, float decay, const float *weight, const void *v, int64_t stride, int keys,
+                             int64_t d, int64_t width, const int vectors, const int type) {
+    for (; d + vectors * LANES <= width; d += vectors * LANES) {
+        Vector sums[4];
+#pragma GCC unroll 4
+        for (int n = 0; n < vectors; ++n) sums[n] = *(Vector *)(out + d + n * LANES) * decay;
+        for (int j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+            for (int n = 0; n < vectors; ++n) sums[n] += weight[j] * vector(v, j * stride + d + n * LANES, type);
+#pragma GCC unroll 4
+        for (int n = 0; n < vectors; ++n) *(Vector *)(out + d + n * LANES) = sums[n];
+    }
+    return d;
+}
+
+INLINE void weigh_each(const Call *c, Block *t, int rows, const void *v, int64_t stride, int keys, const int type) {
     for (int i = 0; i < rows; ++i) {
         float *out = t->O + i * c->wide, decay = t->decay[i];
         const float *weight = t->S + i * BLOCK_K;
-        int64_t d = 0;
-#if defined(FLOAT32)
-        for (; d + 4 * LANES <= c->Dv; d += 4 * LANES) {
-            Vector sums[4];
-#pragma GCC unroll 4
-            for (int n = 0; n < 4; ++n) sums[n] = *(Vector *)(out + d + n * LANES) * decay;
-            for (int j = 0; j < keys; ++j)
-#pragma GCC unroll 4
-                for (int n = 0; n < 4; ++n) sums[n] += weight[j] * *(const Vector *)(v + j * stride + d + n * LANES);
-#pragma GCC unroll 4
-            for (int n = 0; n < 4; ++n) *(Vector *)(out + d + n * LANES) = sums[n];
-        }
-#endif
+        int64_t d = weigh_columns(out, decay, weight, v, stride, keys, 0, c->Dv, 4, type);
+        d = weigh_columns(out, decay, weight, v, stride, keys, d, c->Dv, 1, type);
         if (d < c->Dv) {
             for (int64_t e = d; e < c->Dv; ++e) out[e] *= decay;
             for (int j = 0; j < keys; ++j)
-                for (int64_t e = d; e < c->Dv; ++e) out[e] += weight[j] * widen(v[j * stride + e]);
+                for (int64_t e = d; e < c->Dv; ++e) out[e] += weight[j] * number(v, j * stride + e, type);
         }
+    }
+}
+
+/* O[row] = O[row] * decay[row] + sum over j of S[row][j] v[j]. */
+INLINE void weigh_few(const Call *c, Block *t, int rows, Stretch v, int keys, float *pack, const int type) {
+    if (type == FLOAT || rows == 1) {
+        weigh_each(c, t, rows, v.data, v.step, keys, type);
+    } else {
+        widen_all(v, keys, c->Dv, pack, c->wide, type);
+        weigh_each(c, t, rows, pack, c->wide, keys, FLOAT);
     }
 }
 
@@ -74,51 +124,68 @@ enum { MANY = 12 };                     /* with at least so many queries, packin
 
 /* The same two products for many queries, by register blocks: keys with the width outermost, values as rows
    padded to whole vectors, both in `pack`. */
-static void dots_many(const Call *c, Block *t, int padded, const Element *k, int64_t stride, int keys, float *pack) {
+INLINE void dots_many(const Call *c, Block *t, int padded, Stretch k, int keys, float *pack, const int type) {
     for (int j = 0; j < keys; ++j)
-        for (int64_t d = 0; d < c->D; ++d) pack[d * BLOCK_K + j] = widen(k[j * stride + d]);
+        for (int64_t d = 0; d < c->D; ++d) pack[d * BLOCK_K + j] = number(k.data, j * k.step + d, type);
     for (int64_t d = 0; d < c->D; ++d)
         for (int j = keys; j < BLOCK_K; ++j) pack[d * BLOCK_K + j] = 0;
     multiply(t->S, BLOCK_K, t->Q, c->D, pack, BLOCK_K, c->D, padded, BLOCK_K, 0);
 }
 
-static void weigh_many(const Call *c, Block *t, int padded, const Element *v, int64_t stride, int keys, float *pack) {
-    for (int j = 0; j < keys; ++j) {
-        int64_t d = 0;
-        for (; d < c->Dv; ++d) pack[j * c->wide + d] = widen(v[j * stride + d]);
-        for (; d < c->wide; ++d) pack[j * c->wide + d] = 0;
-    }
+INLINE void weigh_many(const Call *c, Block *t, int padded, Stretch v, int keys, float *pack, const int type) {
+    widen_all(v, keys, c->Dv, pack, c->wide, type);
     multiply(t->O, c->wide, t->S, BLOCK_K, pack, c->wide, keys, padded, c->wide, t->decay);
 }
 
 /* Queries of one row: those of `group` heads from `head` on, which share key head `kv`. */
 typedef struct { int64_t row, kv, head, group, position; int queries; } Few;
 
+static void scale_columns(float *S, int rows, Stretch by, int keys) {
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < keys; ++j) S[i * BLOCK_K + j] *= by.scale[j * by.scale_step];
+}
+
 /* One run of keys that are consecutive in memory, the first of them at position k0. */
-static void attend_run(Call *c, const Few *at, Block *t, const Element *k, int64_t k_step, const Element *v,
-                       int64_t v_step, int64_t k0, int64_t count) {
+INLINE void attend_run(Call *c, const Few *at, Block *t, Stretch k, Stretch v, int64_t k0, int64_t count,
+                       const int type, const int scaled) {
     int rows = (int)(at->group * at->queries), padded = (rows + STEP_Q - 1) / STEP_Q * STEP_Q;
     float *pack = t->O + BLOCK_Q * c->wide;
-    Place place = {0, 0, 0, rows, padded, 0, 0};
+    Place block = {0, 0, 0, rows, padded, 0, 0};
     for (int64_t done = 0; done < count; done += BLOCK_K) {
         int keys = (int)smaller(BLOCK_K, count - done);
-        if (rows >= MANY)
-            dots_many(c, t, padded, k + done * k_step, k_step, keys, pack);
-        else
-            dots_few(c, t->Q, rows, k + done * k_step, k_step, keys, t->S);
+        Stretch k_here = from_place(k, done, type), v_here = from_place(v, done, type);
+        if (rows >= MANY) dots_many(c, t, padded, k_here, keys, pack, type);
+        else dots_few(c, t->Q, rows, k_here, keys, t->S, pack, type);
+        if (scaled) scale_columns(t->S, rows, k_here, keys);
         for (int g = 0; g < at->group; ++g)
             scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)(k0 + done),
                    keys, t->S + g * at->queries * BLOCK_K, t->next + g * at->queries);
-        exponentials(&place, t);
-        if (rows >= MANY)
-            weigh_many(c, t, padded, v + done * v_step, v_step, keys, pack);
-        else
-            weigh_few(c, t, rows, v + done * v_step, v_step, keys);
+        exponentials(&block, t);
+        if (scaled) scale_columns(t->S, rows, v_here, keys);
+        if (rows >= MANY) weigh_many(c, t, padded, v_here, keys, pack, type);
+        else weigh_few(c, t, rows, v_here, keys, pack, type);
     }
+}
+
+static void attend_kept(Call *c, const Few *at, Block *t, Stretch k, Stretch v, int64_t k0, int64_t count) {
+    attend_run(c, at, t, k, v, k0, count, KEPT, SCALED);
+}
+
+static void attend_new(Call *c, const Few *at, Block *t, Stretch k, Stretch v, int64_t k0, int64_t count) {
+    attend_run(c, at, t, k, v, k0, count, OWN, 0);
 }
 
 static int64_t part_of(int64_t count, int64_t part, int64_t parts) {
     return part == parts ? count : count * part / parts / BLOCK_K * BLOCK_K;
+}
+
+/* What lies in a page of keys or values of one head, from the token `inside` on. */
+INLINE Stretch in_page(const void *data, const int64_t *stride, const float *scale, const int64_t *scale_stride,
+                       int64_t page, int64_t kv, int64_t inside) {
+    Stretch s = {place(data, page * stride[0] + kv * stride[1] + inside * stride[2], KEPT), stride[2], scale,
+                 scale_stride[2]};
+    if (SCALED) s.scale += page * scale_stride[0] + kv * scale_stride[1] + inside * scale_stride[2];
+    return s;
 }
 
 /* The queries against part `part` of all the row's keys. */
@@ -144,20 +211,18 @@ static void see_part(Call *c, const Few *at, Block *t, int64_t first_query, int6
     int64_t from = oldest + part_of(held - oldest + news, part, c->parts);
     int64_t until = oldest + part_of(held - oldest + news, part + 1, c->parts), end = smaller(held, until);
     for (int64_t p = from; p < end;) {
-        int64_t slot = p % capacity, inside = slot % c->page;
-        int64_t count = smaller(end - p, smaller(c->page - inside, capacity - slot)), page = pages[slot / c->page];
-        const Element *k = (const Element *)c->k + page * c->k_stride[0] + at->kv * c->k_stride[1];
-        const Element *v = (const Element *)c->v + page * c->v_stride[0] + at->kv * c->v_stride[1];
-        attend_run(c, at, t, k + inside * c->k_stride[2], c->k_stride[2], v + inside * c->v_stride[2],
-                   c->v_stride[2], p, count);
+        int64_t slot = p % capacity, inside = slot % c->page, page = pages[slot / c->page];
+        int64_t count = smaller(end - p, smaller(c->page - inside, capacity - slot));
+        attend_kept(c, at, t, in_page(c->k, c->k_stride, c->k_scale, c->k_scale_stride, page, at->kv, inside),
+                    in_page(c->v, c->v_stride, c->v_scale, c->v_scale_stride, page, at->kv, inside), p, count);
         p += count;
     }
     from = larger(from, held);
     if (until > from) {
-        int64_t place = start + from - held;
-        const Element *k = (const Element *)c->k_new + at->kv * c->k_new_stride[0] + place * c->k_new_stride[1];
-        const Element *v = (const Element *)c->v_new + at->kv * c->v_new_stride[0] + place * c->v_new_stride[1];
-        attend_run(c, at, t, k, c->k_new_stride[1], v, c->v_new_stride[1], from, until - from);
+        int64_t first = start + from - held;
+        Stretch k = {(const Element *)c->k_new + at->kv * c->k_new_stride[0], c->k_new_stride[1], 0, 0};
+        Stretch v = {(const Element *)c->v_new + at->kv * c->v_new_stride[0], c->v_new_stride[1], 0, 0};
+        attend_new(c, at, t, from_place(k, first, OWN), from_place(v, first, OWN), from, until - from);
     }
 }
 

@@ -109,5 +109,3 @@ void attngraph_attend(Call *c) {
         }
     }
 }
-
-const int attngraph_lanes = LANES;

@@ -3,10 +3,6 @@
    is fetched into the second cache meanwhile. Integers are widened in registers: only their bytes are read.
    What `type`, `scaled` and `zeros` say is known when compiling. */
 
-#if defined(INTEGERS) && defined(__AVX2__) && !defined(__clang__)
-#include <immintrin.h>                  /* GCC 12 converts bytes by __builtin_convertvector one by one */
-#endif
-
 #if defined(__AVX512F__) || defined(__aarch64__)
 enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 4 };
 #else
@@ -15,41 +11,9 @@ enum { TILE_ROWS = 3, DEEP = 4, VECTORS = 2 };
 enum { AHEAD = 256 };                   /* elements between a read and its prefetch */
 #define PREFETCH(P) __builtin_prefetch((P), 0, 2)
 
-/* ---- elements of a weight ---- */
-
-enum { NONE, FLOAT, INT8, UINT8, INT32 };
-
 /* Element (out, d) of a weight is (w - zero) * scale: `scale` and `zero` are [out][groups], with one for each
    `group` of d. A group is whole vectors, unless there is only one. */
 typedef struct { const float *scale; const void *zero; int64_t group, groups; } Scales;
-
-INLINE int64_t size_of(const int type) { return type == INT8 || type == UINT8 ? 1 : 4; }
-INLINE const void *place(const void *w, int64_t at, const int type) { return (const char *)w + at * size_of(type); }
-INLINE float number(const void *w, int64_t at, const int type) {
-    if (type == INT8) return ((const int8_t *)w)[at];
-    if (type == UINT8) return ((const uint8_t *)w)[at];
-    return type == INT32 ? (float)((const int32_t *)w)[at] : ((const float *)w)[at];
-}
-
-INLINE Vector vector(const void *w, int64_t at, const int type) {
-    const void *from = place(w, at, type);
-    if (type == FLOAT) return *(const Vector *)from;
-#if defined(INTEGERS) && defined(__AVX512F__) && !defined(__clang__)
-    __m128i bytes = _mm_loadu_si128((const __m128i *)from);
-    return (Vector)_mm512_cvtepi32_ps(type == INT8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-#elif defined(INTEGERS) && defined(__AVX2__) && !defined(__clang__)
-    __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
-    return (Vector)_mm256_cvtepi32_ps(type == INT8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-#else
-    typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-    typedef uint8_t Unsigned __attribute__((vector_size(LANES), aligned(1), may_alias));
-    typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
-    typedef int32_t Words __attribute__((vector_size(4 * LANES)));
-    Shorts shorts = type == INT8 ? __builtin_convertvector(*(const Bytes *)from, Shorts)
-                                 : __builtin_convertvector(*(const Unsigned *)from, Shorts);
-    return __builtin_convertvector(__builtin_convertvector(shorts, Words), Vector);
-#endif
-}
 
 /* ---- w is [out][depth] ---- */
 
@@ -102,7 +66,7 @@ INLINE void dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_
             by[o] = scaled ? scales.scale[(first + o) * groups + g] : 1;
             less[o] = zeros ? number(scales.zero, (first + o) * groups + g, zeros) : 0;
         }
-        const int vectors = size_of(type) == 1 ? LINE / LANES : 1;
+        const int vectors = type == FLOAT ? 1 : (int)(LINE / LANES / size_of(type));
         d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, vectors);
         if (vectors > 1)
             d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, 1);

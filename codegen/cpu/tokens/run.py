@@ -88,7 +88,8 @@ class _Prepared:
         self.rows = source.row_lengths(program)
         self.dtypes: list[torch.dtype] = [getattr(torch, about.dtype) for about in program.given]
         self.shared = [about.token_dim is None for about in program.given]
-        returned = {r.number - self.first for r in program.results}
+        self.short = source.short_results(program)
+        returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
         self.between = [n for n in range(len(self.widths)) if n not in returned]
         self.total = sum(self.rows[n] for n in self.between)
         fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
@@ -141,9 +142,13 @@ class _Prepared:
     def link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> Link:
         """A call for few tokens, ready to run."""
         places, held = self._call(given, tokens, torch.get_num_threads())
-        values = [0] * len(self.widths)
+        values = [0] * (len(self.widths) + len(self.short))
         for result, about in zip(results, self.program.results, strict=True):
-            values[about.number - self.first] = result.data_ptr()
+            key = about.number, about.dtype
+            place = about.number - self.first
+            values[len(self.widths) + self.short.index(key) if key in self.short else place] = (
+                result.data_ptr()
+            )
         scratch = torch.empty(self.total * tokens)
         address = scratch.data_ptr()
         for number in self.between:
@@ -157,15 +162,21 @@ class _Prepared:
         members = torch.get_num_threads()
         places, held = self._call(given, tokens, members)
         values: list[Tensor] = [torch.empty(0)] * len(self.widths)
+        short: list[tuple[Tensor, int]] = []
         for result, about in zip(results, self.program.results, strict=True):
-            values[about.number - self.first] = result.movedim(about.token_dim, 0).view(tokens, -1)
+            own = result.movedim(about.token_dim, 0).view(tokens, -1)
+            if about.dtype == "float32":
+                values[about.number - self.first] = own
+            else:
+                short.append((own, about.number - self.first))
         scratch = workspace(self.total * tokens)
         at = 0
         for number in self.between:
             size = self.rows[number] * tokens
             values[number] = scratch[at : at + size].view(tokens, -1)[:, : self.widths[number]]
             at += size
-        call = (ctypes.c_int64 * self.layout.length)(*places, *(v.data_ptr() for v in values))
+        nowhere = [0] * len(self.short)  # rounded by PyTorch below
+        call = (ctypes.c_int64 * self.layout.length)(*places, *(v.data_ptr() for v in values), *nowhere)
         for number, phase in enumerate(self.phases):
             for group in phase.groups:
                 for product in group.products:
@@ -175,15 +186,21 @@ class _Prepared:
             if phase.definitions or any(group.following for group in phase.groups):
                 call[_PHASE], call[_MEMBER] = number, 0
                 team.run(self.part, call, members)
+        for rounded, number in short:
+            rounded.copy_(values[number])
         del held
 
     def _multiply(
         self, product: int, left: Tensor, given: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
-        """A product by PyTorch. Integers are widened some rows at a time, for all tokens of the block."""
+        """A product by PyTorch, in the weight's own floating dtype. Integers are widened some rows at a time,
+        for all tokens of the block."""
         factors, out = self.program.product(product), values[product - self.first]
         assert factors is not None
         weight = given[factors.weight]
+        if weight.dtype in (torch.bfloat16, torch.float16):
+            out.copy_(torch.mm(left.to(weight.dtype), weight if factors.turned else weight.T))
+            return
         if weight.is_floating_point() or factors.turned:
             whole = weight_rows(self.program, product, given, left.dtype)
             torch.mm(left, whole if factors.turned else whole.T, out=out)

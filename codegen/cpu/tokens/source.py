@@ -21,20 +21,28 @@ RANKS = 8
 """The most dimensions of a given tensor."""
 COUNTERS = 8
 """Where the counters of the phases begin in a call, as in c/tokens.h."""
-_ELEMENTS = {"float32": "float", "int8": "int8_t", "uint8": "uint8_t", "int32": "int32_t"}
-_TYPES = {"float32": "FLOAT", "int8": "INT8", "uint8": "UINT8", "int32": "INT32"}
-"""The types of given tensors as C and as c/product.h name them."""
+_ELEMENTS = {
+    "float32": "float", "bfloat16": "uint16_t", "float16": "_Float16", "int8": "int8_t", "uint8": "uint8_t",
+    "int32": "int32_t",
+}  # fmt: skip
+_TYPES = {
+    "float32": "FLOAT", "bfloat16": "BF16", "float16": "F16", "int8": "INT8", "uint8": "UINT8",
+    "int32": "INT32",
+}  # fmt: skip
+"""The types of given tensors as C and as c/elements.h name them."""
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a call has what: addresses of the given tensors, their strides, addresses of the values."""
+    """Where a call has what: addresses of the given tensors, their strides, addresses of the values, and of
+    results in 16 bits."""
 
     phases: int
     given: int
     values: int
+    results: int
 
     @property
     def given_at(self) -> int:
@@ -49,8 +57,17 @@ class Layout:
         return self.strides_at + self.given * RANKS
 
     @property
-    def length(self) -> int:
+    def results_at(self) -> int:
         return self.values_at + self.values
+
+    @property
+    def length(self) -> int:
+        return self.results_at + self.results
+
+
+def short_results(program: TokenProgram) -> list[tuple[int, str]]:
+    """The definitions that are returned in 16 bits, each with the dtype, once."""
+    return list(dict.fromkeys((r.number, r.dtype) for r in program.results if r.dtype != "float32"))
 
 
 def row_lengths(program: TokenProgram) -> list[int]:
@@ -62,7 +79,8 @@ def row_lengths(program: TokenProgram) -> list[int]:
 
 
 def layout(program: TokenProgram) -> Layout:
-    return Layout(len(phases(program)), len(program.given), len(program.definitions))
+    short = len(short_results(program))
+    return Layout(len(phases(program)), len(program.given), len(program.definitions), short)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,9 +94,10 @@ def write(text: str) -> str:
     _require_whole_groups(program)
     emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
-    headers = (header(name) for name in ("functions.h", "product.h", "tokens.h"))
-    integers = "#define INTEGERS\n" if any(g.dtype != "float32" for g in program.given) else ""
-    return "\n".join([f"{head}#define FLOAT32\n{integers}", *headers, *emitter.functions()])
+    headers = (header(name) for name in ("functions.h", "elements.h", "product.h", "tokens.h"))
+    dtypes = {g.dtype for g in program.given} | {r.dtype for r in program.results}
+    short = "#define SHORT_ELEMENTS\n" if dtypes != {"float32"} else ""
+    return "\n".join([f"{head}#define FLOAT32\n{short}", *headers, *emitter.functions()])
 
 
 def _require_whole_groups(program: TokenProgram) -> None:
@@ -115,10 +134,29 @@ class _Emitter:
                 yield self._columns(number, phase)
             elif phase.definitions:
                 yield self._tokens(f"tokens_{number}", phase.definitions)
+        yield self._results()
         yield self._all()
         yield self._part()
 
     # --- phases ---
+
+    def _results(self) -> str:
+        """A function that rounds the results in 16 bits of tokens `t0 .. t1 - 1`."""
+        lines = [
+            "static void results(const int64_t *c, int64_t t0, int64_t t1) {",
+            "    (void)c, (void)t0, (void)t1;",
+        ]
+        for place, (number, dtype) in enumerate(short_results(self.program)):
+            width, row = self._width(number), self.rows[number - self.first]
+            kind, at = _ELEMENTS[dtype], self.layout.results_at + place
+            lines += [
+                f"    const float *v{place} = {self._value(number)};",
+                f"    {kind} *to{place} = ({kind} *)c[{at}];",
+                "    for (int64_t t = t0; t < t1; ++t)",
+                f"        for (int64_t i = 0; i < {width}; ++i)",
+                f"            to{place}[t * {width} + i] = to_{dtype}(v{place}[t * {row} + i]);",
+            ]
+        return "\n".join([*lines, "}", ""])
 
     def _tokens(self, name: str, numbers: Sequence[int]) -> str:
         """A function that computes definitions for tokens `t0 .. t1 - 1`."""
@@ -224,6 +262,8 @@ class _Emitter:
             if number:
                 lines.append(f"    meet(c, {number});")
             lines.append(f"    columns_{number}(c);" if phase.groups else f"    tokens_{number}(c, t0, t1);")
+        if self.layout.results:
+            lines += [f"    meet(c, {len(self.phases)});", "    results(c, t0, t1);"]
         return "\n".join([*lines, "}", ""])
 
     def _part(self) -> str:
@@ -320,15 +360,16 @@ class _Emitter:
         if number >= self.first:
             return self._element(number, [_flattened(indices, self._definition(number).extents)])
         about = self.program.given[number]
+        widened = "{}" if about.dtype not in ("bfloat16", "float16") else f"from_{about.dtype}({{}})"
         if about.token_dim is None:
             shape = [n for n in about.shape if n is not None]
-            return f"g{number}[{_flattened(indices, shape)}]"
+            return widened.format(f"g{number}[{_flattened(indices, shape)}]")
         last = len(indices) - 1  # its elements are contiguous, unless it counts the tokens
         terms = [
             place if d == last != about.token_dim else f"({place}) * s{number}_{d}"
             for d, place in enumerate(indices) if place != "0"
         ]  # fmt: skip
-        return f"g{number}[{' + '.join(terms) or '0'}]"
+        return widened.format(f"g{number}[{' + '.join(terms) or '0'}]")
 
 
 def _flattened(indices: Sequence[str], extents: Sequence[int]) -> str:

@@ -1,0 +1,94 @@
+/* Elements of weights, and of what a cache keeps, as floats. Integers and floating numbers of 8 and 16 bits are
+   widened in registers, so only their bytes are read. What `type` says is known when compiling. */
+
+#if defined(SHORT_ELEMENTS) && defined(__AVX2__) && defined(__F16C__) && !defined(__clang__)
+#include <immintrin.h>                  /* GCC 12 converts bytes by __builtin_convertvector one by one */
+#define BY_INTRINSICS
+#endif
+
+enum { NONE, FLOAT, INT8, UINT8, INT32, BF16, F16, F8 };
+
+INLINE int64_t size_of(const int type) {
+    return type == INT8 || type == UINT8 || type == F8 ? 1 : type == BF16 || type == F16 ? 2 : 4;
+}
+INLINE const void *place(const void *w, int64_t at, const int type) { return (const char *)w + at * size_of(type); }
+
+/* float8_e4m3fn: a sign, 4 bits of an exponent whose bias is 7, 3 of a mantissa. Its one NaN is not written. */
+INLINE float from_float8(uint8_t x) {
+    uint32_t size = x & 0x7f;
+    union { uint32_t i; float f; } u = {.i = (size << 20) + (120u << 23)};
+    float found = size < 8 ? (float)size * 0x1p-9f : u.f;
+    return x & 0x80 ? -found : found;
+}
+
+INLINE uint16_t to_bfloat16(float x) {  /* to the nearest, ties to even */
+    union { float f; uint32_t i; } u = {.f = x};
+    return (uint16_t)(x != x ? 0x7fc0 : (u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+#ifdef __FLT16_MAX__
+INLINE _Float16 to_float16(float x) { return (_Float16)x; }
+#endif
+
+INLINE float number(const void *w, int64_t at, const int type) {
+    if (type == INT8) return ((const int8_t *)w)[at];
+    if (type == UINT8) return ((const uint8_t *)w)[at];
+    if (type == BF16) return from_bfloat16(((const uint16_t *)w)[at]);
+    if (type == F8) return from_float8(((const uint8_t *)w)[at]);
+#ifdef __FLT16_MAX__
+    if (type == F16) return from_float16(((const _Float16 *)w)[at]);
+#endif
+    return type == INT32 ? (float)((const int32_t *)w)[at] : ((const float *)w)[at];
+}
+
+#if defined(BY_INTRINSICS) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+INLINE Vector widened_vector(const void *from, const int type) {
+    if (type == BF16 || type == F16) {
+        __m256i shorts = _mm256_loadu_si256((const __m256i *)from);
+        if (type == F16) return (Vector)_mm512_cvtph_ps(shorts);
+        return (Vector)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(shorts), 16));
+    }
+    __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    if (type == F8) {                   /* the bits of a half whose exponent is 8 less */
+        __m256i high = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8), 1);
+        return (Vector)_mm512_cvtph_ps(_mm256_and_si256(high, _mm256_set1_epi16((short)0xbfff))) * 256.0f;
+    }
+    return (Vector)_mm512_cvtepi32_ps(type == INT8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
+#elif defined(BY_INTRINSICS) && !defined(__AVX512F__)
+INLINE Vector widened_vector(const void *from, const int type) {
+    if (type == BF16 || type == F16) {
+        __m128i shorts = _mm_loadu_si128((const __m128i *)from);
+        if (type == F16) return (Vector)_mm256_cvtph_ps(shorts);
+        return (Vector)_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(shorts), 16));
+    }
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+    if (type == F8) {
+        __m128i high = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8), 1);
+        return (Vector)_mm256_cvtph_ps(_mm_and_si128(high, _mm_set1_epi16((short)0xbfff))) * 256.0f;
+    }
+    return (Vector)_mm256_cvtepi32_ps(type == INT8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+}
+#else
+INLINE Vector widened_vector(const void *from, const int type) {
+    typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+    typedef uint8_t Unsigned __attribute__((vector_size(LANES), aligned(1), may_alias));
+    typedef int16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    typedef int32_t Words __attribute__((vector_size(4 * LANES)));
+    if (type == BF16)
+        return (Vector)(__builtin_convertvector(*(const Halves *)from, Words) << 16);
+    if (type == F16 || type == F8) {
+        Vector found = {0};
+        for (int l = 0; l < LANES; ++l) found[l] = number(from, l, type);
+        return found;
+    }
+    Shorts shorts = type == INT8 ? __builtin_convertvector(*(const Bytes *)from, Shorts)
+                                 : __builtin_convertvector(*(const Unsigned *)from, Shorts);
+    return __builtin_convertvector(__builtin_convertvector(shorts, Words), Vector);
+}
+#endif
+
+INLINE Vector vector(const void *w, int64_t at, const int type) {
+    const void *from = place(w, at, type);
+    return type == FLOAT ? *(const Vector *)from : widened_vector(from, type);
+}

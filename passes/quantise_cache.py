@@ -1,0 +1,196 @@
+"""QuantiseCache: a decoder keeps keys, values and latents as numbers of 8 bits with scales.
+
+Matches values that a decoder keeps of every token, that are floating and read by attention alone, as vectors
+of one token and head or as parts of these. They are rounded by `attngraph::quantised` when they are computed,
+kept with a scale for each token and head (latents have one head), and read by attention, which gets the
+scales (`ir/ops/cached_attention.py`). New tokens see each other's values unrounded. What else is kept (tokens
+of a convolution's window, values that masks read) stays as it is, and the notes say why. The result is
+approximate: by how much, `runtime/proof.py` says of the values and `runtime/drift.py` of the logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, is_size, op_name
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.cached_attention import Store
+from attngraph.ir.ops.quantised import NAMES, quantised
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Category, Unliftable
+from attngraph.passes.build import Builder
+from attngraph.pipeline import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantiseCache:
+    """`dtype`: of what is kept, "int8" or "float8_e4m3fn"."""
+
+    dtype: str = "int8"
+    name: str = "quantise-cache"
+    requires: Level = Level.LOWERED
+    yields: Level = Level.LOWERED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        if graph.state is None:
+            outcome.notes.append("nothing is kept from one call to the next")
+            return outcome
+        meaning = Meaning({}, graph.conditions)
+        found: dict[str, list[_Reader]] = {}
+        pages = _pages(graph)
+        for store in graph.state.stores:
+            try:
+                readers = _readers(meaning, pages[store.name]) if store.name in pages else []
+                if store.dtype.is_floating_point and store.dtype.itemsize > 1 and readers:
+                    found[store.name] = readers
+            except _OtherwiseReadError as problem:
+                outcome.notes.append(f"{store.label}: kept as it is computed: {problem}")
+        if found:
+            _quantise(graph, found, self.dtype)
+            outcome.notes.insert(
+                0, f"{len(found)} value(s) are kept as {self.dtype} with scales: approximate"
+            )
+        return outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """An attention that reads pages, and the name of the argument that takes their scales."""
+
+    node: fx.Node
+    scales: str
+
+
+class _OtherwiseReadError(Exception):
+    """What is kept is read in a way that a scale for each token and head does not serve; says which."""
+
+
+def _pages(graph: ProgramGraph) -> dict[str, fx.Node]:
+    """The inputs that are pages, by the name of what is kept there."""
+    given = zip(graph.placeholders(), graph.inputs, strict=True)
+    return {about.name: node for node, about in given if about.kind == "pages"}
+
+
+def _readers(meaning: Meaning, pages: fx.Node) -> list[_Reader]:
+    """All that reads pages.
+
+    Raises:
+        _OtherwiseReadError: something else than attention reads them, or other vectors than those of one
+            token and head.
+    """
+    found: list[_Reader] = []
+    stack = [pages]
+    while stack:
+        value = stack.pop()
+        for user in (u for u in value.users if not is_size(u)):
+            view = nodes.view(user)
+            if isinstance(view, nodes.Cached):
+                found += _as_pages(view, user, value)
+                _require_vectors(meaning, pages, value)
+            elif meaning.category(user) is Category.MOVEMENT:
+                stack.append(user)
+            else:
+                raise _OtherwiseReadError(f"{op_name(user)} at {source_of(user)} reads it")
+    return found
+
+
+def _as_pages(view: nodes.Cached, node: fx.Node, value: fx.Node) -> list[_Reader]:
+    names = zip(view.page_names, view.scale_names, strict=True)
+    found = [_Reader(node, scales) for name, scales in names if getattr(view, name) is value]
+    others = [v for name, v in view.named.items() if name not in view.page_names]
+    if any(value is v or (isinstance(v, (list, tuple)) and value in v) for v in others):
+        raise _OtherwiseReadError(f"scores read it at {source_of(node)}")
+    return found
+
+
+def _require_vectors(meaning: Meaning, pages: fx.Node, value: fx.Node) -> None:
+    """Raise unless a view of pages has, for each page, head and token, elements of the one vector there."""
+    try:
+        _, at = meaning.places(value)
+        element = meaning.lift(meaning.read(value, at), lambda read: read.value is not pages)
+    except Unliftable:
+        element = None
+    same = element is not None and element.op == "read" and element.value is pages
+    if not same or len(at) != 4 or element.args[:3] != at[:3]:  # type: ignore[union-attr]
+        raise _OtherwiseReadError(f"heads are not a dimension of what is kept ({source_of(value)})")
+
+
+def _quantise(graph: ProgramGraph, found: dict[str, list[_Reader]], dtype: str) -> None:
+    assert graph.state is not None
+    pages, last = _pages(graph), graph.placeholders()[-1]
+    made: list[Store] = []
+    stores = {store.name: store for store in graph.state.stores}
+    for name, readers in found.items():
+        scales = _add_scales(graph, f"{name}.scales", pages[name], last)
+        last = scales
+        value = pages[name].meta["val"]
+        with value.fake_mode:
+            pages[name].meta["val"] = torch.empty(value.shape, dtype=NAMES[dtype], device=value.device)
+        for reader in readers:
+            view = nodes.AttentionOp.of(reader.node)
+            reader.node.args = view.replace(**{reader.scales: scales}).args
+        own = stores[name]
+        stores[name] = dataclasses.replace(own, dtype=NAMES[dtype])
+        made.append(
+            Store(
+                f"{name}.scales", own.shape[:3], own.row_dim, own.token_dim, torch.float32, own.window,
+                f"{own.label}, scales", own.uses, name,
+            )
+        )  # fmt: skip
+    _infer_views(graph, [pages[name] for name in found])
+    _round_results(graph, list(found), dtype)
+    graph.state = dataclasses.replace(graph.state, stores=(*stores.values(), *made))
+
+
+def _add_scales(graph: ProgramGraph, name: str, pages: fx.Node, after: fx.Node) -> fx.Node:
+    """A new input for the scales of pages."""
+    with graph.graph.inserting_after(after):
+        node: fx.Node = graph.graph.placeholder(f"pages_{name.replace('.', '_')}")
+    value = pages.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = torch.empty(value.shape[:3], dtype=torch.float32, device=value.device)
+    graph.inputs = (*graph.inputs, Input("pages", name))
+    return node
+
+
+def _infer_views(graph: ProgramGraph, changed: Sequence[fx.Node]) -> None:
+    """Say of the views of pages what they are now."""
+    anew = set(changed)
+    for node in graph.graph.nodes:
+        is_moved = not anew.isdisjoint(node.all_input_nodes) and not is_size(node)
+        if node.op == "call_function" and is_moved and nodes.view(node) is None:
+            anew.add(node)
+            node.meta["val"] = infer(node.target, node.args, node.kwargs, graph.fake_mode())
+
+
+def _round_results(graph: ProgramGraph, names: Sequence[str], dtype: str) -> None:
+    """Return rounded values and, after all that is kept, their scales. Values of one shape are rounded
+    together, in one operation."""
+    output = graph.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    places = {o.name: n for n, o in enumerate(graph.outputs) if o.kind == "pages"}
+    together: dict[Any, list[str]] = {}
+    for name in names:
+        value = results[places[name]].meta["val"]
+        together.setdefault((tuple(map(str, value.shape)), value.dtype), []).append(name)
+    builder = Builder(graph, output)
+    scales: dict[str, fx.Node] = {}
+    for members in together.values():
+        made = builder.call(quantised, [results[places[name]] for name in members], dtype)
+        for number, name in enumerate(members):
+            results[places[name]] = builder.call(operator.getitem, made, number)
+            scales[name] = builder.call(operator.getitem, made, len(members) + number)
+    end = max(places.values()) + 1
+    ordered = [scales[name] for name in names]
+    output.args = ((*results[:end], *ordered, *results[end:]),)
+    more = [Output("pages", f"{name}.scales") for name in names]
+    graph.outputs = (*graph.outputs[:end], *more, *graph.outputs[end:])
