@@ -57,6 +57,13 @@ def test_shared_heads_are_held_as_reported(tmp_path: Path) -> None:
         assert int(held) == part < whole
 
 
+def test_ranks_that_divide_tokens_receive_what_the_report_says(tmp_path: Path) -> None:
+    """Values and gradients are those of one device; with documents, no more than the report's bound."""
+    for said in _run("tokens", tmp_path):
+        (exact, told), (less, most) = (map(int, part.split(" reported ")) for part in said.split("; "))
+        assert 0 < exact == told and 0 < less < most
+
+
 def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path) -> None:
     assert _run("checkpoint", tmp_path) == ["loaded"] * 2
 
