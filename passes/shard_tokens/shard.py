@@ -31,6 +31,8 @@ from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
 from attngraph.passes.shard_tokens.account import account
 from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
+from attngraph.passes.shard_tokens.equal_sizes import equate_factors
+from attngraph.passes.shard_tokens.losses import sum_losses
 from attngraph.passes.shard_tokens.twins import Twins
 from attngraph.pipeline import Outcome
 from attngraph.report.ranks import ContextEntry, DividedTokens, WholeEntry
@@ -51,6 +53,8 @@ class ShardTokens:
         if self.ranks > 1:
             graph.ranks = Ranks(self.ranks, self.group)
             forget_operands_of_dtype(graph)
+            equate_factors(graph)
+            sum_losses(graph)
             whole: list[WholeEntry] = []
             axes: list[DividedTokens] = []
             for size, attention in list(_token_sizes(graph)):
@@ -85,7 +89,7 @@ def _divide(graph: ProgramGraph, size: Expr, ranks: int, whole: list[WholeEntry]
     Raises:
         Unplaced: they are not divided.
     """
-    meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
+    meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True, along_tokens=True)
     tokens = TokenAxis(graph, meaning, size)
     if not any(nodes.view(n.args[0]) for n in tokens.axes if is_part(n)):  # type: ignore[arg-type]
         reasons = [r for n, r in tokens.whole.items() if is_part(n)]
@@ -98,12 +102,11 @@ def _divide(graph: ProgramGraph, size: Expr, ranks: int, whole: list[WholeEntry]
     found = DividedTokens(
         total, layout.count // ranks, len(attentions), tuple(pairs(graph, tokens, layout, total))
     )
+    gathers = {n: r for n, r in tokens.whole.items() if any(o in proved for o in _operands(n))}
     _connect(graph, tokens, twins, proved)
     graph.assumed |= {n.name for n in meaning.assumed}
     alive = set(graph.graph.nodes)
-    for node, reason in tokens.whole.items():
-        if node in alive and reason and any(n in proved for n in _operands(node)):
-            whole.append(WholeEntry(source_of(node), reason))
+    whole += [WholeEntry(source_of(n), reason) for n, reason in gathers.items() if n in alive]
     return found
 
 

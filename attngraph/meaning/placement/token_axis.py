@@ -24,6 +24,7 @@ from attngraph.ir.graph.program_graph import Input, ProgramGraph, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
+from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import category, element, independent_dims
@@ -102,7 +103,7 @@ class TokenAxis:
         try:
             self._divide(node)
         except Unplaced as reason:
-            if node in self._computed and self._counts_tokens(node):
+            if node in self._computed:
                 self.whole[node] = str(reason)
 
     def is_known(self, node: fx.Node) -> bool:
@@ -112,9 +113,6 @@ class TokenAxis:
     def _has_pairs(self, node: fx.Node) -> bool:
         """Whether a value has an entry for every pair of tokens: a rank then computes its rows alone."""
         return self.meaning.is_tensor(node) and sum(map(self.space.counts_tokens, self._shape(node))) > 1
-
-    def _counts_tokens(self, node: fx.Node) -> bool:
-        return self.meaning.is_tensor(node) and any(map(self.space.counts_tokens, self._shape(node)))
 
     def _shape(self, node: fx.Node) -> Indices:
         try:
@@ -128,6 +126,8 @@ class TokenAxis:
         Raises:
             Unplaced: it mixes tokens, or nothing is known of it.
         """
+        if node.target in COLLECTIVES:
+            raise Unplaced("queries of another sequence see it")
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise Unplaced("it draws random numbers, which are those of one device")
         attention = nodes.view(node.args[0]) if is_part(node) else None  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class TokenAxis:
             self.uses[node] = found = self._attention(attention)
             self.axes[node] = found.q[: len(self._shape(node))]
             return
-        shape, problem = self._shape(node), "it has no token axis"
+        shape, problem = self._shape(node), "its result is one for all tokens"
         for axes in self.space.candidates(shape):
             if self.space.place(axes, self.space.token) is None:
                 continue
@@ -201,7 +201,7 @@ class TokenAxis:
             raise Unplaced("attention over a cache")
         wanted: Axes = ((), (), (self.space.token,), ())
         if self._shape(attention.q)[QUERIES] is not self.space.tokens:
-            raise Unplaced("its queries are no tokens")
+            raise Unplaced("queries of another sequence see it")
         if self.axes.get(attention.q, wanted) != wanted:
             raise Unplaced("its queries are not arranged as [batch, heads, tokens, width]")
         fetched = tuple(self.axes.get(key) == wanted for key in attention.keys)
