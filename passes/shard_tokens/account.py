@@ -40,7 +40,7 @@ def _fetched(graph: ProgramGraph) -> Iterator[FetchedEntry]:
             size = _bytes(args[0], graph) * (ranks - 1)
             yield FetchedEntry("all tokens of a value", source_of(node), (size,) * ranks, (0,) * ranks)
         if node.target is FETCH_KEYS:
-            x, reads, sizes, program, chunks, ranks, _ = args
+            _, reads, sizes, program, chunks, ranks, _ = args
             layout, shape = Layout.of(chunks, ranks), shape_at(node.meta["val"], graph.hints)
             total = shape[TOKENS]
             needed = needed_keys(program, (), sizes_of(graph, sizes), layout, total)

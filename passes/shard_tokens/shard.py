@@ -30,8 +30,8 @@ from attngraph.meaning.rule import is_part
 from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
 from attngraph.passes.shard_tokens.account import account
-from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
 from attngraph.passes.shard_tokens.equal_sizes import equate_factors
+from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
 from attngraph.passes.shard_tokens.losses import sum_losses
 from attngraph.passes.shard_tokens.twins import Twins
 from attngraph.pipeline import Outcome

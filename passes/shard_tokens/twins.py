@@ -24,7 +24,7 @@ from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKEN
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.masks.needed import visible_keys
 from attngraph.meaning.placement.demand import VIEWS, Unplaced
-from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses
+from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, dropout_of
 from attngraph.meaning.rule import is_part
 from attngraph.meaning.tokens.axes import Axes
 from attngraph.passes.build import Builder, NoSize, built
@@ -118,6 +118,8 @@ class Twins:
             operand: self.parts.enter(operand) if wanted is None else self._own(builder, operand, wanted)
             for operand, wanted in uses.operands.items()
         }
+        if (dropped := dropout_of(node)) is not None:
+            return self._dropped(builder, node, dropped, *given.values())
         if str(node.target) in VIEWS or str(node.target) == "aten.expand.default":
             target = (
                 aten.expand.default if str(node.target) == "aten.expand.default" else aten.reshape.default
@@ -131,6 +133,18 @@ class Twins:
             except (Unplaced, NoSize, RuntimeError, TypeError, ValueError) as found:
                 problem = found
         raise Unplaced(str(problem))
+
+    def _dropped(self, builder: Builder, node: fx.Node, dropped: fx.Node, x: fx.Node) -> fx.Node:
+        """Dropout by the random numbers of one device: every rank draws those of all tokens."""
+        value = node.meta["val"]
+        sizes = self._sizes(builder, self.meaning.shape(node), set())
+        ones = builder.call(aten.ones.default, sizes, dtype=value.dtype, device=value.device)
+        scale = builder.call(dropped.target, ones, *dropped.args[1:], **dropped.kwargs)
+        if dropped is not node:
+            scale = builder.call(operator.getitem, scale, 0)
+        return builder.call(
+            aten.mul.Tensor, x, self._moved(builder, scale, node, self.tokens.axes[node], OWN_TOKENS)
+        )
 
     def _called(
         self, builder: Builder, node: fx.Node, given: dict[fx.Node, fx.Node], own: bool, place: int

@@ -236,15 +236,15 @@ class Mixing(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("how", ["mean", "cumsum", "flip", "conv", "last", "softmax over tokens", "dropout"])
+@pytest.mark.parametrize("how", ["mean", "cumsum", "flip", "conv", "last", "softmax over tokens"])
 def test_what_mixes_tokens_is_computed_from_all_and_told(same_by_tokens: Compared, how: str) -> None:
     entry = same_by_tokens(Mixing(how), 2, _ids(16))
     assert entry.axes[0].attentions == (1 if how == "last" else 2)  # divided again afterwards
     assert any("test_tokens.py" in w.source for w in entry.whole), entry.whole
 
 
-@pytest.mark.parametrize("how", ["places", "length", "rows", "width"])
-def test_what_uses_places_and_lengths_is_divided(same_by_tokens: Compared, how: str) -> None:
+@pytest.mark.parametrize("how", ["places", "length", "rows", "width", "dropout"])
+def test_what_uses_places_lengths_or_random_numbers_is_divided(same_by_tokens: Compared, how: str) -> None:
     assert same_by_tokens(Mixing(how), 2, _ids(16)).whole == ()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,6 +26,8 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.elements import category, element, independent_dims
@@ -128,6 +131,11 @@ class TokenAxis:
         """
         if node.target in COLLECTIVES:
             raise Unplaced("queries of another sequence see it")
+        dropped = dropout_of(node)
+        if dropped is not None and dropped.args[0] in self.axes and self._is_dense(dropped.args[0]):
+            self.axes[node] = axes = self.axes[dropped.args[0]]
+            self.uses[node] = Uses({dropped.args[0]: axes})
+            return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise Unplaced("it draws random numbers, which are those of one device")
         attention = nodes.view(node.args[0]) if is_part(node) else None  # type: ignore[arg-type]
@@ -147,6 +155,13 @@ class TokenAxis:
             self.axes[node] = axes
             return
         raise Unplaced(problem)
+
+    def _is_dense(self, node: fx.Node) -> bool:
+        """Whether the elements of a value lie in memory in their order: random numbers are drawn in that of
+        memory."""
+        value, hints = node.meta["val"], self.graph.hints
+        strides = [evaluate_size(size_expression(s), hints) for s in value.stride()]
+        return bool(torch.empty_strided(shape_at(value, hints), strides, device="meta").is_contiguous())
 
     # --- token by token ---
 
@@ -218,6 +233,16 @@ class TokenAxis:
             others = (i for r in reads for d, i in enumerate(r.args) if d != place)
             if all(r.args[place] is query for r in reads) and not any(query in i.free for i in others):
                 yield number, self.axes[tensor]
+
+
+def dropout_of(node: fx.Node) -> fx.Node | None:
+    """The call of dropout whose result a node is, if nothing else is used of it; None for another node."""
+    if str(node.target) == "aten.dropout.default":
+        return node
+    source: Any = node.args[0] if is_part(node) else None
+    if str(getattr(source, "target", "")) != "aten.native_dropout.default" or node.args[1] != 0:
+        return None
+    return source if len(source.users) == 1 else None  # type: ignore[no-any-return]
 
 
 def _reads(value: Expr) -> Iterator[Expr]:
