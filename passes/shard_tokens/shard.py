@@ -14,9 +14,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_size
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_measured, is_size
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
@@ -26,8 +27,8 @@ from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis
-from attngraph.meaning.rule import is_part
-from attngraph.passes.build import Builder
+from attngraph.meaning.rule import Unliftable, is_part
+from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
 from attngraph.passes.shard_tokens.account import account
 from attngraph.passes.shard_tokens.equal_sizes import equate_factors
@@ -54,6 +55,7 @@ class ShardTokens:
             graph.ranks = Ranks(self.ranks, self.group)
             forget_operands_of_dtype(graph)
             equate_factors(graph)
+            _measure_inputs(graph)
             sum_losses(graph)
             whole: list[WholeEntry] = []
             axes: list[DividedTokens] = []
@@ -65,6 +67,21 @@ class ShardTokens:
             graph.ranks.context = account(graph, self.ranks, axes, whole)
             outcome.notes.append(_note(graph.ranks.context))
         return outcome
+
+
+def _measure_inputs(graph: ProgramGraph) -> None:
+    """Let sizes be those of inputs: a value that is measured would be needed whole."""
+    for node in list(graph.graph.nodes):
+        operand = node.args[0] if node.target is torch.ops.aten.sym_size.int else None
+        if not isinstance(operand, fx.Node) or operand.op == "placeholder" or is_measured(node):
+            continue
+        try:
+            size = Builder(graph, node).size(size_expression(node.meta["val"]))
+        except (NoSize, Unliftable):
+            continue
+        if size is not node:
+            node.replace_all_uses_with(size)
+    graph.clean()
 
 
 def _note(entry: ContextEntry) -> str:

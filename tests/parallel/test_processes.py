@@ -75,6 +75,12 @@ def test_ranks_that_are_called_differently_all_say_so(tmp_path: Path) -> None:
         assert "rank 0: tensor 0: int64" in dtypes and "rank 1: tensor 0: float32" in dtypes
 
 
+def test_ranks_with_other_tokens_all_say_so(tmp_path: Path) -> None:
+    """What they hold may decide what is fetched: ranks that differ would wait for each other."""
+    for said in _run("disagree_in_tokens", tmp_path):
+        assert "disagree about the call" in said and "with contents" in said
+
+
 def test_ranks_with_other_code_all_say_so(tmp_path: Path) -> None:
     assert all("disagree about the graph" in said for said in _run("disagree_in_code", tmp_path))
 

@@ -169,6 +169,22 @@ def test_only_keys_that_get_no_weight_are_left_out(program: str, keys: list[int]
     assert needed_keys(str(mask), [], (), Layout(((0,), (1,))), 16).sum(1).tolist() == keys
 
 
+class Fixed(nn.Module):
+    """A table of 16 rows that attend to each other, whatever the input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layer = nn.Parameter(torch.randn(16, WIDTH)), Attention("full")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.rows + x[:, None])
+
+
+def test_tokens_that_are_no_size_of_the_input_are_left_whole(same_by_tokens: Compared) -> None:
+    entry = same_by_tokens(Fixed(), 2, torch.randn(3, WIDTH, dtype=torch.float64))
+    assert entry.axes == () and "its 16 queries are no size of the model's inputs" in str(entry.whole)
+
+
 class Encoded(nn.Module):
     """Queries of one length attend to an encoder's tokens of another."""
 
@@ -273,7 +289,7 @@ def test_other_numbers_of_tokens_are_served() -> None:
     """Those that cannot be divided are computed whole, others in one run or two, by graphs of their own."""
     model = Model("causal").double()
     compiled, found = attngraph.compile(model, mesh=attngraph.SimulatedMesh(context=4)), list[int]()
-    for tokens, chunks in ((16, [2]), (12, [1]), (13, []), (24, [2]), (14, []), (20, [1])):
+    for tokens, chunks in ((8, [2]), (12, [1]), (13, []), (24, [2]), (14, []), (20, [1])):
         ids = _ids(tokens)
         torch.testing.assert_close(compiled(ids), model(ids))
         found.append(compiled.report.graphs)

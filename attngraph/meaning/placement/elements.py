@@ -65,7 +65,7 @@ def _grouped(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
 
 def _loss(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     """The loss of one entry, from its logits and the number (or the probabilities) of its class."""
-    logits, target, *rest = node.args
+    logits, target = node.args[:2]
     shape = meaning.shape(logits)
     if len(shape) != len(at) + 1 or argument(node, 3, "reduction", 1) != 0:
         raise Unliftable("a loss of several entries")

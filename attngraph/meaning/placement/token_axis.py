@@ -132,9 +132,10 @@ class TokenAxis:
         if node.target in COLLECTIVES:
             raise Unplaced("queries of another sequence see it")
         dropped = dropout_of(node)
-        if dropped is not None and dropped.args[0] in self.axes and self._is_dense(dropped.args[0]):
-            self.axes[node] = axes = self.axes[dropped.args[0]]
-            self.uses[node] = Uses({dropped.args[0]: axes})
+        source: Any = None if dropped is None else dropped.args[0]
+        if source in self.axes and self._is_dense(source):
+            self.axes[node] = self.axes[source]
+            self.uses[node] = Uses({source: self.axes[source]})
             return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise Unplaced("it draws random numbers, which are those of one device")

@@ -163,6 +163,16 @@ def tokens(_, rank):
     return "; ".join(said)
 
 
+def disagree_in_tokens(_, rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    compiled = attngraph.compile(Windowed(), mesh=mesh)
+    try:
+        compiled(torch.arange(32).view(2, 16) + rank)
+    except attngraph.DisagreementError as problem:
+        return str(problem).replace("\n", " ")
+    return "nothing"
+
+
 def disagree(mesh, rank):
     compiled = attngraph.compile(Block(), mesh=mesh)
     ids = torch.arange(12).view(2, 6)
