@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from attngraph.ir.ops.collectives import COLLECTIVES, Together, differentiated
+from attngraph.ir.ops.sharing import shared
 from attngraph.ir.ops.transforms import differentiate_by
 
 torch.library.define(
@@ -105,9 +106,7 @@ def needed_keys(
     program: str, reads: Sequence[Tensor], sizes: Sequence[int], layout: Layout, total: int
 ) -> Tensor:
     """The keys that each rank must have, its own not counted: booleans, `[ranks, all tokens]`."""
-    (decide,) = NEEDED
-    found = decide(program, reads, tuple(map(int, sizes)), layout, total).clone()
-    return found.scatter_(1, layout.tokens(total), False)
+    return _plan(program, reads, tuple(map(int, sizes)), layout, total).needed
 
 
 def _rank(group: str) -> int:
@@ -143,14 +142,57 @@ class _Exchange:
     received: list[Tensor]
     own: Tensor
 
-    @classmethod
-    def of(cls, needed: Tensor, layout: Layout, rank: int) -> _Exchange:
-        tokens = layout.tokens(needed.shape[1])
-        return cls(
-            [needed[other][tokens[rank]].nonzero().flatten() for other in range(layout.ranks)],
-            [tokens[other][needed[rank][tokens[other]]] for other in range(layout.ranks)],
-            tokens[rank],
-        )
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """Which keys each rank needs of others, `[ranks, all tokens]`, and what follows for each rank."""
+
+    needed: Tensor
+    layout: Layout
+    exchanges: dict[int, _Exchange] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def is_empty(self) -> bool:
+        """Whether nobody needs anything."""
+        return not bool(self.needed.any())
+
+    def of(self, rank: int) -> _Exchange:
+        if rank not in self.exchanges:
+            tokens, ranks = self.layout.tokens(self.needed.shape[1]), range(self.layout.ranks)
+            mine = self.needed[rank]
+            self.exchanges[rank] = _Exchange(
+                [self.needed[other][tokens[rank]].nonzero().flatten() for other in ranks],
+                [tokens[other][mine[tokens[other]]] for other in ranks],
+                tokens[rank],
+            )
+        return self.exchanges[rank]
+
+
+def _plan(
+    program: str, reads: Sequence[Tensor], sizes: tuple[int, ...], layout: Layout, total: int
+) -> _Plan:  # fmt: skip
+    """The plan of a fetch. One that tensors decide is shared within a run of a graph (`sharing.py`)."""
+    if not reads:
+        return _kept_plan(program, sizes, layout, total)
+    kept = shared()
+    if kept is None:
+        return _plan_anew(program, sizes, layout, total, reads)
+    key = "fetch_keys", program, sizes, layout, total, tuple(map(id, reads))
+    if key not in kept:
+        kept[key] = _plan_anew(program, sizes, layout, total, reads), reads  # so that no id is used again
+    found: _Plan = kept[key][0]
+    return found
+
+
+def _plan_anew(
+    program: str, sizes: tuple[int, ...], layout: Layout, total: int, reads: Sequence[Tensor] = ()
+) -> _Plan:
+    (decide,) = NEEDED
+    found = decide(program, [r.detach() for r in reads], sizes, layout, total).clone()
+    return _Plan(found.scatter_(1, layout.tokens(total), False), layout)
+
+
+_kept_plan = functools.lru_cache(maxsize=64)(_plan_anew)
 
 
 def _swapped(rows: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], group: str) -> Tensor:
@@ -161,35 +203,32 @@ def _swapped(rows: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], grou
     return found
 
 
-def _fetched(x: Tensor, needed: Tensor, layout: Layout, group: str) -> Tensor:
-    own = _Exchange.of(needed, layout, _rank(group))
+def _fetched(x: Tensor, plan: _Plan, group: str) -> Tensor:
+    own = plan.of(_rank(group))
     rows = x.movedim(TOKENS, 0)
-    whole = rows.new_zeros((needed.shape[1], *rows.shape[1:]))
+    whole = rows.new_zeros((plan.needed.shape[1], *rows.shape[1:]))
     whole[own.own.to(x.device)] = rows
-    if needed.any():
+    if not plan.is_empty:
         sent = rows[torch.cat(own.sent).to(x.device)]
         whole[torch.cat(own.received).to(x.device)] = _swapped(sent, own.sent, own.received, group)
     return whole.movedim(0, TOKENS)
 
 
-def _returned(grad: Tensor, needed: Tensor, layout: Layout, group: str) -> Tensor:
+def _returned(grad: Tensor, plan: _Plan, group: str) -> Tensor:
     """The gradient of a rank's own keys: what it has itself, and what those have who fetched them."""
-    own = _Exchange.of(needed, layout, _rank(group))
+    own = plan.of(_rank(group))
     rows = grad.movedim(TOKENS, 0)
     total = rows[own.own.to(grad.device)]
-    if needed.any():
+    if not plan.is_empty:
         sent = rows[torch.cat(own.received).to(grad.device)]
         back = _swapped(sent, own.received, own.sent, group)
         total = total.index_add(0, torch.cat(own.sent).to(grad.device), back)
     return total.movedim(0, TOKENS)
 
 
-def keys_needed(
-    x: Tensor, reads: Sequence[Tensor], sizes: Sequence[int], program: str, layout: Layout
-) -> Tensor:
-    """`needed_keys` of one call of `fetch_keys`."""
-    total = x.shape[TOKENS] * layout.ranks
-    return needed_keys(program, [r.detach() for r in reads], sizes, layout, total)
+def _plan_of(x: Tensor, reads: Sequence[Tensor], sizes: Sequence[int], program: str, layout: Layout) -> _Plan:
+    """The plan of one call of `fetch_keys`."""
+    return _plan(program, reads, tuple(map(int, sizes)), layout, x.shape[TOKENS] * layout.ranks)
 
 
 # --- kernels, shapes and gradients ---
@@ -210,7 +249,7 @@ def _fetch_keys(
     x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int], ranks: int, group: str
 ) -> Tensor:
     layout = Layout.of(chunks, ranks)
-    return _fetched(x, keys_needed(x, reads, sizes, program, layout), layout, group)
+    return _fetched(x, _plan_of(x, reads, sizes, program, layout), group)
 
 
 @torch.library.register_fake("attngraph::own_tokens")  # type: ignore[untyped-decorator]
@@ -260,8 +299,7 @@ class _FetchKeys(torch.autograd.Function):
         ctx: Any, x: Tensor, reads: list[Tensor], sizes: list[int], program: str, chunks: list[int],
         ranks: int, group: str,
     ) -> Tensor:  # fmt: skip
-        layout = Layout.of(chunks, ranks)
-        ctx.about = keys_needed(x, reads, sizes, program, layout), layout, group
+        ctx.about = _plan_of(x, reads, sizes, program, Layout.of(chunks, ranks)), group
         return _fetched(x.detach(), *ctx.about)
 
     @staticmethod
@@ -308,9 +346,8 @@ def _fetch_together(args: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor
     reads, sizes, program, chunks, ranks, _ = args
     layout = Layout.of(chunks, ranks)
     whole = _ordered(torch.cat(tuple(parts), TOKENS), TOKENS, layout)
-    there = keys_needed(parts[0], reads, sizes, program, layout).scatter(
-        1, layout.tokens(whole.shape[TOKENS]), True
-    )
+    needed = _plan_of(parts[0], reads, sizes, program, layout).needed
+    there = needed.scatter(1, layout.tokens(whole.shape[TOKENS]), True)
     return [torch.where(t.unsqueeze(-1).to(whole.device), whole, 0.0) for t in there]
 
 
