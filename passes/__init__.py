@@ -21,31 +21,36 @@ from attngraph.passes.quantised_linear import QuantisedLinear
 from attngraph.passes.reassociate_linear import ReassociateLinear
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.shard_heads.shard import ShardHeads
+from attngraph.passes.shard_tokens.shard import ShardTokens
 from attngraph.passes.tidy import Tidy
 from attngraph.pipeline import Pass
 
 
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, ranks: int = 1, group: str = "",
-    rounded: str = "",
+    rounded: str = "", tokens: bool = False,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
-    `attngraph.compile`. `ranks`: how many ranks of the process group `group` run the graph together.
-    `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
+    `attngraph.compile`. `ranks`: how many ranks of the process group `group` run the graph together, dividing
+    heads and hidden units, or `tokens`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and
+    values, if it does.
     """
     family = "" if backend == "auto" else backend
     rest: tuple[Pass, ...] = (ReassociateLinear(),)
     if decoder:
         rest = (InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
+    shards: tuple[Pass, ...] = ()
+    if ranks > 1:
+        shards = (ShardTokens(ranks, group) if tokens else ShardHeads(ranks, group),)
     return (
         Canonicalize(),
         FuseAttention(),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
         *rest,
-        *((ShardHeads(ranks, group),) if ranks > 1 else ()),
+        *shards,
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
         *((QuantiseCache(rounded),) if rounded else ()),
     )
@@ -54,8 +59,8 @@ def order(
 DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (
-    *DEFAULT_PIPELINE, ShardHeads(), InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise(),
-    QuantiseCache(),
+    *DEFAULT_PIPELINE, ShardHeads(), ShardTokens(), InsertKVCache(), Tidy(), QuantisedLinear(),
+    FuseTokenWise(), QuantiseCache(),
 )  # fmt: skip
 """Every pass that can be run by itself on a graph."""
 

@@ -192,7 +192,8 @@ def compile_graph(
     seconds = time.perf_counter() - start
     report = CompileReport(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
-        code=result.code, ranks=None if graph.ranks is None else graph.ranks.entry, numbers=made.numbers,
+        code=result.code, ranks=None if graph.ranks is None else graph.ranks.entry,
+        context=None if graph.ranks is None else graph.ranks.context, numbers=made.numbers,
         capture=made.seconds,
     )  # fmt: skip
     if made.dump is not None:

@@ -178,7 +178,7 @@ class CompiledModule(ModelWrapper):
         if axis is None or axis.mesh is None or not axis.config.agree:
             return
         training = getattr(self._model, "training", False)
-        agree(axis, "the call", describe_call(tensors, leaves, training, self._draws))
+        agree(axis, "the call", describe_call(tensors, leaves, training, self._draws, axis.tokens))
 
     def weights(
         self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,

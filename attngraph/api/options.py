@@ -63,8 +63,9 @@ class Options:
         if self.passes is not None:
             return without(self.passes, self.disable)
         axis = self.axis
-        ranks, group = (1, "") if axis is None else (axis.count, axis.group)
-        return without(order(self.backend, self.absorb, ranks=ranks, group=group), self.disable)
+        ranks, group, tokens = (1, "", False) if axis is None else (axis.count, axis.group, axis.tokens)
+        found = order(self.backend, self.absorb, ranks=ranks, group=group, tokens=tokens)
+        return without(found, self.disable)
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.

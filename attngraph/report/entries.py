@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attngraph.report.ranks import RanksEntry
+from attngraph.report.ranks import ContextEntry, RanksEntry
 from attngraph.report.user_code import UserCode
 
 
@@ -422,6 +422,7 @@ class Entries:
     graphs: int = 1
     cache: CacheEntry | None = None
     ranks: RanksEntry | None = None
+    context: ContextEntry | None = None
     numbers: tuple[Break, ...] = ()
     captured: str = dataclasses.field(default="", repr=False)
     code: UserCode = dataclasses.field(default=UserCode(), repr=False)

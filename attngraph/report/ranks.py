@@ -68,3 +68,83 @@ class RanksEntry:
         if self.vectors:
             found.append(f"      whole on every rank: {self.vectors} norm(s), bias(es) and other vectors")
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedTokens:
+    """A size that counts tokens, which ranks divide: in the example `tokens`, of which each rank has `chunks`
+    runs; `attentions` of which each rank has the queries; `pairs` of a query and a key that each rank
+    computes in one of them."""
+
+    tokens: int
+    chunks: int
+    attentions: int
+    pairs: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FetchedEntry:
+    """What ranks fetch of each other: keys, or all tokens of a value.
+
+    `bytes` that each rank receives in the example's call, and `back` in its backward pass; `mask`: in words,
+    what the queries see; `at_most`: tensors of the call decide how much it is.
+    """
+
+    what: str
+    source: str
+    bytes: tuple[int, ...]
+    back: tuple[int, ...]
+    mask: str = ""
+    at_most: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeEntry:
+    """What every rank computes for all tokens, and why."""
+
+    source: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextEntry:
+    """How ranks divide tokens, what they fetch, and what they do not divide. `sums`: how many gradients of
+    values that all ranks have are added up in a backward pass, and their bytes."""
+
+    count: int
+    axes: tuple[DividedTokens, ...] = ()
+    fetched: tuple[FetchedEntry, ...] = ()
+    whole: tuple[WholeEntry, ...] = ()
+    sums: tuple[int, int] = (0, 0)
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """Bytes that each rank receives in the forward pass of the example's call."""
+        return tuple(sum(f.bytes[rank] for f in self.fetched) for rank in range(self.count))
+
+    def lines(self) -> list[str]:
+        """Lines of text: which tokens ranks have, what they fetch, what they compute whole and why."""
+        found = ["", f"  tokens  divided among {self.count} ranks"]
+        for axis in self.axes:
+            runs = "one run" if axis.chunks == 1 else f"{axis.chunks} runs"
+            most = max(axis.pairs) * len(axis.pairs) / (sum(axis.pairs) or 1) - 1
+            found.append(
+                f"      {axis.tokens // self.count} of {axis.tokens} tokens each, in {runs}: "
+                f"{axis.attentions} attention(s), the busiest rank has {most:.0%} more than the mean"
+            )
+        for (what, mask, size, at_most), group in itertools.groupby(
+            self.fetched, key=lambda f: (f.what, f.mask, f.bytes, f.at_most)
+        ):
+            each = list(group)
+            sizes = " ".join(f"{n:,}" for n in size)
+            seen = f" ({mask})" if mask else ""
+            limit = "at most " if at_most else ""
+            found.append(f"      {len(each)} x {what}{seen}: {limit}{sizes} bytes   {each[0].source}")
+        sizes = " ".join(f"{n:,}" for n in self.received)
+        found.append(f"      received by each rank: {sizes} bytes in this call, forward")
+        if self.sums[0]:
+            found.append(f"      added up backward: {self.sums[0]} gradient(s) of {self.sums[1]:,} bytes")
+        for entry in dict.fromkeys(self.whole):
+            where = f"   {entry.source}" if entry.source else ""
+            found.append(f"      all tokens on every rank: {entry.reason}{where}")
+        return found

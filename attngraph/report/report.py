@@ -79,6 +79,8 @@ class CompileReport(Entries):
             lines += self.cache.lines()
         if self.ranks is not None:
             lines += self.ranks.lines()
+        if self.context is not None:
+            lines += self.context.lines()
         for stop in self.breaks:
             lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
         for stop in self.numbers:
@@ -201,6 +203,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         sum(r.seconds for r in reports),
         sum(r.graphs for r in reports),
         ranks=next((r.ranks for r in reports if r.ranks is not None), None),
+        context=next((r.context for r in reports if r.context is not None), None),
         numbers=tuple(dict.fromkeys(b for r in reports for b in r.numbers)),
         capture=sum(r.capture for r in reports),
         small_calls=sum(r.small_calls for r in reports),

@@ -18,8 +18,7 @@ from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Shard
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import Keep, ScoreProgram, Statement
+from attngraph.ir.language.score import reindexed
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, SUM_GRADIENTS
 from attngraph.meaning.element import Meaning
@@ -160,7 +159,7 @@ class Parts:
                 made[name] = self._operand(builder, next(uses))
         reads = [self._operand(builder, use) for use in uses]
         local = {n for n in range(len(reads)) if head_dims(attention, n) is not None}
-        program = _numbered(attention.program, local, len(reads))
+        program = reindexed(attention.program, "h", E.read(len(reads), (_H,)), local)
         if program is not attention.program:
             reads.append(self.number("heads", heads.places))
         return builder.attention(attention.replace(**made, reads=tuple(reads), program=program))
@@ -330,27 +329,3 @@ class Parts:
         if torch.equal(order, torch.arange(len(flat))):
             return found
         return self._at(builder, found, dim, order)
-
-
-def _numbered(program: ScoreProgram, local: set[int], number: int) -> ScoreProgram:
-    """A program for a rank's heads: tensors in `local` are read at the rank's own heads; elsewhere the number
-    of a head is what tensor `number` says."""
-    mine = E.read(number, (_H,))
-
-    def replaced(formula: Expr) -> Expr:
-        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            if node is _H:
-                return mine
-            if (node.op == "read" and node.value in local) or args == node.args:
-                return node
-            return E.make(node.op, args, node.value, node.kind)
-
-        return E.rebuild(formula, leaf)
-
-    def rewritten(statement: Statement) -> Statement:
-        if isinstance(statement, Keep):
-            return Keep(replaced(statement.predicate), replaced(statement.fill))
-        return type(statement)(replaced(statement.value))
-
-    made = tuple(map(rewritten, program.statements))
-    return program if made == program.statements else ScoreProgram(made)

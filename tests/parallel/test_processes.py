@@ -57,6 +57,13 @@ def test_shared_heads_are_held_as_reported(tmp_path: Path) -> None:
         assert int(held) == part < whole
 
 
+def test_ranks_that_divide_tokens_receive_what_the_report_says(tmp_path: Path) -> None:
+    """Values and gradients are those of one device; with documents, no more than the report's bound."""
+    for said in _run("tokens", tmp_path):
+        (exact, told), (less, most) = (map(int, part.split(" reported ")) for part in said.split("; "))
+        assert 0 < exact == told and 0 < less < most
+
+
 def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path) -> None:
     assert _run("checkpoint", tmp_path) == ["loaded"] * 2
 
@@ -66,6 +73,12 @@ def test_ranks_that_are_called_differently_all_say_so(tmp_path: Path) -> None:
         shapes, dtypes = said.split(" | ")
         assert "disagree about the call" in shapes and "[2, 4]" in shapes and "[2, 5]" in shapes
         assert "rank 0: tensor 0: int64" in dtypes and "rank 1: tensor 0: float32" in dtypes
+
+
+def test_ranks_with_other_tokens_all_say_so(tmp_path: Path) -> None:
+    """What they hold may decide what is fetched: ranks that differ would wait for each other."""
+    for said in _run("disagree_in_tokens", tmp_path):
+        assert "disagree about the call" in said and "with contents" in said
 
 
 def test_ranks_with_other_code_all_say_so(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Ranks:
         count: how many there are. group: the name of their process group.
         shards: a rank's parts of parameters, by the name of the input.
         places: numbers for each rank, `[ranks, n]`, by the name of the input.
-        entry: what the report says about them (`report.ranks.RanksEntry`).
+        entry, context: what the report says about them (`report.ranks.RanksEntry`, `ContextEntry`).
     """
 
     count: int
@@ -43,3 +43,4 @@ class Ranks:
     shards: dict[str, Shard] = dataclasses.field(default_factory=dict)
     places: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     entry: Any = None
+    context: Any = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr
@@ -175,6 +176,29 @@ class ScoreProgram:
     @property
     def sink(self) -> Expr | None:
         return next((s.value for s in self.statements if isinstance(s, Sink)), None)
+
+
+def reindexed(program: ScoreProgram, name: str, value: Expr, kept: Collection[int] = ()) -> ScoreProgram:
+    """The program with a formula in the place of an index, other than in reads of the tensors in `kept`."""
+    variable = index(name)
+
+    def replaced(formula: Expr) -> Expr:
+        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node is variable:
+                return value
+            if (node.op == "read" and node.value in kept) or args == node.args:
+                return node
+            return E.make(node.op, args, node.value, node.kind)
+
+        return E.rebuild(formula, leaf)
+
+    def rewritten(statement: Statement) -> Statement:
+        if isinstance(statement, Keep):
+            return Keep(replaced(statement.predicate), replaced(statement.fill))
+        return type(statement)(replaced(statement.value))
+
+    made = tuple(map(rewritten, program.statements))
+    return program if made == program.statements else ScoreProgram(made)
 
 
 def index(name: str) -> Expr:

@@ -12,7 +12,7 @@ backward pass adds them up (Shoeybi et al. 2019, Megatron-LM, section 3, operato
 torch.distributed's own functional collectives are those of losses that differ by rank and are added, so they
 are not used; these ops call them without gradients.
 
-`group` is a process group's name. `together` computes a collective for all ranks in one process.
+`group` is a process group's name. Collectives along the token axis are in `token_collectives.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _OPS = torch.ops.attngraph
 ALL_REDUCE, SUM_GRADIENTS, ALL_GATHER = (
     _OPS.all_reduce.default, _OPS.sum_gradients.default, _OPS.all_gather.default,
 )  # fmt: skip
-COLLECTIVES = frozenset({ALL_REDUCE, SUM_GRADIENTS, ALL_GATHER})
+Together = Callable[[Sequence[Any], Sequence[Tensor]], list[Tensor]]
+COLLECTIVES: dict[Any, Together] = {}
+"""Every collective, with what computes it for all ranks in one process: from the node's other arguments and
+the ranks' operands to their results, with the gradients that the ranks would have."""
 
 
 def _summed(x: Tensor, group: str) -> Tensor:
@@ -110,7 +113,9 @@ class _AllGather(torch.autograd.Function):
         return grad.narrow(ctx.dim, rank * ctx.size, ctx.size), None, None, None
 
 
-def _differentiated(op: Any, function: Any) -> Callable[..., Any]:
+def differentiated(op: Any, function: Any) -> Callable[..., Any]:
+    """The rule for autograd of a collective: `function` is its autograd.Function."""
+
     def rule(keys: Any, *args: Any) -> Any:
         if has_tangent(args):
             raise NotImplementedError(f"{op} has no forward-mode derivative.")
@@ -121,9 +126,9 @@ def _differentiated(op: Any, function: Any) -> Callable[..., Any]:
     return rule
 
 
-differentiate_by("all_reduce", _differentiated(ALL_REDUCE, _AllReduce))
-differentiate_by("sum_gradients", _differentiated(SUM_GRADIENTS, _SumGradients))
-differentiate_by("all_gather", _differentiated(ALL_GATHER, _AllGather))
+differentiate_by("all_reduce", differentiated(ALL_REDUCE, _AllReduce))
+differentiate_by("sum_gradients", differentiated(SUM_GRADIENTS, _SumGradients))
+differentiate_by("all_gather", differentiated(ALL_GATHER, _AllGather))
 
 
 class _TogetherSum(torch.autograd.Function):
@@ -167,15 +172,11 @@ class _TogetherGather(torch.autograd.Function):
         return (None, *(g.narrow(ctx.dim, rank * size, size) for rank, g in enumerate(grads)))
 
 
-def together(target: Any, args: Sequence[Any], parts: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a collective on all ranks, computed in one process, with the gradients that the ranks
-    would have. `parts` are the ranks' operands, `args` the other arguments of the node."""
-    if target is ALL_REDUCE:
-        return list(_TogetherSum.apply(*parts))
-    if target is SUM_GRADIENTS:
-        return list(_TogetherSumGradients.apply(*parts))
-    assert target is ALL_GATHER, target
-    return list(_TogetherGather.apply(args[0], *parts))
+COLLECTIVES.update({
+    ALL_REDUCE: lambda args, parts: list(_TogetherSum.apply(*parts)),
+    SUM_GRADIENTS: lambda args, parts: list(_TogetherSumGradients.apply(*parts)),
+    ALL_GATHER: lambda args, parts: list(_TogetherGather.apply(args[0], *parts)),
+})  # fmt: skip
 
 
 def bytes_sent(target: Any, size: int, ranks: int) -> int:

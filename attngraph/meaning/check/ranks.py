@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Ranks
-from attngraph.ir.ops.collectives import COLLECTIVES, together
+from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.once import Checks
@@ -58,7 +58,11 @@ def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ran
     if node.target in COLLECTIVES:
         whole = found[node.args[0]]  # type: ignore[index]
         parts = whole if isinstance(whole, PerRank) else [whole] * ranks
-        return PerRank(together(node.target, node.args[1:], parts))
+        # What else a collective is given is equal on all ranks.
+        others = fx.map_arg(
+            node.args[1:], lambda n: found[n][0] if isinstance(found[n], PerRank) else found[n]
+        )
+        return PerRank(COLLECTIVES[node.target](others, parts))
     if not differ:
         return compute(node, *fx.map_arg((node.args, node.kwargs), found.__getitem__))
     results = PerRank()

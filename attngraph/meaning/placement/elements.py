@@ -1,8 +1,8 @@
 """Elements of the operations that recognition of attention has no use for, as far as placement needs them.
 
 By the element rules; beyond them, pointwise operations, products of tokens with the weights of the expert
-that each goes to (mixtures of experts), and which leading dimensions of other operations are independent of
-each other (norms, complex views).
+that each goes to (mixtures of experts), losses of single entries, and which leading dimensions of other
+operations are independent of each other (norms, complex views).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument
 
 GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 """Products `x[t] @ weight[expert of t]` of tokens that are sorted by expert."""
@@ -35,6 +35,8 @@ def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     """
     if _is_grouped(node):
         return _grouped(meaning, node, at)
+    if str(node.target) == "aten.cross_entropy_loss.default":
+        return _loss(meaning, node, at)
     try:
         return meaning.element(node, at)
     except Unliftable:
@@ -59,6 +61,21 @@ def _grouped(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     expert = E.make("raw", (at[0], meaning.read(ends, (E.ZERO,))), "group", "int")
     factors = meaning.read(x, (at[0], inner)), E.read(weight, (expert, inner, at[1]), "float")
     return M.total(inner, M.mul(*factors))
+
+
+def _loss(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
+    """The loss of one entry, from its logits and the number (or the probabilities) of its class."""
+    logits, target = node.args[:2]
+    shape = meaning.shape(logits)
+    if len(shape) != len(at) + 1 or argument(node, 3, "reduction", 1) != 0:
+        raise Unliftable("a loss of several entries")
+    classes = meaning.fresh(shape[min(1, len(at))])
+    every = (*at[:1], classes, *at[1:])
+    of_classes = len(meaning.shape(target)) == len(every)
+    reads = [meaning.read(logits, every), meaning.read(target, every if of_classes else at)]
+    weight = argument(node, 2, "weight")
+    reads += [] if weight is None else [meaning.read(weight, (classes,))]
+    return E.make("raw", tuple(reads), "loss")
 
 
 def independent_dims(node: fx.Node) -> int | None:

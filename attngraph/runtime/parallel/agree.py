@@ -48,14 +48,25 @@ def _difference(text: str, texts: Sequence[str]) -> str:
     return "the same, but shorter"
 
 
-def describe_call(tensors: Sequence[Tensor], others: Sequence[Any], training: bool, draws: bool) -> str:
-    """A call as text: what must be equal on all ranks."""
-    lines = [f"tensor {n}: {str(t.dtype)[6:]} {list(t.shape)}" for n, t in enumerate(tensors)]
+def describe_call(
+    tensors: Sequence[Tensor], others: Sequence[Any], training: bool, draws: bool, tokens: bool
+) -> str:
+    """A call as text: what must be equal on all ranks. `tokens`: they divide tokens, so what is sent is
+    decided by what whole numbers and masks hold."""
+    lines = [f"tensor {n}: {_about(t, tokens)}" for n, t in enumerate(tensors)]
     lines += [f"argument: {value!r}"[:200] for value in others if isinstance(value, (int, float, str, bool))]
     lines.append(f"training={training}, gradients={torch.is_grad_enabled()}")
     if draws:
         lines.append(random_state())
     return "\n".join(lines)
+
+
+def _about(tensor: Tensor, contents: bool) -> str:
+    about = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
+    if not contents or tensor.is_floating_point() or tensor.is_complex():
+        return about
+    numbers = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{about} with contents {hashlib.sha256(numbers).hexdigest()[:16]}"
 
 
 def random_state() -> str:

@@ -15,12 +15,14 @@ class ShardConfig:
 
     Attributes:
         tensor: the axis along which heads, hidden units and vocabulary are divided; None: along none.
+        context: the axis along which tokens are divided; None: along none.
         parameters: "sharded": the model's parameters become DTensors, each rank holding its part; "whole":
             every rank keeps all of them and takes its part in each call.
         agree: whether ranks compare what they are called with before each call.
     """
 
     tensor: str | None = "tensor"
+    context: str | None = "context"
     parameters: str = "sharded"
     agree: bool = True
 
@@ -53,7 +55,7 @@ class SimulatedMesh:
 
 @dataclasses.dataclass(frozen=True)
 class TensorAxis:
-    """The ranks among which tensors are divided.
+    """The ranks among which tensors are divided: by heads, hidden units and vocabulary, or by `tokens`.
 
     `mesh` is their one-dimensional DeviceMesh, None where they are simulated; `group` the name of their
     process group.
@@ -63,11 +65,13 @@ class TensorAxis:
     group: str
     config: ShardConfig
     mesh: Any = None
+    tokens: bool = False
 
     @property
     def holds_parts(self) -> bool:
-        """Whether each rank holds a part of the parameters, as DTensors."""
-        return self.mesh is not None and self.config.parameters == "sharded"
+        """Whether each rank holds a part of the parameters, as DTensors. Ranks that divide tokens use all
+        parameters, and add up what they learn of them."""
+        return self.mesh is not None and self.config.parameters == "sharded" and not self.tokens
 
     @property
     def rank(self) -> int:
@@ -85,7 +89,8 @@ def tensor_axis(mesh: Any, config: ShardConfig) -> TensorAxis | None:
     """The axis along which a mesh divides tensors; None where it does not.
 
     Raises:
-        TypeError: it is no mesh. ValueError: its axes have no names, or not the one of the config.
+        TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config, or it
+        divides tensors in both ways.
     """
     simulated = isinstance(mesh, SimulatedMesh)
     if not simulated and not _is_device_mesh(mesh):
@@ -98,14 +103,28 @@ def tensor_axis(mesh: Any, config: ShardConfig) -> TensorAxis | None:
         raise ValueError(
             "the axes of the mesh must have names, as in init_device_mesh(..., mesh_dim_names=('tensor',))."
         )
-    if config.tensor is None or config.tensor not in names:
-        if config.tensor is not None and config != ShardConfig():
-            raise ValueError(f"the mesh has no axis {config.tensor!r}; it has {', '.join(names)}.")
-        return None
-    if simulated:
-        return TensorAxis(mesh.axes[config.tensor], config.tensor, config)
-    axis = mesh[config.tensor] if mesh.ndim > 1 else mesh
-    return TensorAxis(axis.size(), axis.get_group().group_name, config, axis)
+    usual, found = ShardConfig(), list[TensorAxis]()
+    for field in ("tensor", "context"):
+        name = getattr(config, field)
+        if name in names:
+            found.append(_axis(mesh, name, config, field == "context"))
+        elif name is not None and name != getattr(usual, field):
+            raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(names)}.")
+    several = [axis for axis in found if axis.count > 1]
+    if len(several) > 1:
+        raise ValueError(
+            f"the mesh has {several[0].count} ranks along {config.tensor!r} and {several[1].count} along "
+            f"{config.context!r}: heads and tokens are not divided together yet. Leave out one axis."
+        )
+    return next(iter([*several, *found]), None)
+
+
+def _axis(mesh: Any, name: str, config: ShardConfig, tokens: bool) -> TensorAxis:
+    """One axis of a mesh."""
+    if isinstance(mesh, SimulatedMesh):
+        return TensorAxis(mesh.axes[name], name, config, None, tokens)
+    axis = mesh[name] if mesh.ndim > 1 else mesh
+    return TensorAxis(axis.size(), axis.get_group().group_name, config, axis, tokens)
 
 
 def _is_device_mesh(mesh: Any) -> bool:

@@ -99,6 +99,80 @@ def checkpoint(mesh, rank):
     return "loaded"
 
 
+class Received:
+    """While entered, counts the bytes that collectives bring from other ranks."""
+
+    def __init__(self, rank):
+        self.bytes, self.rank, self.functional = 0, rank, torch.ops._c10d_functional
+
+    def __enter__(self):
+        self.swap, self.gather = self.functional.all_to_all_single, self.functional.all_gather_into_tensor
+
+        def swapped(x, came, went, group):
+            found = self.swap(x, came, went, group)
+            row = found.element_size() * found.stride(0)
+            self.bytes += row * sum(n for r, n in enumerate(came) if r != self.rank)
+            return found
+
+        def gathered(x, ranks, group):
+            self.bytes += (ranks - 1) * x.numel() * x.element_size()
+            return self.gather(x, ranks, group)
+
+        self.functional.all_to_all_single, self.functional.all_gather_into_tensor = swapped, gathered
+        return self
+
+    def __exit__(self, *_):
+        self.functional.all_to_all_single, self.functional.all_gather_into_tensor = self.swap, self.gather
+
+
+class Windowed(Block):
+    """Attention within a window, beside the causal one."""
+
+    def forward(self, ids, documents=None):
+        x = self.table(ids)
+        q, k, v = self.qkv[0](x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        i = torch.arange(ids.shape[1])
+        seen = (i <= i[:, None]) & (i > i[:, None] - 3)
+        if documents is not None:
+            seen = (documents[:, None] == documents[..., None])[:, None]
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return super().forward(ids) + self.out(y.transpose(1, 2).flatten(2)) @ self.table.weight.T
+
+
+def tokens(_, rank):
+    """Tokens divided: values and gradients beside one device, and the bytes that are received."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    said = []
+    for documents in (None, torch.arange(16).div(6, rounding_mode="floor").expand(2, -1)):
+        torch.manual_seed(0)
+        alone = Windowed()
+        model = copy.deepcopy(alone)
+        compiled = attngraph.compile(model, mesh=mesh)
+        ids = torch.randint(0, 64, (2, 16))
+        given = (ids,) if documents is None else (ids, documents)
+        compiled(*given)
+        with Received(rank) as received:
+            found, wanted = compiled(*given), alone(*given)
+        said.append(f"{received.bytes} reported {compiled.report.context.received[rank]}")
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        weight = torch.randn_like(wanted)
+        found.backward(weight)
+        wanted.backward(weight)
+        for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+    return "; ".join(said)
+
+
+def disagree_in_tokens(_, rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    compiled = attngraph.compile(Windowed(), mesh=mesh)
+    try:
+        compiled(torch.arange(32).view(2, 16) + rank)
+    except attngraph.DisagreementError as problem:
+        return str(problem).replace("\n", " ")
+    return "nothing"
+
+
 def disagree(mesh, rank):
     compiled = attngraph.compile(Block(), mesh=mesh)
     ids = torch.arange(12).view(2, 6)

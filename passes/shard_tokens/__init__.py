@@ -1,0 +1,1 @@
+"""Context parallel: the tokens of whole sequences divided among ranks."""

@@ -1,0 +1,97 @@
+"""Which tokens each rank has: so chosen that all ranks have about equally many pairs of a query and a key.
+
+One run of neighbours for each rank, because then a window reaches over the fewest borders. Where that leaves
+ranks with unequal work (causal masks), each rank has two runs, one as far from the beginning as the other is
+from the end, as far as the number of tokens allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.token_collectives import Layout
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.masks.needed import pairs_of_ranks
+from attngraph.meaning.placement.demand import Unplaced
+from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis
+
+EVEN = 1.1
+"""A rank may have this many times the mean of the pairs before tokens are divided in two runs."""
+
+
+def one_run(ranks: int) -> Layout:
+    """Neighbouring tokens for each rank."""
+    return Layout(tuple((rank,) for rank in range(ranks)))
+
+
+def two_runs(ranks: int) -> Layout:
+    """Early and late tokens for each rank."""
+    return Layout(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+
+
+def choose_layout(graph: ProgramGraph, tokens: TokenAxis, ranks: int) -> Layout:
+    """The layout for one size, which from then on must be one that can be divided so.
+
+    Raises:
+        Unplaced: the size is a number, or the tokens of the example cannot be divided equally.
+    """
+    size = tokens.space.tokens
+    symbol, total = _symbol(graph, size), graph.hints.get(str(size.value), 0)
+    if symbol is None or not total:
+        raise Unplaced(f"its {size!r} queries are no size of the model's inputs")
+    if total % ranks:
+        graph.conditions = (*graph.conditions, sympy.Ne(sympy.Mod(symbol, ranks), 0))
+        raise Unplaced(f"{total} tokens cannot be divided equally among {ranks} ranks")
+    found = one_run(ranks)
+    uneven = _unevenness(graph, tokens, found, total)
+    if uneven > EVEN:
+        if total % (2 * ranks):
+            graph.conditions = (*graph.conditions, sympy.Ne(sympy.Mod(symbol, 2 * ranks), 0))
+        elif _unevenness(graph, tokens, two_runs(ranks), total) < uneven:
+            found = two_runs(ranks)
+    graph.conditions = (*graph.conditions, sympy.Eq(sympy.Mod(symbol, found.count), 0))
+    return found
+
+
+def pairs(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: int) -> list[float]:
+    """About how many pairs of a query and a key each rank computes, of all attentions among tokens."""
+    every = [pairs_of_ranks(*about, layout, total) for about in _attentions(graph, tokens)]
+    return [sum(of) for of in zip(*every, strict=True)] or [1.0] * layout.ranks
+
+
+def _unevenness(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: int) -> float:
+    """How many times the mean of the pairs the busiest rank has."""
+    found = pairs(graph, tokens, layout, total)
+    return max(found) * len(found) / max(sum(found), 1.0)
+
+
+def _attentions(graph: ProgramGraph, tokens: TokenAxis) -> Iterator[tuple[ScoreProgram, tuple[int, ...]]]:
+    """The programs of attentions whose queries and keys are these tokens, and their sizes in the example."""
+    for node in graph.attentions():
+        uses = next((u for n in node.users if isinstance(u := tokens.uses.get(n), AttentionUses)), None)
+        view: Any = nodes.view(node)
+        keys = view.keys[0].meta["val"].shape[2]
+        if uses is not None and tokens.meaning.renamed(size_expression(keys)) is tokens.space.tokens:
+            yield view.program, sizes_of(graph, view.sizes)
+
+
+def sizes_of(graph: ProgramGraph, sizes: Any) -> tuple[int, ...]:
+    """What the sizes of a node's program are in the example."""
+    values = (getattr(s, "meta", {}).get("val", s) for s in sizes)
+    return tuple(int(evaluate_size(size_expression(v), graph.hints)) for v in values)
+
+
+def _symbol(graph: ProgramGraph, size: Expr) -> Any:
+    """The symbol of a size that is a dimension of an input."""
+    for node in graph.placeholders():
+        for extent in getattr(node.meta.get("val"), "shape", ()):
+            if size.op == "size" and not isinstance(extent, int) and str(extent.node.expr) == size.value:
+                return extent.node.expr
+    return None

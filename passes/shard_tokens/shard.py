@@ -1,0 +1,167 @@
+"""ShardTokens: the tokens of whole sequences divided among ranks.
+
+`meaning/placement/token_axis.py` finds which values a rank can compute for its own tokens; `twins.py` builds
+them, and each is proved in float64, all ranks in one process, gradients included (`meaning/check/ranks.py`).
+What mixes tokens in another way than attention is computed by every rank from all tokens, which are gathered,
+and so are the model's results; the report says where and why. Ranks have equally many tokens: a run of
+neighbours, or two runs where early tokens have less work than late ones (`layouts.py`). Never changes what
+the model computes, and knows no model, module or parameter by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_measured, is_size
+from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops import nodes
+from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.check.ranks import RankChecks
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.placement.demand import Unplaced
+from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis
+from attngraph.meaning.rule import Unliftable, is_part
+from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
+from attngraph.passes.shard_tokens.account import account
+from attngraph.passes.shard_tokens.equal_sizes import equate_factors
+from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
+from attngraph.passes.shard_tokens.losses import sum_losses
+from attngraph.passes.shard_tokens.twins import Twins
+from attngraph.pipeline import Outcome
+from attngraph.report.ranks import ContextEntry, DividedTokens, WholeEntry
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardTokens:
+    """`ranks`: how many; `group`: the name of their process group."""
+
+    ranks: int = 2
+    group: str = "context"
+    name: str = "shard-tokens"
+    requires: Level = Level.FUSED
+    yields: Level = Level.FUSED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        if self.ranks > 1:
+            graph.ranks = Ranks(self.ranks, self.group)
+            forget_operands_of_dtype(graph)
+            equate_factors(graph)
+            _measure_inputs(graph)
+            sum_losses(graph)
+            whole: list[WholeEntry] = []
+            axes: list[DividedTokens] = []
+            for size, attention in list(_token_sizes(graph)):
+                try:
+                    axes.append(_divide(graph, size, self.ranks, whole))
+                except Unplaced as reason:
+                    whole.append(WholeEntry(source_of(attention), str(reason)))
+            graph.ranks.context = account(graph, self.ranks, axes, whole)
+            outcome.notes.append(_note(graph.ranks.context))
+        return outcome
+
+
+def _measure_inputs(graph: ProgramGraph) -> None:
+    """Let sizes be those of inputs: a value that is measured would be needed whole."""
+    for node in list(graph.graph.nodes):
+        operand = node.args[0] if node.target is torch.ops.aten.sym_size.int else None
+        if not isinstance(operand, fx.Node) or operand.op == "placeholder" or is_measured(node):
+            continue
+        try:
+            size = Builder(graph, node).size(size_expression(node.meta["val"]))
+        except (NoSize, Unliftable):
+            continue
+        if size is not node:
+            node.replace_all_uses_with(size)
+    graph.clean()
+
+
+def _note(entry: ContextEntry) -> str:
+    parts = ", ".join(f"{a.tokens} tokens of {a.attentions} attention(s)" for a in entry.axes)
+    return f"{parts or 'no tokens'} divided among {entry.count} ranks"
+
+
+def _token_sizes(graph: ProgramGraph) -> Iterator[tuple[Expr, fx.Node]]:
+    """The sizes that count queries of attentions, each with the first attention that has so many."""
+    meaning, found = Meaning(graph.known_values(), graph.conditions), set[Expr]()
+    for node in graph.attentions():
+        view: Any = nodes.view(node)
+        size = meaning.renamed(size_expression(view.q.meta["val"].shape[QUERIES]))
+        if size not in found:
+            found.add(size)
+            yield size, node
+
+
+def _divide(graph: ProgramGraph, size: Expr, ranks: int, whole: list[WholeEntry]) -> DividedTokens:
+    """Divide the tokens that one size counts; what stays whole is added to `whole`.
+
+    Raises:
+        Unplaced: they are not divided.
+    """
+    meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True, along_tokens=True)
+    tokens = TokenAxis(graph, meaning, size)
+    if not any(nodes.view(n.args[0]) for n in tokens.axes if is_part(n)):  # type: ignore[arg-type]
+        reasons = [r for n, r in tokens.whole.items() if is_part(n)]
+        raise Unplaced(next(iter(reasons), "no attention could be divided by tokens"))
+    layout = choose_layout(graph, tokens, ranks)
+    twins = Twins(graph, tokens, layout)
+    proved = _proved(graph, tokens, twins)
+    total = graph.hints[str(size.value)]
+    attentions = [n for n in proved if is_part(n) and nodes.view(n.args[0])]  # type: ignore[arg-type]
+    found = DividedTokens(
+        total, layout.count // ranks, len(attentions), tuple(pairs(graph, tokens, layout, total))
+    )
+    gathers = {n: r for n, r in tokens.whole.items() if any(o in proved for o in _operands(n))}
+    _connect(graph, tokens, twins, proved)
+    graph.assumed |= {n.name for n in meaning.assumed}
+    alive = set(graph.graph.nodes)
+    whole += [WholeEntry(source_of(n), reason) for n, reason in gathers.items() if n in alive]
+    return found
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node is computed from; for one of several results, that all of them are."""
+    source: Any = node.args[0] if is_part(node) else node
+    return [n for n in source.all_input_nodes if not is_size(n)]
+
+
+def _proved(graph: ProgramGraph, tokens: TokenAxis, twins: Twins) -> dict[fx.Node, fx.Node]:
+    """The twin of every divided node for which it is proved that the ranks have its values and gradients."""
+    checks, found = RankChecks(graph, twins.parts.learns), dict[fx.Node, fx.Node]()
+    for node in [n for n in graph.graph.nodes if n in tokens.axes]:
+        proof = Builder(graph, node)
+        try:
+            twin = twins.twin(node)
+            problem = checks.same_value(node, twins.whole(proof, node, twin), _operands(node)).problem
+            if problem:
+                raise Unplaced(problem)
+            found[node] = twin
+        except Unplaced as reason:
+            del tokens.axes[node]
+            tokens.whole[node] = str(reason)
+        proof.discard()
+    return found
+
+
+def _connect(
+    graph: ProgramGraph, tokens: TokenAxis, twins: Twins, proved: dict[fx.Node, fx.Node]
+) -> None:  # fmt: skip
+    """Let twins follow each other, and gather what is needed whole elsewhere."""
+    for (node, axes), own in twins.taken.items():
+        if node in proved and tokens.axes[node] == axes:
+            own.replace_all_uses_with(proved[node])
+    for node, twin in proved.items():
+        outside = [u for u in node.users if u not in proved and (u.users or u.op == "output")]
+        if outside and not tokens.is_known(node):
+            whole = twins.whole(Builder(graph, node), node, twin)
+            for user in outside:
+                user.replace_input_with(node, whole)
+    graph.clean()

@@ -1,0 +1,232 @@
+"""What a rank computes of a value that is divided by tokens: a twin of its node, on the rank's own tokens.
+
+A twin takes the rank's tokens of the model's own operands; once the operands' twins are proved, they stand
+in that place (`shard.py`). So every twin can be proved by itself. Attention has the rank's queries, and the
+keys that it fetched in the places that they have among all tokens, so that its program stays the model's
+with the query's number read from a table. A value that every rank has whole enters through `sum_gradients`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.score import ScoreProgram, reindexed
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKENS, Layout
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.masks.needed import visible_keys
+from attngraph.meaning.placement.demand import VIEWS, Unplaced
+from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, dropout_of
+from attngraph.meaning.rule import is_part
+from attngraph.meaning.tokens.axes import Axes
+from attngraph.passes.build import Builder, NoSize, built
+from attngraph.passes.shard_heads.parts import Parts
+
+aten = torch.ops.aten
+
+
+class Twins:
+    """Builds twins in one graph, which has its `ranks` set.
+
+    Attributes:
+        taken: the rank's own tokens of a node of the model, by the node and its axes.
+    """
+
+    def __init__(self, graph: ProgramGraph, tokens: TokenAxis, layout: Layout) -> None:
+        assert graph.ranks is not None
+        self.graph, self.tokens, self.layout = graph, tokens, layout
+        self.meaning, self.space = tokens.meaning, tokens.space
+        self.parts = Parts(graph, tokens.meaning)
+        self.told = (layout.flat, layout.ranks, graph.ranks.group)
+        self.taken: dict[tuple[fx.Node, Axes], fx.Node] = {}
+        self.attentions: dict[fx.Node, fx.Node] = {}
+        first = next(n for n in graph.graph.nodes if n.op != "placeholder")
+        begin = Builder(graph, first)
+        chunk = begin.call(operator.floordiv, begin.size(self.space.tokens), layout.count)
+        self.own_tokens = begin.call(operator.mul, chunk, layout.count // layout.ranks)
+        self.begin, self.positions = begin, dict[torch.device, fx.Node]()
+
+    def twin(self, node: fx.Node) -> fx.Node:
+        """What ranks compute for a divided node.
+
+        Raises:
+            Unplaced: it cannot be built.
+        """
+        builder = Builder(self.graph, node)
+        try:
+            uses = self.tokens.uses[node]
+            if isinstance(uses, Uses):
+                return self._token_wise(builder, node, uses)
+            attention: Any = node.args[0]
+            if attention not in self.attentions:
+                self.attentions[attention] = self._attention(Builder(self.graph, attention), attention, uses)
+            return builder.call(operator.getitem, self.attentions[attention], node.args[1])
+        except (NoSize, RuntimeError, TypeError, ValueError) as problem:
+            raise Unplaced(f"{node.target} on a rank's tokens: {problem}") from problem
+
+    def whole(self, builder: Builder, node: fx.Node, twin: fx.Node) -> fx.Node:
+        """All tokens of a node of which `twin` has a rank's own."""
+        return self._moved(builder, twin, node, self.tokens.axes[node], ALL_TOKENS)
+
+    # --- operands ---
+
+    def _own(self, builder: Builder, node: fx.Node, axes: Axes) -> fx.Node:
+        """A rank's tokens of a node of the model."""
+        key = (node, axes)
+        if key not in self.taken:
+            self.taken[key] = self._moved(builder, node, node, axes, OWN_TOKENS)
+        return self.taken[key]
+
+    def _moved(self, builder: Builder, x: fx.Node, node: fx.Node, axes: Axes, op: Any) -> fx.Node:
+        """`op` along the token axis of a node, which may be one digit of a dimension."""
+        place = self.space.place(axes, self.space.token)
+        assert place is not None
+        digits = axes[place]
+        if len(digits) == 1:
+            return builder.call(op, x, place, *self.told)
+        shape, at = self.meaning.shape(node), digits.index(self.space.token)
+        apart = [d.args[0] for d in digits]
+        unfolded = [*shape[:place], *apart, *shape[place + 1 :]]
+        token = {place + at}
+        begins, ends = (token, set()) if op is ALL_TOKENS else (set(), token)
+        x = builder.call(aten.reshape.default, x, self._sizes(builder, unfolded, begins))
+        x = builder.call(op, x, place + at, *self.told)
+        return builder.call(aten.reshape.default, x, self._sizes(builder, shape, {place} if ends else set()))
+
+    def _sizes(self, builder: Builder, shape: Sequence[Expr], own: set[int]) -> list[Any]:
+        """Sizes as arguments; those of the dimensions in `own` for a rank's tokens."""
+        return [self._size(builder, e, d in own) for d, e in enumerate(shape)]
+
+    def _size(self, builder: Builder, extent: Expr, own: bool) -> Any:
+        return built(builder, extent, {self.space.tokens: self.own_tokens}) if own else builder.size(extent)
+
+    # --- token by token ---
+
+    def _token_wise(self, builder: Builder, node: fx.Node, uses: Uses) -> fx.Node:
+        axes, shape = self.tokens.axes[node], self.meaning.shape(node)
+        place = self.space.place(axes, self.space.token)
+        assert place is not None
+        given = {
+            operand: self.parts.enter(operand) if wanted is None else self._own(builder, operand, wanted)
+            for operand, wanted in uses.operands.items()
+        }
+        if (dropped := dropout_of(node)) is not None:
+            return self._dropped(builder, node, dropped, *given.values())
+        if str(node.target) in VIEWS or str(node.target) == "aten.expand.default":
+            target = (
+                aten.expand.default if str(node.target) == "aten.expand.default" else aten.reshape.default
+            )
+            (x,) = given.values()
+            return builder.call(target, x, self._sizes(builder, shape, {place}))
+        problem: Exception = Unplaced("")
+        for own in (False,) if uses.counts else (True, False):
+            try:
+                return self._called(builder, node, given, own, place)
+            except (Unplaced, NoSize, RuntimeError, TypeError, ValueError) as found:
+                problem = found
+        raise Unplaced(str(problem))
+
+    def _dropped(self, builder: Builder, node: fx.Node, dropped: fx.Node, x: fx.Node) -> fx.Node:
+        """Dropout by the random numbers of one device: every rank draws those of all tokens."""
+        value = node.meta["val"]
+        sizes = self._sizes(builder, self.meaning.shape(node), set())
+        ones = builder.call(aten.ones.default, sizes, dtype=value.dtype, device=value.device)
+        scale = builder.call(dropped.target, ones, *dropped.args[1:], **dropped.kwargs)
+        if dropped is not node:
+            scale = builder.call(operator.getitem, scale, 0)
+        return builder.call(
+            aten.mul.Tensor, x, self._moved(builder, scale, node, self.tokens.axes[node], OWN_TOKENS)
+        )
+
+    def _called(
+        self, builder: Builder, node: fx.Node, given: dict[fx.Node, fx.Node], own: bool, place: int
+    ) -> fx.Node:  # fmt: skip
+        """The node's operation on a rank's tokens; sizes are those of the rank, or of all tokens."""
+
+        def mapped(n: fx.Node) -> Any:
+            if n in given:
+                return given[n]
+            if is_size(n):
+                return self._size(builder, self.meaning.renamed(size_expression(n.meta["val"])), own)
+            return (
+                self._own(builder, n, self.tokens.axes[n]) if n in self.tokens.axes else self.parts.enter(n)
+            )
+
+        if is_part(node) and node.args[0] not in given:
+            several: Any = node.args[0]
+            args, kwargs = fx.map_arg((several.args, several.kwargs), mapped)
+            made = builder.call(operator.getitem, builder.call(several.target, *args, **kwargs), node.args[1])
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), mapped)
+            made = builder.call(node.target, *args, **kwargs)
+        value = node.meta["val"]
+        if isinstance(value, Tensor):
+            self._check_shape(made, self.meaning.shape(node), place)
+        return made
+
+    def _check_shape(self, made: fx.Node, shape: Sequence[Expr], place: int) -> None:
+        """Check that a twin has as many tokens as a rank has, and all of the other dimensions.
+
+        Raises:
+            Unplaced: it has not.
+        """
+        hints = self.graph.hints
+        tokens = hints.get(str(self.space.tokens.value), 0)
+        at = dict(hints)
+        wanted = [_number(e, at) for e in shape]
+        whole, own = tokens, tokens // self.layout.count * (self.layout.count // self.layout.ranks)
+        wanted[place] = wanted[place] // whole * own
+        found = [_number(size_expression(n), at) for n in made.meta["val"].shape]
+        if found != wanted:
+            raise Unplaced("it has another shape on a rank's tokens")
+
+    # --- attention ---
+
+    def _attention(self, builder: Builder, node: fx.Node, uses: AttentionUses) -> fx.Node:
+        view: Any = nodes.view(node)
+        made: dict[str, Any] = {"q": self._own(builder, view.q, uses.q)}
+        for name, key, fetched in zip(view.key_names, view.keys, uses.fetched, strict=True):
+            made[name] = self._fetched(builder, view, key) if fetched else self.parts.enter(key)
+        for name in view.projection_names:
+            weight = getattr(view, name)
+            made[name] = None if weight is None else self.parts.enter(weight)
+        reads = [
+            self._own(builder, r, uses.own_reads[n]) if n in uses.own_reads else self.parts.enter(r)
+            for n, r in enumerate(view.reads)
+        ]
+        program = reindexed(view.program, "q", E.read(len(reads), (E.var("q"),)), uses.own_reads)
+        if program is not view.program:
+            reads.append(self._positions(view.q.meta["val"].device))
+        found = builder.attention(view.replace(**made, reads=tuple(reads), program=program))
+        if "attention" in node.meta:
+            found.meta["attention"] = node.meta["attention"]
+        return found
+
+    def _fetched(self, builder: Builder, view: Any, key: fx.Node) -> fx.Node:
+        """All keys that the rank's queries may see, in their places among all tokens."""
+        program, used = visible_keys(view.program)
+        if any(view.reads[n] in self.tokens.axes for n in used):
+            program, used = ScoreProgram(()), ()
+        own = self._own(builder, key, self.tokens.axes[key])
+        reads = [view.reads[n] for n in used]
+        return builder.call(FETCH_KEYS, own, reads, list(view.sizes), str(program), *self.told)
+
+    def _positions(self, device: torch.device) -> fx.Node:
+        """The numbers of a rank's tokens, `[own tokens]`."""
+        if device not in self.positions:
+            call = self.begin.call
+            every = call(aten.arange.default, self.begin.size(self.space.tokens), device=device)
+            self.positions[device] = call(OWN_TOKENS, every, 0, *self.told)
+        return self.positions[device]
+
+
+def _number(extent: Expr, sizes: dict[str, int]) -> int:
+    return int(evaluate_size(extent, sizes))
