@@ -33,16 +33,16 @@ def order(
     `attngraph.compile`. `ranks`: how many ranks of the process group `group` run the graph together.
     """
     family = "" if backend == "auto" else backend
-    rest: tuple[Pass, ...] = (ReassociateLinear(),)
+    shard: tuple[Pass, ...] = (ShardHeads(ranks, group),) if ranks > 1 else ()
+    rest: tuple[Pass, ...] = (ReassociateLinear(), *shard)
     if decoder:
-        rest = (InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
+        rest = (*shard, InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(),
         FuseAttention(),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
         *rest,
-        *((ShardHeads(ranks, group),) if ranks > 1 else ()),
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
     )
 

@@ -62,23 +62,23 @@ class Options:
         """The passes for a model without a cache."""
         if self.passes is not None:
             return without(self.passes, self.disable)
-        axis = self.axis
-        ranks, group = (1, "") if axis is None else (axis.count, axis.group)
-        return without(order(self.backend, self.absorb, ranks=ranks, group=group), self.disable)
+        return without(order(self.backend, self.absorb, **self._ranks), self.disable)
+
+    @property
+    def _ranks(self) -> dict[str, Any]:
+        return {} if self.axis is None else {"ranks": self.axis.count, "group": self.axis.group}
 
     def decoder_pipeline(self) -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
 
         Raises:
-            ValueError: custom passes or several ranks were given, or `InsertKVCache` is disabled.
+            ValueError: custom passes were given, or `InsertKVCache` is disabled.
         """
-        if self.axis is not None and self.axis.count > 1:
-            raise ValueError("mesh and cache do not go together yet: a decoder runs on one device.")
         if self.passes is not None:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
-        return without(order(self.backend, self.absorb, decoder=True), self.disable)
+        return without(order(self.backend, self.absorb, decoder=True, **self._ranks), self.disable)
 
 
 def _as_pass(step: Any) -> Pass:
