@@ -103,7 +103,8 @@ class Step:
             picked = torch.arange(rows["row"].shape[0], device=state.device)
         kept = self.ranks.taken({**state.stores(), **state.carried.values, **state.fixed})
         result, *news = self._step(arguments, {**rows, "picked": picked, **kept, **self.ranks.own()}, run)
-        names = [about.name for about in (*self._keeps.stores, *self._keeps.carried)]
+        keeps = self._keeps
+        names = [*(about.name for about in keeps.stores), *(about.name for about in keeps.carried)]
         state.write(self.ranks.kept(dict(zip(names, news, strict=True))), rows, counts)
         found: Tensor = self.ranks.one(result)
         return found

@@ -99,3 +99,7 @@ def test_ranks_with_other_prompts_all_say_so(tmp_path: Path) -> None:
         problems = said.split(" | ")
         assert len(problems) == 5 and all("disagree" in problem for problem in problems), said
         assert "contents" in problems[0] and "temperature" in problems[2] and "state of" in problems[4]
+
+
+def test_attention_of_dtensors_is_divided_by_rows_and_heads_where_that_is_right(tmp_path: Path) -> None:
+    assert _run("dtensor", tmp_path) == ["equal", "equal"]

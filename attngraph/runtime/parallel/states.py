@@ -53,7 +53,8 @@ class AllRanks(OneRank):
     """A graph run for all ranks in this process."""
 
     def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], count: int) -> None:
-        self._names = [about.name for about in (*plan.stores, *plan.carried, *plan.fixed)]
+        lists: tuple[Sequence[Any], ...] = (plan.stores, plan.carried, plan.fixed)
+        self._names: list[str] = [about.name for every in lists for about in every]
         self._count = count
         super().__init__(_of_all(plan, count), own)
 

@@ -137,7 +137,6 @@ def disagree_in_numbers(mesh, rank):
     return "nothing"
 
 
-
 def decoder_on(mesh, config=None, **sizes):
     torch.manual_seed(0)
     alone = Block(**sizes).eval()
@@ -210,6 +209,50 @@ def disagree_in_prompts(mesh, rank):
             found.append(str(problem).replace("\n", " "))
     assert torch.equal(decoder.generate(ids, 3), wanted)
     return " | ".join(found)
+
+
+CALLS = (
+    # program, key/value heads, what is read, dimension of queries that is sharded, of the result
+    ("s = dot / 3; keep k <= q", 2, None, 1, 1),
+    ("s = dot / 3; keep k <= q", 1, None, 1, 1),
+    ("s = dot / 3; keep k <= q", 2, None, 0, 0),
+    ("s = dot - r0[h] * (q - k)", 2, torch.linspace(0.1, 0.9, 4), 1, 1),
+    ("s = dot - r0[h] * (q - k)", 2, torch.linspace(0.1, 0.9, 4), 0, 0),
+    ("s = dot - r0[0] * (q - k)", 2, torch.linspace(0.1, 0.9, 4), 1, 1),
+    ("s = dot; keep r0[b, q] == r0[b, k]", 2, torch.arange(12).view(2, 6) // 4, 0, 0),
+    ("s = dot; keep r0[b, q] == r0[b, k]", 2, torch.arange(12).view(2, 6) // 4, 1, 1),
+    ("s = dot - r0[h] * h", 2, torch.linspace(0.1, 0.9, 4), 1, None),
+    ("s = dot + r0[h + 1]", 2, torch.linspace(0.1, 0.9, 5), 1, None),
+    ("s = dot * (b + 1)", 2, None, 0, None),
+)
+
+
+def dtensor(mesh, rank):
+    """Attention of DTensors: results and gradients of one device, divided where that is right."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    generator = torch.Generator().manual_seed(0)
+    for program, kv, read, dim, wanted in CALLS:
+        q, k, v = (torch.randn(2, n, 6, 8, generator=generator) for n in (4, kv, kv))
+        reads = [] if read is None else [read]
+        whole = [t.clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *reads)]
+        one = attngraph.attention(*whole[:3], program, *whole[3:])
+        weight = torch.randn(one.shape, generator=generator)
+        (one * weight).sum().backward()
+        mine = []
+        for t in (q, k, v, *reads):
+            place = Shard(dim) if t.ndim == 4 and t.shape[dim] % 2 == 0 else Replicate()
+            mine.append(distribute_tensor(t, mesh, [place]).requires_grad_(t.is_floating_point()))
+        found = attngraph.attention(*mine[:3], program, *mine[3:])
+        assert found.placements == ((Replicate() if wanted is None else Shard(wanted)),), (program, found)
+        torch.testing.assert_close(found.full_tensor(), one, msg=f"{program} {kv} {dim}")
+        (found * distribute_tensor(weight, mesh, [Replicate()])).sum().backward()
+        for a, b in zip(mine, whole, strict=True):
+            if b.grad is not None:
+                torch.testing.assert_close(
+                    a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-5, msg=f"{program} {kv} {dim}"
+                )
+    return "equal"
 
 
 def die(mesh, rank):
