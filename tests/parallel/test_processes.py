@@ -103,3 +103,8 @@ def test_ranks_with_other_prompts_all_say_so(tmp_path: Path) -> None:
 
 def test_attention_of_dtensors_is_divided_by_rows_and_heads_where_that_is_right(tmp_path: Path) -> None:
     assert _run("dtensor", tmp_path) == ["equal", "equal"]
+
+
+def test_fully_shard_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    for said in _run("with_fully_shard", tmp_path):
+        assert all("as fully_shard makes them" in problem for problem in said.split(" | ")), said

@@ -30,6 +30,24 @@ _WHOLE = "_attngraph_needed_whole"
 """Marks parameters that a graph needs whole on every rank."""
 
 
+def require_undivided(model: nn.Module, axis: TensorAxis) -> None:
+    """Check that nobody else divides the parameters of a model.
+
+    Raises:
+        PlacementError: a parameter is a DTensor of another mesh, as after `fully_shard`.
+    """
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh != axis.mesh:
+            placed = ", ".join(map(str, parameter.placements))  # type: ignore[attr-defined]
+            raise PlacementError(
+                f"{name} is a DTensor of another mesh already ({placed}), as fully_shard makes them. A model that "
+                "is compiled does not run the hooks of its modules, by which fully_shard collects parameters.\n"
+                "What to do: compile the model without fully_shard, and for data parallelism average the "
+                "gradients over the other axis of the mesh."
+            )
+
+
 def replicate(model: nn.Module, axis: TensorAxis) -> None:
     """Make the parameters of a model DTensors that every rank has whole: what is divided is known after the
     first trace."""

@@ -255,6 +255,26 @@ def dtensor(mesh, rank):
     return "equal"
 
 
+def with_fully_shard(mesh, rank):
+    """Refused, whatever holds the parameters; and a model that was compiled before may be compiled again."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    data = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))["data"]
+    for config in (None, attngraph.ShardConfig(parameters="whole")):
+        model = Block()
+        fully_shard(model, mesh=data)
+        try:
+            attngraph.compile(model, mesh=mesh, shard=config)
+            found.append("nothing")
+        except attngraph.PlacementError as problem:
+            found.append(str(problem).replace("\n", " "))
+    model = Block()
+    for _ in range(2):
+        attngraph.compile(model, mesh=mesh)(torch.arange(12).view(2, 6))
+    return " | ".join(found)
+
+
 def die(mesh, rank):
     compiled = attngraph.compile(Block(), mesh=mesh)
     ids = torch.arange(12).view(2, 6)
