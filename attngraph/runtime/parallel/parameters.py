@@ -41,8 +41,8 @@ def require_undivided(model: nn.Module, axis: TensorAxis) -> None:
         if mesh is not None and mesh != axis.mesh:
             placed = ", ".join(map(str, parameter.placements))  # type: ignore[attr-defined]
             raise PlacementError(
-                f"{name} is a DTensor of another mesh already ({placed}), as fully_shard makes them. A model that "
-                "is compiled does not run the hooks of its modules, by which fully_shard collects parameters.\n"
+                f"{name} is a DTensor of another mesh already ({placed}), as fully_shard makes them. A "
+                "compiled model does not run the hooks of its modules, by which fully_shard collects them.\n"
                 "What to do: compile the model without fully_shard, and for data parallelism average the "
                 "gradients over the other axis of the mesh."
             )
