@@ -38,19 +38,18 @@ def order(
     values, if it does.
     """
     family = "" if backend == "auto" else backend
-    rest: tuple[Pass, ...] = (ReassociateLinear(),)
-    if decoder:
-        rest = (InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
-    shards: tuple[Pass, ...] = ()
+    shard: tuple[Pass, ...] = ()
     if ranks > 1:
-        shards = (ShardTokens(ranks, group) if tokens else ShardHeads(ranks, group),)
+        shard = (ShardTokens(ranks, group) if tokens else ShardHeads(ranks, group),)
+    rest: tuple[Pass, ...] = (ReassociateLinear(), *shard)
+    if decoder:
+        rest = (*shard, InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(),
         FuseAttention(),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
         *rest,
-        *shards,
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
         *((QuantiseCache(rounded),) if rounded else ()),
     )

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
+from attngraph.api.runners import require_whole_parameters, runner_of, step_on_ranks
 from attngraph.capture import trace as capturing
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
@@ -28,7 +29,6 @@ from attngraph.capture.first_call import answers_alike, fills_a_table, run_first
 from attngraph.capture.flat import closed_over_modules
 from attngraph.capture.structure import Spread, flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.codegen.cpu.replay import Replay
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
 from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
@@ -42,6 +42,7 @@ from attngraph.meaning.algebra.sizes import example_size
 from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache, only_result
 from attngraph.passes.quantise_cache import QuantiseCache
+from attngraph.passes.shard_heads.account import account_cache
 from attngraph.pipeline import Pass, Result, split_at
 from attngraph.pipeline import run as run_passes
 from attngraph.report.dump import Dump
@@ -55,7 +56,6 @@ from attngraph.report.entries import (
 )
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.direct import shortened
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.parallel.agree import agree
 from attngraph.runtime.parallel.parameters import Own, distribute, stand_ins
@@ -233,29 +233,6 @@ def owner_of(target: Callable[..., Any]) -> nn.Module:
     return holder
 
 
-def runner_of(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
-    """Returns the function that computes a graph: its module, or that compiled by Inductor."""
-
-    def run(graph: ProgramGraph) -> Callable[..., Any]:
-        if not options.inductor:
-            return graph.module
-        if options.progress is not None:
-            options.progress("inductor")
-        compiled: Callable[..., Any] = torch.compile(graph.module, dynamic=True, fullgraph=True)
-        return compiled
-
-    return run
-
-
-def step_runner_of(options: Options) -> Callable[[ProgramGraph], Callable[..., Any]]:
-    """As `runner_of`, for a decoder's step and its stage of the prompt."""
-    return runner_of(options) if options.inductor else _step_runner
-
-
-def _step_runner(graph: ProgramGraph) -> Callable[..., Any]:
-    return Replay(graph, shortened) if graph.state is not None else shortened(graph.module)
-
-
 @LOCK.trace()
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
@@ -271,41 +248,49 @@ def derive_decoder(
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
-    start = time.perf_counter()
+    start, axis, owner = time.perf_counter(), options.axis, owner_of(target)
+    shared = axis is not None and axis.mesh is not None
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
     later = [step for step in later if step.name != QuantiseCache.name]
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     place = names.index(name)
     tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
-    with example_size(distinct):
+    with example_size(distinct), stand_ins(owner) if shared else contextlib.nullcontext():
         made = _rewritten(
             target, (), arguments, options, first, config.proof, True,
             numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
             check=functools.partial(_require_no_others, number=distinct, multiples=multiples),
         )  # fmt: skip
-        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct), *later), options)
-    captured, result, graph = made.captured, made.result, made.captured.graph
+        divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
+        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct),), options)
+        captured, result, graph = made.captured, made.result, made.captured.graph
+        kept = None if graph.ranks is None else account_cache(graph, config.floating)
+        rest = run_passes(graph, later, made.dump, options.progress)
     spread = frozenset(n for n, v in arguments.items() if isinstance(v, Spread))
     arguments = {n: v.tensor if isinstance(v, Spread) else v for n, v in arguments.items()}
-    run = step_runner_of(options)
-    about = owner_of(target), name, names, CompileReport(), run, captured.left_out, spread
-    step = Step(graph.copy() if rounding else graph, *about)
+
+    def step_of(graph: ProgramGraph) -> Step:
+        run, ranks = step_on_ranks(graph, owner, options)
+        return Step(graph, owner, name, names, CompileReport(), run, captured.left_out, spread, ranks)
+
+    step = step_of(graph.copy() if rounding else graph)
     proved, drift = None, None
     if made.before is not None:
-        proved = _proved(target, made.before, step, arguments, captured, options)
+        proved = _proved(target, made.before, divided, step, arguments, captured, options)
     if rounding:
         wide, more = step, run_passes(graph, rounding, made.dump, options.progress)
-        inserted.records += more.records
-        step = Step(graph, *about)
+        rest.records += more.records
+        step = step_of(graph)
         if proved is not None:
             drift = prove_storage(wide, step, arguments, name, proved.logits)
     report = CompileReport(
-        tuple(_entries(graph)), tuple(result.missed), (*result.records, *inserted.records),
+        tuple(_entries(graph)), tuple(result.missed), (*result.records, *inserted.records, *rest.records),
         captured=result.captured, code=result.code, programs=_programs(graph), numbers=made.numbers,
-        capture=made.seconds,
+        capture=made.seconds, ranks=None if graph.ranks is None else graph.ranks.entry,
     )  # fmt: skip
     cache = _cache_entry(step, config, captured, None if proved is None else proved.error, drift)
+    cache = dataclasses.replace(cache, ranks=kept)
     step.report = dataclasses.replace(report, cache=cache, seconds=time.perf_counter() - start)
     if made.dump is not None:
         made.dump.finish(step.report)
@@ -313,10 +298,10 @@ def derive_decoder(
 
 
 def _proved(
-    target: Callable[..., Any], before: ProgramGraph, step: Step, arguments: Mapping[str, Any],
-    captured: Captured, options: Options,
+    target: Callable[..., Any], before: ProgramGraph, divided: ProgramGraph | None, step: Step,
+    arguments: Mapping[str, Any], captured: Captured, options: Options,
 ) -> Proved:  # fmt: skip
-    """Compare a decoder that rounds nothing with the model.
+    """Compare a decoder that rounds nothing with the model, or with the graph that is divided among ranks.
 
     Raises:
         NoDecoderError: they differ.
@@ -324,8 +309,9 @@ def _proved(
     logits = _place_of_logits(captured.structure)
     if options.progress is not None:
         options.progress("proof")
-    found = prove(before, step, arguments, step.name, logits)
+    found = prove(divided or before, step, arguments, step.name, 0 if divided else logits)
     if step.traced_few():
+        require_whole_parameters(options.axis)
         prove_longer(target, step, arguments, step.name, logits)
     return found
 
@@ -372,7 +358,8 @@ def _with_cache(made: _Rewritten, passes: Sequence[Pass], options: Options) -> R
 def _cache_entry(
     step: Step, config: CacheConfig, captured: Captured, error: float | None, drift: Drift | None
 ) -> CacheEntry:
-    plan = step.plan
+    plan = step.graph.state
+    assert plan is not None
     scales = {s.scales_of: s.bytes_per_token for s in plan.stores if s.scales_of}
     stores = tuple(
         (s.label, s.bytes_in(config.floating) + scales.get(s.name, 0), s.window)

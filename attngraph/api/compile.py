@@ -21,7 +21,7 @@ from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.parallel.mesh import ShardConfig
-from attngraph.runtime.parallel.parameters import replicate
+from attngraph.runtime.parallel.parameters import replicate, require_undivided
 
 
 @overload
@@ -83,6 +83,7 @@ def compile(
 
     Raises:
         TypeError: `model` is not callable. ValueError: an unknown backend or value of `absorb`.
+        PlacementError: the model's parameters are divided along another mesh already.
     """
     options = make_options(
         backend,
@@ -102,8 +103,10 @@ def compile(
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
     axis = options.axis
-    if axis is not None and axis.holds_parts and isinstance(model, nn.Module):
-        replicate(model, axis)
+    if axis is not None and isinstance(model, nn.Module):
+        require_undivided(model, axis)
+        if axis.holds_parts:
+            replicate(model, axis)
     compiled = CompiledModule(model, options)
     if cache is False:
         return compiled

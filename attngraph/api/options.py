@@ -62,25 +62,36 @@ class Options:
         """The passes for a model without a cache."""
         if self.passes is not None:
             return without(self.passes, self.disable)
+        return without(order(self.backend, self.absorb, **self._ranks), self.disable)
+
+    @property
+    def _ranks(self) -> dict[str, Any]:
         axis = self.axis
-        ranks, group, tokens = (1, "", False) if axis is None else (axis.count, axis.group, axis.tokens)
-        found = order(self.backend, self.absorb, ranks=ranks, group=group, tokens=tokens)
-        return without(found, self.disable)
+        return {} if axis is None else {"ranks": axis.count, "group": axis.group, "tokens": axis.tokens}
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
         `rounded`: the dtype of 8 bits of its cache, if it has one.
 
         Raises:
-            ValueError: custom passes or several ranks were given, or `InsertKVCache` is disabled.
+            ValueError: custom passes were given, or `InsertKVCache` is disabled.
         """
-        if self.axis is not None and self.axis.count > 1:
-            raise ValueError("mesh and cache do not go together yet: a decoder runs on one device.")
         if self.passes is not None:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
-        return without(order(self.backend, self.absorb, decoder=True, rounded=rounded), self.disable)
+        if self.axis is not None and self.axis.tokens and self.axis.count > 1:
+            raise ValueError(
+                "cache and an axis of the mesh that divides tokens do not go together: a decoder is divided by "
+                "heads. Name that axis in ShardConfig(tensor=...)."
+            )
+        if rounded and self.axis is not None and self.axis.count > 1:
+            raise ValueError(
+                f"a cache of {rounded} and mesh do not go together yet: leave CacheConfig's dtype out."
+            )
+        return without(
+            order(self.backend, self.absorb, decoder=True, rounded=rounded, **self._ranks), self.disable
+        )
 
 
 def _as_pass(step: Any) -> Pass:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from attngraph.api import build
+from attngraph.api import build, runners
 from attngraph.api.options import Options
 from attngraph.capture.content import Content
 from attngraph.capture.executed import TOOLS, collecting
@@ -219,7 +219,7 @@ def executable_for(
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     return _taken_or_made(
         call, saved, options,
-        lambda files: executable_from(files, call.known, build.runner_of(options)),
+        lambda files: executable_from(files, call.known, runners.runner_of(options)),
         lambda found: found.accepts(tensors),
         lambda: build.compile_graph(target, args, kwargs, options),
     )  # fmt: skip
@@ -238,7 +238,7 @@ def step_for(
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
-        lambda files: step_from(files, call.known, build.step_runner_of(options)),
+        lambda files: step_from(files, call.known, runners.step_runner_of(options)),
         Step.is_valid,
         lambda: build.derive_decoder(target, options, config, name, arguments, distinct, multiples),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attngraph.errors import AttnGraphError
+from attngraph.errors import AttnGraphError, DisagreementError
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.kv_cache import KVCache
 
@@ -78,6 +78,8 @@ class Generation:
         try:
             runs = self._prepared(kwargs.get("input_ids") if inputs is None else inputs, kwargs)
             return runs.generate(inputs, *args, **kwargs)
+        except DisagreementError:
+            raise  # a rank alone cannot go on by itself
         except (AttnGraphError, ValueError, TypeError, NotImplementedError, AttributeError) as problem:
             # An invalid call fails in the model's own generate too, with the clearer error.
             torch.set_rng_state(state)

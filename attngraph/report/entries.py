@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attngraph.report.ranks import ContextEntry, RanksEntry
+from attngraph.report.ranks import CacheRanksEntry, ContextEntry, RanksEntry
 from attngraph.report.user_code import UserCode
 
 
@@ -268,7 +268,8 @@ class CacheEntry:
     `unset` are attributes that the model's forward sets and the decoder does not; `unchecked` are lines that
     raise for certain values in the model, but not in the decoder.
     `carried` lists (what, bytes) of values of which each sequence has one, whatever its length; `anew` the
-    lines of values that every step computes anew from all tokens.
+    lines of values that every step computes anew from all tokens. Where several ranks keep it, all of this is
+    what one of them keeps, and `ranks` says how it is divided.
     `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
     what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
     to be rounded.
@@ -290,6 +291,7 @@ class CacheEntry:
     rounded: str = ""
     drift: Drift | None = None
     unrounded: tuple[str, ...] = ()
+    ranks: CacheRanksEntry | None = None
 
     @property
     def bytes_per_row(self) -> int:
@@ -321,11 +323,14 @@ class CacheEntry:
         kept = sum(size * room(window) for _, size, window in self.stores)
         return batch * (kept + sum(size for _, size in self.carried))
 
+    def _where(self) -> str:
+        return "" if self.ranks is None else f" on each of {self.ranks.count} ranks"
+
     def lines(self) -> list[str]:
         layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
         found = [
             "",
-            f"  cache   {self.bytes_per_token:,} bytes per token{layers}"
+            f"  cache   {self.bytes_per_token:,} bytes per token{self._where()}{layers}"
             + (
                 f", {self.bytes_per_row:,} bytes per sequence whatever its length"
                 if self.bytes_per_row
@@ -355,6 +360,7 @@ class CacheEntry:
             )
         if self.most_tokens is not None:
             found.append(f"      at most {self.most_tokens:,} tokens in a sequence")
+        found += () if self.ranks is None else self.ranks.lines()
         if self.unset:
             found.append(f"      not set, unlike by the model's own forward(): {', '.join(self.unset)}")
         if self.unchecked:

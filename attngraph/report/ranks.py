@@ -148,3 +148,31 @@ class ContextEntry:
             where = f"   {entry.source}" if entry.source else ""
             found.append(f"      all tokens on every rank: {entry.reason}{where}")
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheRanksEntry:
+    """What each of `count` ranks keeps of what a decoder keeps.
+
+    `heads`: for every attention that is divided, the key/value heads that a rank keeps and those that there
+    are. `alike` lists (what, bytes, per, reason) of values that all ranks keep alike; `per`: "token", or
+    "sequence" for carried values.
+    """
+
+    count: int
+    heads: tuple[tuple[int, int], ...] = ()
+    alike: tuple[tuple[str, int, str, str], ...] = ()
+
+    def lines(self) -> list[str]:
+        """Lines of text, below those of the whole cache."""
+        found = []
+        for (kept, of), group in itertools.groupby(self.heads):
+            shared = kept * self.count // of
+            more = f"; {shared} ranks keep the same" if shared > 1 else ""
+            found.append(f"      {len(list(group))} x a rank keeps {kept} of {of} key/value heads{more}")
+        for (size, per, reason), same in itertools.groupby(self.alike, key=lambda a: a[1:]):
+            names = [name for name, *_ in same]
+            to = f" .. {names[-1]}" if len(names) > 1 else ""
+            what = f"{len(names)} value(s) of {size:,} bytes a {per}   {names[0]}{to}"
+            found.append(f"      kept by every rank: {what}: {reason}")
+        return found

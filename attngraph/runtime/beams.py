@@ -12,12 +12,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from attngraph.runtime.generate import Advance, without_ends
+from attngraph.runtime.generate import Advance, Lead, without_ends
 from attngraph.runtime.generation_options import Options
 from attngraph.runtime.kv_cache import KVCache
 
 
-def search(logits: Tensor, advance: Advance, state: KVCache, options: Options) -> Tensor:
+def search(
+    logits: Tensor, advance: Advance, state: KVCache, options: Options, lead: Lead = lambda own: own
+) -> Tensor:
     """The new tokens, int64 `[B, new]`, of the best beam of each row.
 
     Args:
@@ -36,7 +38,7 @@ def search(logits: Tensor, advance: Advance, state: KVCache, options: Options) -
             offset += len(beams[row])
             if not beams[row]:
                 continue
-            beams[row] = _continue(beams[row], here, finished[row], options)
+            beams[row] = _continue(beams[row], here, finished[row], options, lead)
             if _is_done(beams[row], finished[row], place + 1, options):
                 beams[row] = []
             sources += [b.source for b in beams[row]]
@@ -77,13 +79,13 @@ class _Beam:
 
 
 def _continue(
-    beams: list[_Beam], scores: Tensor, finished: list[tuple[float, list[int]]], options: Options
+    beams: list[_Beam], scores: Tensor, finished: list[tuple[float, list[int]]], options: Options, lead: Lead
 ) -> list[_Beam]:
     """The best unfinished continuations; finished ones are appended to `finished`."""
     width, vocabulary = options.num_beams, scores.shape[1]
     total = scores + torch.tensor([[b.score] for b in beams], dtype=scores.dtype, device=scores.device)
     count = min(width * (1 + len(options.ends)), total.numel())
-    values, places = total.flatten().topk(count)
+    values, places = map(lead, total.flatten().topk(count))
     kept: list[_Beam] = []
     for rank, (value, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
         source, token = beams[place // vocabulary], place % vocabulary

@@ -20,7 +20,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import AttnGraphError, CacheError, NoDecoderError
+from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError
 from attngraph.ir import budgets
 from attngraph.report.entries import Drift
 from attngraph.report.report import CompileReport
@@ -31,6 +31,7 @@ from attngraph.runtime.generate import generate
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Ids, Packed, as_given, pack, unpacked
+from attngraph.runtime.parallel.in_step import InStep
 from attngraph.runtime.rolling import rolling
 from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step import Step
@@ -55,16 +56,19 @@ class Decoder(ModelWrapper):
     _steps: dict[Any, Step]
     _save: Callable[[str | Path, Sequence[Step], bool], Path]
     _signature: inspect.Signature
+    in_step: InStep
 
     def __init__(
         self, model: Callable[..., Any], config: CacheConfig, whole: nn.Module,
         derive: Callable[..., Step], save: Callable[[str | Path, Sequence[Step], bool], Path],
+        in_step: InStep | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model)
         object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
         self.config_of_cache = config
         self._derive, self._save = derive, save
         self._steps = {}
+        self.in_step = in_step or InStep()
         self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +115,7 @@ class Decoder(ModelWrapper):
         Raises:
             NoDecoderError: no decoder can be derived; says why and where. CacheError: the prompts do not fit.
         """
+        self.in_step.agree("prefill", ids, attention_mask, inputs)
         ids = tokens_of(self._signature, self.config_of_cache.tokens, inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         step = self._step(packed, inputs)
@@ -136,6 +141,8 @@ class Decoder(ModelWrapper):
         Raises:
             CacheError: the tokens do not fit; the state is unchanged.
         """
+        whose = self.in_step.whose(state.rank)
+        self.in_step.agree("decode", next_ids, attention_mask, inputs, state.lengths, whose)
         if isinstance(next_ids, Tensor) and next_ids.ndim == 1 and not next_ids.is_floating_point():
             next_ids = next_ids.unsqueeze(1)
         packed = self.pack(next_ids, attention_mask)
@@ -187,14 +194,15 @@ class Decoder(ModelWrapper):
             ValueError: an option is out of range, or asks for something that is not done here; says what to
                 write instead. NoDecoderError, CacheError: as for `prefill`.
         """
-        ids = prompts_of(self._model, self._name({}), inputs) if ids is None else ids
-        packed = self.pack(ids, self._mask(attention_mask, inputs))
         given = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
             "num_beams": num_beams, "eos_token_id": eos_token_id, "seed": seed, "pad_token_id": pad_token_id,
             "length_penalty": length_penalty, "min_p": min_p, "min_new_tokens": min_new_tokens,
             "early_stopping": early_stopping, "on_token": on_token,
         }  # fmt: skip
+        self.in_step.agree("generate", ids, attention_mask, context, inputs, given)
+        ids = prompts_of(self._model, self._name({}), inputs) if ids is None else ids
+        packed = self.pack(ids, self._mask(attention_mask, inputs))
         options = read_options(packed.mask.shape[1], given, inputs, self._signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
@@ -223,14 +231,15 @@ class Decoder(ModelWrapper):
             return step.advance(state, counts, self._arguments(step, one, {}))[0]
 
         if options.num_beams > 1:
-            return beams.search(first, advance, state, options)
+            return beams.search(first, advance, state, options, self.in_step.lead)
         if limit is None:
-            return generate(first, advance, prompts, options)
+            return generate(first, advance, prompts, options, self.in_step.lead)
 
         def restart(rows: list[Tensor]) -> Tensor:
             return self._first(step, self.pack(rows, None), {})[0]
 
-        return generate(first, rolling(advance, restart, state, packed.rows(), limit), prompts, options)
+        rolled = rolling(advance, restart, state, packed.rows(), limit)
+        return generate(first, rolled, prompts, options, self.in_step.lead)
 
     @serving
     def drift(self, ids: Tensor) -> Drift:
@@ -360,6 +369,8 @@ class Decoder(ModelWrapper):
         as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
         try:
             return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
+        except DisagreementError:
+            raise
         except AttnGraphError as problem:
             if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
                 return self._of_one_length(name, packed, inputs, problem.extents)
@@ -430,19 +441,26 @@ class Decoder(ModelWrapper):
         if layout is not None:
             config = dataclasses.replace(config, layout=layout)
         state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
-        state.step = step
-        return state
+        return self._with(state, step)
 
     def _begin(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> KVCache:
         state = KVCache(step.plan, len(packed.counts), self.config_of_cache, packed.ids.device, step.limit)
-        state.step = step
+        self._with(state, step)
         step.begin(state, {n: inputs[n] for n in step.prompt_arguments})
+        return state
+
+    @staticmethod
+    def _with(state: KVCache, step: Step) -> KVCache:
+        """A new state of a step."""
+        state.step, state.rank = step, step.ranks.rank
         return state
 
     def _of(self, state: KVCache) -> Step:
         found: Step | None = state.step
         if found is None:
             known = [s for s in self._steps.values() if s.plan == state.plan]
+            if known and known[-1].ranks.rank != state.rank:
+                raise CacheError(_of_another_rank(state.rank, known[-1].ranks.rank))
             if not known:
                 raise CacheError(
                     "this state was loaded, and the decoder has not been derived for it yet: call prefill "
@@ -479,3 +497,11 @@ def _is_spread(value: Tensor, tokens: int) -> bool:
 def _is_of_pairs(value: Tensor, tokens: int) -> bool:
     """Whether this has an entry for each pair of tokens, as a mask `[B, 1, T, T]` has."""
     return value.ndim >= 3 and tokens > 1 and value.shape[-2:] == (tokens, tokens)
+
+
+def _of_another_rank(saved: tuple[int, int], own: tuple[int, int]) -> str:
+    (rank, ranks), (mine, of) = saved, own
+    return (
+        f"this state was saved by rank {rank} of {ranks}, and this is rank {mine} of {of}. What to do: give "
+        "each rank a file of its own."
+    )

@@ -9,6 +9,7 @@ not be grouped: they run in order of arrival.
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,7 @@ from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.generation_options import Options, as_tokens
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed, as_ids
+from attngraph.runtime.parallel.in_step import digest
 from attngraph.runtime.sampling import sample
 from attngraph.runtime.serving_mode import serving
 
@@ -45,6 +47,14 @@ class Request:
                 self.generator.seed()
         self.read = 0
         """How many tokens of the prompt were processed."""
+
+    @functools.cached_property
+    def _prompt(self) -> str:
+        return f"a prompt of {len(self.prompt)} tokens, contents {digest(self.prompt)}"
+
+    def described(self) -> str:
+        """The request as ranks compare it: its prompt, its options, how far it is."""
+        return f"{self._prompt}, {self.read} read, then {self.tokens[-1:]}, {self.options}"
 
     @property
     def longest(self) -> int:
@@ -155,6 +165,7 @@ class Engine:
     def step(self) -> bool:
         """Compute the next tokens. Returns False if there was nothing to do."""
         with self._lock:
+            self._agree()
             self._admit()
             parts = self._parts()
             if not any(len(p) for p in parts):
@@ -168,6 +179,13 @@ class Engine:
             return True
 
     # --- parts of a step ---
+
+    def _agree(self) -> None:
+        """Check that all ranks run and wait with the same requests."""
+        if self.decoder.in_step.axis is None:
+            return
+        requests = [*self.places, *self.waiting]
+        self.decoder.in_step.agree("a step of an engine", [r and r.described() for r in requests])
 
     def _admit(self) -> None:
         """Give free places to waiting requests, in order of arrival."""
@@ -244,7 +262,8 @@ class Engine:
             request = self.places[place]
             assert request is not None
             request.read = min(request.read + len(parts[place]), len(request.prompt))
-        for place, token in zip(active, self._choose(active, logits), strict=True):
+        chosen = self.decoder.in_step.lead(torch.tensor(self._choose(active, logits)))
+        for place, token in zip(active, chosen.tolist(), strict=True):
             request = self.places[place]
             assert request is not None
             if request.read < len(request.prompt):

@@ -16,9 +16,13 @@ from attngraph.runtime.sampling import sample
 
 Advance = Callable[[Tensor, list[int]], Tensor]
 """Takes new tokens, packed, and how many each row gets; returns their logits, packed."""
+Lead = Callable[[Tensor], Tensor]
+"""Takes what was decided here; returns what was decided for all ranks."""
 
 
-def generate(logits: Tensor, advance: Advance, prompts: Tensor, options: Options) -> Tensor:
+def generate(
+    logits: Tensor, advance: Advance, prompts: Tensor, options: Options, lead: Lead = lambda own: own
+) -> Tensor:
     """The new tokens, int64 `[B, new]`; rows that ended get no more tokens.
 
     Args:
@@ -32,9 +36,9 @@ def generate(logits: Tensor, advance: Advance, prompts: Tensor, options: Options
         options.streamer.put(prompts.cpu())
     for place in range(options.max_new_tokens):
         logits = without_ends(logits, place, options)
-        chosen = _choose(logits, rows, running, options, generator)
+        chosen = lead(_choose(logits, rows, running, options, generator))
         found[running, place] = chosen
-        stop = _told(found[:, : place + 1], prompts, options)
+        stop = lead(torch.tensor(_told(found[:, : place + 1], prompts, options))).tolist()
         over = [bool(stop[row]) for row in running]
         if any(over):
             kept = [n for n, is_over in enumerate(over) if not is_over]

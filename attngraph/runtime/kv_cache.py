@@ -39,6 +39,8 @@ class KVCache:
         self.limit = min((n for n in (limit, config.max_length) if n is not None), default=None)
         self.step: Any = None
         """The `Step` that computes the next tokens; set by the decoder."""
+        self.rank = (0, 1)
+        """Whose part of the values this is: which rank, of how many."""
         self.lengths = [0] * rows
         self.lost = [0] * rows
         """For each row: positions before this one have been overwritten in ring buffers."""
@@ -217,6 +219,7 @@ class KVCache:
             "plan": dataclasses.asdict(self.plan), "config": dataclasses.asdict(self.config),
             "limit": self.limit, "lengths": list(self.lengths), "lost": list(self.lost), "fixed": self.fixed,
             "groups": groups, "device": str(self.device), "carried": self.carried.saved(),
+            "rank": self.rank,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -228,6 +231,7 @@ class KVCache:
         self.__init__(plan, len(state["lengths"]), config, torch.device(state["device"]), state["limit"])  # type: ignore[misc]
         self.lengths, self.lost, self.fixed = state["lengths"], state["lost"], dict(state["fixed"])
         self.carried.restore(state["carried"])
+        self.rank = tuple(state.get("rank", self.rank))
         for window, kept in state["groups"].items():
             group = self.groups[window]
             for (kind, (members, _)), arena in zip(group.arenas.items(), kept["arenas"], strict=True):

@@ -18,7 +18,6 @@ from attngraph.capture.structure import flatten
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.check.comparison import Rule, compare
-from attngraph.meaning.check.oracle import Exact
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Machine
@@ -51,7 +50,8 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
     """Compare a decoder with the whole model.
 
     Args:
-        whole: the captured model. step: the decoder derived from it.
+        whole: the captured model; divided among ranks as the decoder is, if it is. step: the decoder
+            derived from it.
         arguments: the arguments that it was captured with; `name` is the one with the tokens.
         result: the index of the logits among the whole graph's results.
 
@@ -63,12 +63,18 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
         full, steps = sample(step, arguments, name)
         logits = found = _by_steps(step, full, full[name].device, steps)
         machine = Machine(whole, step.owner, names=step.names)
-        wanted = machine(full, interpret=Exact)[result]
+
+        def of_whole(given: Mapping[str, Any]) -> Tensor:
+            ranks = step.ranks
+            found: Tensor = ranks.one(machine(given, ranks.own(), ranks.exact)[result])
+            return found
+
+        wanted = of_whole(full)
         if wanted.shape != found.shape and not step.plan.length.isdecimal():
             # The model gives one result for a sequence: it is run on each beginning of two tokens or more.
             ends = range(2, found.shape[1] + 1)
             cut = ({**full, **{n: full[n][:, :end] for n in step.arguments}} for end in ends)
-            parts = [machine(given, interpret=Exact)[result] for given in cut]
+            parts = [of_whole(given) for given in cut]
             found, wanted = found[:, 1:], torch.stack([p.reshape(rows, *found.shape[2:]) for p in parts], 1)
         difference = compare(found, wanted, Rule(max(TOLERANCE, ENTRIES * step.plan.rounding)))
     if not difference.holds:
@@ -171,7 +177,7 @@ def _by_steps(
         state.reserve(counts)
         poison(state)
         parts = tokens_of(step, full, state.lengths, counts)
-        logits = step.advance(state, counts, parts, run=Exact)[0]
+        logits = step.advance(state, counts, parts, run=step.ranks.exact)[0]
         for row, part in enumerate(torch.split(logits, list(counts))):
             found[row].append(part)
     return torch.stack([torch.cat(pieces) for pieces in found])
@@ -183,7 +189,7 @@ def empty_state(
     """A state for the calls to compare, that keeps floating values in float64."""
     config = CacheConfig(dtype=torch.float64, layout="paged", page=3)
     state = KVCache(step.plan, len(steps[0]), config, device)
-    step.begin(state, {n: full[n] for n in step.prompt_arguments}, Exact)
+    step.begin(state, {n: full[n] for n in step.prompt_arguments}, step.ranks.exact)
     return state
 
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from attngraph.capture.state import LeftOut
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
+from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.report.report import CompileReport
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Interpret, Machine, Run
+from attngraph.runtime.parallel.states import OneRank
 
 
 class Step:
@@ -27,15 +29,17 @@ class Step:
         left_out: attributes that the model's forward sets and never reads before, so the decoder does not
             depend on them.
         spread: arguments that calls may give with dimensions of size 1 between rows and tokens.
+        ranks: what this process computes of a graph for several ranks (None: all of it).
     """
 
     def __init__(
         self, graph: ProgramGraph, owner: nn.Module, name: str, names: Sequence[str], report: CompileReport,
         run: Callable[[ProgramGraph], Run], left_out: LeftOut = frozenset(),
-        spread: frozenset[str] = frozenset(),
+        spread: frozenset[str] = frozenset(), ranks: OneRank | None = None,
     ) -> None:  # fmt: skip
         assert graph.state is not None
-        self.graph, self.plan, self.report = graph, graph.state, report
+        self.ranks = OneRank(graph.state) if ranks is None else ranks
+        self.graph, self.plan, self.report = graph, self.ranks.plan, report
         self.name, self.names, self.owner, self.left_out = name, list(names), owner, left_out
         self.spread = spread
         self.traced: Any = None
@@ -44,6 +48,12 @@ class Step:
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, names)
         self.limit = self._limit()
+
+    @property
+    def _keeps(self) -> CachePlan:
+        """What the graph keeps: the part of one rank."""
+        assert self.graph.state is not None
+        return self.graph.state
 
     @property
     def arguments(self) -> frozenset[str]:
@@ -70,8 +80,9 @@ class Step:
     def begin(self, state: KVCache, arguments: Mapping[str, Tensor], run: Interpret | None = None) -> None:
         """Compute the state's fixed values, which do not depend on the tokens."""
         if self._prompt is not None:
-            values = self._prompt(arguments, None, run)
-            state.fixed = {about.name: v for about, v in zip(self.plan.fixed, values, strict=True)}
+            values = self._prompt(arguments, self.ranks.own(), run)
+            names = (about.name for about in self._keeps.fixed)
+            state.fixed = dict(self.ranks.kept(dict(zip(names, values, strict=True))))
 
     def advance(
         self, state: KVCache, counts: Sequence[int], arguments: Mapping[str, Tensor],
@@ -90,12 +101,13 @@ class Step:
         rows = state.inputs(counts)
         if picked is None:
             picked = torch.arange(rows["row"].shape[0], device=state.device)
-        given = {**rows, "picked": picked, **state.stores(), **state.carried.values, **state.fixed}
-        result: Tensor
-        result, *news = self._step(arguments, given, run)
-        names = [about.name for about in self.plan.stores] + [about.name for about in self.plan.carried]
-        state.write(dict(zip(names, news, strict=True)), rows, counts)
-        return result
+        kept = self.ranks.taken({**state.stores(), **state.carried.values, **state.fixed})
+        result, *news = self._step(arguments, {**rows, "picked": picked, **kept, **self.ranks.own()}, run)
+        keeps = self._keeps
+        names = [*(about.name for about in keeps.stores), *(about.name for about in keeps.carried)]
+        state.write(self.ranks.kept(dict(zip(names, news, strict=True))), rows, counts)
+        found: Tensor = self.ranks.one(result)
+        return found
 
     def nothing(self, state: KVCache, shape: Sequence[int]) -> Tensor:
         """The logits (zeros) for a call without real tokens, whose mask has this shape."""

@@ -28,6 +28,8 @@ from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas
 from attngraph.passes.fuse_token_wise.program import Region
 from attngraph.pipeline import Outcome
 
+_JOINING = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
+"""Operations on tensors that must have equal sizes."""
 FEWEST = 3
 """A region of fewer operations, none of them a product, is left as it is."""
 
@@ -98,9 +100,19 @@ def _fuse(
     for place, node in enumerate(wanted):
         result = builder.call(operator.getitem, made, place)
         result.meta |= {key: value for key, value in node.meta.items() if key != "val"}
+        if any(user.target in _JOINING and user not in members for user in node.users):
+            result.meta["val"] = _of_the_same_sizes(result.meta["val"], node.meta["val"])
         replaced[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
     return 1
+
+
+def _of_the_same_sizes(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """A result with the sizes that the value has in the types of the graph, where the number of sequences is
+    a size and not 1: what it is joined with has them too. A token's elements stay contiguous."""
+    place = next((d for d, n in enumerate(found.shape) if not isinstance(n, int)), 0)
+    sizes = [wanted.shape[place], *(n for d, n in enumerate(wanted.shape) if d != place)]
+    return found.new_empty(sizes).movedim(0, place)
 
 
 def _multiplies(facts: Formulas, node: fx.Node) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.graph.source import source_of
+from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
-from attngraph.report.ranks import DividedEntry, RanksEntry, SentEntry
+from attngraph.meaning.placement.differing import differing
+from attngraph.report.ranks import CacheRanksEntry, DividedEntry, RanksEntry, SentEntry
 
 
 def account(
@@ -45,3 +48,40 @@ def _sent(node: fx.Node, ranks: int) -> SentEntry:
     fixed = all(isinstance(n, int) for n in value.shape)
     what = op_name(node).replace("_", "-")
     return SentEntry(what, source_of(node), size, bytes_sent(node.target, size, ranks), fixed)
+
+
+def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksEntry:
+    """What each rank keeps of what a decoder keeps; `dtype`: of cached values, None: as computed."""
+    assert graph.ranks is not None and graph.state is not None
+    own, heads = differing(graph), []
+    latents: set[str] = set()
+    names = {n: i.name for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "pages"}
+    for node in graph.graph.nodes:
+        match nodes.view(node):
+            case nodes.CachedAttention(k_pages=pages) if pages in own:
+                heads.append((int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads))
+            case nodes.CachedLatentAttention(pages=pages):
+                latents |= {names[n] for n in _before(pages) if n in names}
+    results = zip(graph.graph.output_node().args[0], graph.outputs, strict=True)  # type: ignore[arg-type]
+    differs = {told.name: n in own for n, told in results}
+    alike = [
+        (s.label, s.bytes_in(dtype), "token",
+         "all heads share it" if s.name in latents else "what it is kept for is not divided")
+        for s in graph.state.stores if not differs[s.name]
+    ]  # fmt: skip
+    alike += [
+        (c.label, c.bytes_per_row, "sequence", "what it is carried for is not divided")
+        for c in graph.state.carried if not differs[c.name]
+    ]  # fmt: skip
+    return CacheRanksEntry(graph.ranks.count, tuple(heads), tuple(alike))
+
+
+def _before(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is computed from."""
+    found, stack = set[fx.Node](), [node]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found

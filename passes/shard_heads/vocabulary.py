@@ -24,6 +24,7 @@ from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
 from attngraph.meaning.placement.regions import Product, Regions
 from attngraph.meaning.placement.table import Cut, Table
 from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning.tokens.facts import ENTRIES
 from attngraph.passes.build import Builder
 from attngraph.passes.shard_heads.parts import Parts
 from attngraph.report.ranks import DividedEntry
@@ -148,6 +149,7 @@ class Vocabulary:
             found = looked_up(builder.call(aten.masked_fill.Scalar, local, others, 0))
             hidden = builder.call(aten.unsqueeze.default, others, -1)
             new = self.parts.summed(builder, builder.call(aten.masked_fill.Scalar, found, hidden, 0.0))
+        numbers.meta[ENTRIES] = min(rows, numbers.meta.get(ENTRIES, rows))
         return self._proved(node, new, [table, numbers], {numbers: rows})
 
     def _between(self, builder: Builder, numbers: fx.Node, limit: int) -> fx.Node:

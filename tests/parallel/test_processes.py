@@ -92,3 +92,32 @@ def test_ranks_with_other_random_numbers_all_say_so(tmp_path: Path) -> None:
 def test_a_rank_that_is_gone_is_an_error_of_the_others(tmp_path: Path) -> None:
     alive, gone = _run("die", tmp_path)
     assert gone == "gone" and alive.endswith("within the time-out: True")
+
+
+def test_decoders_give_the_tokens_of_one_device_and_a_rank_keeps_its_heads(tmp_path: Path) -> None:
+    """4 heads of 8 values: 256 bytes a token on one device. The same with parameters that stay whole."""
+    for said in _run("decode", tmp_path):
+        kept, rest = said.split(" held ")
+        held, reported = rest.split(" reported ")
+        whole, part = (int(n) for n in reported.strip("()").split(", "))
+        assert kept == "bytes [128, 64]" and int(held) == part < 0.8 * whole
+
+
+def test_decoders_on_whole_parameters(tmp_path: Path) -> None:
+    assert all(said.startswith("bytes [128, 64]") for said in _run("decode_whole", tmp_path))
+
+
+def test_ranks_with_other_prompts_all_say_so(tmp_path: Path) -> None:
+    for said in _run("disagree_in_prompts", tmp_path):
+        problems = said.split(" | ")
+        assert len(problems) == 5 and all("disagree" in problem for problem in problems), said
+        assert "contents" in problems[0] and "temperature" in problems[2] and "state of" in problems[4]
+
+
+def test_attention_of_dtensors_is_divided_by_rows_and_heads_where_that_is_right(tmp_path: Path) -> None:
+    assert _run("dtensor", tmp_path) == ["equal", "equal"]
+
+
+def test_fully_shard_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    for said in _run("with_fully_shard", tmp_path):
+        assert all("as fully_shard makes them" in problem for problem in said.split(" | ")), said

@@ -27,8 +27,10 @@ from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.kernels import KERNELS, Kernel
+from attngraph.ir.ops.shardings import tell_dtensor
 from attngraph.ir.ops.transforms import (
     are_batched,
+    autograd_inside,
     batch_one_by_one,
     differentiate_by,
     has_tangent,
@@ -193,7 +195,7 @@ def _attention_backward(
     reads: list[Tensor], sizes: list[int], program: str, kernel: str,
 ) -> list[Tensor]:  # fmt: skip
     parsed = parse(program)
-    with _own_dtypes(q):
+    with _own_dtypes(q), autograd_inside():
         found = _kernel(kernel, parsed, q, k, v).backward(
             parsed, (q, k, v), reads, sizes, (out, lse), (grad_out, grad_lse)
         )
@@ -220,6 +222,7 @@ class _Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             found: tuple[Tensor, Tensor] = run_kernel(_OP, keys, q, k, v, list(reads), sizes, program, kernel)
         ctx.sizes, ctx.program, ctx.kernel = sizes, program, kernel
+        ctx.set_materialize_grads(False)  # zeros made by torch would be no DTensors
         ctx.save_for_backward(*found, q, k, v, *reads)
         return found
 
@@ -271,6 +274,7 @@ def _formula(
 def _autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """Which of the three computes a call. Inside of torch.func's transformations, and in forward mode, it is
     the formula."""
+    tell_dtensor()
     if has_tangent(args) or (is_recorded(args) and is_transformed()):
         return _formula(*args)
     if is_recorded(args):

@@ -8,6 +8,7 @@ rules, or one that refuses: `attngraph::attention` has formulas for all modes (`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +58,17 @@ def are_batched(args: Any) -> bool:
 def run_kernel(op: Any, keys: Any, *args: Any) -> Any:
     """Call an op's kernel from its rule for autograd. (The kernel may use autograd itself.)"""
     return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+@contextlib.contextmanager
+def autograd_inside() -> Iterator[None]:
+    """Let a kernel use autograd, also where its caller has turned it off: DTensor does around the operations
+    on its parts, and gradients would be zero without a word."""
+    excluded, keys = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKey
+    for key in (keys.AutogradFunctionality, keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradOther):
+        excluded = excluded - torch._C.DispatchKeySet(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def differentiate_by(name: str, rule: Callable[..., Any]) -> None:

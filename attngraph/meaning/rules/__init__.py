@@ -1,5 +1,16 @@
 """The element rules, by what an op does to elements. Importing this registers them (`meaning/rule.py`)."""
 
-from attngraph.meaning.rules import assignment, contraction, index, movement, pointwise, reduction, writes
+from attngraph.meaning.rules import (
+    assignment,
+    collectives,
+    contraction,
+    index,
+    movement,
+    pointwise,
+    reduction,
+    writes,
+)
 
-__all__ = ["assignment", "contraction", "index", "movement", "pointwise", "reduction", "writes"]
+__all__ = [
+    "assignment", "collectives", "contraction", "index", "movement", "pointwise", "reduction", "writes",
+]  # fmt: skip

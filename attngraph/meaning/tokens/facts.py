@@ -17,6 +17,10 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning.masks.causal import Causality
 from attngraph.meaning.tokens.axes import Axes, Space
 
+ENTRIES = "entries"
+"""The key in the `meta` of numbers that choose rows of a table whose rows are divided among ranks: of how
+many."""
+
 
 class Kind(enum.Enum):
     """How a value depends on the tokens."""

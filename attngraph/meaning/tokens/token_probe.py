@@ -21,6 +21,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.comparison import compare, elementwise
@@ -122,6 +123,8 @@ class TokenProbe:
         `louder`: by this what the region begins with is multiplied."""
         order, leaves = self.region(node, resolved)
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
+        if any(n.target in COLLECTIVES for n in steps):
+            return 0  # a test runs in one process
         if not steps or len(steps) > budgets.PROBE_NODES or self.left <= 0:
             return 0
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}

@@ -36,7 +36,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.facts import Fact, History, Kind, RunningFold, Sums, TokenLoop, Window
+from attngraph.meaning.tokens.facts import ENTRIES, Fact, History, Kind, RunningFold, Sums, TokenLoop, Window
 from attngraph.meaning.tokens.folds import find_fold
 from attngraph.meaning.tokens.history import HistoryFinder
 from attngraph.meaning.tokens.loops import LoopFinder
@@ -101,6 +101,8 @@ class Tokens:
             except Unliftable:
                 continue
             found += [n for read in E.walk(element) if read.op == "read" for n in self._entries(read)]
+            if ENTRIES in node.meta:
+                found += self._places(element, node.meta[ENTRIES])
         return min(found, default=None)
 
     def _entries(self, read: Expr) -> list[int]:
@@ -110,11 +112,16 @@ class Tokens:
             return []
         found: list[int] = []
         for extent, index in zip(self.meaning.shape(read.value), read.args, strict=True):
-            place = self.meaning.lift(index, lambda r: self.facts[r.value].kind is Kind.POSITION)
-            more = M.sub(place, self.space.token)
-            if extent.op == "const" and more.op == "const" and self.space.token in place.free:
-                found.append(int(extent.value) - int(more.value))
+            if extent.op == "const":
+                found += self._places(index, int(extent.value))
         return found
+
+    def _places(self, index: Expr, entries: int) -> list[int]:
+        """For how many tokens there are so many entries, if the index is the position plus a number."""
+        place = self.meaning.lift(index, lambda r: self.facts[r.value].kind is Kind.POSITION)
+        more = M.sub(place, self.space.token)
+        known = more.op == "const" and self.space.token in place.free
+        return [entries - int(more.value)] if known else []
 
     def cause(self, node: fx.Node) -> fx.Node:
         """The first mixing node that this one is mixing because of."""

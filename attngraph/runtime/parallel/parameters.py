@@ -20,10 +20,32 @@ from torch import Tensor, nn
 from attngraph.errors import PlacementError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Shard
+from attngraph.ir.versions import version_of
 from attngraph.meaning.check.ranks import PerRank
 from attngraph.meaning.placement.table import Table
 from attngraph.runtime.machine import own_tensor
 from attngraph.runtime.parallel.mesh import TensorAxis
+
+_WHOLE = "_attngraph_needed_whole"
+"""Marks parameters that a graph needs whole on every rank."""
+
+
+def require_undivided(model: nn.Module, axis: TensorAxis) -> None:
+    """Check that nobody else divides the parameters of a model.
+
+    Raises:
+        PlacementError: a parameter is a DTensor of another mesh, as after `fully_shard`.
+    """
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh != axis.mesh:
+            placed = ", ".join(map(str, parameter.placements))  # type: ignore[attr-defined]
+            raise PlacementError(
+                f"{name} is a DTensor of another mesh already ({placed}), as fully_shard makes them. A "
+                "compiled model does not run the hooks of its modules, by which fully_shard collects them.\n"
+                "What to do: compile the model without fully_shard, and for data parallelism average the "
+                "gradients over the other axis of the mesh."
+            )
 
 
 def replicate(model: nn.Module, axis: TensorAxis) -> None:
@@ -52,18 +74,25 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
 
     assert graph.ranks is not None
     named = dict(owner.named_parameters(remove_duplicate=False))
-    held = (graph.ranks.shards[i.name] for i in graph.inputs if i.kind == "shard")
-    for shard in held:
+    inputs = _inputs(graph)
+    for name in (i.name for i in inputs if i.kind == "parameter" and i.name in named):
+        if any(not p.is_replicate() for p in getattr(named[name], "placements", ())):
+            raise PlacementError(
+                f"this call needs all of {name.removeprefix('model.')} on every rank, but an earlier one "
+                'divided it.\nWhat to do: shard=ShardConfig(parameters="whole").'
+            )
+        vars(named[name])[_WHOLE] = True
+    for shard in (graph.ranks.shards[i.name] for i in inputs if i.kind == "shard"):
         parameter: Any = named[shard.parameter]
         wanted = _placement(shard, parameter)
         placements: tuple[Any, ...] = getattr(parameter, "placements", ())
         if placements == (wanted,):
             continue
-        if not (len(placements) == 1 and placements[0].is_replicate()):
+        if _WHOLE in vars(parameter) or not (len(placements) == 1 and placements[0].is_replicate()):
             name, found = shard.parameter.removeprefix("model."), ", ".join(map(str, placements))
             raise PlacementError(
                 f"this call divides {name} as {wanted}, but since an earlier one, or since the model was "
-                f"changed, it is {found or 'no DTensor'}.\n"
+                f"changed, it is {found or 'no DTensor'} and needed so.\n"
                 'What to do: shard=ShardConfig(parameters="whole").'
             )
         part = shard.of(parameter._local_tensor.detach(), axis.rank).contiguous()
@@ -73,6 +102,16 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
         # The same object: optimisers refer to it.
         parameter._spec, parameter._local_tensor = made._spec, made._local_tensor
         parameter.grad = None
+
+
+def _inputs(graph: ProgramGraph) -> set[Input]:
+    """The inputs of a graph and of its stages, without parameters that nothing uses."""
+    return {
+        i
+        for part in (graph, *graph.stages.values())
+        for node, i in zip(part.placeholders(), part.inputs, strict=True)
+        if node.users or i.kind != "parameter"
+    }
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
@@ -119,15 +158,19 @@ def _without_memory(parameter: Any) -> nn.Parameter:
 
 
 class Own:
-    """What one rank, or every simulated one, has of a graph's inputs that differ by rank."""
+    """What one rank, or every simulated one, has of the inputs that differ by rank of a graph and its stages.
 
-    def __init__(self, graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
+    `keeps`: whether parts that are cut out of whole parameters are kept between calls, as decoders need."""
+
+    def __init__(self, graph: ProgramGraph, owner: nn.Module, axis: TensorAxis, keeps: bool = False) -> None:
         assert graph.ranks is not None
         self.axis = axis
+        self._kept: dict[str, tuple[Any, Any]] | None = {} if keeps else None
+        inputs = _inputs(graph)
         self._shards = [
             (name, shard, own_tensor(Input("parameter", shard.parameter), owner, {}))
             for name, shard in graph.ranks.shards.items()
-            if any(i == Input("shard", name) for i in graph.inputs)
+            if Input("shard", name) in inputs
         ]
         places = graph.ranks.places.items()
         self._places: dict[str, Any] = {
@@ -137,12 +180,24 @@ class Own:
     def __call__(self) -> dict[str, Any]:
         found = dict(self._places)
         for name, shard, fetch in self._shards:
-            parameter: Any = fetch(None)
-            if self.axis.mesh is None:
-                found[name] = PerRank(shard.of(parameter, rank) for rank in range(self.axis.count))
-            elif self.axis.holds_parts:
-                found[name] = parameter
-            else:
-                whole = torch.ops.attngraph.sum_gradients(parameter, self.axis.group)
-                found[name] = shard.of(whole, self.axis.rank)
+            parameter = fetch(None)
+            found[name] = parameter if self.axis.holds_parts else self._cut(name, shard, parameter)
         return found
+
+    def _cut(self, name: str, shard: Shard, parameter: Tensor) -> Any:
+        """The part of a parameter that every rank has whole; kept, where that was asked for, until the
+        parameter changes."""
+        version = None if self._kept is None or torch.is_grad_enabled() else version_of(parameter)
+        stamp = parameter.data_ptr(), version, parameter.dtype, parameter.device
+        if self._kept is not None and version is not None and name in self._kept:
+            before, part = self._kept[name]
+            if before == stamp:
+                return part
+        if self.axis.mesh is None:
+            part = PerRank(shard.of(parameter, rank) for rank in range(self.axis.count))
+        else:
+            whole = torch.ops.attngraph.sum_gradients(parameter, self.axis.group)
+            part = shard.of(whole, self.axis.rank)
+        if self._kept is not None and version is not None:
+            self._kept[name] = stamp, part
+        return part

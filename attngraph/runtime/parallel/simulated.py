@@ -33,6 +33,12 @@ class _Joined(torch.autograd.Function):
 
 def simulated(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
     """The function that computes a graph's results for all ranks."""
+    run = on_all_ranks(graph)
+    return lambda *inputs: [one_of_all(value) for value in run(*inputs)]
+
+
+def on_all_ranks(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
+    """The function that computes a graph's results for all ranks: a `PerRank` where they may differ."""
     assert graph.ranks is not None
     count = graph.ranks.count
     placeholders = graph.placeholders()
@@ -41,8 +47,7 @@ def simulated(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
 
     def run(*inputs: Any) -> Sequence[Any]:
         given = dict(zip(placeholders, map(_for_all, inputs), strict=True))
-        found = run_on_ranks(order, given, list(results), _compute, count)
-        return [_one(value) for value in found]
+        return run_on_ranks(order, given, list(results), _compute, count)
 
     def _for_all(value: Any) -> Any:
         if not isinstance(value, Tensor) or not (value.requires_grad and torch.is_grad_enabled()):
@@ -57,7 +62,7 @@ def _compute(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return target(*args, **kwargs)
 
 
-def _one(value: Any) -> Any:
+def one_of_all(value: Any) -> Any:
     """The value that all ranks have.
 
     Raises:

@@ -211,6 +211,144 @@ def disagree_in_numbers(mesh, rank):
     return "nothing"
 
 
+def decoder_on(mesh, config=None, **sizes):
+    torch.manual_seed(0)
+    alone = Block(**sizes).eval()
+    model = copy.deepcopy(alone)
+    return attngraph.compile(model, cache=True, mesh=mesh, shard=config), model, alone
+
+
+def decode(mesh, rank, config=None):
+    """Prefill, decode, greedy, beams, sampling without a seed, an engine; beside one device."""
+    ids = torch.randint(0, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    bytes_kept = []
+    for sizes in ({"packed": False}, {"kv_heads": 1}):
+        decoder, model, alone = decoder_on(mesh, config, **sizes)
+        logits, state = decoder.prefill(ids)
+        torch.testing.assert_close(logits, alone(ids), rtol=1e-4, atol=1e-5)
+        more = decoder.decode(ids[:, :2], state)
+        wanted = alone(torch.cat([ids, ids[:, :2]], 1))[:, 5:]
+        torch.testing.assert_close(more, wanted, rtol=1e-4, atol=1e-5)
+        bytes_kept.append(state.bytes_per_token)
+        assert decoder.report.cache.bytes_per_token == state.bytes_per_token
+    one = attngraph.compile(alone, cache=True)
+    for options in ({}, {"num_beams": 3}, {"temperature": 1.0, "seed": 3}):
+        assert torch.equal(decoder.generate(ids, 5, **options), one.generate(ids, 5, **options)), options
+    torch.manual_seed(rank)
+    drawn = decoder.generate(ids, 12, temperature=2.0)
+    told = [torch.empty_like(drawn) for _ in range(2)]
+    dist.all_gather(told, drawn)
+    assert torch.equal(*told)
+    engine = attngraph.Engine(decoder, max_batch=2)
+    requests = [engine.submit(ids[n % 2, : 3 + n], 4, temperature=float(n)) for n in range(3)]
+    engine.run()
+    found = [request.result() for request in requests]
+    first = one.generate(ids[:1, :3], 4)[0, 3:].tolist()
+    assert found[0] == first, (found, first)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, found)
+    assert everyone[0] == everyone[1]
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+    return f"bytes {bytes_kept} held {held} reported {decoder.report.ranks.parameters}"
+
+
+def decode_whole(mesh, rank):
+    return decode(mesh, rank, attngraph.ShardConfig(parameters="whole"))
+
+
+def disagree_in_prompts(mesh, rank):
+    """Other prompts, other options, other requests, a state of another rank; and all is well afterwards."""
+    decoder, _, _ = decoder_on(mesh)
+    ids = torch.arange(10).view(2, 5)
+    wanted = decoder.generate(ids, 3)
+    _, state = decoder.prefill(ids)
+    state.save(sys.argv[4] + f".state{rank}")
+    dist.barrier()
+    engine = attngraph.Engine(decoder)
+    engine.submit([1, 2, 3 + rank], 3)
+    mixed = attngraph.KVCache.load(sys.argv[4] + ".state0")
+
+    found = []
+    for call in (
+        lambda: decoder.prefill(ids + rank),
+        lambda: decoder.generate(ids[:, : 4 + rank], 3),
+        lambda: decoder.generate(ids, 3, temperature=float(rank)),
+        lambda: engine.step(),
+        lambda: decoder.decode(ids[:, 0], mixed),
+    ):
+        try:
+            call()
+            found.append("nothing")
+        except attngraph.DisagreementError as problem:
+            found.append(str(problem).replace("\n", " "))
+    assert torch.equal(decoder.generate(ids, 3), wanted)
+    return " | ".join(found)
+
+
+CALLS = (
+    # program, key/value heads, what is read, dimension of queries that is sharded, of the result
+    ("s = dot / 3; keep k <= q", 2, None, 1, 1),
+    ("s = dot / 3; keep k <= q", 1, None, 1, 1),
+    ("s = dot / 3; keep k <= q", 2, None, 0, 0),
+    ("s = dot - r0[h] * (q - k)", 2, torch.linspace(0.1, 0.9, 4), 1, 1),
+    ("s = dot - r0[h] * (q - k)", 2, torch.linspace(0.1, 0.9, 4), 0, 0),
+    ("s = dot - r0[0] * (q - k)", 2, torch.linspace(0.1, 0.9, 4), 1, 1),
+    ("s = dot; keep r0[b, q] == r0[b, k]", 2, torch.arange(12).view(2, 6) // 4, 0, 0),
+    ("s = dot; keep r0[b, q] == r0[b, k]", 2, torch.arange(12).view(2, 6) // 4, 1, 1),
+    ("s = dot - r0[h] * h", 2, torch.linspace(0.1, 0.9, 4), 1, None),
+    ("s = dot + r0[h + 1]", 2, torch.linspace(0.1, 0.9, 5), 1, None),
+    ("s = dot * (b + 1)", 2, None, 0, None),
+)
+
+
+def dtensor(mesh, rank):
+    """Attention of DTensors: results and gradients of one device, divided where that is right."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    generator = torch.Generator().manual_seed(0)
+    for program, kv, read, dim, wanted in CALLS:
+        q, k, v = (torch.randn(2, n, 6, 8, generator=generator) for n in (4, kv, kv))
+        reads = [] if read is None else [read]
+        whole = [t.clone().requires_grad_(t.is_floating_point()) for t in (q, k, v, *reads)]
+        one = attngraph.attention(*whole[:3], program, *whole[3:])
+        weight = torch.randn(one.shape, generator=generator)
+        (one * weight).sum().backward()
+        mine = []
+        for t in (q, k, v, *reads):
+            place = Shard(dim) if t.ndim == 4 and t.shape[dim] % 2 == 0 else Replicate()
+            mine.append(distribute_tensor(t, mesh, [place]).requires_grad_(t.is_floating_point()))
+        found = attngraph.attention(*mine[:3], program, *mine[3:])
+        assert found.placements == ((Replicate() if wanted is None else Shard(wanted)),), (program, found)
+        torch.testing.assert_close(found.full_tensor(), one, msg=f"{program} {kv} {dim}")
+        (found * distribute_tensor(weight, mesh, [Replicate()])).sum().backward()
+        for a, b in zip(mine, whole, strict=True):
+            if b.grad is not None:
+                torch.testing.assert_close(
+                    a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-5, msg=f"{program} {kv} {dim}"
+                )
+    return "equal"
+
+
+def with_fully_shard(mesh, rank):
+    """Refused, whatever holds the parameters; and a model that was compiled before may be compiled again."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    data = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))["data"]
+    for config in (None, attngraph.ShardConfig(parameters="whole")):
+        model = Block()
+        fully_shard(model, mesh=data)
+        try:
+            attngraph.compile(model, mesh=mesh, shard=config)
+            found.append("nothing")
+        except attngraph.PlacementError as problem:
+            found.append(str(problem).replace("\n", " "))
+    model = Block()
+    for _ in range(2):
+        attngraph.compile(model, mesh=mesh)(torch.arange(12).view(2, 6))
+    return " | ".join(found)
+
+
 def die(mesh, rank):
     compiled = attngraph.compile(Block(), mesh=mesh)
     ids = torch.arange(12).view(2, 6)

@@ -1,0 +1,85 @@
+"""What computes a graph: its own module, what Inductor makes of it, or for a decoder's step on ranks, each
+rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from attngraph.api.options import Options
+from attngraph.codegen.cpu.replay import Replay
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.printer import format_file
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.runtime.direct import shortened
+from attngraph.runtime.parallel.agree import agree
+from attngraph.runtime.parallel.mesh import TensorAxis
+from attngraph.runtime.parallel.parameters import Own, distribute
+from attngraph.runtime.parallel.simulated import on_all_ranks
+from attngraph.runtime.parallel.states import AllRanks, OneRank
+
+Runner = Callable[[ProgramGraph], Callable[..., Any]]
+"""Makes the function that computes a graph's results from its inputs."""
+
+
+def runner_of(options: Options) -> Runner:
+    """A graph's module, or that compiled by Inductor."""
+
+    def run(graph: ProgramGraph) -> Callable[..., Any]:
+        if not options.inductor:
+            return graph.module
+        if options.progress is not None:
+            options.progress("inductor")
+        compiled: Callable[..., Any] = torch.compile(graph.module, dynamic=True, fullgraph=True)
+        return compiled
+
+    return run
+
+
+def step_runner_of(options: Options) -> Runner:
+    """As `runner_of`, for a decoder's step and its stage of the prompt."""
+    return runner_of(options) if options.inductor else _step_runner
+
+
+def _step_runner(graph: ProgramGraph) -> Callable[..., Any]:
+    return Replay(graph, shortened) if graph.state is not None else shortened(graph.module)
+
+
+def step_on_ranks(graph: ProgramGraph, owner: nn.Module, options: Options) -> tuple[Runner, OneRank]:
+    """What runs a decoder's graph on this device, on this rank of several, or on simulated ranks; on several
+    ranks, once they agree on the graph and have their parts of parameters. (They replay no recorded steps:
+    what is recorded when follows from where tensors lie, and all ranks must exchange the same.)
+
+    Raises:
+        DisagreementError: ranks have different graphs. PlacementError: as `distribute`.
+    """
+    axis = options.axis
+    assert graph.state is not None
+    if axis is None or graph.ranks is None:
+        return step_runner_of(options), OneRank(graph.state)
+    own = Own(graph, owner, axis, keeps=True)
+    if axis.mesh is None:
+        return on_all_ranks, AllRanks(graph.state, own, axis.count)
+    parts = (graph, *graph.stages.values())
+    agree(axis, "the graph", "\n".join(text for part in parts for text in format_file(part)))
+    if axis.holds_parts:
+        distribute(graph, owner, axis)
+    plain = runner_of(options) if options.inductor else lambda graph: shortened(graph.module)
+    return plain, OneRank(graph.state, own, (axis.rank, axis.count))
+
+
+def require_whole_parameters(axis: TensorAxis | None) -> None:
+    """Check that the model itself can be run beside its decoder.
+
+    Raises:
+        NoDecoderError: ranks have parts of its parameters.
+    """
+    if axis is not None and axis.holds_parts:
+        raise NoDecoderError(
+            "the model was traced for few numbers of tokens, so its decoder is to be compared with the model "
+            "itself, which no rank has whole.\n"
+            'What to do: shard=ShardConfig(parameters="whole").'
+        )

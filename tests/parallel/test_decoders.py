@@ -1,0 +1,211 @@
+"""Decoders on simulated ranks: tokens of one device, and on each rank the cache of its own heads alone."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+
+LLAMA = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "pad_token_id": 0,
+}  # fmt: skip
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 40,
+}  # fmt: skip
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "GPT2LMHeadModel": (GPT2, (256, 128)),
+    "LlamaForCausalLM": (LLAMA, (128, 128)),
+    "GPTNeoXForCausalLM": ({**SIZES, "rotary_pct": 0.5}, (256, 128)),
+    "BloomForCausalLM": ({"n_layer": 2, "hidden_size": 32, "n_head": 4}, (256, 128)),
+    "OPTForCausalLM": ({**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}, (256, 128)),
+    "MptForCausalLM": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32}, (256, 128)),
+    "FalconForCausalLM": (
+        {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}, (128, 128)),
+    "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (128, 128)),
+    "Qwen2ForCausalLM": (LLAMA, (128, 128)),
+    "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (128, 128)),
+    "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (128, 128)),
+    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8}, (128, 128)),
+    "PhiForCausalLM": ({**LLAMA, "num_key_value_heads": 4}, (256, 128)),
+    "Phi3ForCausalLM": (LLAMA, (128, 128)),
+    "OlmoForCausalLM": (LLAMA, (128, 128)),
+    "Olmo2ForCausalLM": (LLAMA, (128, 128)),
+    "CohereForCausalLM": ({**LLAMA, "use_qk_norm": True}, (128, 128)),
+    "StableLmForCausalLM": ({**LLAMA, "qk_layernorm": True}, (128, 128)),
+    "GraniteForCausalLM": (LLAMA, (128, 128)),
+    "Starcoder2ForCausalLM": (LLAMA, (128, 128)),
+    "PersimmonForCausalLM": ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, (256, 128)),
+    "GPTBigCodeForCausalLM": (GPT2, (128, 128)),
+    "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (128, 128)),
+}  # fmt: skip
+"""The class, its sizes, and bytes that one of 2 and of 4 ranks keeps of a token: those of its key/value heads
+(4 heads of 8 values, in 2 layers, are 512 bytes with keys and values), of which no rank has less than one."""
+FAST = ("LlamaForCausalLM",)
+
+
+def _stock(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    kind: Any = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = kind.config_class(vocab_size=64, bos_token_id=1, eos_token_id=2, **CLASSES[name][0])
+    found: nn.Module = kind(config).eval()
+    return found
+
+
+def _on(ranks: int, model: nn.Module, **config: Any) -> attngraph.Decoder:
+    found = attngraph.compile(
+        model, cache=attngraph.CacheConfig(**config), mesh=attngraph.SimulatedMesh(tensor=ranks)
+    )
+    assert isinstance(found, attngraph.Decoder)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CLASSES]
+)
+def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, ranks: int) -> None:
+    model = _stock(name)
+    ids = torch.randint(3, 64, (2, 5))
+    ids_of_one = attngraph.compile(model, cache=True).generate(ids, 6)
+    decoder = _on(ranks, model)
+    assert torch.equal(decoder.generate(ids, 6), ids_of_one)
+    cache = decoder.report.cache
+    assert cache is not None and cache.bytes_per_token == CLASSES[name][1][ranks // 4]
+    assert decoder.prefill(ids)[1].bytes_per_token == ranks * cache.bytes_per_token
+    assert cache.ranks is not None and not cache.ranks.alike
+
+
+def _lm(**sizes: Any) -> DecoderLM:
+    torch.manual_seed(0)
+    return DecoderLM(DecoderLMConfig(**{"width": 32, "heads": 4, "layers": 1, **sizes})).eval()
+
+
+def test_prefill_decode_beams_sampling_and_an_engine_are_those_of_one_device() -> None:
+    model = _lm()
+    one, two = attngraph.compile(model, cache=True), _on(2, model)
+    ids = torch.randint(0, 256, (2, 5))
+    both = [decoder.prefill(ids) for decoder in (one, two)]
+    torch.testing.assert_close(both[0][0], both[1][0])
+    for tokens in (ids[:, 0], ids[:, :3]):
+        found = [decoder.decode(tokens, state) for decoder, (_, state) in zip((one, two), both, strict=True)]
+        torch.testing.assert_close(*found)
+    for state in (both[0][1], both[1][1]):
+        state.crop(6)
+        state.reorder([1, 0, 1])
+    found = [d.decode(ids[[0, 1, 0], 1], state) for d, (_, state) in zip((one, two), both, strict=True)]
+    torch.testing.assert_close(*found)
+    for options in ({"num_beams": 3}, {"temperature": 1.0, "seed": 3, "top_k": 20}):
+        assert torch.equal(one.generate(ids, 5, **options), two.generate(ids, 5, **options))
+    told = []
+    for decoder in (one, two):
+        engine = attngraph.Engine(decoder, max_batch=2, chunk=4)
+        requests = [engine.submit(ids[n % 2, : 3 + n], 4) for n in range(3)]
+        engine.run()
+        told.append([request.result() for request in requests])
+    assert told[0] == told[1]
+
+
+def test_a_state_is_saved_and_loaded_with_the_parts_of_all_simulated_ranks(tmp_path: Any) -> None:
+    decoder = _on(2, _lm())
+    ids = torch.randint(0, 256, (1, 5))
+    _, state = decoder.prefill(ids)
+    state.save(tmp_path / "state")
+    loaded = attngraph.KVCache.load(tmp_path / "state")
+    again = copy.deepcopy(loaded)
+    wanted = decoder.decode(ids[:, 0], state)
+    assert torch.equal(decoder.decode(ids[:, 0], loaded), wanted)
+    again.rank = (1, 2)
+    with pytest.raises(attngraph.CacheError, match="rank 1 of 2"):
+        decoder.decode(ids[:, 0], again)
+
+
+def test_a_divided_table_of_positions_still_says_how_long_a_sequence_may_be() -> None:
+    model = _lm(max_tokens=64)
+    decoder = _on(2, model)
+    decoder.prefill(torch.randint(0, 256, (1, 5)))
+    report = decoder.report
+    assert report.ranks is not None and report.cache is not None
+    assert "position_embedding" in {e.name for e in report.ranks.divided}
+    assert report.cache.most_tokens == 64
+    with pytest.raises(attngraph.CacheError, match="at most 64 fit"):
+        decoder.prefill(torch.randint(0, 256, (1, 65)))
+
+
+def test_weights_that_change_are_seen_by_the_next_step() -> None:
+    """Parts of whole parameters are kept between steps, but not beyond a change."""
+    model = _lm()
+    decoder = _on(2, model)
+    ids = torch.randint(0, 256, (1, 5))
+    before, _ = decoder.prefill(ids)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    after, _ = decoder.prefill(ids)
+    torch.testing.assert_close(after, model(ids))
+    assert not torch.allclose(before, after)
+
+
+def test_heads_that_cannot_be_divided_are_kept_by_every_rank_and_told() -> None:
+    model = _lm(heads=3, width=24)
+    decoder = _on(2, model)
+    ids = torch.randint(0, 256, (1, 5))
+    assert torch.equal(decoder.generate(ids, 4), attngraph.compile(model, cache=True).generate(ids, 4))
+    cache = decoder.report.cache
+    assert cache is not None and cache.ranks is not None
+    assert cache.ranks.heads == () and len(cache.ranks.alike) == 2
+    assert cache.bytes_per_token == cache.expanded == 2 * 24 * 4
+    assert "kept by every rank: 2 value(s) of 96 bytes a token" in str(decoder.report)
+
+
+class Latent(nn.Module):
+    """A decoder whose keys and values are projections of 8 numbers a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.q = nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.down, self.up = nn.Linear(32, 8), nn.Linear(8, 64, bias=False)
+        self.out, self.head = nn.Linear(32, 32), nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        k, v = self.up(self.down(x)).unflatten(-1, (4, 16)).transpose(1, 2).split(8, -1)
+        q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: Tensor = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        return found
+
+
+def test_a_latent_is_kept_by_every_rank_and_its_heads_are_divided() -> None:
+    torch.manual_seed(0)
+    model = Latent().eval()
+    decoder = _on(2, model)
+    ids = torch.randint(0, 64, (2, 5))
+    assert torch.equal(decoder.generate(ids, 4), attngraph.compile(model, cache=True).generate(ids, 4))
+    cache, ranks = decoder.report.cache, decoder.report.ranks
+    assert cache is not None and cache.ranks is not None and ranks is not None
+    assert cache.bytes_per_token == 8 * 4 and ("heads", 4) in {(e.what, e.count) for e in ranks.divided}
+    assert [(size, per, why) for _, size, per, why in cache.ranks.alike] == [
+        (32, "token", "all heads share it")
+    ]
+
+
+def test_shared_key_heads_are_told() -> None:
+    decoder = _on(4, _stock("LlamaForCausalLM"), proof=False)
+    decoder.prefill(torch.randint(3, 64, (1, 5)))
+    assert "2 x a rank keeps 1 of 2 key/value heads; 2 ranks keep the same" in str(decoder.report)
+
+
+def test_a_decoder_on_ranks_is_not_saved(tmp_path: Any) -> None:
+    decoder = _on(2, _lm(), proof=False)
+    decoder.prefill(torch.randint(0, 256, (1, 5)))
+    with pytest.raises(attngraph.SavedError, match="divided among ranks"):
+        decoder.save(tmp_path / "saved")
