@@ -11,6 +11,7 @@ It also stops a trace that must hold for any number of tokens where it is about 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,11 @@ class FixedSize(SizeProblem):
     """how often a loop runs, or another plain number, follows from how many tokens there are"""
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _names(formula: sympy.Expr) -> frozenset[str]:
+    return frozenset(map(str, formula.free_symbols))
+
+
 @contextlib.contextmanager
 def short_formulas(kept: Callable[[frozenset[str]], object] = lambda symbols: False) -> Iterator[None]:
     """Raise LongFormula where torch is about to evaluate one whose quotients or remainders exceed the budget
@@ -46,7 +52,7 @@ def short_formulas(kept: Callable[[frozenset[str]], object] = lambda symbols: Fa
     short: set[Any] = set()
 
     def evaluated(self: ShapeEnv, formula: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(formula, sympy.Expr) and kept(names := frozenset(map(str, formula.free_symbols))):
+        if isinstance(formula, sympy.Expr) and kept(names := _names(formula)):
             raise FixedSize(names)
         if isinstance(formula, sympy.Basic) and formula not in short:
             parts = formula.atoms(sympy.Function)

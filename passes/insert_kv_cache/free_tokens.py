@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import ProgramGraph
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
 
     _change(node, changed)
     if isinstance(node.meta.get("val"), (Tensor, torch.SymInt, int, tuple, list)):
-        node.meta["val"] = infer(node.target, node.args, node.kwargs, mode)
+        node.meta["val"] = infer_once(node.target, node.args, node.kwargs, mode)
 
 
 def _change(node: fx.Node, changed: Callable[[Any], Any]) -> None:

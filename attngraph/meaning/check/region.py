@@ -34,13 +34,18 @@ def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
     lines: list[Any] = []
     for node in order:
         value = node.meta.get("val")
-        about = (str(value.dtype), str(value.shape)) if isinstance(value, Tensor) else str(value)
+        about = (value.dtype, _extents(value)) if isinstance(value, Tensor) else str(value)
         if node in given:
             lines.append((about, given[node]))
         else:
             shown = fx.map_arg((node.args, node.kwargs), lambda n: number.get(n, _Place(-1)))
             lines.append((str(node.target), repr(shown), about))
     return tuple(lines)
+
+
+def _extents(value: Tensor) -> tuple[Any, ...]:
+    """The sizes of a value, as numbers and formulas: to print them takes long."""
+    return tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
 
 
 def bytes_in_float64(order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
