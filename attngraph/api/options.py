@@ -82,8 +82,8 @@ class Options:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
         if self.axis is not None and self.axis.tokens and self.axis.count > 1:
             raise ValueError(
-                "cache and an axis of the mesh that divides tokens do not go together: a decoder is divided by "
-                "heads. Name that axis in ShardConfig(tensor=...)."
+                "cache and an axis of the mesh that divides tokens do not go together: a decoder is divided "
+                "by heads. Name that axis in ShardConfig(tensor=...)."
             )
         if rounded and self.axis is not None and self.axis.count > 1:
             raise ValueError(
