@@ -54,7 +54,7 @@ def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksE
     """What each rank keeps of what a decoder keeps; `dtype`: of cached values, None: as computed."""
     assert graph.ranks is not None and graph.state is not None
     own, heads = differing(graph), []
-    latents: set[str] = set()
+    latents, shared = set[str](), set[str]()
     names = {n: i.name for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "pages"}
     for node in graph.graph.nodes:
         match nodes.view(node):
@@ -62,11 +62,15 @@ def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksE
                 heads.append((int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads))
             case nodes.CachedLatentAttention(pages=pages):
                 latents |= {names[n] for n in _before(pages) if n in names}
+            case nodes.CachedAttention(q=q, k_pages=k, v_pages=v) if q in own:
+                shared |= {names[n] for n in _before(k) | _before(v) if n in names}
     results = zip(graph.graph.output_node().args[0], graph.outputs, strict=True)  # type: ignore[arg-type]
     differs = {told.name: n in own for n, told in results}
     alike = [
         (s.label, s.bytes_in(dtype), "token",
-         "all heads share it" if s.name in latents else "what it is kept for is not divided")
+         "all heads share it" if s.name in latents
+         else "the heads of every rank attend to it" if s.name in shared
+         else "what it is kept for is not divided")
         for s in graph.state.stores if not differs[s.name]
     ]  # fmt: skip
     alike += [

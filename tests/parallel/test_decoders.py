@@ -81,7 +81,14 @@ def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, rank
     cache = decoder.report.cache
     assert cache is not None and cache.bytes_per_token == CLASSES[name][1][ranks // 4]
     assert decoder.prefill(ids)[1].bytes_per_token == ranks * cache.bytes_per_token
-    assert cache.ranks is not None and not cache.ranks.alike
+    assert cache.ranks is not None
+    assert {why for *_, why in cache.ranks.alike} <= {"the heads of every rank attend to it"}
+    assert not cache.ranks.alike or attentions_of_one_key_head(decoder)
+
+
+def attentions_of_one_key_head(decoder: attngraph.Decoder) -> bool:
+    """Whether all heads of every attention share one key/value head."""
+    return all(entry.kv_heads == 1 for entry in decoder.report.attention)
 
 
 def _lm(**sizes: Any) -> DecoderLM:
