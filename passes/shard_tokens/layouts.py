@@ -75,7 +75,9 @@ def _unevenness(graph: ProgramGraph, tokens: TokenAxis, layout: Layout, total: i
 def _attentions(graph: ProgramGraph, tokens: TokenAxis) -> Iterator[tuple[ScoreProgram, tuple[int, ...]]]:
     """The programs of attentions whose queries and keys are these tokens, and their sizes in the example."""
     for node in graph.attentions():
-        uses = next((u for n in node.users if isinstance(u := tokens.uses.get(n), AttentionUses)), None)
+        uses = next(
+            (u for n in (node, *node.users) if isinstance(u := tokens.uses.get(n), AttentionUses)), None
+        )
         view: Any = nodes.view(node)
         keys = view.keys[0].meta["val"].shape[2]
         if uses is not None and tokens.meaning.renamed(size_expression(keys)) is tokens.space.tokens:

@@ -26,7 +26,7 @@ from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
-from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis
+from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis, attention_of
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
@@ -108,14 +108,14 @@ def _divide(graph: ProgramGraph, size: Expr, ranks: int, whole: list[WholeEntry]
     """
     meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True, along_tokens=True)
     tokens = TokenAxis(graph, meaning, size)
-    if not any(nodes.view(n.args[0]) for n in tokens.axes if is_part(n)):  # type: ignore[arg-type]
-        reasons = [r for n, r in tokens.whole.items() if is_part(n)]
+    if not any(map(attention_of, tokens.axes)):
+        reasons = [r for n, r in tokens.whole.items() if attention_of(n)]
         raise Unplaced(next(iter(reasons), "no attention could be divided by tokens"))
     layout = choose_layout(graph, tokens, ranks)
     twins = Twins(graph, tokens, layout)
     proved = _proved(graph, tokens, twins)
     total = graph.hints[str(size.value)]
-    attentions = [n for n in proved if is_part(n) and nodes.view(n.args[0])]  # type: ignore[arg-type]
+    attentions = {a for n in proved if (a := attention_of(n)) is not None}
     found = DividedTokens(
         total, layout.count // ranks, len(attentions), tuple(pairs(graph, tokens, layout, total))
     )

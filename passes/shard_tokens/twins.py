@@ -24,7 +24,13 @@ from attngraph.ir.ops.token_collectives import ALL_TOKENS, FETCH_KEYS, OWN_TOKEN
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.masks.needed import visible_keys
 from attngraph.meaning.placement.demand import VIEWS, Unplaced
-from attngraph.meaning.placement.token_axis import AttentionUses, TokenAxis, Uses, dropout_of
+from attngraph.meaning.placement.token_axis import (
+    AttentionUses,
+    TokenAxis,
+    Uses,
+    attention_of,
+    dropout_of,
+)
 from attngraph.meaning.rule import is_part
 from attngraph.meaning.tokens.axes import Axes
 from attngraph.passes.build import Builder, NoSize, built
@@ -65,10 +71,11 @@ class Twins:
             uses = self.tokens.uses[node]
             if isinstance(uses, Uses):
                 return self._token_wise(builder, node, uses)
-            attention: Any = node.args[0]
+            attention: Any = attention_of(node)
             if attention not in self.attentions:
                 self.attentions[attention] = self._attention(Builder(self.graph, attention), attention, uses)
-            return builder.call(operator.getitem, self.attentions[attention], node.args[1])
+            made = self.attentions[attention]
+            return builder.call(operator.getitem, made, node.args[1]) if is_part(node) else made
         except (NoSize, RuntimeError, TypeError, ValueError) as problem:
             raise Unplaced(f"{node.target} on a rank's tokens: {problem}") from problem
 

@@ -13,6 +13,7 @@ import attngraph
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.token_collectives import Layout, needed_keys
 from attngraph.meaning.masks.needed import visible_keys
+from attngraph.models.mla import MLAConfig, MLADecoder
 from attngraph.report.ranks import ContextEntry
 
 Compared = Callable[..., ContextEntry]
@@ -322,3 +323,23 @@ def test_heads_and_tokens_together_are_refused() -> None:
 def test_a_model_without_attention_says_that_nothing_is_divided(same_by_tokens: Compared) -> None:
     entry = same_by_tokens(nn.Linear(4, 4), 2, torch.randn(2, 8, 4, dtype=torch.float64))
     assert entry.axes == () and entry.received == (0, 0)
+
+
+@pytest.mark.parametrize("absorb", ["always", "never"])
+def test_latents_are_fetched_instead_of_keys(absorb: str) -> None:
+    """Of a latent attention a rank fetches one narrow vector a token, or keys and values of all heads."""
+    torch.manual_seed(0)
+    config = MLAConfig(
+        vocab_size=32, layers=1, width=24, heads=4, latent=16, nope=6, rope=4, value=5, query_rank=8,
+        hidden=16,
+    )  # fmt: skip
+    model = MLADecoder(config).double()
+    ids, mesh = _ids(16), attngraph.SimulatedMesh(context=2)
+    compiled = attngraph.compile(model, mesh=mesh, absorb=absorb)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids), model(ids))
+    entry = compiled.report.context
+    assert entry is not None and [a.attentions for a in entry.axes] == [1]
+    each = 2 * 8 * ITEM * (16 + 4 if absorb == "always" else 4 * (6 + 4 + 5))
+    fetched = sum(max(f.bytes) for f in entry.fetched if f.what == "keys or values")
+    assert fetched == each

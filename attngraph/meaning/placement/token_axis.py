@@ -115,7 +115,10 @@ class TokenAxis:
 
     def _has_pairs(self, node: fx.Node) -> bool:
         """Whether a value has an entry for every pair of tokens: a rank then computes its rows alone."""
-        return self.meaning.is_tensor(node) and sum(map(self.space.counts_tokens, self._shape(node))) > 1
+        try:
+            return sum(map(self.space.counts_tokens, self.meaning.shape(node))) > 1
+        except Unliftable:
+            return False
 
     def _shape(self, node: fx.Node) -> Indices:
         try:
@@ -139,9 +142,10 @@ class TokenAxis:
             return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise Unplaced("it draws random numbers, which are those of one device")
-        attention = nodes.view(node.args[0]) if is_part(node) else None  # type: ignore[arg-type]
+        attention = attention_of(node)
         if attention is not None:
-            self.uses[node] = found = self._attention(attention)
+            view: Any = nodes.view(attention)
+            self.uses[node] = found = self._attention(view)
             self.axes[node] = found.q[: len(self._shape(node))]
             return
         shape, problem = self._shape(node), "its result is one for all tokens"
@@ -234,6 +238,12 @@ class TokenAxis:
             others = (i for r in reads for d, i in enumerate(r.args) if d != place)
             if all(r.args[place] is query for r in reads) and not any(query in i.free for i in others):
                 yield number, self.axes[tensor]
+
+
+def attention_of(node: fx.Node) -> fx.Node | None:
+    """The attention of which a node is the result, or one of the results; None for another node."""
+    source: Any = node.args[0] if is_part(node) else node
+    return source if nodes.view(source) is not None else None
 
 
 def dropout_of(node: fx.Node) -> fx.Node | None:
