@@ -1,7 +1,7 @@
 """Memory for values in between on the CPU, kept from one call to the next.
 
-The C library gives large blocks back to the system when they are freed. A new one is made of pages that the system
-clears when they are first touched, which takes longer than writing the block does.
+The C library gives large blocks back to the system when they are freed. A new one is made of pages that the
+system clears when they are first touched, which takes longer than writing the block does.
 """
 
 from __future__ import annotations

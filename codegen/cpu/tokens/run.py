@@ -30,8 +30,8 @@ FEW = 32
 WIDENED = 1 << 20
 """Elements of a weight of integers that are made floating at a time, where PyTorch multiplies."""
 AT_ONCE, AT_LEAST, IN_BETWEEN = 512, 128, 32 << 20
-"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient. Fewer, if the values
-in between would take more bytes than that."""
+"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient. Fewer, if the
+values in between would take more bytes than that."""
 
 
 class Tokens:
