@@ -33,7 +33,7 @@ def runner_of(options: Options) -> Runner:
             return graph.module
         if options.progress is not None:
             options.progress("inductor")
-        compiled: Callable[..., Any] = torch.compile(graph.module, dynamic=True, fullgraph=True)
+        compiled: Callable[..., Any] = torch.compile(graph.written(), dynamic=True, fullgraph=True)
         return compiled
 
     return run

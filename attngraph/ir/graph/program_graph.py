@@ -169,6 +169,11 @@ class ProgramGraph:
         self.inputs = tuple(kept)
         self.module.recompile()
 
+    def written(self) -> fx.GraphModule:
+        """The module with its Python code written now: Dynamo cannot trace one that writes it when called."""
+        _LazyGraphModule.force_recompile(self.module)
+        return self.module
+
     def clean(self) -> None:
         """Remove unused nodes and inputs, and recompile the module."""
         self.graph.eliminate_dead_code(is_impure_node=_is_kept)
