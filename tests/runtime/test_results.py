@@ -3,6 +3,7 @@ in eager, and put compiled models inside other machinery of PyTorch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +239,14 @@ def test_compiled_models_may_be_nested(layer: type[nn.Module], x: Tensor, same: 
     compiled = attngraph.compile(model)
     same(compiled(x), model(x))
     assert len(compiled.report.attention) == 2
+
+
+def test_dynamo_can_trace_what_inductor_is_given(
+    layer: type[nn.Module], x: Tensor, same: Same, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model = nn.Sequential(layer(), nn.GELU())
+    same(attngraph.compile(model, inductor=True)(x), model(x))
 
 
 @pytest.mark.slow
