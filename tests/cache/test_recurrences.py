@@ -228,9 +228,6 @@ def _pairs(x: Tensor, shift: int = 0) -> Tensor:
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "weights that look ahead": lambda x: (x @ x.mT).tril(1) @ x,
     "weights of both sides": lambda x: (x @ x.mT) @ x,
-    "a decay that depends on the pair": lambda x: torch.where(
-        _pairs(x), 1.0 / (1 + (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()), 0.0
-    ) @ x,
     "a total over all tokens": lambda x: x + x.sum(1, keepdim=True),
 }  # fmt: skip
 
@@ -241,6 +238,15 @@ def test_what_cannot_be_carried_is_refused(name: str) -> None:
         attngraph.compile(Sums(REFUSED[name]).eval(), cache=True).prefill(
             torch.zeros(1, 5, dtype=torch.int64)
         )
+
+
+def test_a_decay_of_pairs_is_not_carried_but_computed_anew(decodes: Any) -> None:
+    def mix(x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        return torch.where(_pairs(x), 1.0 / (1 + (place[:, None] - place).abs()), 0.0) @ x
+
+    decoder = decodes(Sums(mix), VOCABULARY, 16)
+    assert len(decoder.report.cache.anew) == 1 and not decoder.report.cache.carried
 
 
 def test_a_sum_without_the_own_token_decodes(decodes: Any) -> None:

@@ -253,9 +253,9 @@ def test_the_proof_catches_what_reads_a_page_that_was_added_later_and_not_writte
     """The pages that the proof begins with."""
     read: list[int] = []
 
-    def reading(store: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    def reading(store: Tensor, *others: Any) -> Tensor:
         read.append(store.shape[0] - first)
-        return gather(store, table, positions) + 0 * store[first:].sum()
+        return gather(store, *others) + 0 * store[first:].sum()
 
     model: nn.Module = DecoderLM(DecoderLMConfig(20, 1, 8, 2, max_tokens=32)).eval()
     monkeypatch.setattr(pages.Pages, "_empty", lambda *args: empty(*args).zero_())
