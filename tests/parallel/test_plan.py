@@ -1,8 +1,11 @@
 """A plan's figures are those that simulated runs report; its estimates follow from them by its formulas."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +209,13 @@ def test_help_does_not_import_torch() -> None:
         "except SystemExit: assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(attngraph.__file__).resolve().parent.parent / "docs" / "many-devices.md"
+    shown = re.search(
+        r"^\$ attngraph (plan .+)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert shown is not None
+    assert main(shlex.split(shown[1])) == 0
+    assert capsys.readouterr().out.startswith(shown[2].rstrip() + "\n\nassumed:")
