@@ -21,6 +21,7 @@ from attngraph.cli.choices import (
     SUITES,
     TARGETS,
 )
+from attngraph.cli.quantities import quantity
 from attngraph.report.programs import WELL_KNOWN
 
 _EPILOG = """\
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--version", action="version", version=f"attngraph {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _fuzz, _cache):
+    for add in (_compile, _demo, _export, _inspect, _opt, _bisect, _show, _bench, _fuzz, _cache, _plan):
         add(commands)
     return made
 
@@ -288,3 +289,27 @@ def _fuzz(commands: Any) -> None:
     )
     fuzz.add_argument("--out", type=Path, metavar="DIR", help="write the test of each failure here")
     fuzz.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="the ways to run a model on many ranks: what each holds, sends and takes; needs no devices",
+        epilog="example: attngraph plan attngraph.models.targets:decoder_lm --ranks 8 --memory 80GB. Exit "
+        "code 1 if no way fits. Defaults are those of an H100 SXM by its data sheet.",
+    )
+    _target(plan)
+    plan.add_argument("--ranks", type=POSITIVE, required=True, help="how many devices there are")
+    plan.add_argument("--memory", type=quantity, required=True, help="of one device, such as 80GB")
+    plan.add_argument(
+        "--group", type=POSITIVE, default=8, metavar="N",
+        help="divide one model among at most so many ranks (default 8); more take longer to derive",
+    )  # fmt: skip
+    plan.add_argument(
+        "--flops", type=quantity, default=989e12, help="operations a second of one (default 989T)"
+    )
+    plan.add_argument("--bandwidth", type=quantity, default=3.35e12, help="of its memory (default 3.35TB/s)")
+    plan.add_argument(
+        "--link", type=quantity, default=450e9, help="of its link, in one direction (default 450GB/s)"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object")

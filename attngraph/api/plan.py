@@ -1,0 +1,288 @@
+"""Which ways there are to run a model on many ranks, and what each rank would hold, send and compute.
+
+The model is captured once for whole sequences, and once more for its decoder. On copies of these graphs the
+passes that divide them run for each number of ranks, with their proofs, as they do in `attngraph.compile`;
+what a rank holds, sends and computes is counted on what they make. No rank is run and no weight is read, so
+weights without contents will do (`empty_weights.py`). Groups larger than asked for
+are not derived, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from attngraph.api.build import _rewritten
+from attngraph.api.options import Options
+from attngraph.capture.trace_lock import LOCK
+from attngraph.errors import CaptureError, NoDecoderError, PassError
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
+from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
+from attngraph.meaning.check.region import shape_at
+from attngraph.meaning.masks.needed import pairs_of_ranks
+from attngraph.passes import order
+from attngraph.passes.insert_kv_cache.insert import InsertKVCache
+from attngraph.passes.select_kernels import SelectKernels
+from attngraph.passes.shard_heads.shard import ShardHeads
+from attngraph.passes.shard_tokens.layouts import one_run, sizes_of
+from attngraph.passes.shard_tokens.shard import ShardTokens
+from attngraph.pipeline import run as run_passes
+from attngraph.pipeline import split_at
+from attngraph.report.plan import Machine, Plan, Share, Way
+from attngraph.report.ranks import ContextEntry, RanksEntry
+
+GROUP = 8
+"""The largest group of ranks that divide one model, unless more is asked for: a proof simulates all of them,
+so that larger groups take longer to derive."""
+H100 = Machine(989e12, 3.35e12, 450e9, 80e9)
+"""An H100 SXM by its data sheet: dense bfloat16, HBM3, NVLink in one direction."""
+
+
+def plan(
+    model: Callable[..., Any], inputs: Sequence[Any], ranks: int, machine: Machine = H100, group: int = GROUP,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Plan:  # fmt: skip
+    """The ways to run `model(*inputs)` on so many ranks.
+
+    Args:
+        inputs: an example, whose number of tokens the figures are for.
+        group: the largest group of ranks that divide one model; the ranks are as many such groups as fit.
+        progress: called with the name of each stage as it starts.
+
+    Raises:
+        CaptureError: the model cannot be captured as one graph. ValueError: it has no attention.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, found {ranks}.")
+    with torch.no_grad(), LOCK.trace():
+        return _Planner(model, tuple(inputs), progress).plan(ranks, machine, group)
+
+
+class _Planner:
+    def __init__(
+        self, model: Callable[..., Any], inputs: tuple[Any, ...], progress: Callable[[str], None]
+    ) -> None:
+        self.progress = progress
+        steps, _ = split_at(order(), SelectKernels.name)
+        progress("capture")
+        self.graph = _rewritten(model, inputs, {}, Options(), steps).captured.graph
+        self.remarks: list[str] = []
+        attentions = [view for node in self.graph.graph.nodes if (view := nodes.view(node)) is not None]
+        if not attentions:
+            raise ValueError("no attention was found in the model, so a plan cannot tell what a token is.")
+        sizes = [shape_at(view.q.meta["val"], self.graph.hints) for view in attentions]
+        self.tokens = max(s[2] for s in sizes)
+        self.call = max(s[0] * s[2] for s in sizes)
+        self.decoder = self._decoder(model, inputs)
+
+    def _decoder(self, model: Callable[..., Any], inputs: tuple[Any, ...]) -> ProgramGraph | None:
+        """The graph from which a decoder is derived; None if there is none."""
+        ids = inputs[0] if len(inputs) == 1 else None
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            self.remarks.append("no cache: a plan derives one where ids [B, T] are the only input")
+            return None
+        ids = ids.repeat(2, 1) if len(ids) == 1 else ids  # one row might be taken for a fixed number
+        steps, _ = split_at(order(decoder=True), InsertKVCache.name)
+        try:
+            found = _rewritten(
+                model, (ids,), {}, Options(), steps, only_logits=True, symbolic_at=frozenset({(0, 1)})
+            ).captured.graph
+            run_passes(found.copy(), (InsertKVCache(),))
+        except (CaptureError, NoDecoderError) as problem:
+            self.remarks.append(f"no cache: {str(problem).splitlines()[0]}")
+            return None
+        return found
+
+    def plan(self, ranks: int, machine: Machine, group: int) -> Plan:
+        ways = [Way("data", 1, ranks, self._share("data", 1))]
+        divisors = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        for axis in ("tensor", "context"):
+            for count in divisors:
+                if count > group:
+                    reason = f"more than {group} ranks in a group (--group)"
+                    ways.append(Way(axis, count, ranks // count, None, reason))
+                    continue
+                self.progress(f"{axis} {count}")
+                try:
+                    way = Way(axis, count, ranks // count, self._share(axis, count))
+                except (_NotDividedError, PassError) as problem:
+                    way = Way(axis, count, ranks // count, None, str(problem).splitlines()[0])
+                ways.append(way)
+        return Plan(ranks, self.tokens, self.call, machine, tuple(ways), tuple(dict.fromkeys(self.remarks)))
+
+    def _share(self, axis: str, count: int) -> Share:
+        """What one of `count` ranks holds and does."""
+        graph = _divided(self.graph, axis, count)
+        sent, received, words = 0.0, 0.0, ""
+        if axis == "tensor":
+            sent = received = sum(_sent(graph, count))
+            words = _words(graph.ranks.entry)  # type: ignore[union-attr]
+        if axis == "context":
+            entry: ContextEntry = graph.ranks.context  # type: ignore[union-attr]
+            sent, received = _busiest(entry)
+            more = f"; {len(entry.whole)} place(s) computed whole" if entry.whole else ""
+            words = f"{entry.axes[0].tokens:,} tokens{more}"
+        attending = self._busiest_attending(entry) if axis == "context" else _of_attentions(graph)
+        products, failed = _of_products(graph)
+        if failed:
+            self.remarks.append(f"operations of {', '.join(sorted(failed))} are not counted")
+        cache, sequence = self._kept(axis, count)
+        return Share(
+            _held(graph, "parameter", "shard"),
+            _held(graph, "buffer"),
+            cache,
+            sequence,
+            sent / self.call,
+            received / self.call,
+            (products + attending) / self.call,
+            words,
+        )
+
+    def _busiest_attending(self, entry: ContextEntry) -> float:
+        """Operations of attention of the rank with most pairs, of ranks that divide tokens. (What masks leave
+        is counted on the whole graph: on a rank's graph queries and keys are different tokens.)"""
+        whole = _of_attentions(self.graph)
+        if sum(axis.attentions for axis in entry.axes) < len(self.graph.attentions()):
+            self.remarks.append("where context divides some attentions only, all of them are counted whole")
+            return whole
+        return whole * max(max(axis.pairs) / sum(axis.pairs) for axis in entry.axes)
+
+    def _kept(self, axis: str, count: int) -> tuple[int | None, int]:
+        """Bytes that a rank of a decoder keeps of a token, and of a sequence."""
+        if self.decoder is None or axis == "context":
+            return None, 0
+        try:
+            graph = _divided(self.decoder, axis, count)
+            run_passes(graph, (InsertKVCache(),))
+        except (_NotDividedError, NoDecoderError) as problem:
+            self.remarks.append(f"no cache on {axis} {count}: {str(problem).splitlines()[0]}")
+            return None, 0
+        assert graph.state is not None
+        tokens = sum(store.bytes_in(None) for store in graph.state.stores)
+        return tokens, sum(value.bytes_per_row for value in graph.state.carried)
+
+
+class _NotDividedError(Exception):
+    """Nothing is divided; says why."""
+
+
+def _divided(graph: ProgramGraph, axis: str, count: int) -> ProgramGraph:
+    """A copy of the graph, divided among ranks.
+
+    Raises:
+        _NotDividedError: nothing of it could be divided.
+    """
+    graph = graph.copy()
+    if axis == "data":
+        return graph
+    run_passes(graph, (ShardHeads(count) if axis == "tensor" else ShardTokens(count),))
+    assert graph.ranks is not None
+    if axis == "tensor" and not graph.ranks.entry.divided:
+        reasons = [reason for *_, reason in graph.ranks.entry.whole]
+        raise _NotDividedError(f"nothing is divided among {count}: {next(iter(reasons), 'no weights')}")
+    if axis == "context" and not graph.ranks.context.axes:
+        raise _NotDividedError(next(iter(w.reason for w in graph.ranks.context.whole), "no tokens"))
+    return graph
+
+
+def _words(entry: RanksEntry) -> str:
+    """What ranks divide, and what stays whole."""
+    found = Counter((d.what, d.count) for d in entry.divided)
+    divided = ", ".join(f"{times} x {count:,} {what}" for (what, count), times in found.items())
+    whole = sum(elements for _, elements, _ in entry.whole)
+    more = f"; {whole:,} values of {len(entry.whole)} matrices whole on every rank" if entry.whole else ""
+    return divided + more
+
+
+# --- what is counted on a graph ---
+
+
+def _bytes(node: fx.Node, graph: ProgramGraph) -> int:
+    value = node.meta["val"]
+    return math.prod(shape_at(value, graph.hints)) * int(value.dtype.itemsize)
+
+
+def _held(graph: ProgramGraph, *kinds: str) -> int:
+    """Bytes that a rank holds of the inputs of these kinds."""
+    given = zip(graph.placeholders(), graph.inputs, strict=True)
+    return sum(_bytes(node, graph) for node, told in given if told.kind in kinds)
+
+
+def _sent(graph: ProgramGraph, count: int) -> Iterator[int]:
+    """Bytes that a rank sends in a call, and receives, in rings."""
+    for node in graph.graph.nodes:
+        if node.target in (ALL_REDUCE, ALL_GATHER):
+            yield bytes_sent(node.target, _bytes(node.args[0], graph), count)
+
+
+def _busiest(entry: ContextEntry) -> tuple[int, int]:
+    """Bytes that the ranks that send, and that receive, most do in a call. What a rank is sent backward of
+    fetched keys is what it sends forward; all tokens of a value go round in a ring."""
+    sent = [0] * entry.count
+    for fetched in entry.fetched:
+        forward = fetched.back if any(fetched.back) else fetched.bytes
+        sent = [a + b for a, b in zip(sent, forward, strict=True)]
+    return max(sent), max(entry.received)
+
+
+def _of_products(graph: ProgramGraph) -> tuple[int, set[str]]:
+    """Operations of a rank's products in a call, as torch counts them, and what could not be counted."""
+    total, failed = 0, set[str]()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith("aten."):
+            try:
+                total += _of_one(node, graph)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError):
+                failed.add(str(node.target))
+    return total, failed
+
+
+def _of_one(node: fx.Node, graph: ProgramGraph) -> int:
+    """Operations of one node, run without memory at the sizes of the example."""
+
+    def given(n: fx.Node) -> Any:
+        value = n.meta["val"]
+        if isinstance(value, Tensor):
+            return torch.empty(shape_at(value, graph.hints), dtype=value.dtype, device="meta")
+        if isinstance(value, torch.SymInt | int):
+            return int(evaluate_size(size_expression(value), graph.hints))
+        raise ValueError("no tensor and no size")
+
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+    with FlopCounterMode(display=False) as counter:
+        target(*args, **kwargs)
+    return int(counter.get_total_flops())
+
+
+def _of_attentions(graph: ProgramGraph) -> float:
+    return sum(_of_attention(node, graph) for node in graph.attentions())
+
+
+def _of_attention(node: fx.Node, graph: ProgramGraph) -> float:
+    """Two products over the pairs that the mask leaves, and the projections of latents, where there are."""
+    view: Any = nodes.view(node)
+    batch, heads, queries, width = shape_at(view.q.meta["val"], graph.hints)
+    keys = shape_at(view.keys[0].meta["val"], graph.hints)[2]
+    results = node.meta["val"]
+    value = shape_at(results[0] if isinstance(results, tuple) else results, graph.hints)[-1]
+    up = sum(_bytes(w, graph) // w.meta["val"].dtype.itemsize for w in view.projections)
+    seen: float = _seen(view.program, sizes_of(graph, view.sizes), keys) if queries == keys else 1.0
+    pairs: float = batch * heads * queries * keys * seen
+    return float(2 * pairs * (width + value) + 2 * batch * keys * up)
+
+
+def _seen(program: ScoreProgram, sizes: tuple[int, ...], total: int) -> float:
+    """About which share of the pairs of so many tokens a mask leaves."""
+    layout = one_run(max(n for n in range(1, 33) if total % n == 0))
+    every = sum(pairs_of_ranks(ScoreProgram(()), sizes, layout, total))
+    return float(sum(pairs_of_ranks(program, sizes, layout, total)) / every)

@@ -1,0 +1,54 @@
+"""`attngraph plan TARGET --ranks N --memory SIZE`: the ways to run a model on many ranks, without them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch import nn
+
+from attngraph.api.empty_weights import WithoutMemory, fill
+from attngraph.api.plan import plan
+from attngraph.cli.problems import TargetError
+from attngraph.cli.progress import Progress
+from attngraph.cli.target import load_target, run_as_given
+from attngraph.errors import CaptureError
+from attngraph.report.plan import Machine
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return the exit code: 1 if nothing fits.
+
+    Raises:
+        TargetError: the target cannot be used.
+    """
+    tell = Progress()
+    tell(f"building {options.target}")
+    model, inputs = _built(options)
+    machine = Machine(options.flops, options.bandwidth, options.link, options.memory)
+    try:
+        found = run_as_given(
+            lambda *given: plan(model, given, options.ranks, machine, options.group, tell),
+            model, inputs, options.target,
+        )  # fmt: skip
+    except (CaptureError, ValueError) as problem:
+        raise TargetError(f"{options.target}: {str(problem).splitlines()[0]}") from problem
+    tell.done()
+    if options.json:
+        print(found.to_json())
+    else:
+        print(f"{options.target} on {options.ranks:,} ranks\n\n{found}")
+    return 0 if found.chosen is not None else 1
+
+
+def _built(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model without memory for its weights if it can be built so, else with it."""
+    sizes = {"batch": options.batch, "tokens": options.tokens}
+    try:
+        with WithoutMemory():
+            model, inputs = load_target(options.target, **sizes)
+        if fill(model, inputs):
+            return model, inputs
+    except (TargetError, AttributeError):
+        pass
+    return load_target(options.target, **sizes)

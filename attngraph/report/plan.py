@@ -1,0 +1,214 @@
+"""A plan: the ways to run a model on many ranks, as records, text and numbers, and which one is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What one rank is, as assumed: operations a second, bytes a second of its memory and of its link in one
+    direction, and bytes of memory."""
+
+    flops: float
+    bandwidth: float
+    link: float
+    memory: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one rank of a group does and holds, as derived.
+
+    Attributes:
+        weights: bytes of parameters.
+        buffers: bytes of the model's other tensors, which every rank has whole.
+        cache: bytes that a decoder keeps of a token; None where there is none.
+        sequence: bytes that a decoder keeps of a sequence, whatever its length.
+        sent, received: bytes for a token, in a forward pass over whole sequences; of the busiest rank.
+        flops: operations for a token, in the same pass.
+        divided: in words, what ranks divide.
+    """
+
+    weights: int
+    buffers: int
+    cache: int | None
+    sequence: int
+    sent: float
+    received: float
+    flops: float
+    divided: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """`groups` copies of the model, each of which is run by `ranks` ranks that divide it by `axis`: "tensor",
+    "context", or "data" where one rank runs all of it. `reason`: why nothing is derived, where `share` is
+    None."""
+
+    axis: str
+    ranks: int
+    groups: int
+    share: Share | None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.axis} {self.groups if self.axis == 'data' else self.ranks}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a way costs: bytes a rank needs, whether they fit, seconds for a token of whole sequences, seconds
+    for a new token of one sequence (None: no decoder), and tokens a second on all ranks together."""
+
+    memory: float
+    fits: bool
+    token: float
+    new_token: float | None
+    throughput: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All ways to run a model on so many ranks.
+
+    Attributes:
+        tokens: of the example's longest attention; `call`: those of all sequences of the example.
+        remarks: what was not counted, and why.
+    """
+
+    ranks: int
+    tokens: int
+    call: int
+    machine: Machine
+    ways: tuple[Way, ...]
+    remarks: tuple[str, ...] = ()
+
+    def estimate(self, way: Way) -> Estimate | None:
+        """What a way costs, by the formulas that `assumptions` states; None where nothing is derived."""
+        share, machine = way.share, self.machine
+        if share is None:
+            return None
+        kept = (share.cache or 0) * self.tokens + share.sequence
+        memory = share.weights + share.buffers + kept
+        sending = max(share.sent, share.received) / machine.link
+        computing = share.flops / machine.flops
+        token = max(computing, share.weights / self.call / machine.bandwidth) + sending
+        new = None
+        if share.cache is not None:
+            new = max(computing, (share.weights + kept) / machine.bandwidth) + sending
+        return Estimate(memory, memory <= machine.memory, token, new, way.groups / token)
+
+    @property
+    def chosen(self) -> Way | None:
+        """The way that fits with the most tokens a second; of equals, the one with the smallest groups."""
+        found = [(w, e) for w in self.ways if (e := self.estimate(w)) is not None and e.fits]
+        return max(found, key=lambda f: (f[1].throughput, -f[0].ranks))[0] if found else None
+
+    @property
+    def why(self) -> str:
+        """Why that one, in one sentence."""
+        chosen = self.chosen
+        if chosen is None:
+            known = [e.memory for w in self.ways if (e := self.estimate(w)) is not None]
+            least = f"the least that a rank needs is {size(min(known))}" if known else "nothing is derived"
+            more = ". Other ways were not derived" if any(w.share is None for w in self.ways) else ""
+            return f"none: no way fits into {size(self.machine.memory)}; {least}{more}."
+        fitting = sum(1 for w in self.ways if (e := self.estimate(w)) is not None and e.fits)
+        copies = f"{chosen.groups:,} group(s) of {chosen.ranks:,} rank(s), each group with the whole model"
+        best = "the only one that fits" if fitting == 1 else f"most tokens a second of {fitting} that fit"
+        return f"{chosen.name} ({copies}): {best}."
+
+    def assumptions(self) -> list[str]:
+        """The formulas and the numbers of the estimates."""
+        m = self.machine
+        return [
+            f"a rank: {m.flops:.3g} operations a second, memory {size(m.memory)} at {size(m.bandwidth)} a "
+            f"second, link {size(m.link)} a second in one direction",
+            "a token: max(operations, weights / tokens of the call / bandwidth) + bytes sent or received / "
+            f"link, where a call has {self.call:,} tokens, forward only",
+            f"a new token, of one sequence of {self.tokens:,}: max(operations, (weights + cache) / "
+            "bandwidth) + bytes / link",
+            f"it fits if weights, buffers and the cache of one sequence of {self.tokens:,} tokens do; "
+            "activations, gradients and optimisers are not counted",
+            "bytes are those of the target's own dtypes; the rate of operations is the same for all dtypes",
+            "no time is counted for starting collectives, and none is hidden behind computing",
+            *self.remarks,
+        ]
+
+    def to_json(self) -> str:
+        """The plan as a JSON object."""
+        rows = []
+        for way in self.ways:
+            estimate = self.estimate(way)
+            rows.append({
+                **dataclasses.asdict(way), "name": way.name,
+                "estimate": None if estimate is None else dataclasses.asdict(estimate),
+            })  # fmt: skip
+        chosen = self.chosen
+        found = {
+            "ranks": self.ranks, "tokens": self.tokens, "call": self.call,
+            "machine": dataclasses.asdict(self.machine), "ways": rows,
+            "chosen": None if chosen is None else chosen.name, "why": self.why,
+            "assumptions": self.assumptions(),
+        }  # fmt: skip
+        return json.dumps(found, indent=2)
+
+    def __str__(self) -> str:
+        head = ("way", "ranks x groups", "weights", "cache/token", "sent/token", "received/token",
+                "a token", "a new token", "memory", "fits")  # fmt: skip
+        rows = [head, *(self._row(way) for way in self.ways if way.share is not None)]
+        widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
+        lines = [f"  {_line(row, widths)}" for row in rows]
+        divided = {w.share.divided: w for w in reversed(self.ways) if w.share is not None}
+        told = [f"  {way.name}: {text}" for text, way in reversed(divided.items()) if text]
+        for (axis, reason), group in itertools.groupby(
+            (w for w in self.ways if w.share is None), key=lambda w: (w.axis, w.reason)
+        ):
+            counts = ", ".join(f"{w.ranks:,}" for w in group)
+            told.append(f"  {axis} {counts}: not derived: {reason}")
+        return "\n".join([
+            *lines, "", *told, "", f"chosen: {self.why}", "", "assumed:",
+            *(f"  {line}" for line in self.assumptions()),
+        ])  # fmt: skip
+
+    def _row(self, way: Way) -> tuple[str, ...]:
+        estimate, share = self.estimate(way), way.share
+        assert estimate is not None and share is not None
+        return (
+            way.name, f"{way.ranks:,} x {way.groups:,}", size(share.weights),
+            "-" if share.cache is None else size(share.cache),
+            size(share.sent), size(share.received), seconds(estimate.token),
+            "-" if estimate.new_token is None else seconds(estimate.new_token),
+            size(estimate.memory), "yes" if estimate.fits else "no",
+        )  # fmt: skip
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (
+        text.ljust(width) if place == 0 else text.rjust(width)
+        for place, (text, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join([first, *others])
+
+
+def size(count: float) -> str:
+    """A number of bytes in words, in powers of 1000 as devices are sold."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+
+
+def seconds(count: float) -> str:
+    """A time in words."""
+    for unit in ("s", "ms", "us", "ns"):
+        if count >= 1 or unit == "ns":
+            break
+        count *= 1000
+    return f"{count:.3g} {unit}"

@@ -1,0 +1,217 @@
+"""A plan's figures are those that simulated runs report; its estimates follow from them by its formulas."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.api.empty_weights import WithoutMemory, fill
+from attngraph.api.plan import H100, plan
+from attngraph.cli import main
+from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
+from attngraph.models.targets import tiny_decoder_lm
+from attngraph.report.plan import Machine, Plan, Share, Way
+
+TINY = "attngraph.models.targets:tiny_decoder_lm"
+TOKENS = 32
+
+
+def _lm() -> nn.Module:
+    torch.manual_seed(0)
+    return DecoderLM(DecoderLMConfig(width=32, heads=4, layers=1)).eval()
+
+
+def _grouped() -> nn.Module:
+    """Two key/value heads: fewer than the ranks of the largest group."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"width": 32, "heads": 4, "kv_heads": 2, "layers": 1, "hidden": 48}
+    return ModernDecoder(ModernDecoderConfig(**sizes)).eval()
+
+
+def _ids(rows: int = 2) -> Tensor:
+    return torch.randint(0, 256, (rows, TOKENS))
+
+
+def _shares(found: Plan) -> dict[str, Share]:
+    return {way.name: way.share for way in found.ways if way.share is not None}
+
+
+@pytest.mark.parametrize("model", [_lm(), _grouped()], ids=["heads", "grouped"])
+def test_what_ranks_hold_and_send_is_what_simulated_ranks_report(model: nn.Module) -> None:
+    ids = _ids()
+    shares = _shares(plan(model, (ids,), 4))
+    assert list(shares) == ["data 4", "tensor 2", "tensor 4", "context 2", "context 4"]
+    for count in (2, 4):
+        tensor = attngraph.compile(model, mesh=attngraph.SimulatedMesh(tensor=count))
+        context = attngraph.compile(model, mesh=attngraph.SimulatedMesh(context=count))
+        with torch.no_grad():
+            tensor(ids), context(ids)
+        ranks, tokens = tensor.report.ranks, context.report.context
+        assert ranks is not None and tokens is not None
+        share = shares[f"tensor {count}"]
+        assert share.weights == 4 * ranks.parameters[1] < shares["data 4"].weights
+        assert share.sent == share.received == ranks.sent_per_token > 0
+        share = shares[f"context {count}"]
+        assert share.weights == shares["data 4"].weights
+        assert share.received == max(tokens.received) / ids.numel() > 0
+        sent = [sum(f.back[r] or f.bytes[r] for f in tokens.fetched) for r in range(count)]
+        assert sum(sent) == sum(tokens.received) and share.sent == max(sent) / ids.numel()
+
+
+@pytest.mark.parametrize("model", [_lm(), _grouped()], ids=["heads", "grouped"])
+def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(model: nn.Module) -> None:
+    shares = _shares(plan(model, (_ids(),), 4))
+    for name, mesh in (("data 4", None), ("tensor 2", 2), ("tensor 4", 4)):
+        decoder = attngraph.compile(
+            model, cache=attngraph.CacheConfig(proof=False),
+            mesh=None if mesh is None else attngraph.SimulatedMesh(tensor=mesh),
+        )  # fmt: skip
+        decoder.prefill(_ids())
+        assert decoder.report.cache is not None
+        assert shares[name].cache == decoder.report.cache.bytes_per_token
+    assert shares["context 2"].cache is None
+
+
+def test_operations_are_those_of_products_and_of_pairs_that_the_mask_leaves() -> None:
+    shares = _shares(plan(_lm(), (_ids(),), 2))
+    heads, width, hidden, rows = 4, 32, 128, 256
+    projections = 2 * (4 * width * width + 2 * width * hidden + width * rows)
+    pairs = TOKENS * (TOKENS + 1) / 2
+    attention = 2 * heads * pairs * 2 * (width // heads) / TOKENS
+    assert shares["data 2"].flops == pytest.approx(projections + attention)
+    assert shares["tensor 2"].flops == pytest.approx((projections + attention) / 2)
+    assert shares["context 2"].flops == pytest.approx((projections + attention) / 2)
+
+
+class Scores(nn.Module):
+    """Attention of three heads, which two ranks cannot divide, and nothing else."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_what_cannot_be_divided_is_not_derived_and_says_why() -> None:
+    q, k, v = torch.randn(3, 2, 3, 7, 8)
+    found = plan(Scores(), (q, k, v), 4)
+    reasons = {way.name: way.reason for way in found.ways if way.share is None}
+    assert set(reasons) == {"tensor 2", "tensor 4", "context 2", "context 4"}
+    assert reasons["context 2"] == "7 tokens cannot be divided equally among 2 ranks"
+    assert "nothing is divided among 2" in reasons["tensor 2"]
+    assert "ids [B, T] are the only input" in str(found)
+    assert "tensor 4: not derived" in str(found)
+
+
+def test_thousands_of_ranks_are_groups_of_those_that_are_derived() -> None:
+    found = plan(_lm(), (_ids(),), 4096, group=2)
+    ways = {way.name: way for way in found.ways}
+    assert ways["tensor 2"].groups == 2048 and ways["tensor 2"].share is not None
+    assert ways["tensor 4"].share is None and "more than 2 ranks" in ways["tensor 4"].reason
+    assert ways["tensor 4096"].groups == 1 and len(ways) == 1 + 2 * 12
+
+
+def _way(axis: str, ranks: int, groups: int, weights: int, sent: float, flops: float) -> Way:
+    return Way(axis, ranks, groups, Share(weights, 5, 2, 1, sent, sent / 2, flops, ""))
+
+
+def test_the_estimate_is_what_the_stated_formulas_give() -> None:
+    found = Plan(2, 10, 20, Machine(100, 50, 10, 130), ())
+    bound = found.estimate(_way("tensor", 2, 1, 100, 30, 1))
+    assert bound is not None and bound.memory == 100 + 5 + 2 * 10 + 1 and bound.fits
+    assert bound.token == pytest.approx(100 / 20 / 50 + 30 / 10)
+    assert bound.new_token == pytest.approx((100 + 21) / 50 + 30 / 10)
+    computing = found.estimate(_way("data", 1, 2, 110, 0, 1000))
+    assert computing is not None and not computing.fits
+    assert computing.token == computing.new_token == 10 and computing.throughput == 2 / 10
+
+
+def test_the_chosen_way_fits_with_the_most_tokens_a_second() -> None:
+    ways = (
+        _way("data", 1, 4, 1000, 0, 100), _way("tensor", 2, 2, 500, 10, 50), _way("tensor", 4, 1, 250, 15, 25)
+    )  # fmt: skip
+    for memory, name in ((2000, "data 4"), (600, "tensor 2"), (300, "tensor 4")):
+        found = Plan(4, 10, 1000, Machine(100, 1e6, 100, memory), ways)
+        assert found.chosen is not None and found.chosen.name == name
+    none = Plan(4, 10, 1000, Machine(100, 1e6, 100, 200), ways)
+    assert none.chosen is None and "the least that a rank needs is 276 B" in str(none)
+
+
+def test_the_command_prints_the_plan_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", TINY, "--tokens", "32", "--ranks", "2", "--memory", "80GB"]
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads(plan(*tiny_decoder_lm(tokens=32), ranks=2).to_json())
+    assert told["machine"]["flops"] == H100.flops and told["chosen"] == "data 2"
+    small = ["--memory", "600kB", "--link", "1GB/s", "--flops", "1T", "--bandwidth", "1GiB/s"]
+    assert main([*command[:-2], *small]) == 1
+    out = capsys.readouterr().out
+    assert "chosen: none: no way fits into 600 kB" in out and "link 1 GB a second" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0", "--memory", "1GB"], "--ranks: must be a whole number of at least 1, found '0'"),
+        (["--ranks", "2", "--memory", "much"], "--memory: must be a positive number"),
+        (["--ranks", "2", "--memory", "-1GB"], "--memory: expected one argument"),
+        (["--ranks", "2", "--memory", "0"], "--memory: must be a positive number"),
+        (["--ranks", "2", "--memory", "8iB"], "--memory: must be a positive number"),
+        (["--ranks", "2"], "the following arguments are required: --memory"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_told(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", TINY, *arguments])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_be_used_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "attngraph.models.targets:none", "--ranks", "2", "--memory", "1GB"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].startswith("attngraph: attngraph.models.targets has no 'none'")
+    assert main(["plan", f"{__name__}:without_attention", "--ranks", "2", "--memory", "1GB"]) == 2
+    assert "no attention was found in the model" in capsys.readouterr().err.splitlines()[-1]
+
+
+def without_attention() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return nn.Linear(4, 4), (torch.ones(2, 4),)
+
+
+def test_weights_take_no_memory_and_what_is_computed_while_building_keeps_its_contents() -> None:
+    with WithoutMemory():
+        model, inputs = tiny_decoder_lm(tokens=32)
+        model.register_buffer("mask", torch.ones(4, 4).tril())
+        model.head.weight = model.token_embedding.weight  # type: ignore[union-attr]
+    assert all(p.is_meta for p in model.parameters() if p.ndim > 1)
+    assert fill(model, inputs)
+    assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters() if p.ndim > 1)
+    assert model.head.weight is model.token_embedding.weight  # type: ignore[union-attr]
+    assert torch.equal(model.mask, torch.ones(4, 4).tril())  # type: ignore[arg-type]
+    with WithoutMemory():
+        model.mask = torch.empty(4, 4)
+    assert not fill(model, inputs)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; from attngraph.cli.arguments import parser\n"
+        "try: parser().parse_args(['plan', '--help'])\n"
+        "except SystemExit: assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(attngraph.__file__).resolve().parent.parent / "docs" / "many-devices.md"
+    _, _, shown = page.read_text("utf-8").partition("$ attngraph plan ")
+    command, _, rest = shown.partition("\n")
+    assert main(["plan", *command.split()]) == 0
+    assert capsys.readouterr().out.startswith(rest.partition("```")[0].rstrip() + "\n\nassumed:")
