@@ -346,7 +346,7 @@ class _Walk:
             except ValueError:
                 self.found.append("empty")
         names = function.__code__.co_names
-        for name in names:
+        for name in _globals_of(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 around, self.at = self.at, Place(function, name)
@@ -366,6 +366,13 @@ class _Walk:
                 around, self.at = self.at, Place(module, name)
                 self.visit(value, depth)
                 self.at = around
+
+
+@lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code looks up among globals. (`co_names` has those of attributes as well.)"""
+    found = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(dict.fromkeys(found))
 
 
 @lru_cache(maxsize=4096)

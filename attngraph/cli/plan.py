@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     """
     tell = Progress()
     tell(f"building {options.target}")
-    model, inputs = _built(options)
+    model, inputs = _built(options, tell)
     machine = Machine(options.flops, options.bandwidth, options.link, options.memory)
     try:
         found = run_as_given(
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found.chosen is not None else 1
 
 
-def _built(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]]:
+def _built(options: argparse.Namespace, tell: Progress) -> tuple[nn.Module, tuple[Any, ...]]:
     """The model without memory for its weights if it can be built so, else with it."""
     sizes = {"batch": options.batch, "tokens": options.tokens}
     try:
@@ -51,4 +51,5 @@ def _built(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]]:
             return model, inputs
     except (TargetError, AttributeError):
         pass
+    tell("building it again, with memory for its weights: it needs the contents of some")
     return load_target(options.target, **sizes)

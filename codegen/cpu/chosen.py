@@ -80,7 +80,7 @@ def said(kind: str, times: Times) -> str:
     """What the report says of a choice."""
     name, other = sorted(times, key=lambda name: times[name])[:2]
     ratio = times[other] / max(times[name], 1e-9)
-    return f"{name} takes {ratio:.1f} times less than {other}, measured here for {kind}"
+    return f"{other} takes {ratio:.1f} times as long as {name}, measured here for {kind}"
 
 
 def _seconds(way: Callable[[], Tensor | object]) -> float:
