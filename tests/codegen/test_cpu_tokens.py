@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu.tokens import run
+from attngraph.codegen.cpu.tokens.source import write
 from attngraph.ir.language.token_program import Given, parse
 from attngraph.ir.ops.token_program import reference
 
@@ -178,6 +181,52 @@ def test_selections_digits_folds_and_gates(text: str, tokens: int, threads: int)
         check(text.strip(), tokens)
     finally:
         torch.set_num_threads(before)
+
+
+NORM = """
+r0[1, t, 96]
+r1[96]
+r2[96, 200]
+r3[] = sum[j < 96] r0[0, t, j] * r0[0, t, j]
+r4[i0 < 96] = r0[0, t, i0] * rsqrt(r3[] / 96.0 + 1e-05) * r1[i0]
+r5[i0 < 200] = sum[j < 96] r4[j] * r2[j, i0]
+r6[i0 < 200] = r5[i0] * sigmoid(r5[i0])
+return r6[1, t, 200]
+"""
+
+
+def test_what_a_loop_does_not_change_is_computed_before_it() -> None:
+    check(NORM.strip(), 5)
+    source = write(NORM.strip())
+    body = source[source.index("static void tokens_0") : source.index("static void follow_1_0")]
+    root, loop = body.index("rsqrt_("), body.index("for (int64_t i0")
+    assert root < loop and "v3[t]" not in body[loop:]
+
+
+@pytest.mark.parametrize("text", [MOVED, GATED, NORM])
+def test_values_that_are_needed_in_the_same_phase_lie_apart(text: str) -> None:
+    program = parse(text.strip())
+    order = run.phases(program)
+    sizes = {len(program.given) + n: 10 + n for n in range(len(program.definitions))}
+    places, total = run.arranged(program, sizes)
+    needed = [set[int]() for _ in order] + [{r.number for r in program.results}]
+    for phase, here in zip(order, needed, strict=False):
+        for number in [*phase.definitions, *(n for g in phase.groups for n in (*g.products, *g.following))]:
+            made = program.definition(number)
+            assert made is not None
+            here |= {number, *(n for n in made.reads if n in sizes)}
+    spans = {n: {at for at, here in enumerate(needed) if n in here} for n in sizes}
+    for one, other in itertools.combinations(sizes, 2):
+        first, second = (range(min(spans[n]), max(spans[n]) + 1) for n in (one, other))
+        if set(first) & set(second):
+            assert places[one] + sizes[one] <= places[other] or places[other] + sizes[other] <= places[one]
+    assert all(0 <= places[n] <= total - sizes[n] for n in sizes)
+
+
+def test_values_that_are_not_needed_together_share_memory() -> None:
+    program = parse(NORM.strip())
+    _, total = run.arranged(program, {3: 1, 4: 96, 5: 200, 6: 200})
+    assert total == 200 + 200 + 96
 
 
 def test_products_that_are_gated_are_computed_together() -> None:

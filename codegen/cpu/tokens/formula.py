@@ -1,7 +1,8 @@
 """A formula of a token program as an expression of C.
 
-What a formula mentions more than once has a name, except within the branches of a selection: only the branch
-that is chosen may be evaluated, because in the other an index may be out of range.
+What a formula mentions more than once has a name. So has what the innermost loop does not change: it is
+computed before that loop. Within the branches of a selection nothing has a name: only the branch that is
+chosen may be evaluated, because in the other an index may be out of range.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ class Formula:
 
     Args:
         read: the C of a read, given the C of its indices.
+        inner: the index of the innermost loop around the formula, if there is a loop.
 
     Attributes:
+        before: declarations that must stand before the innermost loop.
         lines: declarations that must stand before the expression.
     """
 
-    def __init__(self, value: Expr, read: Callable[[Expr, list[str]], str]) -> None:
+    def __init__(self, value: Expr, read: Callable[[Expr, list[str]], str], inner: Expr | None) -> None:
         self.read = read
+        self.before: list[str] = []
         self.lines: list[str] = []
+        self._changing = {n for n in E.walk(value) if inner is None or any(m is inner for m in E.walk(n))}
+        self._is_before = False
         self._names: dict[Expr, str] = {}
         self._uses = collections.Counter(arg for n in E.walk(value) for arg in n.args)
         self._conditional = {
@@ -49,13 +55,18 @@ class Formula:
     def of(self, node: Expr) -> str:
         if node in self._names:
             return self._names[node]
+        if node.op in ("const", "var") or node in self._conditional:
+            return self._of(node)
+        outer = self._is_before
+        self._is_before = outer or node not in self._changing
+        lines, first = (self.before if self._is_before else self.lines), self._is_before and not outer
         code = self._of(node)
-        worth = node.op not in ("const", "var", "read") and self._uses[node] > 1
-        if not worth or node in self._conditional:
+        self._is_before = outer
+        if not first and (node.op == "read" or self._uses[node] < 2):
             return code
         kind = "float" if node.kind in ("float", "any") else "int64_t"
         self._names[node] = f"x{len(self._names)}"
-        self.lines.append(f"const {kind} {self._names[node]} = {code};")
+        lines.append(f"const {kind} {self._names[node]} = {code};")
         return self._names[node]
 
     def _of(self, node: Expr) -> str:

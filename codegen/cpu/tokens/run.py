@@ -19,7 +19,7 @@ from attngraph.codegen.cpu import team, toolchain
 from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.memory import workspace
 from attngraph.codegen.cpu.tokens import source
-from attngraph.codegen.cpu.tokens.schedule import phases
+from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.token_program import TokenProgram, parse
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
@@ -29,7 +29,7 @@ FEW = 32
 """The most tokens for which the C computes the products, MOST_ROWS of c/product.h."""
 WIDENED = 1 << 20
 """Elements of a weight of integers that are made floating at a time, where PyTorch multiplies."""
-AT_ONCE, AT_LEAST, IN_BETWEEN = 512, 128, 32 << 20
+AT_ONCE, AT_LEAST, IN_BETWEEN = 1024, 128, 32 << 20
 """Tokens of a block where there are many: so many rows keep PyTorch's products efficient. Fewer, if the
 values in between would take more bytes than that."""
 
@@ -90,8 +90,8 @@ class _Prepared:
         self.shared = [about.token_dim is None for about in program.given]
         self.short = source.short_results(program)
         returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
-        self.between = [n for n in range(len(self.widths)) if n not in returned]
-        self.total = sum(self.rows[n] for n in self.between)
+        between = {n + self.first: size for n, size in enumerate(self.rows) if n not in returned}
+        self.between, self.total = arranged(program, between)
         fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
         self.at_once = min(max(fitting, AT_LEAST), AT_ONCE)
 
@@ -150,10 +150,8 @@ class _Prepared:
                 result.data_ptr()
             )
         scratch = torch.empty(self.total * tokens)
-        address = scratch.data_ptr()
-        for number in self.between:
-            values[number] = address
-            address += self.rows[number] * tokens * 4
+        for number, at in self.between.items():
+            values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
         counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
         return Link(self.whole, call, [counters], list(results), [scratch, *held])
@@ -170,11 +168,11 @@ class _Prepared:
             else:
                 short.append((own, about.number - self.first))
         scratch = workspace(self.total * tokens)
-        at = 0
-        for number in self.between:
-            size = self.rows[number] * tokens
-            values[number] = scratch[at : at + size].view(tokens, -1)[:, : self.widths[number]]
-            at += size
+        for number, at in self.between.items():
+            place = number - self.first
+            row = self.rows[place]
+            whole = scratch[at * tokens : (at + row) * tokens].view(tokens, row)
+            values[place] = whole[:, : self.widths[place]]
         nowhere = [0] * len(self.short)  # rounded by PyTorch below
         call = (ctypes.c_int64 * self.layout.length)(*places, *(v.data_ptr() for v in values), *nowhere)
         for number, phase in enumerate(self.phases):

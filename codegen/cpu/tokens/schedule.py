@@ -9,6 +9,7 @@ computed these columns.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.token_program import TokenProgram
@@ -87,3 +88,33 @@ def _joined(program: TokenProgram, number: int, groups: list[Group]) -> list[Gro
         if all(group is not g for g in unique):
             unique.append(group)
     return unique
+
+
+def arranged(program: TokenProgram, sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Where values in between lie in one piece of memory, and how long that is. Values that are not needed in
+    the same phases may share a place.
+
+    Args:
+        sizes: the elements of each value that needs a place, by its number.
+    """
+    order = phases(program)
+    lives: dict[int, list[int]] = {}
+    for at, phase in enumerate(order):
+        members = [*phase.definitions, *(n for g in phase.groups for n in (*g.products, *g.following))]
+        for number in members:
+            made = program.definition(number)
+            assert made is not None
+            for used in (number, *made.reads):
+                lives.setdefault(used, [at, at])[1] = at
+    for result in program.results:
+        lives[result.number][1] = len(order)
+    placed: dict[int, int] = {}
+    for number in sorted(sizes, key=lambda n: -sizes[n]):
+        first, last = lives[number]
+        at = 0
+        for other in sorted(placed, key=placed.__getitem__):
+            is_apart = lives[other][1] < first or last < lives[other][0]
+            if not is_apart and placed[other] < at + sizes[number]:
+                at = max(at, placed[other] + sizes[other])
+        placed[number] = at
+    return placed, max((placed[n] + sizes[n] for n in placed), default=0)

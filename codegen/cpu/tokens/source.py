@@ -176,15 +176,18 @@ class _Emitter:
             lines += ["    for (int64_t t = t0; t < t1; ++t) {"]
             for number in group.following:
                 made = self._definition(number)
-                formula = Formula(made.value, self._read)
+                formula = Formula(made.value, self._read, made.indices[0])
                 place = made.indices[0].value
                 lines += [
                     f"        {line}"
                     for line in (
+                        "{",
+                        *formula.before,
                         "#pragma omp simd",
                         f"for (int64_t {place} = c0; {place} < c1; ++{place}) {{",
                         *(f"    {line}" for line in formula.lines),
                         f"    {self._element(number, [place])} = {formula.code};",
+                        "}",
                         "}",
                     )
                 ]
@@ -297,13 +300,14 @@ class _Emitter:
         """The loops that compute one definition for token `t`."""
         made, flat = _with_digits(made)
         for ranges, value in divided(made):
-            formula = Formula(value, self._read)
-            indent, closing = "", []
             names = [i.value for i in made.indices]
-            inner = "" if made.over is not None or not names else names[-1]
+            inner = made.over or (made.indices[-1] if names else None)
+            formula = Formula(value, self._read, inner)
+            indent, closing = "", []
             for name, (low, high) in zip(names, ranges, strict=True):
-                if name == inner:
-                    yield indent + "#pragma omp simd"
+                if inner is not None and name == inner.value:
+                    yield from (indent + line for line in ("{", *formula.before, "#pragma omp simd"))
+                    closing.append(indent + "}")
                 yield f"{indent}for (int64_t {name} = {low}; {name} < {high}; ++{name}) {{"
                 closing.append(indent + "}")
                 indent += "    "
@@ -320,14 +324,17 @@ class _Emitter:
         assert made.over is not None
         j, count = made.over.value, extent(made.over)
         is_sum = made.fold == "sum"
-        yield f"{{ float all = {'0.0f' if is_sum else '-INFINITY'};"
+        yield "{"
+        yield from formula.before
+        yield f"float all = {'0.0f' if is_sum else '-INFINITY'};"
         if is_sum:
             yield "#pragma omp simd reduction(+:all)"
         yield f"for (int64_t {j} = 0; {j} < {count}; ++{j}) {{"
         yield from (f"    {line}" for line in formula.lines)
         yield f"    all = {f'all + {formula.code}' if is_sum else f'maximum(all, {formula.code})'};"
         yield "}"
-        yield f"{target} = all; }}"
+        yield f"{target} = all;"
+        yield "}"
 
     # --- memory ---
 
