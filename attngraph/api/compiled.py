@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -25,11 +24,11 @@ from attngraph.api.build import compile_graph
 from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
-from attngraph.capture.changes import change_between, change_of_sizes
+from attngraph.api.signature import takes, with_signature_of
+from attngraph.api.transformed import is_transformed
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
-from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, DisagreementError, SavedError
@@ -96,7 +95,7 @@ class CompiledModule(ModelWrapper):
         self._small = SmallCalls()
         self._settling = 0
         self._draws = False
-        self._forward = _with_signature_of(self._model, self._run)
+        self._forward = with_signature_of(self._model, self._run)
         self._generate = None
 
     @property  # type: ignore[misc]
@@ -129,7 +128,7 @@ class CompiledModule(ModelWrapper):
         return dataclasses.replace(found, graphs=graphs, retraces=again, small_calls=small)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_transformed():
+        if is_transformed():
             return self._model(*args, **kwargs)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -148,7 +147,7 @@ class CompiledModule(ModelWrapper):
             pieces = pieces or self._pieces.get(key_of(frozenset()))
         if pieces is not None:
             return pieces(*args, **kwargs)
-        if not _takes(self._model, args, kwargs):
+        if not takes(self._model, args, kwargs):
             return self._model(*args, **kwargs)  # raises the error that says what is wrong with the call
         try:
             found = self._trace(key_of, tensors, args, kwargs)
@@ -321,7 +320,8 @@ class CompiledModule(ModelWrapper):
                     self._model, part, problem
                 )
                 return None
-            self._note_change(key_of, found.captured.left_out, tensors, args, kwargs)
+            leaves, _ = flatten((args, kwargs))
+            self._graphs.tell_why(key_of, found.captured.left_out, self._model, leaves, tensors)
             self._graphs.keep(key_of, found)
             return found
 
@@ -369,29 +369,6 @@ class CompiledModule(ModelWrapper):
         found = [graph for graphs in self._graphs.values() for graph in graphs]
         return saving.save(path, self._model, found, self._options, None, weights)
 
-    def _note_change(
-        self, key_of: KeyOf, left_out: LeftOut, tensors: Sequence[Tensor], args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Count, and log, why the graphs there are do not serve a call; warn where one cause keeps coming."""
-        leaves, _ = flatten((args, kwargs))
-        key = key_of(left_out)
-        nearest = self._graphs.nearest_key(key, left_out)
-        if nearest is None:
-            return
-        found = change_between(nearest, key, self._model, leaves, left_out)
-        if found is None:
-            found = change_of_sizes([g.sizes for g in self._graphs.of(key_of, left_out)], tensors)
-        self._graphs.retraces[found.what] += 1
-        count = self._graphs.retraces[found.what]
-        log.info("traced again because of %s", found)
-        if count == budgets.RETRACES_TOLD:
-            log.warning(
-                "traced again for the %dth time because of %s. Each change of it takes a trace, and at most "
-                "%d graphs are kept. What to do: give what changes as a tensor, or keep it constant.",
-                count, found, budgets.GRAPHS_KEPT,
-            )  # fmt: skip
-
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         if not isinstance(found, types.MethodType):
@@ -419,54 +396,11 @@ def _unmade(kind: type[CompiledModule]) -> CompiledModule:
     return kind.__new__(kind)
 
 
-def _with_signature_of(model: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as a function with the signature and the docstring of the model's forward: libraries choose
-    arguments by them."""
-    original = model.forward if isinstance(model, nn.Module) else model
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    forward.__doc__ = getattr(original, "__doc__", None)
-    with contextlib.suppress(TypeError, ValueError):  # a builtin may have none
-        forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    return forward
-
-
-def _takes(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model's forward has parameters for these arguments."""
-    try:
-        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
 def _in_pieces(problem: CaptureError) -> str:
     at = f" at {problem.source}" if problem.source else ""
     return (
         f"the model cannot be captured as one graph: {problem.reason}{at}. Continuing in pieces, which "
         "torch.compile captures and attngraph compiles; answers are the same. compiled.report has more."
-    )
-
-
-def _is_transformed() -> bool:
-    """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the model's
-    own operations. The original model is then run instead."""
-    if LOCK.traces_here():
-        return True
-    # Torch's flags are process-wide: while another thread traces, they tell nothing about this one.
-    elsewhere = LOCK.is_tracing()
-    return (
-        (not elsewhere and (torch.compiler.is_exporting() or torch.compiler.is_compiling()))
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     )
 
 

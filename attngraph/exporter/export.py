@@ -130,12 +130,12 @@ def _decoder(
 ) -> ExportReport:  # fmt: skip
     model, whole = decoder._model, cast(CompiledModule, decoder.whole)
     options = plain_options(whole._options, Tidy.name, FuseTokenWise.name)
-    derived = decoder_of(whole, options, decoder.config_of_cache)
-    ids = args[0] if args else kwargs.pop(derived._name({}), None)
+    plain = decoder_of(whole, options, decoder.config_of_cache)
+    ids = args[0] if args else kwargs.pop(plain._derived.argument({}), None)
     if not isinstance(ids, Tensor) or ids.ndim < 2 or len(args) > 1:
         raise ExportError("a decoder is exported with prompts as one tensor, [B, T].")
     with torch.no_grad():
-        step = derived._step(derived.pack(ids, None), kwargs)
+        step = plain._derived.of_call(plain.pack(ids, None), kwargs)
     module = StepModule(step, lowering, padding)
     rows, tokens, kept = EXAMPLE
     example_ids = ids[:1, :1].expand(rows, tokens, *ids.shape[2:]).contiguous()
@@ -147,7 +147,7 @@ def _decoder(
     names = (tuple(module.inputs), tuple(module.outputs))
 
     def checked(run: Run) -> str:
-        given = {"use_cache": False, **kwargs} if "use_cache" in derived._signature.parameters else kwargs
+        given = {"use_cache": False, **kwargs} if "use_cache" in plain._signature.parameters else kwargs
         return check_decoder(run, step, model, ids, given, padding)
 
     told = formats.write(

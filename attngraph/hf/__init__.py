@@ -20,7 +20,7 @@ if int(transformers.__version__.partition(".")[0]) < 5:
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
-from attngraph import codegen as codegen  # noqa: E402  registers our ops and kernels
+import attngraph.codegen  # noqa: E402, F401  registers our ops and kernels
 from attngraph.hf.fused import NAME, attention  # noqa: E402
 from attngraph.hf.generation import GenerationModel, State, generation_model  # noqa: E402
 from attngraph.hf.masks import make_mask  # noqa: E402

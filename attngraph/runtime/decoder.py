@@ -6,7 +6,6 @@ position. So prompts of unequal length, padded on either side, get the same resu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.guards import call_key
-from attngraph.capture.state import LeftOut
-from attngraph.capture.structure import Spread, flatten
-from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError
-from attngraph.ir import budgets
+from attngraph.errors import CacheError
 from attngraph.report.entries import Drift
 from attngraph.report.report import CompileReport
 from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
+from attngraph.runtime.derived import DerivedSteps
 from attngraph.runtime.drift import drift_between
 from attngraph.runtime.generate import generate
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
@@ -38,7 +33,6 @@ from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper
 
 MASK = "attention_mask"
-EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
 
 
 class Decoder(ModelWrapper):
@@ -52,8 +46,7 @@ class Decoder(ModelWrapper):
 
     whole: nn.Module
     config_of_cache: CacheConfig
-    _derive: Callable[..., Step]
-    _steps: dict[Any, Step]
+    _derived: DerivedSteps
     _save: Callable[[str | Path, Sequence[Step], bool], Path]
     _signature: inspect.Signature
     in_step: InStep
@@ -66,8 +59,8 @@ class Decoder(ModelWrapper):
         super().__init__(model)
         object.__setattr__(self, "whole", whole)  # no submodule: its weights are the model's
         self.config_of_cache = config
-        self._derive, self._save = derive, save
-        self._steps = {}
+        self._derived = DerivedSteps(model, derive, config.tokens)
+        self._save = save
         self.in_step = in_step or InStep()
         self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
 
@@ -77,9 +70,8 @@ class Decoder(ModelWrapper):
     @property
     def report(self) -> CompileReport:
         """The report of the latest derived decoder; before the first, of the compiled model."""
-        if self._steps:
-            return next(reversed(self._steps.values())).report
-        return self.whole.report  # type: ignore[return-value]
+        latest = self._derived.latest
+        return self.whole.report if latest is None else latest.report  # type: ignore[return-value]
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
         """Write what was derived into a folder, for `attngraph.load`.
@@ -91,7 +83,7 @@ class Decoder(ModelWrapper):
         Raises:
             SavedError: nothing has been derived yet, it has no form in files, or they cannot be written.
         """
-        return self._save(path, tuple(self._steps.values()), weights)
+        return self._save(path, self._derived.all(), weights)
 
     # --- the three calls ---
 
@@ -118,7 +110,7 @@ class Decoder(ModelWrapper):
         self.in_step.agree("prefill", ids, attention_mask, inputs)
         ids = tokens_of(self._signature, self.config_of_cache.tokens, inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
-        step = self._step(packed, inputs)
+        step = self._derived.of_call(packed, inputs)
         state = self._begin(step, packed, inputs)
         logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return unpacked(logits, packed), state
@@ -146,7 +138,7 @@ class Decoder(ModelWrapper):
         if isinstance(next_ids, Tensor) and next_ids.ndim == 1 and not next_ids.is_floating_point():
             next_ids = next_ids.unsqueeze(1)
         packed = self.pack(next_ids, attention_mask)
-        step = self._of(state)
+        step = self._derived.of_state(state)
         if len(packed.counts) != state.rows:
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
@@ -201,13 +193,13 @@ class Decoder(ModelWrapper):
             "early_stopping": early_stopping, "on_token": on_token,
         }  # fmt: skip
         self.in_step.agree("generate", ids, attention_mask, context, inputs, given)
-        ids = prompts_of(self._model, self._name({}), inputs) if ids is None else ids
+        ids = prompts_of(self._model, self._derived.argument({}), inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
         options = read_options(packed.mask.shape[1], given, inputs, self._signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
         prompts = as_given(ids, packed, options.pad)
-        step = self._step(packed, inputs)
+        step = self._derived.of_call(packed, inputs)
         unknown = step.arguments - {step.name, MASK}
         if unknown:
             raise ValueError(
@@ -281,7 +273,7 @@ class Decoder(ModelWrapper):
     def _mask(self, mask: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
         """The mask of the tokens. In an encoder-decoder model `attention_mask` is an ordinary input, and the
         mask of the decoder's tokens is called `decoder_attention_mask`."""
-        if self._name(inputs) != DECODER_IDS:
+        if self._derived.argument(inputs) != DECODER_IDS:
             return mask
         if mask is not None:
             inputs[MASK] = mask
@@ -300,144 +292,10 @@ class Decoder(ModelWrapper):
         parameters = self._model.parameters() if isinstance(self._model, nn.Module) else iter(())
         return next((p.device for p in parameters), torch.device("cpu"))
 
-    def _name(self, inputs: Mapping[str, Any]) -> str:
-        """The model's argument that takes the tokens."""
-        names = list(self._signature.parameters)
-        asked = self.config_of_cache.tokens
-        if asked is not None:
-            if asked not in names:
-                raise ValueError(f"the model has no argument {asked!r}; it has {', '.join(names)}.")
-            return asked
-        if DECODER_IDS in names:
-            return DECODER_IDS
-        found = next((n for n in names if n not in inputs and n not in ("args", "kwargs")), None)
-        if found is None:
-            raise ValueError(
-                "the model has no argument left for the tokens; CacheConfig(tokens=...) names it."
-            )
-        return found
-
-    def _step(self, packed: Packed, inputs: Mapping[str, Any]) -> Step:
-        """The derived graph for calls like this one; derived now if there is none yet."""
-        model = self._model
-        if isinstance(model, nn.Module) and model.training:
-            raise NoDecoderError("the model is in training mode. Call model.eval() first.")
-        name = self._name(inputs)
-        unknown = set(inputs) - set(self._signature.parameters)
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
-        if unknown and not takes_any:
-            raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
-        leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
-        width = tuple(packed.ids.shape[2:])
-
-        def key(left_out: LeftOut) -> Any:
-            return left_out, call_key(leaves, spec, model, left_out), width
-
-        with LOCK.call():
-            found = self._valid(key)
-        if found is not None:
-            return found
-        with LOCK.trace():
-            found = self._valid(key)  # another thread may have derived it meanwhile
-            if found is None:
-                found = self._derived(name, packed, inputs)
-                with torch.no_grad():
-                    kept_as = key(found.left_out)
-                self._steps.pop(kept_as, None)
-                self._steps[kept_as] = found
-                while len(self._steps) > budgets.GRAPHS_KEPT:
-                    self._steps.pop(next(iter(self._steps)))
-            return found
-
-    def _valid(self, key: Callable[[LeftOut], Any]) -> Step | None:
-        """A step that was derived for this call, if the buffers that it relies on are unchanged. `key`: of
-        the call, without some attributes."""
-        for left_out in {step.left_out for step in tuple(self._steps.values())}:
-            found = self._steps.get(key(left_out))
-            if found is not None and found.is_valid():
-                return found
-        return None
-
-    def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
-        """A new step. Inputs as long as the prompt are cut to the example's length. They may be that long by
-        coincidence, so if deriving fails, it is tried again with an example as long as the prompt."""
-        width = packed.mask.shape[1]
-        inputs = {
-            n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
-            for n, v in inputs.items()
-        }
-        as_long = [v for v in inputs.values() if isinstance(v, Tensor) and v.shape[1:2] == (width,)]
-        try:
-            return self._derive(name, self._example(name, packed, inputs, EXAMPLE_TOKENS))
-        except DisagreementError:
-            raise
-        except AttnGraphError as problem:
-            if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
-                return self._of_one_length(name, packed, inputs, problem.extents)
-            if as_long and width not in (1, EXAMPLE_TOKENS):
-                with contextlib.suppress(AttnGraphError):
-                    return self._derive(name, self._example(name, packed, inputs, width))
-            pairs = [n for n, v in inputs.items() if isinstance(v, Tensor) and _is_of_pairs(v, width)]
-            if not pairs:
-                raise
-            shape = list(inputs[pairs[0]].shape)
-            raise NoDecoderError(
-                f"its argument {pairs[0]} is {shape}, with an entry for each pair of tokens. A decoder "
-                "takes what belongs to a token, as [B, T] or [B, 1, 1, T]: give it so, and let the model "
-                "combine it with its causal mask."
-            ) from problem
-
-    def _of_one_length(
-        self, name: str, packed: Packed, inputs: Mapping[str, Any], extents: frozenset[int]
-    ) -> Step:
-        """A step of a graph for one number of tokens, which can be told from every other number in it. Where
-        that takes a trace for another number as well, this one is told what the first computed with."""
-        multiples = frozenset[int]()
-        while True:
-            count = self._distinct(extents)
-            example = self._example(name, packed, inputs, count)
-            try:
-                return self._derive(name, example, distinct=count, multiples=multiples)
-            except NoDecoderError as problem:
-                found = frozenset(n // count for n in problem.extents if n % count == 0)
-                if found <= multiples:
-                    raise
-                multiples, extents = multiples | found, extents | problem.extents
-
-    def _distinct(self, extents: frozenset[int]) -> int:
-        """A number of tokens that divides no size of the model's tensors, and none of `extents`."""
-        tensors = (
-            t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
-        )
-        sizes = {n for t in tensors for n in t.shape} | extents
-        primes = (p for p in range(11, 200, 2) if all(p % n for n in (3, 5, 7, 11, 13) if n != p))
-        return next((p for p in primes if all(n % p for n in sizes)), 29)
-
-    def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-        """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""
-        count = packed.ids.shape[1]
-        places = torch.arange(EXAMPLE_ROWS * tokens, device=packed.ids.device) % max(count, 1)
-        if count == 0:
-            raise ValueError("there are no tokens.")
-        example: dict[str, Any] = {
-            name: packed.ids[0, places].reshape(EXAMPLE_ROWS, tokens, *packed.ids.shape[2:])
-        }
-        rows, width = packed.mask.shape
-        for other, given in inputs.items():
-            value = given.tensor if isinstance(given, Spread) else given
-            if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == rows:
-                value = value[torch.arange(EXAMPLE_ROWS, device=value.device) % rows]
-                if value.ndim >= 2 and value.shape[1] == width:
-                    value = value[:, torch.arange(tokens, device=value.device) % width]
-            example[other] = Spread(value, given.inner) if isinstance(given, Spread) else value
-        if "use_cache" in self._signature.parameters and "use_cache" not in inputs:
-            example["use_cache"] = False
-        return example
-
     @serving
     def new_state(self, packed: Packed, rows: int, layout: str | None = None) -> KVCache:
         """An empty state of so many rows for tokens like these."""
-        step, config = self._step(packed, {}), self.config_of_cache
+        step, config = self._derived.of_call(packed, {}), self.config_of_cache
         if layout is not None:
             config = dataclasses.replace(config, layout=layout)
         state = KVCache(step.plan, rows, config, packed.ids.device, step.limit)
@@ -454,20 +312,6 @@ class Decoder(ModelWrapper):
         """A new state of a step."""
         state.step, state.rank = step, step.ranks.rank
         return state
-
-    def _of(self, state: KVCache) -> Step:
-        found: Step | None = state.step
-        if found is None:
-            known = [s for s in self._steps.values() if s.plan == state.plan]
-            if known and known[-1].ranks.rank != state.rank:
-                raise CacheError(_of_another_rank(state.rank, known[-1].ranks.rank))
-            if not known:
-                raise CacheError(
-                    "this state was loaded, and the decoder has not been derived for it yet: call prefill "
-                    "with a prompt of the same kind once."
-                )
-            found = known[-1]
-        return found
 
     def _arguments(self, step: Step, packed: Packed, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The step's arguments that have an entry for every token, packed like the tokens."""
@@ -487,21 +331,3 @@ class Decoder(ModelWrapper):
             else:
                 raise ValueError(f"the model needs {name} for every token; give it to decode as well.")
         return found
-
-
-def _is_spread(value: Tensor, tokens: int) -> bool:
-    """Whether this has an entry for each token in its last dimension, as a mask `[B, 1, 1, T]` has."""
-    return value.ndim >= 3 and value.shape[-1] == tokens and all(n == 1 for n in value.shape[1:-1])
-
-
-def _is_of_pairs(value: Tensor, tokens: int) -> bool:
-    """Whether this has an entry for each pair of tokens, as a mask `[B, 1, T, T]` has."""
-    return value.ndim >= 3 and tokens > 1 and value.shape[-2:] == (tokens, tokens)
-
-
-def _of_another_rank(saved: tuple[int, int], own: tuple[int, int]) -> str:
-    (rank, ranks), (mine, of) = saved, own
-    return (
-        f"this state was saved by rank {rank} of {ranks}, and this is rank {mine} of {of}. What to do: give "
-        "each rank a file of its own."
-    )

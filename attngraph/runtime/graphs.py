@@ -1,17 +1,23 @@
-"""The graphs that a compiled model keeps, by what they are valid for; the least recently used are dropped."""
+"""The graphs that a compiled model keeps, by what they are valid for; the least recently used are dropped.
+
+Where there are graphs and none serves a call, it is told why.
+"""
 
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Callable, Sequence, ValuesView
 from typing import Any
 
 from torch import Tensor
 
+from attngraph.capture.changes import change_between, change_of_sizes
 from attngraph.capture.state import LeftOut
 from attngraph.ir import budgets
 from attngraph.runtime.executable import Executable
 
+log = logging.getLogger(__name__)
 KeyOf = Callable[[LeftOut], Any]
 """Gives a call's key without some attributes of the model."""
 
@@ -36,7 +42,7 @@ class Graphs:
         """The graph that was traced last."""
         return next(reversed(self._kept.values()))[-1] if self._kept else None
 
-    def nearest_key(self, key: Any, left_out: LeftOut) -> Any:
+    def _nearest_key(self, key: Any, left_out: LeftOut) -> Any:
         """The key that differs from this one in the fewest entries, of these the latest; None without graphs
         whose keys leave out the same attributes."""
         same = (known for other, known in self._kept if other == left_out)
@@ -51,10 +57,6 @@ class Graphs:
                     return executable
         return None
 
-    def of(self, key_of: KeyOf, left_out: LeftOut) -> Sequence[Executable]:
-        """All graphs of a call's key that leave out the same attributes."""
-        return self._kept.get((left_out, key_of(left_out)), ())
-
     def keep(self, key_of: KeyOf, found: Executable) -> None:
         """Keep a graph, and drop the least recently used one if there are too many."""
         left_out = found.captured.left_out
@@ -66,3 +68,24 @@ class Graphs:
             self._kept[oldest].pop(0)
             if not self._kept[oldest]:
                 del self._kept[oldest]
+
+    def tell_why(
+        self, key_of: KeyOf, left_out: LeftOut, model: Any, leaves: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> None:
+        """Count, and log, why none of the graphs serves a call; warn where one cause keeps coming."""
+        key = key_of(left_out)
+        nearest = self._nearest_key(key, left_out)
+        if nearest is None:
+            return
+        found = change_between(nearest, key, model, leaves, left_out)
+        if found is None:
+            found = change_of_sizes([g.sizes for g in self._kept.get((left_out, key), ())], tensors)
+        self.retraces[found.what] += 1
+        count = self.retraces[found.what]
+        log.info("traced again because of %s", found)
+        if count == budgets.RETRACES_TOLD:
+            log.warning(
+                "traced again for the %dth time because of %s. Each change of it takes a trace, and at most "
+                "%d graphs are kept. What to do: give what changes as a tensor, or keep it constant.",
+                count, found, budgets.GRAPHS_KEPT,
+            )  # fmt: skip

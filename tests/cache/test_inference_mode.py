@@ -141,7 +141,7 @@ def test_one_decoder_is_derived_for_both_sides() -> None:
     for mode in (inside, outside, torch.no_grad, inside):
         with mode():
             decoder.prefill(tokens(2, 5))
-    assert len(decoder._steps) == 1
+    assert len(decoder._derived.all()) == 1
 
 
 @pytest.mark.parametrize("needs_gradients", [True, False])

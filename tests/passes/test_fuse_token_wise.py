@@ -129,7 +129,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 def decoded(model: nn.Module) -> tuple[attngraph.Decoder, ProgramGraph]:
     made = attngraph.compile(model.eval(), cache=True)
     made.prefill(torch.zeros(1, 4, dtype=torch.int64))
-    (step,) = made._steps.values()
+    (step,) = made._derived.all()
     return made, step.graph
 
 

@@ -387,7 +387,7 @@ def test_a_decoder_does_not_set_attributes_and_fuses_what_they_kept_whole(same: 
     for _ in range(2):
         logits, state = decoder.prefill(ids)
         same(logits, model(ids).detach())
-    assert len(decoder._steps) == 1
+    assert len(decoder._derived.all()) == 1
     more = torch.randint(0, 11, (2,))
     same(decoder.decode(more, state)[:, 0], model(torch.cat([ids, more[:, None]], 1))[:, -1].detach())
     report = decoder.report

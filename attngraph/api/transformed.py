@@ -1,0 +1,23 @@
+"""Whether a call is part of something that needs the model's own operations."""
+
+from __future__ import annotations
+
+import torch
+
+from attngraph.capture.trace_lock import LOCK
+
+
+def is_transformed() -> bool:
+    """Whether the call is part of another trace, or of a transformation (vmap, jvp) that needs the model's
+    own operations. The original model is then run instead."""
+    if LOCK.traces_here():
+        return True
+    # Torch's flags are process-wide: while another thread traces, they tell nothing about this one.
+    elsewhere = LOCK.is_tracing()
+    return (
+        (not elsewhere and (torch.compiler.is_exporting() or torch.compiler.is_compiling()))
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
