@@ -86,7 +86,7 @@ class CompiledModule(ModelWrapper):
     ) -> None:  # fmt: skip
         super().__init__(target)
         self._options = options
-        self._allow_pieces = pieces and options.axis is None
+        self._allow_pieces = pieces and options.mesh is None
         self._saved = saved
         self._reset()
 
@@ -174,11 +174,12 @@ class CompiledModule(ModelWrapper):
 
     def _agree(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Check that all ranks make this call, before anything else is exchanged."""
-        axis = self._options.axis
-        if axis is None or axis.mesh is None or not axis.config.agree:
+        mesh = self._options.mesh
+        if mesh is None or mesh.is_simulated or not mesh.config.agree:
             return
         training = getattr(self._model, "training", False)
-        agree(axis, "the call", describe_call(tensors, leaves, training, self._draws, axis.tokens))
+        tokens = mesh.context is not None
+        agree(mesh, "the call", describe_call(tensors, leaves, training, self._draws, tokens))
 
     def weights(
         self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,
@@ -331,10 +332,10 @@ class CompiledModule(ModelWrapper):
         """The graph of a call: one that was compiled before, or compiled now. A part of a model, which
         torch.compile made, has no name by which it could be found again. Where a rank has no graph, no rank
         has one."""
-        axis = options.axis
-        if axis is None and self._allow_pieces:
+        mesh = options.mesh
+        if mesh is None and self._allow_pieces:
             return saving.executable_for(self._model, args, kwargs, options, self._saved)
-        if axis is None or axis.mesh is None:
+        if mesh is None or mesh.is_simulated:
             return compile_graph(self._model, args, kwargs, options)
         try:
             found = compile_graph(self._model, args, kwargs, options)
@@ -342,11 +343,11 @@ class CompiledModule(ModelWrapper):
             raise
         except Exception as problem:
             with contextlib.suppress(DisagreementError):  # this rank raises its own error
-                agree(axis, "the graph", f"none: {type(problem).__name__}: {problem}")
+                agree(mesh, "the graph", f"none: {type(problem).__name__}: {problem}")
             raise
         if draws_numbers(found.captured.graph.graph) and not self._draws:
             self._draws = True
-            agree(axis, "the state of random numbers", random_state())
+            agree(mesh, "the state of random numbers", random_state())
         return found
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
@@ -364,7 +365,7 @@ class CompiledModule(ModelWrapper):
             raise SavedError(
                 "the model is captured in pieces, which torch.compile makes; they cannot be saved."
             )
-        if self._options.axis is not None:
+        if self._options.mesh is not None:
             raise SavedError("the model is divided among ranks; a graph of several ranks is not saved yet.")
         found = [graph for graphs in self._graphs.values() for graph in graphs]
         return saving.save(path, self._model, found, self._options, None, weights)

@@ -21,24 +21,25 @@ from attngraph.errors import PlacementError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Shard
 from attngraph.ir.versions import version_of
-from attngraph.meaning.check.ranks import PerRank
+from attngraph.meaning.check.ranks import PerRank, parts_of
 from attngraph.meaning.placement.table import Table
 from attngraph.runtime.machine import own_tensor
-from attngraph.runtime.parallel.mesh import TensorAxis
+from attngraph.runtime.parallel.mesh import MeshAxis, RankMesh
 
 _WHOLE = "_attngraph_needed_whole"
 """Marks parameters that a graph needs whole on every rank."""
 
 
-def require_undivided(model: nn.Module, axis: TensorAxis) -> None:
+def require_undivided(model: nn.Module, ranks: RankMesh) -> None:
     """Check that nobody else divides the parameters of a model.
 
     Raises:
         PlacementError: a parameter is a DTensor of another mesh, as after `fully_shard`.
     """
+    own = None if ranks.tensor is None else ranks.tensor.mesh
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh != axis.mesh:
+        if mesh is not None and mesh != own:
             placed = ", ".join(map(str, parameter.placements))  # type: ignore[attr-defined]
             raise PlacementError(
                 f"{name} is a DTensor of another mesh already ({placed}), as fully_shard makes them. A "
@@ -48,7 +49,7 @@ def require_undivided(model: nn.Module, axis: TensorAxis) -> None:
             )
 
 
-def replicate(model: nn.Module, axis: TensorAxis) -> None:
+def replicate(model: nn.Module, axis: MeshAxis) -> None:
     """Make the parameters of a model DTensors that every rank has whole: what is divided is known after the
     first trace."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -63,7 +64,7 @@ def replicate(model: nn.Module, axis: TensorAxis) -> None:
         store[name] = made[id(parameter)]
 
 
-def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
+def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
     """Let each rank keep of the parameters what the graph says.
 
     Raises:
@@ -95,7 +96,7 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
                 f"changed, it is {found or 'no DTensor'} and needed so.\n"
                 'What to do: shard=ShardConfig(parameters="whole").'
             )
-        part = shard.of(parameter._local_tensor.detach(), axis.rank).contiguous()
+        part = shard.of(parameter._local_tensor.detach(), axis.mesh.get_local_rank()).contiguous()
         made: Any = DTensor.from_local(
             part, axis.mesh, [wanted], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
@@ -162,9 +163,9 @@ class Own:
 
     `keeps`: whether parts that are cut out of whole parameters are kept between calls, as decoders need."""
 
-    def __init__(self, graph: ProgramGraph, owner: nn.Module, axis: TensorAxis, keeps: bool = False) -> None:
+    def __init__(self, graph: ProgramGraph, owner: nn.Module, mesh: RankMesh, keeps: bool = False) -> None:
         assert graph.ranks is not None
-        self.axis = axis
+        self.mesh, self.ranks = mesh, graph.ranks
         self._kept: dict[str, tuple[Any, Any]] | None = {} if keeps else None
         inputs = _inputs(graph)
         self._shards = [
@@ -172,16 +173,17 @@ class Own:
             for name, shard in graph.ranks.shards.items()
             if Input("shard", name) in inputs
         ]
-        places = graph.ranks.places.items()
         self._places: dict[str, Any] = {
-            name: PerRank(numbers) if axis.mesh is None else numbers[axis.rank] for name, numbers in places
-        }
+            name: PerRank(graph.ranks.of_each(numbers.group, list(numbers.of))) if mesh.is_simulated
+            else numbers.of[mesh.place(numbers.group)]
+            for name, numbers in graph.ranks.places.items()
+        }  # fmt: skip
 
     def __call__(self) -> dict[str, Any]:
         found = dict(self._places)
         for name, shard, fetch in self._shards:
             parameter = fetch(None)
-            found[name] = parameter if self.axis.holds_parts else self._cut(name, shard, parameter)
+            found[name] = parameter if self.mesh.holds_parts else self._cut(name, shard, parameter)
         return found
 
     def _cut(self, name: str, shard: Shard, parameter: Tensor) -> Any:
@@ -190,14 +192,15 @@ class Own:
         version = None if self._kept is None or torch.is_grad_enabled() else version_of(parameter)
         stamp = parameter.data_ptr(), version, parameter.dtype, parameter.device
         if self._kept is not None and version is not None and name in self._kept:
-            before, part = self._kept[name]
+            before, kept = self._kept[name]
             if before == stamp:
-                return part
-        if self.axis.mesh is None:
-            part = PerRank(shard.of(parameter, rank) for rank in range(self.axis.count))
+                return kept
+        part: Any
+        if self.mesh.is_simulated:
+            part = parts_of(shard, parameter, self.ranks)
         else:
-            whole = torch.ops.attngraph.sum_gradients(parameter, self.axis.group)
-            part = shard.of(whole, self.axis.rank)
+            whole = torch.ops.attngraph.sum_gradients(parameter, shard.group)
+            part = shard.of(whole, self.mesh.place(shard.group))
         if self._kept is not None and version is not None:
             self._kept[name] = stamp, part
         return part

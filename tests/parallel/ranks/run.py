@@ -77,6 +77,23 @@ def train_whole(mesh, rank):
     return train(mesh, rank, attngraph.ShardConfig(parameters="whole"))
 
 
+def train_on_both(_, rank):
+    """2 x 2 ranks: heads along one axis, tokens along the other; every rank holds its part of the heads."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    return train(mesh, rank)
+
+
+def disagree_on_both(_, rank):
+    """Of 2 x 2 ranks the last is called otherwise: all say so, those that share no axis with it too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    compiled = attngraph.compile(Block(), mesh=mesh)
+    try:
+        compiled(torch.arange(32).view(2, 16) + (rank == 3))
+    except attngraph.DisagreementError as problem:
+        return str(problem).replace("\n", " ")
+    return "nothing"
+
+
 def checkpoint(mesh, rank):
     """Saved from two ranks, loaded by another model on two ranks, and by one on one device."""
     import torch.distributed.checkpoint as dcp
