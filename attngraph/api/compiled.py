@@ -32,7 +32,7 @@ from attngraph.capture.guards import call_key
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import CaptureError, DisagreementError, SavedError
+from attngraph.errors import CaptureError, DisagreementError, PlacementError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -45,6 +45,7 @@ from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Graphs, KeyOf
 from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
+from attngraph.runtime.parallel.parameters import is_unfilled, require_contents
 from attngraph.runtime.small_calls import SmallCalls
 from attngraph.runtime.timing import times_of
 from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
@@ -150,6 +151,11 @@ class CompiledModule(ModelWrapper):
             return pieces(*args, **kwargs)
         if not _takes(self._model, args, kwargs):
             return self._model(*args, **kwargs)  # raises the error that says what is wrong with the call
+        if self._options.mesh is not None and isinstance(self._model, nn.Module) and is_unfilled(self._model):
+            raise PlacementError(
+                "the model was made on meta, and its weights have not been loaded.\nWhat to do: "
+                "compiled.place(example), then attngraph.load_weights(model, path)."
+            )
         try:
             found = self._trace(key_of, tensors, args, kwargs)
         except _Settling:
@@ -180,6 +186,28 @@ class CompiledModule(ModelWrapper):
         training = getattr(self._model, "training", False)
         tokens = mesh.context is not None
         agree(mesh, "the call", describe_call(tensors, leaves, training, self._draws, tokens))
+
+    def place(self, *args: Any, **kwargs: Any) -> None:
+        """Let each rank keep its part of the parameters as this call needs them, without computing it.
+
+        Parameters on `meta` get memory for the rank's part, which is not filled: `attngraph.load_weights` or
+        `torch.distributed.checkpoint.load` do that. Every rank makes the same call.
+
+        Raises:
+            PlacementError: ranks do not divide the parameters of this model.
+        """
+        mesh = self._options.mesh
+        if mesh is None or not mesh.holds_parts:
+            raise PlacementError(
+                "there is nothing to place: parameters are divided among the processes of a mesh with an axis "
+                'that divides heads, unless ShardConfig(parameters="whole") is given.'
+            )
+        require_contents(self._model)
+        leaves, spec = flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._agree(leaves, tensors)
+        key_of = functools.partial(call_key, leaves, spec, self._model)
+        self._trace(key_of, tensors, args, kwargs)
 
     def weights(
         self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,

@@ -82,6 +82,16 @@ def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path) -> None:
     assert _run("checkpoint", tmp_path) == ["loaded"] * 2
 
 
+def test_a_model_on_meta_is_loaded_part_by_part(tmp_path: Path) -> None:
+    """From safetensors, packed projections too, and from torch's checkpoints. A missing weight is named."""
+    for said in _run("on_meta", tmp_path):
+        *loaded, problem = said.split("; ")
+        assert len(loaded) == 3 and problem == "the files have no weight."
+        for held, reported in (line.removeprefix("held ").split(" reported ") for line in loaded):
+            whole, part = (int(n) for n in reported.strip("()").split(", "))
+            assert int(held) == part and part < (0.55 if HOLDS_RUNS else 0.8) * whole
+
+
 def test_ranks_that_are_called_differently_all_say_so(tmp_path: Path) -> None:
     for said in _run("disagree", tmp_path):
         shapes, dtypes = said.split(" | ")

@@ -24,6 +24,7 @@ from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.rounding import rounding
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
+TOO_LARGE = "too large to be checked in float64 at its fixed sizes"
 Compute = Callable[[fx.Node, Any, Any], Any]
 """Computes one operation: the node, its arguments, its keyword arguments."""
 
@@ -138,8 +139,8 @@ def same_on_ranks(
         if number == len(sizes) and tried:
             break
         at = {**graph.hints, **chosen}
-        if (2 + graph.ranks.count) * bytes_in_float64(order, at) > 2 * budgets.CHECK_BYTES:
-            return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
+        if _bytes_needed(graph, order, at) > 2 * budgets.CHECK_BYTES:
+            return Verdict(worst, tuple(tried), TOO_LARGE)
         sample = Sample(graph.known_values(), at, number)
         for node, rows in (below or {}).items():
             sample.draw_below(node, rows)
@@ -156,6 +157,16 @@ def same_on_ranks(
                 return Verdict(result.error, tuple(tried), f"its {what} differs: {result}")
             worst = max(worst, result.error)
     return Verdict(worst, tuple(tried), "" if tried else problem)
+
+
+def _bytes_needed(graph: ProgramGraph, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
+    """The bytes of a check: every rank has the values in between; of a parameter the ranks together have one
+    more, and both have gradients."""
+    assert graph.ranks is not None
+    given = _given(graph)
+    weights = [n for n in order if n in given and given[n].kind in ("parameter", "shard")]
+    own, every = bytes_in_float64(weights, sizes), bytes_in_float64(order, sizes)
+    return 4 * own + (2 + graph.ranks.count) * (every - own)
 
 
 def _both(

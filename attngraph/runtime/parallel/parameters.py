@@ -5,7 +5,8 @@ inside of queries, keys and values side by side); everything else is replicated.
 optimiser is made afterwards: compiling replaces the parameters by DTensors, and the first call lets each rank
 keep its part, in the same objects. DTensors have the shapes of the whole parameters, so optimisers, state
 dicts, gradient clipping and checkpoints work. While a graph is traced the model has stand-ins without memory
-in their place.
+in their place. Parameters of a model that was made on `meta` get memory for the rank's part alone
+(`loading.py` fills it).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def replicate(model: nn.Module, axis: MeshAxis) -> None:
         if isinstance(parameter, DTensor):
             continue
         if id(parameter) not in made:
-            whole = DTensor.from_local(parameter.detach(), axis.mesh, [Replicate()], run_check=False)
+            local = _unfilled(parameter, axis.mesh.device_type) if parameter.is_meta else parameter.detach()
+            whole = DTensor.from_local(local, axis.mesh, [Replicate()], run_check=False)
             made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         store[name] = made[id(parameter)]
 
@@ -96,13 +98,57 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
                 f"changed, it is {found or 'no DTensor'} and needed so.\n"
                 'What to do: shard=ShardConfig(parameters="whole").'
             )
-        part = shard.of(parameter._local_tensor.detach(), axis.mesh.get_local_rank()).contiguous()
+        part = _part(shard, parameter._local_tensor.detach(), axis.mesh.get_local_rank())
         made: Any = DTensor.from_local(
             part, axis.mesh, [wanted], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         # The same object: optimisers refer to it.
         parameter._spec, parameter._local_tensor = made._spec, made._local_tensor
         parameter.grad = None
+    for parameter in owner.parameters():
+        local = getattr(parameter, "_local_tensor", parameter)
+        if has_no_memory(local):
+            local.untyped_storage().resize_(local.numel() * local.itemsize)
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and a device, but no memory for its elements."""
+    return not tensor.is_meta and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def is_unfilled(model: nn.Module) -> bool:
+    """Whether parameters of a model have no memory yet."""
+    return any(has_no_memory(getattr(p, "_local_tensor", p)) for p in model.parameters())
+
+
+def require_contents(model: Any) -> None:
+    """Check that the buffers of a model have contents: masks and positions are derived from them.
+
+    Raises:
+        PlacementError: one is on meta.
+    """
+    for name, buffer in model.named_buffers() if isinstance(model, nn.Module) else ():
+        if buffer.is_meta:
+            raise PlacementError(
+                f"buffer {name} is on meta, and what it holds may decide masks and positions.\nWhat to do: "
+                "put parameters alone on meta, as accelerate.init_empty_weights does, or fill the buffer."
+            )
+
+
+def _part(shard: Shard, whole: Tensor, rank: int) -> Tensor:
+    """A rank's part of a parameter; without contents where the parameter has none."""
+    if not has_no_memory(whole):
+        return shard.of(whole, rank).contiguous()
+    return torch.empty_like(
+        shard.of(torch.empty_like(whole, device="meta"), rank), device=whole.device
+    ).contiguous()
+
+
+def _unfilled(parameter: Tensor, device: Any) -> Tensor:
+    """A tensor of the shape and strides of a parameter, without memory."""
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+    whole.untyped_storage().resize_(0)
+    return whole
 
 
 def _inputs(graph: ProgramGraph) -> set[Input]:
@@ -153,9 +199,8 @@ def stand_ins(owner: nn.Module) -> Iterator[None]:
 
 def _without_memory(parameter: Any) -> nn.Parameter:
     local = getattr(parameter, "_local_tensor", parameter)
-    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=local.dtype, device=local.device)
-    whole.untyped_storage().resize_(0)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=local.dtype, device="meta")
+    return nn.Parameter(_unfilled(whole, local.device), requires_grad=parameter.requires_grad)
 
 
 class Own:
