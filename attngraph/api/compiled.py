@@ -199,7 +199,7 @@ class CompiledModule(ModelWrapper):
         mesh = self._options.mesh
         if mesh is None or not mesh.holds_parts:
             raise PlacementError(
-                "there is nothing to place: parameters are divided among the processes of a mesh with an axis "
+                "there is nothing to place: parameters are divided among processes by an axis of the mesh "
                 'that divides heads, unless ShardConfig(parameters="whole") is given.'
             )
         require_contents(self._model)

@@ -17,20 +17,25 @@ from attngraph.pipeline import Outcome
 
 @dataclasses.dataclass(frozen=True)
 class Divide(abc.ABC):
-    """A pass that divides a graph among `ranks` ranks, whose process group is called `group`."""
+    """A pass that divides a graph among `ranks` ranks, whose process group is called `group`.
+
+    `trusts`: bytes of a check above which what the rules derive is taken as it is, and counted in the graph's
+    `ranks.unproved`; for plans, whose graphs are never run. None: what cannot be checked is not divided.
+    """
 
     ranks: int = 2
     group: str = ""
     name: str = ""
     requires: Level = Level.FUSED
     yields: Level = Level.FUSED
+    trusts: int | None = None
 
     def run(self, graph: ProgramGraph) -> Outcome:
         """Divide the graph along one more axis."""
         outcome = Outcome()
         if self.ranks > 1:
             axis = Axis(self.ranks, self.group)
-            graph.ranks = (graph.ranks or Ranks()).along(axis)
+            graph.ranks = dataclasses.replace((graph.ranks or Ranks()).along(axis), trusts=self.trusts)
             forget_operands_of_dtype(graph)
             outcome.notes += self.divide(graph, graph.ranks, axis)
         return outcome

@@ -59,12 +59,16 @@ class Ranks:
         axes: the axes of their mesh, in the order in which the graph was divided along them.
         shards: a rank's parts of parameters, by the name of the input.
         places: numbers that differ by rank, by the name of the input.
+        trusts: bytes of a check above which there is none (None: there is always one), and `unproved`: how
+            many parts that concerned.
         entry, context: what the report says about them (`report.ranks.RanksEntry`, `ContextEntry`).
     """
 
     axes: tuple[Axis, ...] = ()
     shards: dict[str, Shard] = dataclasses.field(default_factory=dict)
     places: dict[str, Numbers] = dataclasses.field(default_factory=dict)
+    trusts: int | None = None
+    unproved: int = 0
     entry: Any = None
     context: Any = None
 

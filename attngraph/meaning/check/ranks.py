@@ -112,6 +112,12 @@ class RankChecks(Checks):
         return None
 
     def verdict(self, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
+        ranks = self.graph.ranks
+        if ranks is not None and ranks.trusts is not None:
+            order = region((old,), leaves)
+            if _bytes_needed(self.graph, order, self.graph.hints) > ranks.trusts:
+                ranks.unproved += 1
+                return Verdict(0.0, (), "")
         return same_on_ranks(self.graph, old, new, leaves, self.learns, self.below)
 
 

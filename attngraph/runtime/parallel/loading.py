@@ -6,8 +6,8 @@
     compiled.place(ids)                             # memory for this rank's part, not filled yet
     attngraph.load_weights(model, "weights.safetensors")
 
-`torch.distributed.checkpoint.load` does the same for its own files, except for packed projections, whose parts
-it refuses.
+`torch.distributed.checkpoint.load` does the same for its own files, except for packed projections, whose
+parts it refuses.
 """
 
 from __future__ import annotations

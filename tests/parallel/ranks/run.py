@@ -117,7 +117,7 @@ def checkpoint(mesh, rank):
 
 
 def on_meta(mesh, rank):
-    """A model on meta, filled from safetensors and from a checkpoint: a rank has memory for its part alone."""
+    """A model on meta, filled from safetensors and from a checkpoint: a rank has memory for its part."""
     import safetensors.torch
     import torch.distributed.checkpoint as dcp
 
