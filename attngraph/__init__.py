@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from attngraph.runtime.engine import Engine as Engine
     from attngraph.runtime.engine import Request as Request
     from attngraph.runtime.kv_cache import KVCache as KVCache
+    from attngraph.runtime.parallel.loading import load_weights as load_weights
     from attngraph.runtime.parallel.mesh import ShardConfig as ShardConfig
     from attngraph.runtime.parallel.mesh import SimulatedMesh as SimulatedMesh
 
@@ -78,6 +79,7 @@ _WHERE = {
     "runtime.engine": ("Engine", "Request"),
     "runtime.cache_config": ("CacheConfig",),
     "runtime.kv_cache": ("KVCache",),
+    "runtime.parallel.loading": ("load_weights",),
     "runtime.parallel.mesh": ("ShardConfig", "SimulatedMesh"),
 }  # fmt: skip
 """The module of each public name: the imports above, as data for lazy loading."""

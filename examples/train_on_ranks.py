@@ -1,10 +1,11 @@
 """Train a byte-level language model on several ranks, and beside it on one device, and compare the losses.
 
     torchrun --nproc-per-node 2 examples/train_on_ranks.py --steps 20
+    torchrun --nproc-per-node 4 examples/train_on_ranks.py --steps 20 --context 2
 
 Heads, hidden units and the vocabulary of the plain decoder of `attngraph.models.decoder_lm` are divided among
-the ranks; nothing of the model says how. Rank 0 prints both losses of every step, the largest difference, and
-what each rank holds and sends.
+the ranks, and with `--context` tokens too; nothing of the model says how. Rank 0 prints both losses of every
+step, the largest difference, and what each rank holds, sends and receives.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--context", type=int, default=1, help="how many ranks divide the tokens")
     options = parser.parse_args()
     torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     ranks = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
+    shape = (ranks // options.context, options.context)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tensor", "context"))
 
     torch.manual_seed(0)  # ranks begin with equal weights
     alone = DecoderLM(DecoderLMConfig(width=options.width, heads=options.width // 16, layers=2))
@@ -46,11 +49,15 @@ def main() -> None:
         worst = max(worst, abs(mine - theirs))
         if torch.distributed.get_rank() == 0:
             print(f"step {number}: loss {mine:.6f} on {ranks} ranks, {theirs:.6f} on one device")
-    entry = compiled.report.ranks
-    if torch.distributed.get_rank() == 0 and entry is not None:
-        everything, held = entry.parameters
-        print(f"largest difference {worst:.1e}; a rank holds {held:,} of {everything:,} parameters")
-        print(f"and sends {entry.sent_per_token:,} bytes a token, forward")
+    if torch.distributed.get_rank() == 0:
+        print(f"largest difference {worst:.1e}")
+        heads, tokens = compiled.report.ranks, compiled.report.context
+        if heads is not None:
+            everything, held = heads.parameters
+            print(f"a rank holds {held:,} of {everything:,} parameters")
+            print(f"and sends {heads.sent_per_token:,} bytes for each of its tokens, forward")
+        if tokens is not None:
+            print(f"of other ranks' tokens it receives {tokens.received[0]:,} bytes a call, forward")
     # The group is not destroyed: after that, gloo in torch 2.14 sometimes aborts when Python exits.
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from attngraph.errors import meant
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.program_graph import Level
+from attngraph.ir.graph.ranks import Axis
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
@@ -27,20 +28,22 @@ from attngraph.pipeline import Pass
 
 
 def order(
-    backend: str = "auto", absorb: str = "auto", decoder: bool = False, ranks: int = 1, group: str = "",
-    rounded: str = "", tokens: bool = False,
+    backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
+    heads: Axis | None = None, tokens: Axis | None = None,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
-    `attngraph.compile`. `ranks`: how many ranks of the process group `group` run the graph together, dividing
-    heads and hidden units, or `tokens`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and
-    values, if it does.
+    `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
+    `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
+    both, tokens of what each rank has of the heads.
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
-    if ranks > 1:
-        shard = (ShardTokens(ranks, group) if tokens else ShardHeads(ranks, group),)
+    if heads is not None and heads.count > 1:
+        shard += (ShardHeads(heads.count, heads.group),)
+    if tokens is not None and tokens.count > 1:
+        shard += (ShardTokens(tokens.count, tokens.group),)
     rest: tuple[Pass, ...] = (ReassociateLinear(), *shard)
     if decoder:
         rest = (*shard, InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())

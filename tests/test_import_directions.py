@@ -41,7 +41,7 @@ FLOORS_INSIDE = {
     "passes": (
         {"build", "shared_scores", "join_rows", "canonicalize", "fuse_attention", "merge_heads", "absorb_mla",
          "reassociate_linear", "insert_kv_cache", "tidy", "quantised_linear", "fuse_token_wise",
-         "quantise_cache", "select_kernels", "convert_heads", "shard_heads", "shard_tokens"},
+         "quantise_cache", "select_kernels", "convert_heads", "shard", "shard_heads", "shard_tokens"},
         {"__init__"},
     ),
 }  # fmt: skip

@@ -30,7 +30,6 @@ from attngraph.capture.flat import closed_over_modules
 from attngraph.capture.structure import Spread, flatten, unflatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, NotFusedError
-from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.ir.graph.source import module_of
 from attngraph.ir.language.token_program import parse
@@ -57,7 +56,7 @@ from attngraph.report.entries import (
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.parallel.agree import agree
+from attngraph.runtime.parallel.agree import agree_on_graph
 from attngraph.runtime.parallel.parameters import Own, distribute, stand_ins
 from attngraph.runtime.parallel.simulated import simulated
 from attngraph.runtime.proof import Proved, prove, prove_longer
@@ -183,7 +182,7 @@ def compile_graph(
     """
     start = time.perf_counter()
     owner = owner_of(target)
-    shared = options.axis is not None and options.axis.mesh is not None
+    shared = options.mesh is not None and not options.mesh.is_simulated
     with stand_ins(owner) if shared else contextlib.nullcontext():
         made = _rewritten(target, args, kwargs, options, options.pipeline())
     result, graph = made.result, made.captured.graph
@@ -211,15 +210,15 @@ def compile_graph(
 
 def _executable(captured: Captured, owner: nn.Module, options: Options) -> Executable:
     """What runs a graph: on this device, on this rank of several, or on simulated ranks."""
-    axis, graph = options.axis, captured.graph
-    if axis is None or graph.ranks is None:
+    mesh, graph = options.mesh, captured.graph
+    if mesh is None or graph.ranks is None:
         return Executable(captured, owner, runner_of(options))
-    if axis.mesh is None:
-        return Executable(captured, owner, simulated, Own(graph, owner, axis))
-    agree(axis, "the graph", "\n".join(format_file(graph)))
-    if axis.holds_parts:
-        distribute(graph, owner, axis)
-    return Executable(captured, owner, runner_of(options), Own(graph, owner, axis))
+    if mesh.is_simulated:
+        return Executable(captured, owner, simulated, Own(graph, owner, mesh))
+    agree_on_graph(mesh, graph)
+    if mesh.tensor is not None and mesh.holds_parts:
+        distribute(graph, owner, mesh.tensor)
+    return Executable(captured, owner, runner_of(options), Own(graph, owner, mesh))
 
 
 def owner_of(target: Callable[..., Any]) -> nn.Module:
@@ -248,8 +247,8 @@ def derive_decoder(
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
     """
-    start, axis, owner = time.perf_counter(), options.axis, owner_of(target)
-    shared = axis is not None and axis.mesh is not None
+    start, mesh, owner = time.perf_counter(), options.mesh, owner_of(target)
+    shared = mesh is not None and not mesh.is_simulated
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
     later = [step for step in later if step.name != QuantiseCache.name]
@@ -311,7 +310,7 @@ def _proved(
         options.progress("proof")
     found = prove(divided or before, step, arguments, step.name, 0 if divided else logits)
     if step.traced_few():
-        require_whole_parameters(options.axis)
+        require_whole_parameters(options.mesh)
         prove_longer(target, step, arguments, step.name, logits)
     return found
 

@@ -74,7 +74,8 @@ def compile(
         cache: True or a `CacheConfig`: also derive a decoder, which computes token by token and caches what
             later tokens need.
         mesh: a DeviceMesh with named axes (or a `SimulatedMesh`): along its axis `tensor`, heads, units and
-            vocabulary are divided. Every rank makes the same calls with the same arguments.
+            vocabulary are divided, along its axis `context` tokens. Every rank makes the same calls with the
+            same arguments.
         shard: a `ShardConfig`: other names of axes, and how parameters are held.
 
     Returns:
@@ -102,18 +103,18 @@ def compile(
         return functools.partial(compile, **given)
     if not callable(model):
         raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
-    axis = options.axis
-    if axis is not None and isinstance(model, nn.Module):
-        require_undivided(model, axis)
-        if axis.holds_parts:
-            replicate(model, axis)
+    ranks = options.mesh
+    if ranks is not None and isinstance(model, nn.Module):
+        require_undivided(model, ranks)
+        if ranks.tensor is not None and ranks.holds_parts:
+            replicate(model, ranks.tensor)
     compiled = CompiledModule(model, options)
     if cache is False:
         return compiled
     config = CacheConfig() if cache is True else cache
     if not isinstance(config, CacheConfig):
         raise TypeError(f"cache must be True, False or a CacheConfig, found {type(cache).__name__}.")
-    options.decoder_pipeline()  # raises for options that cannot be combined with a cache
+    options.decoder_pipeline(config.rounded)  # raises for options that cannot be combined with a cache
     return decoder_of(compiled, options, config)
 
 

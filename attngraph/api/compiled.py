@@ -31,7 +31,7 @@ from attngraph.capture.graph_breaks import GraphBreaks
 from attngraph.capture.guards import call_key
 from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
-from attngraph.errors import CaptureError, DisagreementError, SavedError
+from attngraph.errors import CaptureError, DisagreementError, PlacementError, SavedError
 from attngraph.ir import budgets
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -44,6 +44,7 @@ from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.graphs import Graphs, KeyOf
 from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
+from attngraph.runtime.parallel.parameters import is_unfilled, require_contents
 from attngraph.runtime.small_calls import SmallCalls
 from attngraph.runtime.timing import times_of
 from attngraph.runtime.weights import chosen_names, names_of_attentions, weights_of
@@ -85,7 +86,7 @@ class CompiledModule(ModelWrapper):
     ) -> None:  # fmt: skip
         super().__init__(target)
         self._options = options
-        self._allow_pieces = pieces and options.axis is None
+        self._allow_pieces = pieces and options.mesh is None
         self._saved = saved
         self._reset()
 
@@ -149,6 +150,11 @@ class CompiledModule(ModelWrapper):
             return pieces(*args, **kwargs)
         if not takes(self._model, args, kwargs):
             return self._model(*args, **kwargs)  # raises the error that says what is wrong with the call
+        if self._options.mesh is not None and isinstance(self._model, nn.Module) and is_unfilled(self._model):
+            raise PlacementError(
+                "the model was made on meta, and its weights have not been loaded.\nWhat to do: "
+                "compiled.place(example), then attngraph.load_weights(model, path)."
+            )
         try:
             found = self._trace(key_of, tensors, args, kwargs)
         except _Settling:
@@ -173,11 +179,34 @@ class CompiledModule(ModelWrapper):
 
     def _agree(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Check that all ranks make this call, before anything else is exchanged."""
-        axis = self._options.axis
-        if axis is None or axis.mesh is None or not axis.config.agree:
+        mesh = self._options.mesh
+        if mesh is None or mesh.is_simulated or not mesh.config.agree:
             return
         training = getattr(self._model, "training", False)
-        agree(axis, "the call", describe_call(tensors, leaves, training, self._draws, axis.tokens))
+        tokens = mesh.context is not None
+        agree(mesh, "the call", describe_call(tensors, leaves, training, self._draws, tokens))
+
+    def place(self, *args: Any, **kwargs: Any) -> None:
+        """Let each rank keep its part of the parameters as this call needs them, without computing it.
+
+        Parameters on `meta` get memory for the rank's part, which is not filled: `attngraph.load_weights` or
+        `torch.distributed.checkpoint.load` do that. Every rank makes the same call.
+
+        Raises:
+            PlacementError: ranks do not divide the parameters of this model.
+        """
+        mesh = self._options.mesh
+        if mesh is None or not mesh.holds_parts:
+            raise PlacementError(
+                "there is nothing to place: parameters are divided among processes by an axis of the mesh "
+                'that divides heads, unless ShardConfig(parameters="whole") is given.'
+            )
+        require_contents(self._model)
+        leaves, spec = flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._agree(leaves, tensors)
+        key_of = functools.partial(call_key, leaves, spec, self._model)
+        self._trace(key_of, tensors, args, kwargs)
 
     def weights(
         self, *args: Any, at: str | Sequence[str] | None = None, rows: Places = None, queries: Places = None,
@@ -331,10 +360,10 @@ class CompiledModule(ModelWrapper):
         """The graph of a call: one that was compiled before, or compiled now. A part of a model, which
         torch.compile made, has no name by which it could be found again. Where a rank has no graph, no rank
         has one."""
-        axis = options.axis
-        if axis is None and self._allow_pieces:
+        mesh = options.mesh
+        if mesh is None and self._allow_pieces:
             return saving.executable_for(self._model, args, kwargs, options, self._saved)
-        if axis is None or axis.mesh is None:
+        if mesh is None or mesh.is_simulated:
             return compile_graph(self._model, args, kwargs, options)
         try:
             found = compile_graph(self._model, args, kwargs, options)
@@ -342,11 +371,11 @@ class CompiledModule(ModelWrapper):
             raise
         except Exception as problem:
             with contextlib.suppress(DisagreementError):  # this rank raises its own error
-                agree(axis, "the graph", f"none: {type(problem).__name__}: {problem}")
+                agree(mesh, "the graph", f"none: {type(problem).__name__}: {problem}")
             raise
         if draws_numbers(found.captured.graph.graph) and not self._draws:
             self._draws = True
-            agree(axis, "the state of random numbers", random_state())
+            agree(mesh, "the state of random numbers", random_state())
         return found
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
@@ -364,7 +393,7 @@ class CompiledModule(ModelWrapper):
             raise SavedError(
                 "the model is captured in pieces, which torch.compile makes; they cannot be saved."
             )
-        if self._options.axis is not None:
+        if self._options.mesh is not None:
             raise SavedError("the model is divided among ranks; a graph of several ranks is not saved yet.")
         found = [graph for graphs in self._graphs.values() for graph in graphs]
         return saving.save(path, self._model, found, self._options, None, weights)

@@ -2,11 +2,14 @@
 
 Uninitialised tensors (`torch.empty`, from which modules make their weights) are made without memory. What a
 model computes while it is built (positions, masks) has its contents, because masks are derived from it.
-Parameters then become views of one zero, so that nothing but their values is different from the model's.
+Parameters then become zeros that the system gives memory to when they are written to, which nobody does, so
+that nothing but their values is different from the model's.
 """
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,8 +34,20 @@ class WithoutMemory(TorchFunctionMode):
         return function(*args, **given)
 
 
+_RESERVES_NOTHING = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    """Zeros of a parameter's shape, whose pages nobody has written to and which so take no memory."""
+    count = parameter.numel() * parameter.itemsize
+    if not (_RESERVES_NOTHING and count):
+        return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    room = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _RESERVES_NOTHING)
+    return torch.frombuffer(room, dtype=parameter.dtype).view(parameter.shape)
+
+
 def fill(model: nn.Module, inputs: Any) -> bool:
-    """Let parameters without memory be views of one zero, in place; whether the model and its inputs then
+    """Let parameters without memory be zeros that take none, in place; whether the model and its inputs then
     have all other contents."""
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
@@ -40,8 +55,7 @@ def fill(model: nn.Module, inputs: Any) -> bool:
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in made:
-                zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                made[parameter] = nn.Parameter(zero, parameter.requires_grad)
+                made[parameter] = nn.Parameter(_zeros(parameter), parameter.requires_grad)
             module._parameters[name] = made[parameter]
     return not any(tensor.is_meta for tensor in _others(model, inputs))
 

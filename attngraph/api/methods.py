@@ -29,7 +29,7 @@ from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.parallel.agree import agree
 from attngraph.runtime.parallel.in_step import InStep
-from attngraph.runtime.parallel.mesh import TensorAxis
+from attngraph.runtime.parallel.mesh import RankMesh
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper, own_names
 
@@ -69,11 +69,11 @@ def decoder_of(
     derive = functools.partial(_step_for, model, options, config, saved)
 
     def save(path: str | Path, steps: Sequence[Step], weights: bool) -> Path:
-        if options.axis is not None:
+        if options.mesh is not None:
             raise SavedError("the decoder is divided among ranks; a graph of several ranks is not saved yet.")
         return saving.save(path, model, steps, options, config, weights)
 
-    return Decoder(model, config, compiled, derive, save, InStep(options.axis))
+    return Decoder(model, config, compiled, derive, save, InStep(options.mesh))
 
 
 def _step_for(
@@ -81,27 +81,27 @@ def _step_for(
     *rest: Any, **named: Any,
 ) -> Step:  # fmt: skip
     with progress_line(options) as told:
-        if options.axis is None:
+        if options.mesh is None:
             return saving.step_for(model, told, config, saved, *rest, **named)
-        return _step_on_ranks(options.axis, lambda: derive_decoder(model, told, config, *rest, **named))
+        return _step_on_ranks(options.mesh, lambda: derive_decoder(model, told, config, *rest, **named))
 
 
-def _step_on_ranks(axis: TensorAxis, derive: Callable[[], Step]) -> Step:
+def _step_on_ranks(mesh: RankMesh, derive: Callable[[], Step]) -> Step:
     """A step derived by all ranks. Where a rank has none, no rank has one."""
     try:
         found = derive()
     except DisagreementError:
         raise
     except Exception as problem:
-        _agree_on_step(axis, f"none: {type(problem).__name__}: {problem}")
+        _agree_on_step(mesh, f"none: {type(problem).__name__}: {problem}")
         raise
-    _agree_on_step(axis, "derived")
+    _agree_on_step(mesh, "derived")
     return found
 
 
-def _agree_on_step(axis: TensorAxis, text: str) -> None:
-    if axis.mesh is not None:
-        agree(axis, "the decoder", text)
+def _agree_on_step(mesh: RankMesh, text: str) -> None:
+    if not mesh.is_simulated:
+        agree(mesh, "the decoder", text)
 
 
 def is_generated_by_transformers(model: Any) -> bool:

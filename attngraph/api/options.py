@@ -10,12 +10,13 @@ from typing import Any
 
 from attngraph.errors import meant
 from attngraph.ir import budgets
+from attngraph.ir.graph.ranks import Axis
 from attngraph.passes import PASSES, order, pass_named
 from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.pipeline import Pass, without
-from attngraph.runtime.parallel.mesh import ShardConfig, TensorAxis, tensor_axis
+from attngraph.runtime.parallel.mesh import RankMesh, ShardConfig, rank_mesh
 
 BACKENDS = ("auto", "cpu", "triton", "reference")
 __all__ = ["ABSORB", "BACKENDS", "Options", "make_options"]
@@ -34,13 +35,13 @@ class Options:
     absorb: str = "auto"
     disable: tuple[str, ...] = ()
     min_scores: int | None = None
-    axis: TensorAxis | None = None
+    mesh: RankMesh | None = None
 
     @property
     def fused_from(self) -> int:
         """The fewest scores per attention with which a call runs the graph and not the model itself. Ranks
         have only a part of the model."""
-        if self.axis is not None:
+        if self.mesh is not None:
             return 0
         if self.min_scores is not None:
             return self.min_scores
@@ -66,8 +67,8 @@ class Options:
 
     @property
     def _ranks(self) -> dict[str, Any]:
-        axis = self.axis
-        return {} if axis is None else {"ranks": axis.count, "group": axis.group, "tokens": axis.tokens}
+        axes = {} if self.mesh is None else {"heads": self.mesh.tensor, "tokens": self.mesh.context}
+        return {what: Axis(axis.count, axis.group) for what, axis in axes.items() if axis is not None}
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.
@@ -80,12 +81,12 @@ class Options:
             raise ValueError("passes and cache do not go together: a decoder has its own order of passes.")
         if InsertKVCache.name in self.disable:
             raise ValueError(f"cache asks for what {InsertKVCache.name} does; it cannot be disabled.")
-        if self.axis is not None and self.axis.tokens and self.axis.count > 1:
+        if self.mesh is not None and self.mesh.context is not None and self.mesh.context.count > 1:
             raise ValueError(
                 "cache and an axis of the mesh that divides tokens do not go together: a decoder is divided "
                 "by heads. Name that axis in ShardConfig(tensor=...)."
             )
-        if rounded and self.axis is not None and self.axis.count > 1:
+        if rounded and self.mesh is not None and self.mesh.count > 1:
             raise ValueError(
                 f"a cache of {rounded} and mesh do not go together yet: leave CacheConfig's dtype out."
             )
@@ -126,10 +127,10 @@ def make_options(
         raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
     if mesh is None and shard is not None:
         raise ValueError("shard says what is divided along the axes of a mesh; give the mesh too.")
-    axis = None if mesh is None else tensor_axis(mesh, shard or ShardConfig())
-    if axis is not None and chosen is not None:
+    ranks = None if mesh is None else rank_mesh(mesh, shard or ShardConfig())
+    if ranks is not None and chosen is not None:
         raise ValueError("passes and mesh do not go together: what ranks divide is decided by a pass.")
     return Options(
         backend, inductor, strict, Path(folder) if folder else None, chosen, progress, absorb, tuple(disable),
-        min_scores, axis,
+        min_scores, ranks,
     )  # fmt: skip

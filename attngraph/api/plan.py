@@ -3,12 +3,13 @@
 The model is captured once for whole sequences, and once more for its decoder. On copies of these graphs the
 passes that divide them run for each number of ranks, with their proofs, as they do in `attngraph.compile`;
 what a rank holds, sends and computes is counted on what they make. No rank is run and no weight is read, so
-weights without contents will do (`empty_weights.py`). Groups larger than asked for
-are not derived, and the plan says so.
+weights without contents will do (`empty_weights.py`). What is too large for a proof here, and groups of many
+ranks, are derived by the rules alone. Groups larger than asked for are not derived. The plan says both.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +42,10 @@ from attngraph.report.plan import Machine, Plan, Share, Way
 from attngraph.report.ranks import ContextEntry, RanksEntry
 
 GROUP = 8
-"""The largest group of ranks that divide one model, unless more is asked for: a proof simulates all of them,
-so that larger groups take longer to derive."""
+"""The largest group of ranks that divide one model, unless more is asked for, and the largest for which parts
+are proved: a proof simulates all of them."""
+PROOF_BYTES = 1 << 28
+"""Bytes of the proof of one part above which a plan has none."""
 H100 = Machine(989e12, 3.35e12, 450e9, 80e9)
 """An H100 SXM by its data sheet: dense bfloat16, HBM3, NVLink in one direction."""
 
@@ -64,14 +67,20 @@ def plan(
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, found {ranks}.")
     with torch.no_grad(), LOCK.trace():
-        return _Planner(model, tuple(inputs), progress).plan(ranks, machine, group)
+        return Planner(model, tuple(inputs), progress).plan(ranks, machine, group)
 
 
-class _Planner:
+class Planner:
+    """What one rank of a group holds, sends and computes, derived on the graph of one call.
+
+    `proves`, `decodes`: whether parts are proved, and whether a decoder is derived too.
+    """
+
     def __init__(
-        self, model: Callable[..., Any], inputs: tuple[Any, ...], progress: Callable[[str], None]
-    ) -> None:
-        self.progress = progress
+        self, model: Callable[..., Any], inputs: tuple[Any, ...], progress: Callable[[str], None],
+        proves: bool = True, decodes: bool = True,
+    ) -> None:  # fmt: skip
+        self.progress, self.proves = progress, proves
         steps, _ = split_at(order(), SelectKernels.name)
         progress("capture")
         self.graph = _rewritten(model, inputs, {}, Options(), steps).captured.graph
@@ -82,7 +91,7 @@ class _Planner:
         sizes = [shape_at(view.q.meta["val"], self.graph.hints) for view in attentions]
         self.tokens = max(s[2] for s in sizes)
         self.call = max(s[0] * s[2] for s in sizes)
-        self.decoder = self._decoder(model, inputs)
+        self.decoder = self._decoder(model, inputs) if decodes else None
 
     def _decoder(self, model: Callable[..., Any], inputs: tuple[Any, ...]) -> ProgramGraph | None:
         """The graph from which a decoder is derived; None if there is none."""
@@ -103,94 +112,105 @@ class _Planner:
         return found
 
     def plan(self, ranks: int, machine: Machine, group: int) -> Plan:
-        ways = [Way("data", 1, ranks, self._share("data", 1))]
-        divisors = [n for n in range(2, ranks + 1) if ranks % n == 0]
-        for axis in ("tensor", "context"):
-            for count in divisors:
-                if count > group:
-                    reason = f"more than {group} ranks in a group (--group)"
-                    ways.append(Way(axis, count, ranks // count, None, reason))
-                    continue
-                self.progress(f"{axis} {count}")
-                try:
-                    way = Way(axis, count, ranks // count, self._share(axis, count))
-                except (_NotDividedError, PassError) as problem:
-                    way = Way(axis, count, ranks // count, None, str(problem).splitlines()[0])
-                ways.append(way)
+        ways = [Way("data", 1, ranks, self.share(1, 1))]
+        counts = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        alone = [*((n, 1) for n in counts[1:]), *((1, n) for n in counts[1:])]
+        both = [(heads, n) for heads in counts[1:] for n in counts[1:] if ranks % (heads * n) == 0]
+        for heads, tokens in (*alone, *(pair for pair in both if math.prod(pair) <= group)):
+            axis = "tensor" if tokens == 1 else "context" if heads == 1 else "both"
+            count = heads * tokens
+            found = functools.partial(Way, axis, count, ranks // count, tokens=tokens)
+            if count > group:
+                ways.append(found(None, f"more than {group} ranks in a group (--group)"))
+                continue
+            self.progress(found(None).name)
+            try:
+                ways.append(found(self.share(heads, tokens)))
+            except (_NotDividedError, PassError) as problem:
+                ways.append(found(None, str(problem).splitlines()[0]))
         return Plan(ranks, self.tokens, self.call, machine, tuple(ways), tuple(dict.fromkeys(self.remarks)))
 
-    def _share(self, axis: str, count: int) -> Share:
-        """What one of `count` ranks holds and does."""
-        graph = _divided(self.graph, axis, count)
-        sent, received, words = 0.0, 0.0, ""
-        if axis == "tensor":
-            sent = received = sum(_sent(graph, count))
-            words = _words(graph.ranks.entry)  # type: ignore[union-attr]
-        if axis == "context":
+    def share(self, heads: int, tokens: int) -> Share:
+        """What one of `heads` x `tokens` ranks holds and does."""
+        graph, words = _divided(self.graph, heads, 1, self.proves), list[str]()
+        attending, sent, received = _of_attentions(graph), 0.0, 0.0
+        if heads > 1:
+            words.append(_words(graph.ranks.entry))  # type: ignore[union-attr]
+        if tokens > 1:
+            graph = _divided(graph, 1, tokens, self.proves)
             entry: ContextEntry = graph.ranks.context  # type: ignore[union-attr]
             sent, received = _busiest(entry)
+            attending = self._busiest_attending(entry, attending)
             more = f"; {len(entry.whole)} place(s) computed whole" if entry.whole else ""
-            words = f"{entry.axes[0].tokens:,} tokens{more}"
-        attending = self._busiest_attending(entry) if axis == "context" else _of_attentions(graph)
+            words.append(f"{entry.axes[0].tokens:,} tokens{more}")
+        sums = sum(_sent(graph, heads))
+        if graph.ranks is not None and graph.ranks.unproved:
+            self.remarks.append(
+                "parts whose proof is large, or would simulate many ranks, are divided by the rules alone; "
+                "when the model is compiled they are proved, or else not divided"
+            )
         products, failed = _of_products(graph)
         if failed:
             self.remarks.append(f"operations of {', '.join(sorted(failed))} are not counted")
-        cache, sequence = self._kept(axis, count)
+        cache, sequence = self._kept(heads, tokens)
         return Share(
             _held(graph, "parameter", "shard"),
             _held(graph, "buffer"),
             cache,
             sequence,
-            sent / self.call,
-            received / self.call,
+            (sums + sent) / self.call,
+            (sums + received) / self.call,
             (products + attending) / self.call,
-            words,
+            "; ".join(words),
         )
 
-    def _busiest_attending(self, entry: ContextEntry) -> float:
-        """Operations of attention of the rank with most pairs, of ranks that divide tokens. (What masks leave
-        is counted on the whole graph: on a rank's graph queries and keys are different tokens.)"""
-        whole = _of_attentions(self.graph)
+    def _busiest_attending(self, entry: ContextEntry, whole: float) -> float:
+        """Operations of attention of the rank with most pairs, of ranks that divide tokens; all together have
+        `whole`. (What masks leave is counted before tokens are divided: on a rank's graph queries and
+        keys are different tokens.)"""
         if sum(axis.attentions for axis in entry.axes) < len(self.graph.attentions()):
             self.remarks.append("where context divides some attentions only, all of them are counted whole")
             return whole
         return whole * max(max(axis.pairs) / sum(axis.pairs) for axis in entry.axes)
 
-    def _kept(self, axis: str, count: int) -> tuple[int | None, int]:
+    def _kept(self, heads: int, tokens: int) -> tuple[int | None, int]:
         """Bytes that a rank of a decoder keeps of a token, and of a sequence."""
-        if self.decoder is None or axis == "context":
+        if self.decoder is None or tokens > 1:
             return None, 0
         try:
-            graph = _divided(self.decoder, axis, count)
+            graph = _divided(self.decoder, heads, 1, self.proves)
             run_passes(graph, (InsertKVCache(),))
         except (_NotDividedError, NoDecoderError) as problem:
-            self.remarks.append(f"no cache on {axis} {count}: {str(problem).splitlines()[0]}")
+            self.remarks.append(f"no cache on tensor {heads}: {str(problem).splitlines()[0]}")
             return None, 0
         assert graph.state is not None
-        tokens = sum(store.bytes_in(None) for store in graph.state.stores)
-        return tokens, sum(value.bytes_per_row for value in graph.state.carried)
+        each = sum(store.bytes_in(None) for store in graph.state.stores)
+        return each, sum(value.bytes_per_row for value in graph.state.carried)
 
 
 class _NotDividedError(Exception):
     """Nothing is divided; says why."""
 
 
-def _divided(graph: ProgramGraph, axis: str, count: int) -> ProgramGraph:
-    """A copy of the graph, divided among ranks.
+def _divided(graph: ProgramGraph, heads: int, tokens: int, proves: bool) -> ProgramGraph:
+    """A copy of the graph, divided among ranks; `proves`: with proofs, as far as these are small.
 
     Raises:
         _NotDividedError: nothing of it could be divided.
     """
-    graph = graph.copy()
-    if axis == "data":
-        return graph
-    run_passes(graph, (ShardHeads(count) if axis == "tensor" else ShardTokens(count),))
-    assert graph.ranks is not None
-    if axis == "tensor" and not graph.ranks.entry.divided:
-        reasons = [reason for *_, reason in graph.ranks.entry.whole]
-        raise _NotDividedError(f"nothing is divided among {count}: {next(iter(reasons), 'no weights')}")
-    if axis == "context" and not graph.ranks.context.axes:
-        raise _NotDividedError(next(iter(w.reason for w in graph.ranks.context.whole), "no tokens"))
+    graph, before = graph.copy(), 1 if graph.ranks is None else graph.ranks.count
+    trusts = PROOF_BYTES if proves and before * heads * tokens <= GROUP else 0
+    if heads > 1:
+        run_passes(graph, (ShardHeads(heads, trusts=trusts),))
+        assert graph.ranks is not None
+        if not graph.ranks.entry.divided:
+            reasons = [reason for *_, reason in graph.ranks.entry.whole]
+            raise _NotDividedError(f"nothing is divided among {heads}: {next(iter(reasons), 'no weights')}")
+    if tokens > 1:
+        run_passes(graph, (ShardTokens(tokens, trusts=trusts),))
+        assert graph.ranks is not None
+        if not graph.ranks.context.axes:
+            raise _NotDividedError(next(iter(w.reason for w in graph.ranks.context.whole), "no tokens"))
     return graph
 
 

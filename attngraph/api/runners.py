@@ -12,11 +12,10 @@ from torch import nn
 from attngraph.api.options import Options
 from attngraph.codegen.cpu.replay import Replay
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.runtime.direct import shortened
-from attngraph.runtime.parallel.agree import agree
-from attngraph.runtime.parallel.mesh import TensorAxis
+from attngraph.runtime.parallel.agree import agree_on_graph
+from attngraph.runtime.parallel.mesh import RankMesh
 from attngraph.runtime.parallel.parameters import Own, distribute
 from attngraph.runtime.parallel.simulated import on_all_ranks
 from attngraph.runtime.parallel.states import AllRanks, OneRank
@@ -56,28 +55,27 @@ def step_on_ranks(graph: ProgramGraph, owner: nn.Module, options: Options) -> tu
     Raises:
         DisagreementError: ranks have different graphs. PlacementError: as `distribute`.
     """
-    axis = options.axis
+    mesh = options.mesh
     assert graph.state is not None
-    if axis is None or graph.ranks is None:
+    if mesh is None or graph.ranks is None:
         return step_runner_of(options), OneRank(graph.state)
-    own = Own(graph, owner, axis, keeps=True)
-    if axis.mesh is None:
-        return on_all_ranks, AllRanks(graph.state, own, axis.count)
-    parts = (graph, *graph.stages.values())
-    agree(axis, "the graph", "\n".join(text for part in parts for text in format_file(part)))
-    if axis.holds_parts:
-        distribute(graph, owner, axis)
+    own = Own(graph, owner, mesh, keeps=True)
+    if mesh.is_simulated:
+        return on_all_ranks, AllRanks(graph.state, own, graph.ranks)
+    agree_on_graph(mesh, graph)
+    if mesh.tensor is not None and mesh.holds_parts:
+        distribute(graph, owner, mesh.tensor)
     plain = runner_of(options) if options.inductor else lambda graph: shortened(graph.module)
-    return plain, OneRank(graph.state, own, (axis.rank, axis.count))
+    return plain, OneRank(graph.state, own, (mesh.rank, mesh.count))
 
 
-def require_whole_parameters(axis: TensorAxis | None) -> None:
+def require_whole_parameters(mesh: RankMesh | None) -> None:
     """Check that the model itself can be run beside its decoder.
 
     Raises:
         NoDecoderError: ranks have parts of its parameters.
     """
-    if axis is not None and axis.holds_parts:
+    if mesh is not None and mesh.holds_parts:
         raise NoDecoderError(
             "the model was traced for few numbers of tokens, so its decoder is to be compared with the model "
             "itself, which no rank has whole.\n"

@@ -303,7 +303,7 @@ def _plan(commands: Any) -> None:
     plan.add_argument("--memory", type=quantity, required=True, help="of one device, such as 80GB")
     plan.add_argument(
         "--group", type=POSITIVE, default=8, metavar="N",
-        help="divide one model among at most so many ranks (default 8); more take longer to derive",
+        help="divide one model among at most so many ranks (default 8)",
     )  # fmt: skip
     plan.add_argument(
         "--flops", type=quantity, default=989e12, help="operations a second of one (default 989T)"

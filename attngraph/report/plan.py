@@ -46,17 +46,20 @@ class Share:
 @dataclasses.dataclass(frozen=True)
 class Way:
     """`groups` copies of the model, each of which is run by `ranks` ranks that divide it by `axis`: "tensor",
-    "context", or "data" where one rank runs all of it. `reason`: why nothing is derived, where `share` is
-    None."""
+    "context", "both" (`tokens` of them along the axis of tokens), or "data" where one rank runs all of it.
+    `reason`: why nothing is derived, where `share` is None."""
 
     axis: str
     ranks: int
     groups: int
     share: Share | None
     reason: str = ""
+    tokens: int = 1
 
     @property
     def name(self) -> str:
+        if self.axis == "both":
+            return f"tensor {self.ranks // self.tokens} x context {self.tokens}"
         return f"{self.axis} {self.groups if self.axis == 'data' else self.ranks}"
 
 
@@ -169,8 +172,9 @@ class Plan:
         for (axis, reason), group in itertools.groupby(
             (w for w in self.ways if w.share is None), key=lambda w: (w.axis, w.reason)
         ):
-            counts = ", ".join(f"{w.ranks:,}" for w in group)
-            told.append(f"  {axis} {counts}: not derived: {reason}")
+            members = list(group)
+            counts = ", ".join(w.name if axis == "both" else f"{w.ranks:,}" for w in members)
+            told.append(f"  {'' if axis == 'both' else f'{axis} '}{counts}: not derived: {reason}")
         return "\n".join([
             *lines, "", *told, "", f"chosen: {self.why}", "", "assumed:",
             *(f"  {line}" for line in self.assumptions()),

@@ -182,7 +182,7 @@ class Engine:
 
     def _agree(self) -> None:
         """Check that all ranks run and wait with the same requests."""
-        if self.decoder.in_step.axis is None:
+        if self.decoder.in_step.mesh is None:
             return
         requests = [*self.places, *self.waiting]
         self.decoder.in_step.agree("a step of an engine", [r and r.described() for r in requests])

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
@@ -17,27 +18,26 @@ from attngraph.report.ranks import CacheRanksEntry, DividedEntry, RanksEntry, Se
 
 
 def account(
-    graph: ProgramGraph, divided: tuple[DividedEntry, ...], sizes: Mapping[str, int],
-    reasons: Mapping[str, str],
+    graph: ProgramGraph, ranks: Ranks, count: int, divided: tuple[DividedEntry, ...],
+    sizes: Mapping[str, int], reasons: Mapping[str, str],
 ) -> RanksEntry:  # fmt: skip
     """The report's entry.
 
     Args:
+        count: how many ranks divide heads and units.
         sizes: the number of elements of every parameter that the model uses, by name; negative for vectors.
         reasons: why a parameter is not divided.
     """
-    assert graph.ranks is not None
-    ranks = graph.ranks.count
-    sent = tuple(_sent(n, ranks) for n in graph.graph.nodes if n.target in (ALL_REDUCE, ALL_GATHER))
-    shards = {graph.ranks.shards[i.name].parameter for i in graph.inputs if i.kind == "shard"}
+    sent = tuple(_sent(n, count) for n in graph.graph.nodes if n.target in (ALL_REDUCE, ALL_GATHER))
+    shards = {ranks.shards[i.name].parameter for i in graph.inputs if i.kind == "shard"}
     whole = [(n, s) for n, s in sizes.items() if n not in shards]
     other = "nothing of it is divided among ranks"
     return RanksEntry(
-        ranks, divided, sent,
+        count, divided, sent,
         tuple((n.removeprefix("model."), s, reasons.get(n, other)) for n, s in whole if s > 0),
         sum(s < 0 for _, s in whole),
         (sum(map(abs, sizes.values())),
-         sum(abs(s) // (ranks if n in shards else 1) for n, s in sizes.items())),
+         sum(abs(s) // (count if n in shards else 1) for n, s in sizes.items())),
     )  # fmt: skip
 
 

@@ -15,38 +15,39 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
-from attngraph.ir.graph.ranks import Shard
+from attngraph.ir.graph.ranks import Axis, Numbers, Shard
 from attngraph.ir.graph.source import ORIGIN
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import reindexed
 from attngraph.ir.ops import nodes
-from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, SUM_GRADIENTS
+from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import VIEWS, How, Part, Unplaced, Use, head_dims
 from attngraph.meaning.placement.regions import Product, Region
 from attngraph.meaning.placement.table import Cut, Places, Table
 from attngraph.meaning.rule import is_part
 from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.shard.entering import Entering
 
 aten = torch.ops.aten
 _H = E.var("h")
 
 
-class Parts:
-    """Builds twins in one graph, which has its `ranks` set."""
+class Parts(Entering):
+    """Builds twins in one graph for the ranks of one axis.
 
-    def __init__(self, graph: ProgramGraph, meaning: Meaning) -> None:
+    Attributes:
+        whole: values of the model that the twins of the last region use whole.
+    """
+
+    def __init__(self, graph: ProgramGraph, meaning: Meaning, axis: Axis) -> None:
+        super().__init__(graph, axis)
         assert graph.ranks is not None
-        self.graph, self.meaning, self.ranks = graph, meaning, graph.ranks
-        self.names = dict(zip(graph.placeholders(), graph.inputs, strict=True))
-        self.entered: dict[fx.Node, fx.Node] = {}
+        self.meaning, self.ranks = meaning, graph.ranks
         self.shards: dict[tuple[fx.Node, int, Table], fx.Node] = {}
         self.numbers: dict[Any, fx.Node] = {}
         self.twins: dict[fx.Node, fx.Node] = {}
         self.cuts: dict[fx.Node, Cut] = {}
-        self.whole: dict[fx.Node, None] = {}
-        """Values of the model that the twins of the last region use whole."""
-        self._learns: dict[fx.Node, bool] = {}
 
     def region(self, region: Region) -> fx.Node:
         """The twins of a region; returns the node that replaces its product.
@@ -208,39 +209,8 @@ class Parts:
                 return builder.call(aten.narrow.default, x, dim, first, len(places))
             return builder.call(aten.slice.Tensor, x, dim, first, last + 1, int(steps[0]))
         return builder.call(
-            aten.index_select.default, x, dim, self.number("places", places.repeat(self.ranks.count, 1))
+            aten.index_select.default, x, dim, self.number("places", places.repeat(self.axis.count, 1))
         )
-
-    def enter(self, node: fx.Node) -> fx.Node:
-        """A value that every rank has whole, where ranks begin to differ."""
-        self.whole[node] = None
-        if not self.learns(node):
-            return node
-        if node not in self.entered or self.entered[node]._erased:
-            after = self._last_placeholder() if node.op == "placeholder" else node
-            with self.graph.graph.inserting_after(after):
-                made = self.graph.graph.call_function(SUM_GRADIENTS, (node, self.ranks.group))
-            made.meta = {k: v for k, v in node.meta.items() if k in (*ORIGIN, "val")}
-            self.entered[node] = made
-        return self.entered[node]
-
-    def learns(self, node: fx.Node) -> bool:
-        """Whether a gradient may flow to the value."""
-        if not self.graph.gradients:
-            return False
-        if node not in self._learns:
-            value = node.meta.get("val")
-            floating = isinstance(value, tuple) or (isinstance(value, Tensor) and value.is_floating_point())
-            given = self.names.get(node)
-            if node.op == "placeholder":
-                found = given is not None and given.kind in ("parameter", "argument")
-                found |= isinstance(value, Tensor) and value.requires_grad
-            elif node.target is aten.detach.default:
-                found = False
-            else:
-                found = any(self.learns(n) for n in node.all_input_nodes)
-            self._learns[node] = floating and found
-        return self._learns[node]
 
     # --- inputs ---
 
@@ -256,7 +226,7 @@ class Parts:
             sizes = [table.count if d == dim else n for d, n in enumerate(value.shape)]
             self.shards[key] = self.input("shard", label, sizes, value.dtype, value.device)
             self.shards[key].meta.update({k: v for k, v in parameter.meta.items() if k in ORIGIN})
-            self.ranks.shards[label] = Shard(name, (dim,), (table.places,))
+            self.ranks.shards[label] = Shard(name, (dim,), (table.places,), self.axis.group)
         return self.shards[key]
 
     def number(self, name: str, places: Places) -> fx.Node:
@@ -266,7 +236,7 @@ class Parts:
             label = f"{name}{len(self.numbers)}"
             device = self.graph.placeholders()[-1].meta["val"].device
             self.numbers[key] = self.input("places", label, list(places.shape[1:]), torch.int64, device)
-            self.ranks.places[label] = places.to(device)
+            self.ranks.places[label] = Numbers(places.to(device), self.axis.group)
         return self.numbers[key]
 
     def input(
@@ -311,7 +281,7 @@ class Parts:
         return self.summed(builder, mine, product.bias)
 
     def summed(self, builder: Builder, mine: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-        found = builder.call(ALL_REDUCE, mine, self.ranks.group)
+        found = builder.call(ALL_REDUCE, mine, self.axis.group)
         return found if bias is None else builder.call(aten.add.Tensor, found, bias)
 
     def gathered(self, builder: Builder, mine: fx.Node, dim: int, table: Table) -> fx.Node:
@@ -324,7 +294,7 @@ class Parts:
         first = {index: place for place, index in reversed(list(enumerate(flat)))}
         if len(first) != table.extent:
             raise Unplaced("no rank has all of it")
-        found = builder.call(ALL_GATHER, mine, dim, self.ranks.count, self.ranks.group)
+        found = builder.call(ALL_GATHER, mine, dim, self.axis.count, self.axis.group)
         order = torch.tensor([first[index] for index in range(table.extent)])
         if torch.equal(order, torch.arange(len(flat))):
             return found

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph
-from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.ranks import Axis, Ranks
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
@@ -24,42 +24,32 @@ from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.regions import Product, Region, Regions, rows_of
 from attngraph.meaning.placement.table import Cut
 from attngraph.passes.build import Builder
+from attngraph.passes.shard.divide import Divide
 from attngraph.passes.shard_heads.account import account
-from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
 from attngraph.passes.shard_heads.merge_sums import merge_sums
 from attngraph.passes.shard_heads.parts import Parts
 from attngraph.passes.shard_heads.storage import settle
 from attngraph.passes.shard_heads.vocabulary import Vocabulary
-from attngraph.pipeline import Outcome
 from attngraph.report.ranks import DividedEntry
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardHeads:
-    """`ranks`: how many; `group`: the name of their process group."""
+class ShardHeads(Divide):
+    """Divides heads, hidden units and vocabulary."""
 
-    ranks: int = 2
     group: str = "tensor"
     name: str = "shard-heads"
-    requires: Level = Level.FUSED
-    yields: Level = Level.FUSED
 
-    def run(self, graph: ProgramGraph) -> Outcome:
-        outcome = Outcome()
-        if self.ranks > 1:
-            graph.ranks = Ranks(self.ranks, self.group)
-            forget_operands_of_dtype(graph)
-            outcome.notes += _Sharding(graph).run()
-        return outcome
+    def divide(self, graph: ProgramGraph, ranks: Ranks, axis: Axis) -> list[str]:
+        return _Sharding(graph, ranks, axis).run()
 
 
 class _Sharding:
-    def __init__(self, graph: ProgramGraph) -> None:
-        assert graph.ranks is not None
-        self.graph, self.ranks = graph, graph.ranks
+    def __init__(self, graph: ProgramGraph, ranks: Ranks, axis: Axis) -> None:
+        self.graph, self.ranks, self.axis = graph, ranks, axis
         self.meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
-        self.regions = Regions(graph, self.meaning, self.ranks.count)
-        self.parts = Parts(graph, self.meaning)
+        self.regions = Regions(graph, self.meaning, axis.count)
+        self.parts = Parts(graph, self.meaning, axis)
         self.decided: dict[fx.Node, Cut] = {}
         self.entries: list[DividedEntry] = []
         self.reasons: dict[fx.Node, str] = {}
@@ -90,9 +80,11 @@ class _Sharding:
         unused = [i for i in self.graph.inputs if i.kind in ("shard", "places", "parameter")]
         self.graph.drop_inputs(lambda node, given: given in unused and not node.users)
         reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept
-        self.ranks.entry = account(self.graph, tuple(self.entries), sizes, reasons)
+        self.ranks.entry = account(
+            self.graph, self.ranks, self.axis.count, tuple(self.entries), sizes, reasons
+        )
         attention = sum(e.what == "heads" for e in self.entries)
-        return [f"{len(self.entries)} part(s) divided among {self.ranks.count} ranks, {attention} attention"]
+        return [f"{len(self.entries)} part(s) divided among {self.axis.count} ranks, {attention} attention"]
 
     def _divide(self, product: Product, only_attention: bool) -> bool:
         """Compute the region that ends with a product by parts, if that can be done and is proved."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.ranks import Axis
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.collectives import SUM_GRADIENTS
@@ -20,11 +21,16 @@ from attngraph.report.ranks import ContextEntry, DividedTokens, FetchedEntry, Wh
 
 
 def account(
-    graph: ProgramGraph, ranks: int, axes: Sequence[DividedTokens], whole: Sequence[WholeEntry]
+    graph: ProgramGraph, axis: Axis, axes: Sequence[DividedTokens], whole: Sequence[WholeEntry]
 ) -> ContextEntry:
     """The report's entry. `axes`: how the tokens are divided, for each size that counts some."""
-    sums = [_bytes(n, graph) for n in graph.graph.nodes if n.target is SUM_GRADIENTS]
-    return ContextEntry(ranks, tuple(axes), tuple(_fetched(graph)), tuple(whole), (len(sums), sum(sums)))
+    sums = [_bytes(n, graph) for n in graph.graph.nodes if _is_along(n, SUM_GRADIENTS, axis)]
+    return ContextEntry(axis.count, tuple(axes), tuple(_fetched(graph)), tuple(whole), (len(sums), sum(sums)))
+
+
+def _is_along(node: fx.Node, op: Any, axis: Axis) -> bool:
+    """Whether a node is this collective of the ranks of an axis."""
+    return node.target is op and str(node.args[-1]) == axis.group
 
 
 def _bytes(node: fx.Node, graph: ProgramGraph) -> int:

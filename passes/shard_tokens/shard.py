@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, is_measured, is_size
-from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
+from attngraph.ir.graph.ranks import Axis, Ranks
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
@@ -29,44 +29,35 @@ from attngraph.meaning.placement.demand import Unplaced
 from attngraph.meaning.placement.token_axis import QUERIES, TokenAxis, attention_of
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.shard_heads.dtypes import forget_operands_of_dtype
+from attngraph.passes.shard.divide import Divide
 from attngraph.passes.shard_tokens.account import account
 from attngraph.passes.shard_tokens.equal_sizes import equate_factors
 from attngraph.passes.shard_tokens.layouts import choose_layout, pairs
 from attngraph.passes.shard_tokens.losses import sum_losses
 from attngraph.passes.shard_tokens.twins import Twins
-from attngraph.pipeline import Outcome
 from attngraph.report.ranks import ContextEntry, DividedTokens, WholeEntry
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardTokens:
-    """`ranks`: how many; `group`: the name of their process group."""
+class ShardTokens(Divide):
+    """Divides the tokens of whole sequences, of each rank's part where heads are divided already."""
 
-    ranks: int = 2
     group: str = "context"
     name: str = "shard-tokens"
-    requires: Level = Level.FUSED
-    yields: Level = Level.FUSED
 
-    def run(self, graph: ProgramGraph) -> Outcome:
-        outcome = Outcome()
-        if self.ranks > 1:
-            graph.ranks = Ranks(self.ranks, self.group)
-            forget_operands_of_dtype(graph)
-            equate_factors(graph)
-            _measure_inputs(graph)
-            sum_losses(graph)
-            whole: list[WholeEntry] = []
-            axes: list[DividedTokens] = []
-            for size, attention in list(_token_sizes(graph)):
-                try:
-                    axes.append(_divide(graph, size, self.ranks, whole))
-                except Unplaced as reason:
-                    whole.append(WholeEntry(source_of(attention), str(reason)))
-            graph.ranks.context = account(graph, self.ranks, axes, whole)
-            outcome.notes.append(_note(graph.ranks.context))
-        return outcome
+    def divide(self, graph: ProgramGraph, ranks: Ranks, axis: Axis) -> list[str]:
+        equate_factors(graph)
+        _measure_inputs(graph)
+        sum_losses(graph)
+        whole: list[WholeEntry] = []
+        axes: list[DividedTokens] = []
+        for size, attention in list(_token_sizes(graph)):
+            try:
+                axes.append(_divide(graph, size, axis, whole))
+            except Unplaced as reason:
+                whole.append(WholeEntry(source_of(attention), str(reason)))
+        ranks.context = account(graph, axis, axes, whole)
+        return [_note(ranks.context)]
 
 
 def _measure_inputs(graph: ProgramGraph) -> None:
@@ -100,24 +91,24 @@ def _token_sizes(graph: ProgramGraph) -> Iterator[tuple[Expr, fx.Node]]:
             yield size, node
 
 
-def _divide(graph: ProgramGraph, size: Expr, ranks: int, whole: list[WholeEntry]) -> DividedTokens:
+def _divide(graph: ProgramGraph, size: Expr, axis: Axis, whole: list[WholeEntry]) -> DividedTokens:
     """Divide the tokens that one size counts; what stays whole is added to `whole`.
 
     Raises:
         Unplaced: they are not divided.
     """
     meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True, along_tokens=True)
-    tokens = TokenAxis(graph, meaning, size)
+    tokens = TokenAxis(graph, meaning, size, axis.group)
     if not any(map(attention_of, tokens.axes)):
         reasons = [r for n, r in tokens.whole.items() if attention_of(n)]
         raise Unplaced(next(iter(reasons), "no attention could be divided by tokens"))
-    layout = choose_layout(graph, tokens, ranks)
-    twins = Twins(graph, tokens, layout)
+    layout = choose_layout(graph, tokens, axis.count)
+    twins = Twins(graph, tokens, layout, axis)
     proved = _proved(graph, tokens, twins)
     total = graph.hints[str(size.value)]
     attentions = {a for n in proved if (a := attention_of(n)) is not None}
     found = DividedTokens(
-        total, layout.count // ranks, len(attentions), tuple(pairs(graph, tokens, layout, total))
+        total, layout.count // axis.count, len(attentions), tuple(pairs(graph, tokens, layout, total))
     )
     gathers = {n: r for n, r in tokens.whole.items() if any(o in proved for o in _operands(n))}
     _connect(graph, tokens, twins, proved)
@@ -135,7 +126,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _proved(graph: ProgramGraph, tokens: TokenAxis, twins: Twins) -> dict[fx.Node, fx.Node]:
     """The twin of every divided node for which it is proved that the ranks have its values and gradients."""
-    checks, found = RankChecks(graph, twins.parts.learns), dict[fx.Node, fx.Node]()
+    checks, found = RankChecks(graph, twins.entering.learns), dict[fx.Node, fx.Node]()
     for node in [n for n in graph.graph.nodes if n in tokens.axes]:
         proof = Builder(graph, node)
         try:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.graph.ranks import Axis
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import ScoreProgram, reindexed
@@ -34,24 +35,23 @@ from attngraph.meaning.placement.token_axis import (
 from attngraph.meaning.rule import is_part
 from attngraph.meaning.tokens.axes import Axes
 from attngraph.passes.build import Builder, NoSize, built
-from attngraph.passes.shard_heads.parts import Parts
+from attngraph.passes.shard.entering import Entering
 
 aten = torch.ops.aten
 
 
 class Twins:
-    """Builds twins in one graph, which has its `ranks` set.
+    """Builds twins in one graph for the ranks of one axis.
 
     Attributes:
         taken: the rank's own tokens of a node of the model, by the node and its axes.
     """
 
-    def __init__(self, graph: ProgramGraph, tokens: TokenAxis, layout: Layout) -> None:
-        assert graph.ranks is not None
+    def __init__(self, graph: ProgramGraph, tokens: TokenAxis, layout: Layout, axis: Axis) -> None:
         self.graph, self.tokens, self.layout = graph, tokens, layout
         self.meaning, self.space = tokens.meaning, tokens.space
-        self.parts = Parts(graph, tokens.meaning)
-        self.told = (layout.flat, layout.ranks, graph.ranks.group)
+        self.entering = Entering(graph, axis)
+        self.told = (layout.flat, layout.ranks, axis.group)
         self.taken: dict[tuple[fx.Node, Axes], fx.Node] = {}
         self.attentions: dict[fx.Node, fx.Node] = {}
         first = next(n for n in graph.graph.nodes if n.op != "placeholder")
@@ -122,7 +122,7 @@ class Twins:
         place = self.space.place(axes, self.space.token)
         assert place is not None
         given = {
-            operand: self.parts.enter(operand) if wanted is None else self._own(builder, operand, wanted)
+            operand: self.entering.enter(operand) if wanted is None else self._own(builder, operand, wanted)
             for operand, wanted in uses.operands.items()
         }
         if (dropped := dropout_of(node)) is not None:
@@ -164,7 +164,9 @@ class Twins:
             if is_size(n):
                 return self._size(builder, self.meaning.renamed(size_expression(n.meta["val"])), own)
             return (
-                self._own(builder, n, self.tokens.axes[n]) if n in self.tokens.axes else self.parts.enter(n)
+                self._own(builder, n, self.tokens.axes[n])
+                if n in self.tokens.axes
+                else self.entering.enter(n)
             )
 
         if is_part(node) and node.args[0] not in given:
@@ -201,12 +203,12 @@ class Twins:
         view: Any = nodes.view(node)
         made: dict[str, Any] = {"q": self._own(builder, view.q, uses.q)}
         for name, key, fetched in zip(view.key_names, view.keys, uses.fetched, strict=True):
-            made[name] = self._fetched(builder, view, key) if fetched else self.parts.enter(key)
+            made[name] = self._fetched(builder, view, key) if fetched else self.entering.enter(key)
         for name in view.projection_names:
             weight = getattr(view, name)
-            made[name] = None if weight is None else self.parts.enter(weight)
+            made[name] = None if weight is None else self.entering.enter(weight)
         reads = [
-            self._own(builder, r, uses.own_reads[n]) if n in uses.own_reads else self.parts.enter(r)
+            self._own(builder, r, uses.own_reads[n]) if n in uses.own_reads else self.entering.enter(r)
             for n, r in enumerate(view.reads)
         ]
         program = reindexed(view.program, "q", E.read(len(reads), (E.var("q"),)), uses.own_reads)

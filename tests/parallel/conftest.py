@@ -71,3 +71,15 @@ def same_by_tokens() -> ComparedTokens:
         return entry
 
     return compared
+
+
+@pytest.fixture
+def same_on_mesh() -> Callable[..., Entries]:
+    """The same for 2 x 2 ranks, which divide heads along one axis and tokens along the other; the report."""
+
+    def compared(model: nn.Module, *args: Any, **kwargs: Any) -> Entries:
+        found = _compared(attngraph.SimulatedMesh(tensor=2, context=2), model, *args, **kwargs)
+        assert found.ranks is not None and found.context is not None
+        return found
+
+    return compared

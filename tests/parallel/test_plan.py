@@ -1,6 +1,7 @@
 """A plan's figures are those that simulated runs report; its estimates follow from them by its formulas."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,17 @@ def _shares(found: Plan) -> dict[str, Share]:
 def test_what_ranks_hold_and_send_is_what_simulated_ranks_report(model: nn.Module) -> None:
     ids = _ids()
     shares = _shares(plan(model, (ids,), 4))
-    assert list(shares) == ["data 4", "tensor 2", "tensor 4", "context 2", "context 4"]
+    names = ["data 4", "tensor 2", "tensor 4", "context 2", "context 4", "tensor 2 x context 2"]
+    assert list(shares) == names
+    both = attngraph.compile(model, mesh=attngraph.SimulatedMesh(tensor=2, context=2))
+    with torch.no_grad():
+        both(ids)
+    heads, of_tokens = both.report.ranks, both.report.context
+    assert heads is not None and of_tokens is not None
+    share = shares["tensor 2 x context 2"]
+    assert share.weights == 4 * heads.parameters[1] == shares["tensor 2"].weights
+    # A rank sends for its own tokens, which are half of them, what it would send for all.
+    assert share.received == heads.sent_per_token / 2 + max(of_tokens.received) / ids.numel()
     for count in (2, 4):
         tensor = attngraph.compile(model, mesh=attngraph.SimulatedMesh(tensor=count))
         context = attngraph.compile(model, mesh=attngraph.SimulatedMesh(context=count))
@@ -101,7 +112,7 @@ def test_what_cannot_be_divided_is_not_derived_and_says_why() -> None:
     q, k, v = torch.randn(3, 2, 3, 7, 8)
     found = plan(Scores(), (q, k, v), 4)
     reasons = {way.name: way.reason for way in found.ways if way.share is None}
-    assert set(reasons) == {"tensor 2", "tensor 4", "context 2", "context 4"}
+    assert set(reasons) == {"tensor 2", "tensor 4", "context 2", "context 4", "tensor 2 x context 2"}
     assert reasons["context 2"] == "7 tokens cannot be divided equally among 2 ranks"
     assert "nothing is divided among 2" in reasons["tensor 2"]
     assert "ids [B, T] are the only input" in str(found)
@@ -114,6 +125,22 @@ def test_thousands_of_ranks_are_groups_of_those_that_are_derived() -> None:
     assert ways["tensor 2"].groups == 2048 and ways["tensor 2"].share is not None
     assert ways["tensor 4"].share is None and "more than 2 ranks" in ways["tensor 4"].reason
     assert ways["tensor 4096"].groups == 1 and len(ways) == 1 + 2 * 12
+
+
+def test_what_is_too_large_to_be_proved_is_derived_by_the_rules_and_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proved = plan(_lm(), (_ids(),), 2)
+    assert "by the rules alone" not in str(proved)
+    monkeypatch.setattr("attngraph.api.plan.PROOF_BYTES", 0)
+    trusted = plan(_lm(), (_ids(),), 2)
+    assert trusted.ways == proved.ways and "by the rules alone" in str(trusted)
+
+
+def test_large_groups_are_derived_without_simulating_their_ranks() -> None:
+    found = _shares(plan(_lm(), (_ids(),), 16, group=16))
+    assert found["context 16"].received > found["context 8"].received
+    assert found["tensor 4 x context 4"].weights == found["tensor 4"].weights
 
 
 def _way(axis: str, ranks: int, groups: int, weights: int, sent: float, flops: float) -> Way:
@@ -192,12 +219,23 @@ def test_weights_take_no_memory_and_what_is_computed_while_building_keeps_its_co
         model.head.weight = model.token_embedding.weight  # type: ignore[union-attr]
     assert all(p.is_meta for p in model.parameters() if p.ndim > 1)
     assert fill(model, inputs)
-    assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters() if p.ndim > 1)
+    assert all(p.is_contiguous() and not p.any() for p in model.parameters() if p.ndim > 1)
     assert model.head.weight is model.token_embedding.weight  # type: ignore[union-attr]
     assert torch.equal(model.mask, torch.ones(4, 4).tril())  # type: ignore[arg-type]
     with WithoutMemory():
         model.mask = torch.empty(4, 4)
     assert not fill(model, inputs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the memory of a process as Linux does")
+def test_weights_that_are_larger_than_the_memory_take_none() -> None:
+    """Three parameters of 256 GB each."""
+    with WithoutMemory():
+        model = nn.ParameterList(torch.empty(1 << 8, 1 << 14, 1 << 14) for _ in range(3))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert fill(model, ())
+    assert [p.stride() for p in model] == [(1 << 28, 1 << 14, 1)] * 3 and model[2][-1, -1, -1] == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
 
 
 def test_help_does_not_import_torch() -> None:

@@ -49,6 +49,20 @@ def test_parameters_may_stay_whole_on_every_rank(tmp_path: Path) -> None:
         assert int(held) == int(reported.strip("()").split(", ")[0])
 
 
+def test_training_with_heads_and_tokens_divided_is_that_of_one_device(tmp_path: Path) -> None:
+    """Four processes, 2 x 2: each holds its part of the heads."""
+    for said in _run("train_on_both", tmp_path, 4):
+        held, reported = said.removeprefix("held ").split(" reported ")
+        whole, part = (int(n) for n in reported.strip("()").split(", "))
+        assert int(held) == part and part < (0.55 if HOLDS_RUNS else 0.8) * whole
+
+
+def test_ranks_of_two_axes_all_say_who_differs(tmp_path: Path) -> None:
+    for said in _run("disagree_on_both", tmp_path, 4):
+        lines = [said.split(f"rank {r}: ")[1].split("rank ")[0].strip() for r in range(4)]
+        assert lines[0] == lines[1] == lines[2] != lines[3], said
+
+
 def test_shared_heads_are_held_as_reported(tmp_path: Path) -> None:
     """Projections that ranks need overlapping parts of are held whole; the others are not."""
     for said in (s for line in _run("train_grouped", tmp_path) for s in line.split("; ")):
@@ -66,6 +80,16 @@ def test_ranks_that_divide_tokens_receive_what_the_report_says(tmp_path: Path) -
 
 def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path) -> None:
     assert _run("checkpoint", tmp_path) == ["loaded"] * 2
+
+
+def test_a_model_on_meta_is_loaded_part_by_part(tmp_path: Path) -> None:
+    """From safetensors, packed projections too, and from torch's checkpoints. A missing weight is named."""
+    for said in _run("on_meta", tmp_path):
+        *loaded, problem = said.split("; ")
+        assert len(loaded) == 3 and problem == "the files have no weight."
+        for held, reported in (line.removeprefix("held ").split(" reported ") for line in loaded):
+            whole, part = (int(n) for n in reported.strip("()").split(", "))
+            assert int(held) == part and part < (0.55 if HOLDS_RUNS else 0.8) * whole
 
 
 def test_ranks_that_are_called_differently_all_say_so(tmp_path: Path) -> None:

@@ -313,13 +313,6 @@ def test_dropped_weights_are_those_of_one_device() -> None:
     torch.testing.assert_close(*both)
 
 
-def test_heads_and_tokens_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="not divided together yet"):
-        attngraph.compile(nn.Linear(2, 2), mesh=attngraph.SimulatedMesh(tensor=2, context=2))
-    one = attngraph.SimulatedMesh(tensor=2, context=1)
-    assert attngraph.compile(nn.Linear(2, 2), mesh=one)._options.axis.tokens is False
-
-
 def test_a_model_without_attention_says_that_nothing_is_divided(same_by_tokens: Compared) -> None:
     entry = same_by_tokens(nn.Linear(4, 4), 2, torch.randn(2, 8, 4, dtype=torch.float64))
     assert entry.axes == () and entry.received == (0, 0)

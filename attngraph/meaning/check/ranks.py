@@ -7,7 +7,7 @@ computed from the same tensors by every rank is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
-from attngraph.ir.graph.ranks import Ranks
+from attngraph.ir.graph.ranks import Ranks, Shard
 from attngraph.ir.ops.collectives import COLLECTIVES
 from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread
 from attngraph.meaning.check.comparison import compare, elementwise, largest
@@ -24,6 +24,7 @@ from attngraph.meaning.check.region import bytes_in_float64, region
 from attngraph.meaning.check.rounding import rounding
 from attngraph.meaning.check.sample import SMALLEST, Sample, choose_sizes
 
+TOO_LARGE = "too large to be checked in float64 at its fixed sizes"
 Compute = Callable[[fx.Node, Any, Any], Any]
 """Computes one operation: the node, its arguments, its keyword arguments."""
 
@@ -34,7 +35,7 @@ class PerRank(list[Any]):
 
 def run_on_ranks(
     order: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: Sequence[fx.Node], compute: Compute,
-    ranks: int,
+    ranks: Ranks,
 ) -> list[Any]:  # fmt: skip
     """The values of `wanted`: a `PerRank` where ranks may differ.
 
@@ -53,21 +54,15 @@ def run_on_ranks(
     return [found[node] for node in wanted]
 
 
-def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: int) -> Any:
+def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: Ranks) -> Any:
     differ = any(isinstance(found[n], PerRank) for n in node.all_input_nodes)
     if node.target in COLLECTIVES:
-        whole = found[node.args[0]]  # type: ignore[index]
-        parts = whole if isinstance(whole, PerRank) else [whole] * ranks
-        # What else a collective is given is equal on all ranks.
-        others = fx.map_arg(
-            node.args[1:], lambda n: found[n][0] if isinstance(found[n], PerRank) else found[n]
-        )
-        return PerRank(COLLECTIVES[node.target](others, parts))
+        return _together(node, found, ranks)
     if not differ:
         return compute(node, *fx.map_arg((node.args, node.kwargs), found.__getitem__))
     results = PerRank()
     before = torch.get_rng_state()
-    for rank in range(ranks):
+    for rank in range(ranks.count):
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             torch.set_rng_state(before)  # ranks draw the same numbers
 
@@ -75,6 +70,23 @@ def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ran
             return found[n][rank] if isinstance(found[n], PerRank) else found[n]
 
         results.append(compute(node, *fx.map_arg((node.args, node.kwargs), mine)))
+    return results
+
+
+def _together(node: fx.Node, found: Mapping[fx.Node, Any], ranks: Ranks) -> PerRank:
+    """A collective of all ranks: those of one process group after the other."""
+    whole: Any = found[node.args[0]]  # type: ignore[index]
+    results = PerRank([None] * ranks.count)
+    for line in ranks.lines(str(node.args[-1])):
+        parts = [whole[rank] if isinstance(whole, PerRank) else whole for rank in line]
+
+        def of_line(n: fx.Node, first: int = line[0]) -> Any:
+            """What else a collective is given, which is equal on the ranks of a group."""
+            return found[n][first] if isinstance(found[n], PerRank) else found[n]
+
+        made = COLLECTIVES[node.target](fx.map_arg(node.args[1:], of_line), parts)
+        for rank, result in zip(line, made, strict=True):
+            results[rank] = result
     return results
 
 
@@ -91,7 +103,7 @@ class RankChecks(Checks):
         if ranks is None or told is None:
             return None
         if told.kind == "places":
-            return tuple(ranks.places[told.name].flatten().tolist())
+            return tuple(ranks.places[told.name].of.flatten().tolist())
         if told.kind == "shard":
             shard = ranks.shards[told.name]
             names = [_given(self.graph)[n].name if n in _given(self.graph) else "" for n in order]
@@ -100,6 +112,12 @@ class RankChecks(Checks):
         return None
 
     def verdict(self, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node]) -> Verdict:
+        ranks = self.graph.ranks
+        if ranks is not None and ranks.trusts is not None:
+            order = region((old,), leaves)
+            if _bytes_needed(self.graph, order, self.graph.hints) > ranks.trusts:
+                ranks.unproved += 1
+                return Verdict(0.0, (), "")
         return same_on_ranks(self.graph, old, new, leaves, self.learns, self.below)
 
 
@@ -127,8 +145,8 @@ def same_on_ranks(
         if number == len(sizes) and tried:
             break
         at = {**graph.hints, **chosen}
-        if (2 + graph.ranks.count) * bytes_in_float64(order, at) > 2 * budgets.CHECK_BYTES:
-            return Verdict(worst, tuple(tried), "too large to be checked in float64 at its fixed sizes")
+        if _bytes_needed(graph, order, at) > 2 * budgets.CHECK_BYTES:
+            return Verdict(worst, tuple(tried), TOO_LARGE)
         sample = Sample(graph.known_values(), at, number)
         for node, rows in (below or {}).items():
             sample.draw_below(node, rows)
@@ -147,61 +165,103 @@ def same_on_ranks(
     return Verdict(worst, tuple(tried), "" if tried else problem)
 
 
+def _bytes_needed(graph: ProgramGraph, order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:
+    """The bytes of a check: every rank has the values in between; of a parameter the ranks together have one
+    more, and both have gradients."""
+    assert graph.ranks is not None
+    given = _given(graph)
+    weights = [n for n in order if n in given and given[n].kind in ("parameter", "shard")]
+    own, every = bytes_in_float64(weights, sizes), bytes_in_float64(order, sizes)
+    return 4 * own + (2 + graph.ranks.count) * (every - own)
+
+
 def _both(
     graph: ProgramGraph, old: fx.Node, new: fx.Node, orders: tuple[Sequence[fx.Node], Sequence[fx.Node]],
     leaves: frozenset[fx.Node], sample: Sample, learns: Callable[[fx.Node], bool],
 ) -> list[tuple[str, Tensor, Tensor]]:  # fmt: skip
-    """What is compared, as (name, value on one device, value on ranks)."""
+    """What is compared, as (name, value before, value on ranks). The graph may be one for ranks of other axes
+    already, which have values of their own before and after."""
     ranks = graph.ranks
     assert ranks is not None
     begins = [n for n in orders[0] if n in leaves or n.op == "placeholder"]
     with torch.set_grad_enabled(graph.gradients):
-        given = {n: sample.draw(n, learns(n)) for n in begins if isinstance(n.meta["val"], Tensor)}
-        (wanted,) = sample.evaluate(orders[0], given, old)
-        start, copies = _begin(graph, ranks, orders[1], given, sample)
-        known = sample.known(orders[1], start)
-        (results,) = run_on_ranks(orders[1], known, (new,), sample.oracle.compute, ranks.count)
-        found = results if isinstance(results, PerRank) else PerRank([results] * ranks.count)
-        pairs = [("value", wanted, one) for one in found]
-        if graph.gradients and wanted.is_floating_point():
-            weight = torch.randn(wanted.shape, generator=sample.generator, dtype=torch.float64)
-            inputs = {n: t for n, t in given.items() if t.requires_grad}
-            mine = _gradients(wanted, weight, list(inputs.values()))
-            together_ = torch.stack([torch.where(r.isfinite(), r, 0.0) for r in found])
-            first = {n: copies.get(n, t) for n, t in inputs.items()}
-            every = [*first.values(), *(inputs[n] for n in copies)]
-            theirs = _gradients(together_, weight.expand_as(together_), every)
-            sums = dict(zip(first, theirs, strict=False))
-            for n, extra in zip(copies, theirs[len(first) :], strict=True):
-                sums[n] = sums[n] + extra
-            pairs += [(f"gradient for {n}", a, sums[n]) for n, a in zip(inputs, mine, strict=True)]
-    return pairs
+        drawn = {
+            n: sample.draw(n, learns(n)) for n in begins
+            if isinstance(n.meta["val"], Tensor) and not _is_places(graph, n)
+        }  # fmt: skip
+        sides = []
+        for order, node, at in zip(orders, (old, new), (ranks.before, ranks), strict=True):
+            start, copies = _begin(graph, at, order, drawn, sample)
+            (results,) = run_on_ranks(order, sample.known(order, start), (node,), sample.oracle.compute, at)
+            found = results if isinstance(results, PerRank) else PerRank([results] * at.count)
+            sides.append([("value", found), *_learned(found, drawn, copies, graph.gradients)])
+    each = ranks.count // ranks.before.count
+    return [
+        (what, wanted, mine)
+        for (what, theirs), (_, ours) in zip(*sides, strict=True)
+        for number, mine in enumerate(ours)
+        for wanted in (theirs[number // each],)
+    ]
+
+
+def _learned(
+    found: Sequence[Tensor], drawn: Mapping[fx.Node, Tensor], copies: Mapping[fx.Node, PerRank], learns: bool
+) -> Iterator[tuple[str, Sequence[Tensor]]]:
+    """The gradients of what the ranks begin with, of every rank: that of its own copy, and of the parts that
+    ranks have of it."""
+    if not (learns and found[0].is_floating_point()):
+        return
+    generator = torch.Generator().manual_seed(len(drawn))
+    weight = torch.randn(found[0].shape, generator=generator, dtype=torch.float64)
+    inputs = {n: t for n, t in drawn.items() if t.requires_grad}
+    together = torch.stack([torch.where(r.isfinite(), r, 0.0) for r in found])
+    flat = [t for n in inputs for t in (inputs[n], *copies.get(n, ()))]
+    grads = iter(_gradients(together, weight.expand_as(together), flat))
+    for n in inputs:
+        of_parts = next(grads)
+        own = [next(grads) for _ in copies.get(n, ())] or [torch.zeros_like(of_parts)] * len(found)
+        yield f"gradient for {n}", [of_parts + g for g in own]
+
+
+def _is_places(graph: ProgramGraph, node: fx.Node) -> bool:
+    told = _given(graph).get(node)
+    return told is not None and told.kind == "places"
 
 
 def _begin(
     graph: ProgramGraph, ranks: Ranks, order: Sequence[fx.Node], given: Mapping[fx.Node, Tensor],
     sample: Sample,
-) -> tuple[dict[fx.Node, Any], dict[fx.Node, Tensor]]:  # fmt: skip
-    """What the ranks begin with, and rank 0's copy of every tensor that all ranks have whole: the gradient of
+) -> tuple[dict[fx.Node, Any], dict[fx.Node, PerRank]]:  # fmt: skip
+    """What the ranks begin with, and their copies of every tensor that all ranks have whole: the gradient of
     such a tensor is the one that a rank has of its own copy."""
     placeholders = _given(graph)
     by_name = {i.name: n for n, i in placeholders.items() if i.kind == "parameter"}
     start: dict[fx.Node, Any] = {}
-    copies: dict[fx.Node, Tensor] = {}
+    copies: dict[fx.Node, PerRank] = {}
     for node in order:
         told = placeholders.get(node)
-        if told is not None and told.kind == "shard":
-            shard = ranks.shards[told.name]
-            whole = given.get(by_name[shard.parameter])
-            whole = sample.draw(by_name[shard.parameter]) if whole is None else whole
-            start[node] = PerRank(shard.of(whole, rank) for rank in range(ranks.count))
-        elif told is not None and told.kind == "places":
-            start[node] = PerRank(ranks.places[told.name])
-        elif node in given:
+        if node in given:
             tensor = given[node]
             if not tensor.requires_grad:
                 start[node] = tensor
                 continue
             every = PerRank(tensor.detach().requires_grad_() for _ in range(ranks.count))
-            start[node], copies[node] = every, every[0]
+            start[node], copies[node] = every, every
+        elif told is not None and told.kind == "shard":
+            shard = ranks.shards[told.name]
+            whole = given.get(by_name[shard.parameter])
+            whole = sample.draw(by_name[shard.parameter]) if whole is None else whole
+            start[node] = parts_of(shard, whole, ranks)
+        elif told is not None and told.kind == "places":
+            numbers = ranks.places[told.name]
+            start[node] = PerRank(ranks.of_each(numbers.group, list(numbers.of)))
     return start, copies
+
+
+def parts_of(shard: Shard, whole: Tensor, ranks: Ranks) -> PerRank:
+    """The parts that ranks have of a parameter. Ranks that have the same part of another axis have equal
+    gradients of it, so only the first of them tells the parameter."""
+    own = [shard.of(whole, place) for place in range(len(shard.places[0]))]
+    parts = ranks.of_each(shard.group, own)
+    firsts = zip(parts, ranks.is_first(shard.group), strict=True)
+    return PerRank(p if first else p.detach().requires_grad_(p.requires_grad) for p, first in firsts)

@@ -61,15 +61,15 @@ class TokenAxis:
     """The token axis of one graph.
 
     Args:
-        token: the size that counts tokens.
+        token: the size that counts tokens. group: the process group of the ranks that divide them.
 
     Attributes:
         axes: of every divided value, its dimensions as digits. uses: what it is computed from.
         whole: of values with tokens that are computed whole, why.
     """
 
-    def __init__(self, graph: ProgramGraph, meaning: Meaning, token: Expr) -> None:
-        self.graph, self.meaning = graph, meaning
+    def __init__(self, graph: ProgramGraph, meaning: Meaning, token: Expr, group: str) -> None:
+        self.graph, self.meaning, self.group = graph, meaning, group
         self.space = Space(E.var("t", token), None)
         self.axes: dict[fx.Node, Axes] = {}
         self.uses: dict[fx.Node, Uses | AttentionUses] = {}
@@ -87,7 +87,7 @@ class TokenAxis:
     def _note_input(self, node: fx.Node, given: Input) -> None:
         if given.kind == "argument":
             self._called.add(node)
-        if given.kind in ("parameter", "weights"):
+        if given.kind in ("parameter", "shard", "weights"):
             self._learned.add(node)
 
     def _note(self, node: fx.Node) -> None:
@@ -132,7 +132,7 @@ class TokenAxis:
         Raises:
             Unplaced: it mixes tokens, or nothing is known of it.
         """
-        if node.target in COLLECTIVES:
+        if node.target in COLLECTIVES and node.args[-1] == self.group:
             raise Unplaced("queries of another sequence see it")
         dropped = dropout_of(node)
         source: Any = None if dropped is None else dropped.args[0]

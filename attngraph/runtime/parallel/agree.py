@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.errors import DisagreementError
-from attngraph.runtime.parallel.mesh import TensorAxis
+from attngraph.ir.graph.printer import format_file
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.runtime.parallel.mesh import RankMesh
 
 
-def agree(axis: TensorAxis, what: str, text: str) -> None:
+def agree(mesh: RankMesh, what: str, text: str) -> None:
     """Check that `text` is the same on all ranks; `what` says what it describes.
 
     Raises:
@@ -27,13 +29,25 @@ def agree(axis: TensorAxis, what: str, text: str) -> None:
     """
     digest = hashlib.sha256(text.encode()).digest()
     number = int.from_bytes(digest[:8], "little", signed=True)
-    found = axis.gathered(torch.tensor([number]))
+    found = mesh.gathered(torch.tensor([number]))
     if bool((found == found[0]).all()):
         return
-    texts: list[Any] = [None] * axis.count
-    torch.distributed.all_gather_object(texts, text[:_SHOWN], group=axis.mesh.get_group())
+    texts = mesh.everything(text[:_SHOWN])
     lines = "\n".join(f"    rank {rank}: {_difference(t, texts)}" for rank, t in enumerate(texts))
     raise DisagreementError(f"the ranks disagree about {what}:\n{lines}")
+
+
+def agree_on_graph(mesh: RankMesh, graph: ProgramGraph) -> None:
+    """Check that a graph and its stages are the same on all ranks. Process groups, which are called otherwise
+    on ranks of other lines of the mesh, are compared by their axis.
+
+    Raises:
+        DisagreementError: they are not; on every rank.
+    """
+    text = "\n".join(line for part in (graph, *graph.stages.values()) for line in format_file(part))
+    for number, axis in enumerate(mesh.axes):
+        text = text.replace(f"'{axis.group}')", f"ranks of axis {number})")
+    agree(mesh, "the graph", text)
 
 
 _SHOWN = 20_000

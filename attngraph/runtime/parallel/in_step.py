@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attngraph.runtime.parallel.agree import agree
-from attngraph.runtime.parallel.mesh import TensorAxis
+from attngraph.runtime.parallel.mesh import RankMesh
 
 
 class InStep:
-    """The ranks of an axis; one device, or ranks simulated in one process, have nobody to agree with."""
+    """The ranks of a mesh; one device, or ranks simulated in one process, have nobody to agree with."""
 
-    def __init__(self, axis: TensorAxis | None = None) -> None:
-        self.axis = axis if axis is not None and axis.mesh is not None and axis.count > 1 else None
+    def __init__(self, mesh: RankMesh | None = None) -> None:
+        self.mesh = mesh if mesh is not None and not mesh.is_simulated and mesh.count > 1 else None
 
     def agree(self, what: str, *given: Any) -> None:
         """Check that all ranks make this call, with equal tensors.
@@ -31,20 +31,21 @@ class InStep:
         Raises:
             DisagreementError: they do not; on every rank.
         """
-        if self.axis is not None and self.axis.config.agree:
-            agree(self.axis, "the call", f"{what}\n{described(given)}")
+        if self.mesh is not None and self.mesh.config.agree:
+            agree(self.mesh, "the call", f"{what}\n{described(given)}")
 
     def whose(self, rank: tuple[int, int]) -> str:
         """Whose part of what was cached a state has, as ranks can compare it."""
-        own = self.axis is None or rank == (self.axis.rank, self.axis.count)
+        own = self.mesh is None or rank == (self.mesh.rank, self.mesh.count)
         return "a state of this rank" if own else "a state of another rank"
 
     def lead(self, decided: Tensor) -> Tensor:
         """What rank 0 decided; a tensor of the same shape and dtype on every rank."""
-        if self.axis is None:
+        if self.mesh is None:
             return decided
-        found = decided.detach().clone().contiguous().to(self.axis.mesh.device_type)
-        torch.distributed.broadcast(found, group=self.axis.mesh.get_group(), group_src=0)
+        found = decided.detach().clone().contiguous().to(self.mesh.axes[0].mesh.device_type)
+        for axis in self.mesh.axes:
+            torch.distributed.broadcast(found, group=axis.mesh.get_group(), group_src=0)
         return found.to(decided.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -54,43 +55,83 @@ class SimulatedMesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorAxis:
-    """The ranks among which tensors are divided: by heads, hidden units and vocabulary, or by `tokens`.
-
-    `mesh` is their one-dimensional DeviceMesh, None where they are simulated; `group` the name of their
-    process group.
-    """
+class MeshAxis:
+    """One axis of a mesh: its ranks, the name of their process group, and their one-dimensional DeviceMesh
+    (None where they are simulated)."""
 
     count: int
     group: str
-    config: ShardConfig
     mesh: Any = None
-    tokens: bool = False
+
+    def everything(self, own: Any) -> list[Any]:
+        """An object of every rank of the axis."""
+        found: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(found, own, group=self.mesh.get_group())
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMesh:
+    """The ranks that run a model together: those of `tensor` divide heads, hidden units and vocabulary, those
+    of `context` tokens."""
+
+    config: ShardConfig
+    tensor: MeshAxis | None = None
+    context: MeshAxis | None = None
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        return tuple(axis for axis in (self.tensor, self.context) if axis is not None)
+
+    @property
+    def count(self) -> int:
+        return math.prod(axis.count for axis in self.axes)
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.axes[0].mesh is None
 
     @property
     def holds_parts(self) -> bool:
         """Whether each rank holds a part of the parameters, as DTensors. Ranks that divide tokens use all
         parameters, and add up what they learn of them."""
-        return self.mesh is not None and self.config.parameters == "sharded" and not self.tokens
+        return self.tensor is not None and not self.is_simulated and self.config.parameters == "sharded"
+
+    def place(self, group: str) -> int:
+        """Where this process is along an axis."""
+        return int(next(axis for axis in self.axes if axis.group == group).mesh.get_local_rank())
 
     @property
     def rank(self) -> int:
-        return int(self.mesh.get_local_rank())
+        """The number of this process among all, those along the last axis next to each other."""
+        found = 0
+        for axis in self.axes:
+            found = found * axis.count + self.place(axis.group)
+        return found
 
     def gathered(self, numbers: Tensor) -> Tensor:
         """A vector of whole numbers of every rank, `[ranks, n]`."""
-        device = torch.device(self.mesh.device_type)
-        found = [torch.empty_like(numbers, device=device) for _ in range(self.count)]
-        torch.distributed.all_gather(found, numbers.to(device), group=self.mesh.get_group())
-        return torch.stack(found).cpu()
+        device, found = torch.device(self.axes[0].mesh.device_type), numbers.unsqueeze(0)
+        for axis in reversed(self.axes):
+            own = found.to(device)
+            every = [torch.empty_like(own) for _ in range(axis.count)]
+            torch.distributed.all_gather(every, own, group=axis.mesh.get_group())
+            found = torch.cat(every)
+        return found.cpu()
+
+    def everything(self, own: Any) -> list[Any]:
+        """An object of every rank."""
+        found = [own]
+        for axis in reversed(self.axes):
+            found = [one for of_rank in axis.everything(found) for one in of_rank]
+        return found
 
 
-def tensor_axis(mesh: Any, config: ShardConfig) -> TensorAxis | None:
-    """The axis along which a mesh divides tensors; None where it does not.
+def rank_mesh(mesh: Any, config: ShardConfig) -> RankMesh | None:
+    """The axes along which a mesh divides tensors; None where it does not.
 
     Raises:
-        TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config, or it
-        divides tensors in both ways.
+        TypeError: it is no mesh. ValueError: its axes have no names, or not those of the config.
     """
     simulated = isinstance(mesh, SimulatedMesh)
     if not simulated and not _is_device_mesh(mesh):
@@ -103,28 +144,26 @@ def tensor_axis(mesh: Any, config: ShardConfig) -> TensorAxis | None:
         raise ValueError(
             "the axes of the mesh must have names, as in init_device_mesh(..., mesh_dim_names=('tensor',))."
         )
-    usual, found = ShardConfig(), list[TensorAxis]()
+    if config.tensor is not None and config.tensor == config.context:
+        raise ValueError(f"one axis of the mesh, {config.tensor!r}, cannot divide both heads and tokens.")
+    usual, found = ShardConfig(), dict[str, MeshAxis]()
     for field in ("tensor", "context"):
         name = getattr(config, field)
         if name in names:
-            found.append(_axis(mesh, name, config, field == "context"))
+            found[field] = _axis(mesh, name)
         elif name is not None and name != getattr(usual, field):
             raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(names)}.")
-    several = [axis for axis in found if axis.count > 1]
-    if len(several) > 1:
-        raise ValueError(
-            f"the mesh has {several[0].count} ranks along {config.tensor!r} and {several[1].count} along "
-            f"{config.context!r}: heads and tokens are not divided together yet. Leave out one axis."
-        )
-    return next(iter([*several, *found]), None)
+    several = {field: axis for field, axis in found.items() if axis.count > 1}
+    one = dict(list(found.items())[:1])
+    return RankMesh(config, **(several or one)) if found else None
 
 
-def _axis(mesh: Any, name: str, config: ShardConfig, tokens: bool) -> TensorAxis:
+def _axis(mesh: Any, name: str) -> MeshAxis:
     """One axis of a mesh."""
     if isinstance(mesh, SimulatedMesh):
-        return TensorAxis(mesh.axes[name], name, config, None, tokens)
+        return MeshAxis(mesh.axes[name], name)
     axis = mesh[name] if mesh.ndim > 1 else mesh
-    return TensorAxis(axis.size(), axis.get_group().group_name, config, axis, tokens)
+    return MeshAxis(axis.size(), axis.get_group().group_name, axis)
 
 
 def _is_device_mesh(mesh: Any) -> bool:

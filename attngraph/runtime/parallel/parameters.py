@@ -5,7 +5,8 @@ inside of queries, keys and values side by side); everything else is replicated.
 optimiser is made afterwards: compiling replaces the parameters by DTensors, and the first call lets each rank
 keep its part, in the same objects. DTensors have the shapes of the whole parameters, so optimisers, state
 dicts, gradient clipping and checkpoints work. While a graph is traced the model has stand-ins without memory
-in their place.
+in their place. Parameters of a model that was made on `meta` get memory for the rank's part alone
+(`loading.py` fills it).
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from attngraph.errors import PlacementError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Shard
 from attngraph.ir.versions import version_of
-from attngraph.meaning.check.ranks import PerRank
+from attngraph.meaning.check.ranks import PerRank, parts_of
 from attngraph.meaning.placement.table import Table
 from attngraph.runtime.machine import own_tensor
-from attngraph.runtime.parallel.mesh import TensorAxis
+from attngraph.runtime.parallel.mesh import MeshAxis, RankMesh
 
 _WHOLE = "_attngraph_needed_whole"
 """Marks parameters that a graph needs whole on every rank."""
 
 
-def require_undivided(model: nn.Module, axis: TensorAxis) -> None:
+def require_undivided(model: nn.Module, ranks: RankMesh) -> None:
     """Check that nobody else divides the parameters of a model.
 
     Raises:
         PlacementError: a parameter is a DTensor of another mesh, as after `fully_shard`.
     """
+    own = None if ranks.tensor is None else ranks.tensor.mesh
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh != axis.mesh:
+        if mesh is not None and mesh != own:
             placed = ", ".join(map(str, parameter.placements))  # type: ignore[attr-defined]
             raise PlacementError(
                 f"{name} is a DTensor of another mesh already ({placed}), as fully_shard makes them. A "
@@ -48,7 +50,7 @@ def require_undivided(model: nn.Module, axis: TensorAxis) -> None:
             )
 
 
-def replicate(model: nn.Module, axis: TensorAxis) -> None:
+def replicate(model: nn.Module, axis: MeshAxis) -> None:
     """Make the parameters of a model DTensors that every rank has whole: what is divided is known after the
     first trace."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -58,12 +60,13 @@ def replicate(model: nn.Module, axis: TensorAxis) -> None:
         if isinstance(parameter, DTensor):
             continue
         if id(parameter) not in made:
-            whole = DTensor.from_local(parameter.detach(), axis.mesh, [Replicate()], run_check=False)
+            local = _unfilled(parameter, axis.mesh.device_type) if parameter.is_meta else parameter.detach()
+            whole = DTensor.from_local(local, axis.mesh, [Replicate()], run_check=False)
             made[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         store[name] = made[id(parameter)]
 
 
-def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
+def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
     """Let each rank keep of the parameters what the graph says.
 
     Raises:
@@ -95,13 +98,57 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: TensorAxis) -> None:
                 f"changed, it is {found or 'no DTensor'} and needed so.\n"
                 'What to do: shard=ShardConfig(parameters="whole").'
             )
-        part = shard.of(parameter._local_tensor.detach(), axis.rank).contiguous()
+        part = _part(shard, parameter._local_tensor.detach(), axis.mesh.get_local_rank())
         made: Any = DTensor.from_local(
             part, axis.mesh, [wanted], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         # The same object: optimisers refer to it.
         parameter._spec, parameter._local_tensor = made._spec, made._local_tensor
         parameter.grad = None
+    for parameter in owner.parameters():
+        local = getattr(parameter, "_local_tensor", parameter)
+        if has_no_memory(local):
+            local.untyped_storage().resize_(local.numel() * local.itemsize)
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and a device, but no memory for its elements."""
+    return not tensor.is_meta and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def is_unfilled(model: nn.Module) -> bool:
+    """Whether parameters of a model have no memory yet."""
+    return any(has_no_memory(getattr(p, "_local_tensor", p)) for p in model.parameters())
+
+
+def require_contents(model: Any) -> None:
+    """Check that the buffers of a model have contents: masks and positions are derived from them.
+
+    Raises:
+        PlacementError: one is on meta.
+    """
+    for name, buffer in model.named_buffers() if isinstance(model, nn.Module) else ():
+        if buffer.is_meta:
+            raise PlacementError(
+                f"buffer {name} is on meta, and what it holds may decide masks and positions.\nWhat to do: "
+                "put parameters alone on meta, as accelerate.init_empty_weights does, or fill the buffer."
+            )
+
+
+def _part(shard: Shard, whole: Tensor, rank: int) -> Tensor:
+    """A rank's part of a parameter; without contents where the parameter has none."""
+    if not has_no_memory(whole):
+        return shard.of(whole, rank).contiguous()
+    return torch.empty_like(
+        shard.of(torch.empty_like(whole, device="meta"), rank), device=whole.device
+    ).contiguous()
+
+
+def _unfilled(parameter: Tensor, device: Any) -> Tensor:
+    """A tensor of the shape and strides of a parameter, without memory."""
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+    whole.untyped_storage().resize_(0)
+    return whole
 
 
 def _inputs(graph: ProgramGraph) -> set[Input]:
@@ -152,9 +199,8 @@ def stand_ins(owner: nn.Module) -> Iterator[None]:
 
 def _without_memory(parameter: Any) -> nn.Parameter:
     local = getattr(parameter, "_local_tensor", parameter)
-    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=local.dtype, device=local.device)
-    whole.untyped_storage().resize_(0)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=local.dtype, device="meta")
+    return nn.Parameter(_unfilled(whole, local.device), requires_grad=parameter.requires_grad)
 
 
 class Own:
@@ -162,9 +208,9 @@ class Own:
 
     `keeps`: whether parts that are cut out of whole parameters are kept between calls, as decoders need."""
 
-    def __init__(self, graph: ProgramGraph, owner: nn.Module, axis: TensorAxis, keeps: bool = False) -> None:
+    def __init__(self, graph: ProgramGraph, owner: nn.Module, mesh: RankMesh, keeps: bool = False) -> None:
         assert graph.ranks is not None
-        self.axis = axis
+        self.mesh, self.ranks = mesh, graph.ranks
         self._kept: dict[str, tuple[Any, Any]] | None = {} if keeps else None
         inputs = _inputs(graph)
         self._shards = [
@@ -172,16 +218,17 @@ class Own:
             for name, shard in graph.ranks.shards.items()
             if Input("shard", name) in inputs
         ]
-        places = graph.ranks.places.items()
         self._places: dict[str, Any] = {
-            name: PerRank(numbers) if axis.mesh is None else numbers[axis.rank] for name, numbers in places
-        }
+            name: PerRank(graph.ranks.of_each(numbers.group, list(numbers.of))) if mesh.is_simulated
+            else numbers.of[mesh.place(numbers.group)]
+            for name, numbers in graph.ranks.places.items()
+        }  # fmt: skip
 
     def __call__(self) -> dict[str, Any]:
         found = dict(self._places)
         for name, shard, fetch in self._shards:
             parameter = fetch(None)
-            found[name] = parameter if self.axis.holds_parts else self._cut(name, shard, parameter)
+            found[name] = parameter if self.mesh.holds_parts else self._cut(name, shard, parameter)
         return found
 
     def _cut(self, name: str, shard: Shard, parameter: Tensor) -> Any:
@@ -190,14 +237,15 @@ class Own:
         version = None if self._kept is None or torch.is_grad_enabled() else version_of(parameter)
         stamp = parameter.data_ptr(), version, parameter.dtype, parameter.device
         if self._kept is not None and version is not None and name in self._kept:
-            before, part = self._kept[name]
+            before, kept = self._kept[name]
             if before == stamp:
-                return part
-        if self.axis.mesh is None:
-            part = PerRank(shard.of(parameter, rank) for rank in range(self.axis.count))
+                return kept
+        part: Any
+        if self.mesh.is_simulated:
+            part = parts_of(shard, parameter, self.ranks)
         else:
-            whole = torch.ops.attngraph.sum_gradients(parameter, self.axis.group)
-            part = shard.of(whole, self.axis.rank)
+            whole = torch.ops.attngraph.sum_gradients(parameter, shard.group)
+            part = shard.of(whole, self.mesh.place(shard.group))
         if self._kept is not None and version is not None:
             self._kept[name] = stamp, part
         return part

@@ -40,19 +40,19 @@ def simulated(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
 def on_all_ranks(graph: ProgramGraph) -> Callable[..., Sequence[Any]]:
     """The function that computes a graph's results for all ranks: a `PerRank` where they may differ."""
     assert graph.ranks is not None
-    count = graph.ranks.count
+    ranks = graph.ranks
     placeholders = graph.placeholders()
     order = [n for n in graph.graph.nodes if n.op == "call_function"]
     results: Any = graph.graph.output_node().args[0]
 
     def run(*inputs: Any) -> Sequence[Any]:
         given = dict(zip(placeholders, map(_for_all, inputs), strict=True))
-        return run_on_ranks(order, given, list(results), _compute, count)
+        return run_on_ranks(order, given, list(results), _compute, ranks)
 
     def _for_all(value: Any) -> Any:
         if not isinstance(value, Tensor) or not (value.requires_grad and torch.is_grad_enabled()):
             return value
-        return PerRank([value, *(value.detach().requires_grad_() for _ in range(count - 1))])
+        return PerRank([value, *(value.detach().requires_grad_() for _ in range(ranks.count - 1))])
 
     return run
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.ops.cached_attention import CachePlan
 from attngraph.meaning.check.oracle import Exact, Oracle
 from attngraph.meaning.check.ranks import PerRank, run_on_ranks
@@ -52,14 +53,14 @@ class OneRank:
 class AllRanks(OneRank):
     """A graph run for all ranks in this process."""
 
-    def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], count: int) -> None:
+    def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], ranks: Ranks) -> None:
         lists: tuple[Sequence[Any], ...] = (plan.stores, plan.carried, plan.fixed)
         self._names: list[str] = [about.name for every in lists for about in every]
-        self._count = count
-        super().__init__(_of_all(plan, count), own)
+        self._ranks, self._count = ranks, ranks.count
+        super().__init__(_of_all(plan, ranks.count), own)
 
     def exact(self, module: fx.GraphModule) -> Any:
-        return _ExactOnRanks(module, self._count)
+        return _ExactOnRanks(module, self._ranks)
 
     def taken(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         return {
@@ -97,7 +98,7 @@ def _of_all(plan: CachePlan, count: int) -> CachePlan:
 class _ExactOnRanks:
     """Computes a graph in float64 for all ranks; results are those of every rank where they may differ."""
 
-    def __init__(self, module: fx.GraphModule, ranks: int) -> None:
+    def __init__(self, module: fx.GraphModule, ranks: Ranks) -> None:
         self.graph, self.ranks = module.graph, ranks
 
     def run(self, *inputs: Any) -> Sequence[Any]:

@@ -77,6 +77,23 @@ def train_whole(mesh, rank):
     return train(mesh, rank, attngraph.ShardConfig(parameters="whole"))
 
 
+def train_on_both(_, rank):
+    """2 x 2 ranks: heads along one axis, tokens along the other; every rank holds its part of the heads."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    return train(mesh, rank)
+
+
+def disagree_on_both(_, rank):
+    """Of 2 x 2 ranks the last is called otherwise: all say so, those that share no axis with it too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "context"))
+    compiled = attngraph.compile(Block(), mesh=mesh)
+    try:
+        compiled(torch.arange(32).view(2, 16) + (rank == 3))
+    except attngraph.DisagreementError as problem:
+        return str(problem).replace("\n", " ")
+    return "nothing"
+
+
 def checkpoint(mesh, rank):
     """Saved from two ranks, loaded by another model on two ranks, and by one on one device."""
     import torch.distributed.checkpoint as dcp
@@ -97,6 +114,55 @@ def checkpoint(mesh, rank):
     second.load_state_dict(state)
     torch.testing.assert_close(compiled(ids), alone(ids))
     return "loaded"
+
+
+def on_meta(mesh, rank):
+    """A model on meta, filled from safetensors and from a checkpoint: a rank has memory for its part."""
+    import safetensors.torch
+    import torch.distributed.checkpoint as dcp
+
+    folder, ids = sys.argv[4], torch.arange(12).view(2, 6)
+    said = []
+    for packed in (False, True):
+        torch.manual_seed(0)
+        alone = Block(packed=packed)
+        own = {n: t.contiguous() for n, t in alone.state_dict().items()}
+        if rank == 0:
+            safetensors.torch.save_file(own, f"{folder}.{packed}.safetensors")
+            dcp.save(own, checkpoint_id=f"{folder}.{packed}.checkpoint", no_dist=True)
+        dist.barrier()
+        for checkpoint in (False, True)[: 1 if packed else 2]:
+            with torch.device("meta"):
+                model = Block(packed=packed)
+            compiled = attngraph.compile(model, mesh=mesh)
+            try:
+                compiled(ids)
+            except attngraph.PlacementError as problem:
+                assert "have not been loaded" in str(problem), problem
+            compiled.place(ids)
+            assert len(compiled._graphs) == 1
+            if checkpoint:
+                state = model.state_dict()
+                dcp.load(state, checkpoint_id=f"{folder}.{packed}.checkpoint")
+            else:
+                attngraph.load_weights(model, f"{folder}.{packed}.safetensors")
+            torch.testing.assert_close(compiled(ids), alone(ids))
+            assert len(compiled._graphs) == 1, "the call is the one that was placed"
+            stored = sum(p._local_tensor.untyped_storage().size() // 4 for p in model.parameters())
+            said.append(f"held {stored} reported {compiled.report.ranks.parameters}")
+    with torch.device("meta"):
+        model = Block()
+        model.register_buffer("table_of_places", torch.arange(4))
+    try:
+        attngraph.compile(model, mesh=mesh).place(ids)
+    except attngraph.PlacementError as problem:
+        assert "buffer table_of_places is on meta" in str(problem), problem
+    try:
+        attngraph.load_weights(nn.Linear(2, 2), f"{folder}.False.safetensors")
+        said.append("nothing")
+    except attngraph.PlacementError as problem:
+        said.append(str(problem))
+    return "; ".join(said)
 
 
 class Received:

@@ -1,0 +1,1 @@
+"""What passes that divide a graph among ranks have in common."""
