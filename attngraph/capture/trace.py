@@ -42,6 +42,7 @@ from attngraph.capture.size_formulas import SizeProblem, short_formulas
 from attngraph.capture.stack_traces import whole_stack_traces
 from attngraph.capture.state import Snapshot, has_hooks, hooks_that_run
 from attngraph.capture.structure import flatten
+from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import Output, ProgramGraph
 from attngraph.ir.graph.source import short_path
@@ -141,6 +142,7 @@ def _export(
         _without_looking_at_masks(),
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
+        code_written_when_called(),
         equal_calls_inferred_once(),
         equal_formulas_computed_once(),
         short_formulas(kept),
