@@ -45,8 +45,8 @@ def follows_from_sizes(formula: Any) -> bool:
 
 def _asking_once(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     """Torch forgets what a formula is in the example whenever it notes another condition on sizes. The answer
-    stays the same, and so does the condition that was noted with it. Where it notes none, what the formula is in
-    the example is the answer, which torch would first try to prove for all sizes."""
+    stays the same, and so does the condition that was noted with it. Where it notes none, what the formula
+    is in the example is the answer, which torch would first try to prove for all sizes."""
     known: dict[Any, Any] = {}
 
     def evaluated(

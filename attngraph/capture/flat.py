@@ -32,8 +32,8 @@ from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 
 @contextlib.contextmanager
 def _sizes_recorded_when_needed() -> Iterator[None]:
-    """Let torch record arithmetic with sizes where an operation needs its result. (Each step of a long chain of
-    sizes is then recorded by a call within that of the next.)"""
+    """Let torch record arithmetic with sizes where an operation needs its result. (Each step of a long chain
+    of sizes is then recorded by a call within that of the next.)"""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 5_000))
     try:

@@ -94,7 +94,7 @@ def capture(
     # torch.export replaces a module's lists and dicts by copies.
     kept = Snapshot([target, *things(leaves)])
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), code_written_when_called():
             warnings.simplefilter("ignore")
             shapes = tuple(
                 {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
@@ -142,7 +142,6 @@ def _export(
         _without_looking_at_masks(),
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
-        code_written_when_called(),
         equal_calls_inferred_once(),
         equal_formulas_computed_once(),
         short_formulas(kept),

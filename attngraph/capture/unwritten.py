@@ -1,7 +1,7 @@
 """Within one trace, the Python code of a graph is written when the graph is first called.
 
-Torch writes and compiles it after each of its own rewrites, which takes long for many layers, and nothing of a
-trace calls it. Used by `trace.py`.
+Torch writes and compiles it after each of its own rewrites, which takes long for many layers, and nothing
+of a trace calls it. Used by `trace.py`.
 """
 
 from __future__ import annotations
