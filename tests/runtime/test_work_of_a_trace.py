@@ -1,5 +1,5 @@
-"""What a trace leaves undone, because nothing needs it: code of graphs, sizes that no operation takes, proofs of
-what is asked about the example alone."""
+"""What a trace leaves undone, because nothing needs it: code of graphs, sizes that no operation takes, proofs
+of what is asked about the example alone."""
 
 from __future__ import annotations
 
