@@ -57,6 +57,11 @@ class _Reassociation:
         self.recogniser = Recogniser(self.meaning, graph.gradients)
         arguments = zip(graph.placeholders(), graph.inputs, strict=True)
         self.weights = {node for node, given in arguments if given.kind != "argument"}
+        for node in graph.graph.nodes:
+            inputs = filter(self.meaning.is_tensor, node.all_input_nodes)
+            made = node.op == "call_function" and node.target is not aten.ones.default
+            if made and self.meaning.is_tensor(node) and self.weights.issuperset(inputs):
+                self.weights.add(node)
 
     def run(self) -> Outcome:
         outcome = Outcome()
@@ -65,7 +70,7 @@ class _Reassociation:
         for node in list(self.graph.graph.nodes):
             try:
                 if linear.is_root(self.meaning, node):
-                    claim = linear.examine(self.recogniser, node, self._ones(node, ones), self._is_weight)
+                    claim = linear.examine(self.recogniser, node, self._ones(node, ones), self.weights)
                     if isinstance(claim, Attention):
                         claim = self._why_not(claim) or claim if self._is_of_tokens(claim) else None
                     if isinstance(claim, Refusal):
@@ -104,7 +109,7 @@ class _Reassociation:
         """Whether neither keys nor values are parameters: layers in a row are linear in the tokens as they
         are."""
         bases = (b for o in (claim.k, claim.v) for b in o.bases)
-        return bool(claim.scores) and not any(map(self._is_weight, bases))
+        return bool(claim.scores) and self.weights.isdisjoint(bases)
 
     def _why_not(self, claim: Attention) -> Refusal | None:
         """Why the linear form does not apply, or costs more; for symbolic lengths it counts as cheaper."""
@@ -124,16 +129,6 @@ class _Reassociation:
         )
         dearer = 2 * (q + k) * d * e >= q * k * (d + e)
         return Refusal("it would take more operations at these sizes") if dearer else None
-
-    def _is_weight(self, node: fx.Node) -> bool:
-        """Whether a tensor is computed from the model's own tensors alone (a vector of ones does not
-        count)."""
-        if node.target is aten.ones.default:
-            return False
-        if node.op == "placeholder":
-            return node in self.weights
-        inputs = [n for n in node.all_input_nodes if self.meaning.is_tensor(n)]
-        return all(map(self._is_weight, inputs))
 
     def _alone(self, claims: list[Attention]) -> list[Attention]:
         """The claims whose scores have no other use."""

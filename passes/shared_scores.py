@@ -16,7 +16,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, dependence, operands_first
+from attngraph.ir.graph.program_graph import ProgramGraph, operands_first
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
@@ -55,8 +55,15 @@ class Found:
 def used_elsewhere(graph: ProgramGraph, meaning: Meaning, found: Sequence[Found]) -> dict[fx.Node, str]:
     """For each node, the use for which its weights or scores would still be computed after fusing all of
     them; nodes without such a use are left out."""
-    view = dependence(graph.graph)
-    view.remove_nodes_from([each.node for each in found])
+    fused = {each.node for each in found}
+    view = nx.DiGraph()  # from weights and scores to all that is computed from them
+    waiting = [start for each in found for start in each.starts if start not in fused]
+    while waiting:
+        node = waiting.pop()
+        users = node.users.keys() - fused
+        waiting += [user for user in users if user not in view]
+        view.add_node(node)
+        view.add_edges_from((node, user) for user in users)
     reasons = {each.node: _other_use(graph, view, meaning, each, found) for each in found}
     return {node: reason for node, reason in reasons.items() if reason is not None}
 

@@ -6,6 +6,7 @@ is. What a decorator makes of a function counts with the function.
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import types
@@ -52,6 +53,14 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from nested(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code looks up among globals, or imports. (`co_names` has attributes as well.)"""
+    looks_up = ("GLOBAL", "NAME", "IMPORT")
+    found = (i.argval for i in dis.get_instructions(code) if any(word in i.opname for word in looks_up))
+    return tuple(dict.fromkeys(found))
 
 
 def functions_of(value: Any) -> list[types.FunctionType]:

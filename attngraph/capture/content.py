@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.code import code_digest, digest, functions_of, nested
+from attngraph.capture.code import code_digest, digest, functions_of, globals_in, nested
 from attngraph.capture.state import (
     _HOOKS,
     _MODULES_OWN,
@@ -359,8 +359,8 @@ def described(name: str, state: Content, about: Content) -> str | None:
     own._classes = about._classes
     for number, function in enumerate(functions):
         own.visit(f"{name}.{number}", function)
-        names = _names_in(function)
-        for global_name in names:
+        of_globals, names = _names_in(function)
+        for global_name in of_globals:
             if global_name in function.__globals__:
                 _bound(own, global_name, function.__globals__[global_name], names)
             elif global_name in sys.modules:  # imported by the function itself
@@ -373,13 +373,15 @@ def described(name: str, state: Content, about: Content) -> str | None:
     return digest("\n".join(f"{path} {text}" for path, text in own.lines.items()))
 
 
-def _names_in(function: types.FunctionType) -> dict[str, None]:
-    """The names that a function may look up: in its code, or as a text (`getattr(module, "name")`)."""
-    found: dict[str, None] = {}
+def _names_in(function: types.FunctionType) -> tuple[dict[str, None], dict[str, None]]:
+    """The names that a function may look up, in its code or as a text (`getattr(module, "name")`): those that
+    may be globals, and all."""
+    of_globals, all_names = dict[str, None](), dict[str, None]()
     for code in nested(function.__code__):
-        found |= dict.fromkeys(code.co_names)
-        found |= dict.fromkeys(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
-    return found
+        texts = dict.fromkeys(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+        of_globals |= dict.fromkeys(globals_in(code)) | texts
+        all_names |= dict.fromkeys(code.co_names) | texts
+    return of_globals, all_names
 
 
 def _functions_named(name: str, state: Content, about: Content) -> list[types.FunctionType]:

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import sympy
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
@@ -44,15 +45,21 @@ def follows_from_sizes(formula: Any) -> bool:
 
 def _asking_once(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     """Torch forgets what a formula is in the example whenever it notes another condition on sizes. The answer
-    stays the same, and so does the condition that was noted with it."""
+    stays the same, and so does the condition that was noted with it. Where it notes none, what the formula
+    is in the example is the answer, which torch would first try to prove for all sizes."""
     known: dict[Any, Any] = {}
 
-    def evaluated(env: Any, formula: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluated(
+        env: Any, formula: Any, hint: Any = None, node: Any = None, oblivious: bool = False, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         if not follows_from_sizes(formula):
-            return evaluate(env, formula, *args, **kwargs)
-        key = env, formula, args, tuple(kwargs.items()), env._suppress_guards_tls()
+            return evaluate(env, formula, hint, node, oblivious, *args, **kwargs)
+        if env._suppress_guards_tls() and hint is not None and type(hint) in _NUMBERS and not oblivious:
+            return sympy.sympify(hint)
+        key = env, formula, hint, node, oblivious, args, tuple(kwargs.items()), env._suppress_guards_tls()
         if key not in known:
-            known[key] = evaluate(env, formula, *args, **kwargs)
+            known[key] = evaluate(env, formula, hint, node, oblivious, *args, **kwargs)
         return known[key]
 
     return evaluated

@@ -12,11 +12,13 @@ import enum
 import functools
 import inspect
 import io
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
@@ -26,6 +28,19 @@ from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
 from attngraph.capture.state import Place, Snapshot
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
+
+
+@contextlib.contextmanager
+def _sizes_recorded_when_needed() -> Iterator[None]:
+    """Let torch record arithmetic with sizes where an operation needs its result. (Each step of a long chain
+    of sizes is then recorded by a call within that of the next.)"""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 5_000))
+    try:
+        with maybe_enable_thunkify():
+            yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 @dataclasses.dataclass
@@ -94,6 +109,7 @@ class Flat(nn.Module):
             effects.watch(self.trace.target, things(leaves), self._originals),
             watch,
             self.trace.checks.watch(),
+            _sizes_recorded_when_needed(),
             recorded(),
         ):
             result = target(*args, **kwargs)

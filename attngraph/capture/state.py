@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import _AttrProxy
 from torch.nn.parameter import is_lazy
 
+from attngraph.capture.code import globals_in
 from attngraph.ir import budgets
 
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -305,7 +306,7 @@ class _Walk:
                 self.visit(inner, depth)
 
     def module(self, module: nn.Module, depth: int) -> None:
-        found = self.found
+        found, own = self.found, vars(module)
         found += (id(module), module.training)
         self.kind(type(module))
         for store in (module._parameters, module._buffers):
@@ -314,20 +315,25 @@ class _Walk:
                     found.append((name, None))
                     continue
                 # Weights may be replaced by similar ones; only which modules share a weight matters.
-                order = self.seen.setdefault(id(tensor), len(self.seen))
-                shape = () if is_lazy(tensor) else tuple(tensor.shape)
+                order, lazy = self.seen.setdefault(id(tensor), len(self.seen)), is_lazy(tensor)
+                shape = () if lazy else tuple(tensor.shape)
                 wants = store is module._buffers and tensor.requires_grad
-                found.append((name, order, tensor.dtype, tensor.device, shape, is_lazy(tensor), wants))
-        for hooks in _HOOKS:
-            found += (id(hook) for hook in getattr(module, hooks).values())
+                found.append((name, order, tensor.dtype, tensor.device, shape, lazy, wants))
+        for hooks in filter(None, map(own.__getitem__, _HOOKS)):
+            found += map(id, hooks.values())
         whole, around = Place(module, ""), self.at
-        own = vars(module)
-        self.containers += ((whole, s) for s in (own, module._parameters, module._buffers, own["_modules"]))
-        for name, value in tuple(own.items()):  # another thread's call may set a new one
-            if name not in _MODULES_OWN and (id(module), name) not in self.left_out:
+        self.containers += [
+            (whole, own), (whole, module._parameters), (whole, module._buffers), (whole, own["_modules"])
+        ]  # fmt: skip
+        for name in _set_by_user(tuple(own)):
+            if (id(module), name) not in self.left_out:
+                value = own.get(name)  # another thread's call may remove it
                 found.append(name)
-                self.at = Place(module, name)
-                self.visit(value, depth)
+                if type(value) in _PLAIN:
+                    found.append(value)
+                else:
+                    self.at = Place(module, name)
+                    self.visit(value, depth)
         self.at = around
         for name, child in module._modules.items():
             found.append(name)
@@ -346,7 +352,7 @@ class _Walk:
             except ValueError:
                 self.found.append("empty")
         names = function.__code__.co_names
-        for name in _globals_of(function.__code__):
+        for name in globals_in(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 around, self.at = self.at, Place(function, name)
@@ -369,10 +375,9 @@ class _Walk:
 
 
 @lru_cache(maxsize=4096)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code looks up among globals. (`co_names` has those of attributes as well.)"""
-    found = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(dict.fromkeys(found))
+def _set_by_user(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the names of a module's attributes those that not every module has."""
+    return tuple(name for name in names if name not in _MODULES_OWN)
 
 
 @lru_cache(maxsize=4096)

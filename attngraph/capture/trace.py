@@ -42,6 +42,7 @@ from attngraph.capture.size_formulas import SizeProblem, short_formulas
 from attngraph.capture.stack_traces import whole_stack_traces
 from attngraph.capture.state import Snapshot, has_hooks, hooks_that_run
 from attngraph.capture.structure import flatten
+from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import Output, ProgramGraph
 from attngraph.ir.graph.source import short_path
@@ -93,7 +94,7 @@ def capture(
     # torch.export replaces a module's lists and dicts by copies.
     kept = Snapshot([target, *things(leaves)])
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), code_written_when_called():
             warnings.simplefilter("ignore")
             shapes = tuple(
                 {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.meaning.attention import linear
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -187,3 +188,25 @@ def test_products_with_joined_products_are_left_without_a_fault() -> None:
     compiled = attngraph.compile(joined)
     assert torch.equal(compiled(x, w, y, u, z, t), joined(x, w, y, u, z, t))
     assert not any("error of the compiler" in note for note in notes(compiled))
+
+
+def test_layers_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in range(3))
+            self.down = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for up, down in zip(self.up, self.down, strict=True):
+                x = x + down(F.gelu(up(x)))
+            return x
+
+    looked_into: list[object] = []
+    find = linear.dots.find_dot
+    monkeypatch.setattr(linear.dots, "find_dot", lambda *a: (looked_into.append(a), find(*a))[1])
+    compiled, x = attngraph.compile(Residual(), min_scores=0), torch.randn(2, 5, 16)
+    compiled(x)
+    assert not looked_into and not notes(compiled)
+    attngraph.compile(plain, min_scores=0)(*qkv(7))
+    assert looked_into

@@ -71,3 +71,23 @@ def test_of_thousands_of_modules_only_those_of_the_codes_files_are_resolved(
     found, lost = content.code_behind([code], content.Content())
     assert [name for name, _ in found] == ["attngraph.models.targets:tiny_decoder_lm"] and not lost
     assert {os.path.basename(path) for path in resolved} == {os.path.basename(code.co_filename)}
+
+
+size = 3
+named = 4
+
+
+def uses_a_name_as_an_attribute(x: torch.Tensor) -> int:
+    return x.size(0) + getattr(x, "named", 0)
+
+
+def test_a_name_that_code_uses_as_an_attribute_is_no_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    def described() -> str | None:
+        name = f"{__name__}:{uses_a_name_as_an_attribute.__name__}"
+        return content.described(name, content.Content(), content.Content())
+
+    before = described()
+    monkeypatch.setitem(globals(), "size", 5)
+    assert before is not None and described() == before
+    monkeypatch.setitem(globals(), "named", 5)  # a text may be the name of a global
+    assert described() != before

@@ -77,15 +77,18 @@ class _Sizes:
 
     def __init__(self, names: dict[str, str]) -> None:
         self.names = names
+        self._texts: dict[Any, str] = {}
 
     def __call__(self, value: Any) -> str:
         formula = value.node.expr if isinstance(value, _SYMBOLIC) else value
         if not isinstance(formula, sympy.Basic):
             return str(value)
-        for name in _appearing(formula):
-            self.names.setdefault(name, f"s{len(self.names)}")
-        symbols = formula.free_symbols
-        return _renamed(formula, frozenset((s, self.names[str(s)]) for s in symbols if str(s) in self.names))
+        if formula not in self._texts:
+            for name in _appearing(formula):
+                self.names.setdefault(name, f"s{len(self.names)}")
+            known = (s for s in formula.free_symbols if str(s) in self.names)
+            self._texts[formula] = _renamed(formula, frozenset((s, self.names[str(s)]) for s in known))
+        return self._texts[formula]
 
 
 @functools.lru_cache(maxsize=1 << 14)

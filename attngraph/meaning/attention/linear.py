@@ -7,7 +7,7 @@ Without an exponential in between, the sum over keys can be taken first, at a co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Set
 
 from torch import fx
 
@@ -45,21 +45,22 @@ NOT_LINEAR = f"its weights are a function of the scores other than a multiple, {
 
 
 def examine(
-    recogniser: Recogniser, node: fx.Node, ones: fx.Node | None, is_weight: Callable[[fx.Node], bool]
+    recogniser: Recogniser, node: fx.Node, ones: fx.Node | None, weights: Set[fx.Node]
 ) -> Attention | Refusal | None:
     """The sum as an attention whose weights are the scores, why it is none, or None where it does not look
     like one.
 
     Args:
         ones: a vector of ones as long as there are keys, for the values of a sum of scores alone.
-        is_weight: whether a tensor follows from the model's own tensors alone: such products are layers.
+        weights: the tensors that follow from the model's own tensors alone: products with these are layers.
     """
     meaning = recogniser.meaning
     try:
         output, at = meaning.places(node)
-        lifted = meaning.lift(
-            meaning.element(node, at), lambda r: _is_scores(recogniser, r.value), most=budgets.FORMULA_WORDS
-        )
+        own = meaning.element(node, at)
+        if any(_is_layer(n, weights) for n in E.walk(own)):
+            return None
+        lifted = meaning.lift(own, lambda r: _is_scores(recogniser, r.value), most=budgets.FORMULA_WORDS)
     except Unliftable:
         return None
     factors = factors_of(lifted)
@@ -87,7 +88,7 @@ def examine(
         score = M.substitute(scores, spelled)
         if not is_product(meaning, scores) or len(values) != 1 or values[0].op != "read":
             sides = (dot.q[-1][0], dot.k[-1][0])
-            if not any(is_weight(side.value) for side in sides) and dot.q[0][0].free - set(dot.inner):
+            if not any(side.value in weights for side in sides) and dot.q[0][0].free - set(dot.inner):
                 once = is_product(meaning, scores) and scores not in values
                 refused = Refusal(VARYING if once else NOT_LINEAR)
             continue
@@ -103,6 +104,12 @@ def examine(
         if isinstance(claim, Attention):
             return claim
     return refused
+
+
+def _is_layer(node: Expr, weights: Set[fx.Node]) -> bool:
+    """Whether it is a sum over the places of a tensor that follows from the model's own tensors alone."""
+    reads = (n for n in E.walk(node) if n.op == "read" and n.value in weights) if node.op == "sum" else ()
+    return any(node.args[0] in read.free for read in reads)
 
 
 def is_product(meaning: Meaning, scores: Expr) -> bool:
