@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api import saving
+from attngraph.api.arguments import require_fit
 from attngraph.api.build import compile_graph
 from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers
 from attngraph.api.options import Options
@@ -148,8 +149,10 @@ class CompiledModule(ModelWrapper):
             pieces = pieces or self._pieces.get(key_of(frozenset()))
         if pieces is not None:
             return pieces(*args, **kwargs)
-        if not _takes(self._model, args, kwargs):
-            return self._model(*args, **kwargs)  # raises the error that says what is wrong with the call
+        try:
+            require_fit(self._model, args, kwargs)
+        except TypeError:
+            return self._model(*args, **kwargs)  # raises the error that users know
         try:
             found = self._trace(key_of, tensors, args, kwargs)
         except _Settling:
@@ -234,8 +237,9 @@ class CompiledModule(ModelWrapper):
         """The one graph that serves a call, traced if need be, and the call's tensors; `what` is asked of it.
 
         Raises:
-            CaptureError: there is no such graph.
+            TypeError: the model takes other arguments. CaptureError: there is no such graph.
         """
+        require_fit(self._model, args, kwargs)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():
@@ -431,19 +435,6 @@ def _with_signature_of(model: Callable[..., Any], run: Callable[..., Any]) -> Ca
     with contextlib.suppress(TypeError, ValueError):  # a builtin may have none
         forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
-
-
-def _takes(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the model's forward has parameters for these arguments."""
-    try:
-        signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _in_pieces(problem: CaptureError) -> str:
