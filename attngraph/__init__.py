@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from attngraph.api.convert import HeadsReport as HeadsReport
     from attngraph.api.convert import convert_heads as convert_heads
     from attngraph.api.load import load as load
+    from attngraph.api.plan import plan as plan
     from attngraph.errors import AttnGraphError as AttnGraphError
+    from attngraph.errors import BackendError as BackendError
     from attngraph.errors import CacheError as CacheError
     from attngraph.errors import CaptureError as CaptureError
     from attngraph.errors import ConversionError as ConversionError
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from attngraph.ir.language.score import ScoreProgram as ScoreProgram
     from attngraph.ir.ops.attention import attention as attention
     from attngraph.report.entries import AttentionEntry as AttentionEntry
+    from attngraph.report.plan import Machine as Machine
+    from attngraph.report.plan import Plan as Plan
     from attngraph.report.report import CompileReport as CompileReport
     from attngraph.runtime.cache_config import CacheConfig as CacheConfig
     from attngraph.runtime.decoder import Decoder as Decoder
@@ -63,17 +67,19 @@ _WHERE = {
     "api.compiled": ("CompiledModule",),
     "api.convert": ("ConvertedModel", "HeadsReport", "convert_heads"),
     "api.load": ("load",),
+    "api.plan": ("plan",),
     "report.entries": ("AttentionEntry",),
     "errors": (
-        "AttnGraphError", "CacheError", "CaptureError", "ConversionError", "DisagreementError", "DumpError",
-        "ExportError", "NoDecoderError", "NotFusedError", "PassError", "PlacementError", "SavedError",
-        "TextError", "VerificationError",
+        "AttnGraphError", "BackendError", "CacheError", "CaptureError", "ConversionError",
+        "DisagreementError", "DumpError", "ExportError", "NoDecoderError", "NotFusedError", "PassError",
+        "PlacementError", "SavedError", "TextError", "VerificationError",
     ),
     "exporter.export": ("export",),
     "exporter.report": ("ExportReport",),
     "ir.ops.attention": ("attention",),
     "ir.language.parser": ("parse",),
     "ir.language.score": ("ProgramError", "ScoreProgram"),
+    "report.plan": ("Machine", "Plan"),
     "report.report": ("CompileReport",),
     "runtime.decoder": ("Decoder",),
     "runtime.engine": ("Engine", "Request"),

@@ -60,6 +60,10 @@ class PassError(AttnGraphError):
         self.name, self.file = name, file
 
 
+class BackendError(AttnGraphError, ValueError):
+    """No kernel of the backend that was asked for can compute an attention: says why each cannot."""
+
+
 class NoDecoderError(AttnGraphError):
     """No decoder can be derived from a model: says which operation prevents it, where, and why."""
 

@@ -68,6 +68,10 @@ class _DiffersError(Exception):
     """A claim that does not compute what it would replace."""
 
 
+class _NotBuiltError(Exception):
+    """A claim that no attention op can state; says why."""
+
+
 class _Fusion:
     """One run of the pass on one graph."""
 
@@ -183,7 +187,7 @@ class _Fusion:
         except Exception as problem:
             for builder in reversed(builders):
                 builder.discard()
-            if not isinstance(problem, (NoSize, ProgramError, _DiffersError)):
+            if not isinstance(problem, (NoSize, ProgramError, _DiffersError, _NotBuiltError)):
                 raise
             return Refusal(str(problem))
         return None
@@ -380,6 +384,8 @@ def _build_one(
     """The result of one attention, `[B, Hq, Sq, Dv]`."""
     bases = [base for operand in (claim.q, claim.k, claim.v) for base in operand.bases]
     widest = functools.reduce(torch.promote_types, (n.meta["val"].dtype for n in bases))
+    if not widest.is_floating_point:
+        raise _NotBuiltError(f"its queries, keys and values are whole numbers ({widest})")
     q, k, v = (builder.operand(operand, widest) for operand in (claim.q, claim.k, claim.v))
     leaves += bases
     reads: list[fx.Node] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from attngraph.cli import choices
 from attngraph.exporter import export
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
-COMMANDS = ("compile", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "fuzz")
+COMMANDS = ("compile", "demo", "export", "inspect", "opt", "bisect", "show", "bench", "fuzz", "cache", "plan")
 QUICK = ["--tokens", "24", "--rounds", "1", "--no-torch-compile"]
 
 
@@ -41,6 +43,8 @@ def in_a_folder_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "def raises(): raise KeyError('weights')\n"
         "not_callable = 3\n"
         "def unfit(): return nn.Linear(3, 3), x\n"
+        "def three(): return 1, 2, 3\n"
+        "def stops(): raise SystemExit('no data')\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -322,6 +326,13 @@ def test_a_value_out_of_range_is_exit_code_2_and_says_the_range(
         (["compile", TINY, "--tokens", "16", "--disable", "select-kernels"], "cannot be disabled"),
         (["compile", "own_targets:unfit"], "own_targets:unfit: the model cannot be run on the inputs"),
         (["bisect", "own_targets:unfit"], "own_targets:unfit: the model cannot be run on the inputs"),
+        (["compile", "own_targets:three"], "must return (model, inputs), it returned (int, int, int)."),
+        (["compile", "own_targets:stops"], "own_targets:stops failed: SystemExit: no data"),
+        (["compile", TINY, "--tokens", "16", "--backend", "triton"], "no kernel of triton serves"),
+        (["export", TINY, "-o", "."], "cannot write .: that is a folder."),
+        (["export", TINY, "-o", "/proc/x.pt2"], "cannot write /proc/x.pt2: "),
+        (["opt", "nothing.txt", "-p", "canonicalize"], "cannot read nothing.txt: No such file or directory."),
+        (["fuzz", "--out", "/proc/x"], "--out: cannot write to /proc/x: "),
     ],
 )
 @pytest.mark.usefixtures("in_a_folder_with")
@@ -368,7 +379,42 @@ def test_the_benchmark_of_models_is_the_demo_and_writes_what_it_found(
     (found,) = json.loads(file.read_text())
     assert found["target"] == TINY and found["agreement"]["holds"]
     assert cli.main(["demo", "--no-torch-compile", "--rounds", "1"]) == 0
-    assert "1 models, a few minutes" in capsys.readouterr().err
+    assert "1 model(s), a few minutes" in capsys.readouterr().err
+
+
+def test_the_small_benchmark_of_models_is_tiny_and_says_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    def one(target: str, given: argparse.Namespace, tokens: int) -> tuple[int, dict[str, Any]]:
+        asked.append((target, tokens, given.rounds))
+        return 0, {}
+
+    monkeypatch.setattr("attngraph.cli.demo.compile_target", one)
+    assert cli.main(["bench", "--device", "cpu", "--suite", "models", "--small"]) == 0
+    assert asked[0] == (TINY, 64, 1) and all(tokens <= 128 for _, tokens, _ in asked)
+    assert "2 model(s), under a minute on two cores" in capsys.readouterr().err
+
+
+def test_the_demo_without_transformers_says_first_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("attngraph.cli.demo.compile_target", lambda *_: (0, {}))
+    assert cli.main(["demo"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("attngraph: without GPT-2, which needs transformers")
+    assert not any("gpt2" in line for line in told)
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(gpu, "run", lambda *_, **__: pytest.fail("measured"))
+    assert cli.main(["bench", "--small", "--plot", "x.xyz"]) == 2
+    assert "--plot: x.xyz: the name of a picture may end in" in capsys.readouterr().err
 
 
 def test_why_candidates_were_not_measured_is_told_once() -> None:

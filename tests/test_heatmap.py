@@ -34,6 +34,14 @@ def test_shades_grow_with_the_weight_and_zero_is_blank() -> None:
     assert to_text(torch.tensor([[[0.0, 1.0]]])).splitlines()[1] == "    @@"
 
 
+def test_a_small_weight_is_not_blank_as_a_hidden_key_is() -> None:
+    weights = torch.ones(64, 64).tril().softmax(-1) * torch.ones(64, 64).tril()
+    small = (weights / weights.sum(-1, keepdim=True))[None]  # the last rows have 1/64, the first has 1
+    last = to_text(small, side=64).splitlines()[64]
+    assert last == "  " + ".." * 64
+    assert to_text(small, side=64).splitlines()[32] == "  " + ".." * 32 + "  " * 32
+
+
 def test_what_is_not_a_number_is_crossed_and_said() -> None:
     weights = torch.tensor([[[torch.nan, torch.nan], [0.5, 0.5]]])
     assert "crossed: not a number" in to_svg(weights)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attngraph.api.arguments import require_fit, require_model
 from attngraph.api.build import compile_graph
 from attngraph.api.options import Options
 from attngraph.capture.first_call import once_settled
@@ -69,8 +70,11 @@ def bisect(
     train), without gradients. Results are compared by the rule of `runtime/verify.py`.
 
     Raises:
-        CaptureError: the model cannot be captured whole.
+        TypeError: `model` is not callable, or takes other arguments. CaptureError: the model cannot be
+        captured whole.
     """
+    require_model(model, "attngraph.bisect")
+    require_fit(model, args, {})
     options = options or Options()
     passes = options.pipeline()
     steps: list[BisectionStep] = []

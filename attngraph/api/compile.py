@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from attngraph.api.arguments import require_fit, require_model
 from attngraph.api.build import compile_graph
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.methods import decoder_of
@@ -101,8 +102,7 @@ def compile(
     if model is None:
         given = {k: v for k, v in locals().items() if k not in ("model", "options")}
         return functools.partial(compile, **given)
-    if not callable(model):
-        raise TypeError(f"attngraph.compile takes an nn.Module or a function, found {type(model).__name__}.")
+    require_model(model, "attngraph.compile")
     ranks = options.mesh
     if ranks is not None and isinstance(model, nn.Module):
         require_undivided(model, ranks)
@@ -122,8 +122,11 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
     """The report of compiling `model` for this call; the compiled graph is discarded.
 
     Raises:
-        CaptureError: the model cannot be captured whole and running it in pieces failed too.
+        TypeError: `model` is not callable, or takes other arguments. CaptureError: the model cannot be
+        captured whole and running it in pieces failed too.
     """
+    require_model(model, "attngraph.explain")
+    require_fit(model, args, kwargs)
     with torch.random.fork_rng(devices=[]):
         try:
             return compile_graph(model, args, kwargs, Options()).report

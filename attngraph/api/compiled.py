@@ -20,11 +20,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attngraph.api import saving
+from attngraph.api.arguments import require_fit
 from attngraph.api.build import compile_graph
-from attngraph.api.methods import Generate, bound, generate, is_generated_by_transformers
+from attngraph.api.methods import (
+    Generate,
+    bound,
+    generate,
+    is_generated_by_transformers,
+    with_signature_of,
+)
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
-from attngraph.api.signature import takes, with_signature_of
 from attngraph.api.transformed import is_transformed
 from attngraph.capture.first_call import fills_a_table
 from attngraph.capture.graph_breaks import GraphBreaks
@@ -148,8 +154,10 @@ class CompiledModule(ModelWrapper):
             pieces = pieces or self._pieces.get(key_of(frozenset()))
         if pieces is not None:
             return pieces(*args, **kwargs)
-        if not takes(self._model, args, kwargs):
-            return self._model(*args, **kwargs)  # raises the error that says what is wrong with the call
+        try:
+            require_fit(self._model, args, kwargs)
+        except TypeError:
+            return self._model(*args, **kwargs)  # raises the error that users know
         if self._options.mesh is not None and isinstance(self._model, nn.Module) and is_unfilled(self._model):
             raise PlacementError(
                 "the model was made on meta, and its weights have not been loaded.\nWhat to do: "
@@ -262,8 +270,9 @@ class CompiledModule(ModelWrapper):
         """The one graph that serves a call, traced if need be, and the call's tensors; `what` is asked of it.
 
         Raises:
-            CaptureError: there is no such graph.
+            TypeError: the model takes other arguments. CaptureError: there is no such graph.
         """
+        require_fit(self._model, args, kwargs)
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():

@@ -167,6 +167,8 @@ def convert_heads(
         raise TypeError(f"convert_heads takes an nn.Module, found {type(model).__name__}.")
     if (kv_heads is None) == (groups is None):
         raise ValueError("convert_heads takes either kv_heads or groups.")
+    if kv_heads is not None and not isinstance(kv_heads, int):
+        raise TypeError(f"kv_heads is a number of heads, found {kv_heads!r}.")
     chosen = tuple(sorted(tuple(sorted(map(int, group))) for group in groups or ()))
     kv_heads = len(chosen) if kv_heads is None else kv_heads
     if kv_heads < 1 or not all(chosen):

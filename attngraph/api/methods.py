@@ -8,6 +8,7 @@ decoder.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import logging
@@ -171,3 +172,17 @@ def _reads(function: types.FunctionType) -> tuple[bool, set[str]]:
 
 def _is(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def with_signature_of(model: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as a function with the signature and the docstring of the model's forward: libraries choose
+    arguments by them."""
+    original = model.forward if isinstance(model, nn.Module) else model
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    forward.__doc__ = getattr(original, "__doc__", None)
+    with contextlib.suppress(TypeError, ValueError):  # a builtin may have none
+        forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,9 @@ class Options:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}.")
         known = [step.name for step in (*(self.passes or ()), *PASSES)]
-        if self.min_scores is not None and self.min_scores < 0:
-            raise ValueError(f"min_scores counts scores, so it is at least 0; found {self.min_scores}.")
+        least = self.min_scores
+        if least is not None and (not isinstance(least, int) or least < 0):
+            raise ValueError(f"min_scores counts scores, so it is a whole number from 0 on; found {least!r}.")
         for name in self.disable:
             if name not in known:
                 raise ValueError(f"there is no pass {name!r} to disable; {meant(name, known)}")
@@ -115,16 +116,19 @@ def make_options(
     """Options from the arguments of `attngraph.compile`.
 
     Raises:
-        ValueError: an unknown backend, pass or value of `absorb`, or a mesh without the axis. TypeError:
-        `mesh`
-            is none.
+        ValueError: an unknown backend, pass or value of `absorb`, or a mesh without the axis. TypeError: an
+        option of another type.
     """
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
     if isinstance(passes, str):
         raise ValueError(f"passes takes a sequence, as in passes=({passes!r},).")
+    if not isinstance(passes, Iterable | None):
+        raise TypeError(f"passes takes a sequence of passes or their names, found {type(passes).__name__}.")
     chosen = None if passes is None else tuple(map(_as_pass, passes))
     if isinstance(disable, str):
         raise ValueError(f"disable takes names of passes, as in disable=({disable!r},).")
+    if not isinstance(disable, Iterable) or not all(isinstance(name, str) for name in disable):
+        raise TypeError(f"disable takes names of passes, as in disable=('merge-heads',), found {disable!r}.")
     if mesh is None and shard is not None:
         raise ValueError("shard says what is divided along the axes of a mesh; give the mesh too.")
     ranks = None if mesh is None else rank_mesh(mesh, shard or ShardConfig())

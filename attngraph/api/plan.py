@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from attngraph.api.arguments import require_fit, require_model, require_sequence
 from attngraph.api.build import _rewritten
 from attngraph.api.options import Options
 from attngraph.capture.trace_lock import LOCK
@@ -58,14 +59,22 @@ def plan(
 
     Args:
         inputs: an example, whose number of tokens the figures are for.
+        ranks: how many devices there are. machine: what one of them is.
         group: the largest group of ranks that divide one model; the ranks are as many such groups as fit.
         progress: called with the name of each stage as it starts.
 
     Raises:
         CaptureError: the model cannot be captured as one graph. ValueError: it has no attention.
+        TypeError: an argument is of another kind.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, found {ranks}.")
+    require_model(model, "attngraph.plan")
+    if not isinstance(machine, Machine):
+        raise TypeError(f"machine takes an attngraph.Machine, found {type(machine).__name__}.")
+    require_sequence(inputs, "inputs")
+    require_fit(model, inputs, {})
+    for name, number in (("ranks", ranks), ("group", group)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, found {number!r}.")
     with torch.no_grad(), LOCK.trace():
         return Planner(model, tuple(inputs), progress).plan(ranks, machine, group)
 

@@ -157,7 +157,9 @@ class Folder:
         Raises:
             SavedError: strict.
         """
-        shown = "; ".join(dict.fromkeys(reasons))
+        distinct = list(dict.fromkeys(reasons))
+        more = len(distinct) - _TOLD
+        shown = "; ".join(distinct[:_TOLD]) + (f"; and {more} more" if more > 0 else "")
         if self.strict:
             raise SavedError(f"{self.path} does not fit: {shown}.")
         log.warning("%s does not fit, the model is traced anew: %s", self.path, shown)

@@ -17,6 +17,12 @@ class Bars(NamedTuple):
     log: bool = False
 
 
+def formats() -> list[str]:
+    """How the name of a picture may end, without the dot."""
+    canvas = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase
+    return sorted(canvas.get_supported_filetypes())
+
+
 def draw(bars: Bars, path: Path) -> None:
     """Write the picture; the format follows the file's name.
 

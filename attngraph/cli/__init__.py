@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from attngraph.cli.arguments import parser
 from attngraph.cli.problems import TargetError
-from attngraph.errors import AttnGraphError, DumpError, TextError
+from attngraph.errors import AttnGraphError, BackendError, DumpError, TextError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"attngraph.cli.{options.command}")
         code: int = command.run(options)
         return code
-    except (TargetError, DumpError, TextError) as problem:
+    except (TargetError, BackendError, DumpError, TextError) as problem:
         print(f"attngraph: {problem}", file=sys.stderr)
         return 2
     except AttnGraphError as problem:

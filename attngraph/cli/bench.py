@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,11 +16,10 @@ from typing import Any
 import torch
 
 from attngraph.benchmark import attention_cpu, decoding, gpu, gpu_run, latent, peers, states
-from attngraph.benchmark.plot import Bars, draw
+from attngraph.benchmark.plot import Bars, draw, formats
 from attngraph.cli import demo, scorecard
 from attngraph.cli.arguments import parser
 from attngraph.cli.choices import OTHER_SUITES
-from attngraph.cli.compile import compile_target
 from attngraph.cli.problems import TargetError, check_writable
 from attngraph.cli.progress import Progress
 from attngraph.codegen.triton import store
@@ -65,6 +63,8 @@ def _check(options: argparse.Namespace) -> None:
     check_writable(options.plot, "--plot")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise TargetError('--plot needs matplotlib: pip install "attngraph[plot]"')
+    if options.plot and options.plot.suffix.removeprefix(".").lower() not in formats():
+        raise TargetError(f"--plot: {options.plot}: the name of a picture may end in {', '.join(formats())}.")
     given = [name for name in _ON_A_GPU if getattr(options, name) not in ([], False, math.inf)]
     if given and options.device == "cpu" and not options.small:
         raise TargetError(
@@ -119,10 +119,9 @@ def _run_on_a_gpu(options: argparse.Namespace) -> int:
 
 
 def _measure_models(options: argparse.Namespace) -> int:
-    """What `attngraph demo` does, with its results in a file."""
-    print("models: what `attngraph demo` runs", file=sys.stderr)
-    plain = parser().parse_args(["demo"])
-    found = [compile_target(target, plain, tokens) for target, tokens in demo.DEMO]
+    """What `attngraph demo` does, with its results in a file; tiny models once round under --small."""
+    plain = parser().parse_args(["demo", *["--rounds", "1"] * options.small])
+    found = demo.compile_all(demo.SMALL if options.small else demo.DEMO, plain)
     if options.json:
         text = json.dumps([result for _, result in found], indent=2)
         _own(options.json, "models", options).write_text(text + "\n", encoding="utf-8")

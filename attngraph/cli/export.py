@@ -13,10 +13,13 @@ from attngraph.api.compile import compile as compiled_model
 from attngraph.cli.problems import TargetError
 from attngraph.cli.progress import Progress
 from attngraph.cli.target import load_target, run_as_given
+from attngraph.errors import ExportError
 from attngraph.exporter.export import export
+from attngraph.exporter.formats import require_onnx, require_place
 
 
 def run(options: argparse.Namespace) -> int:
+    _check(options)
     tell = Progress()
     tell(f"building {options.target}")
     model, inputs = load_target(options.target, batch=options.batch, tokens=options.tokens)
@@ -43,3 +46,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(report)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse, before anything is built, what cannot be written.
+
+    Raises:
+        TargetError: says why not.
+    """
+    try:
+        if (options.format or options.out.suffix.removeprefix(".")) == "onnx":
+            require_onnx()
+        require_place(options.out)
+    except ExportError as problem:
+        raise TargetError(str(problem)) from problem

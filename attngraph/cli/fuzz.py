@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from attngraph.cli.problems import TargetError
 from attngraph.cli.progress import Progress
 from attngraph.fuzz import run as fuzzing
 
@@ -15,6 +16,11 @@ def run(options: argparse.Namespace) -> int:
         first, graphs, minutes, jobs = options.only, 1, None, 1
     elif graphs is None and minutes is None:
         minutes = 5.0
+    if options.out is not None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise TargetError(f"--out: cannot write to {options.out}: {problem.strerror}.") from problem
     tell = Progress(every=10)
     found = fuzzing.run(fuzzing.Options(options.seed, minutes, graphs, jobs, options.out, first), tell)
     tell.done()

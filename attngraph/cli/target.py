@@ -32,14 +32,14 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise TargetError(f"cannot import {module_name}: {first_line(problem)}") from problem
     make = getattr(module, attribute, None)
     if make is None:
         found = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
         raise TargetError(f"{module_name} has no {attribute!r}; it has {', '.join(found) or 'no functions'}.")
     if not callable(make):
-        raise TargetError(f"{name} is no function, it is a {type(make).__name__}.")
+        raise TargetError(f"{name} is no function: its type is {type(make).__name__}.")
     accepted = inspect.signature(make).parameters
     given = {k: v for k, v in sizes.items() if v is not None}
     unknown = [k for k in given if k not in accepted]
@@ -49,12 +49,19 @@ def load_target(name: str, **sizes: int | None) -> tuple[nn.Module, tuple[Any, .
         )
     try:
         made = make(**given)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise TargetError(f"{name} failed: {first_line(problem)}") from problem
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise TargetError(f"{name} must return (model, inputs), it returned {type(made).__name__}.")
+        raise TargetError(f"{name} must return (model, inputs), it returned {_kind(made)}.")
     model, inputs = made
     return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def _kind(made: Any) -> str:
+    """What a target returned, by types: of a tuple, those of its parts."""
+    if not isinstance(made, tuple):
+        return type(made).__name__
+    return f"({', '.join(type(part).__name__ for part in made)})"
 
 
 def run_as_given(

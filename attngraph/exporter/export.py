@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from attngraph.api.arguments import require_fit, require_sequence
 from attngraph.api.build import compile_graph, owner_of
 from attngraph.api.compiled import CompiledModule
 from attngraph.api.methods import decoder_of
@@ -69,9 +70,11 @@ def export(
         What was written, and how each attention is written.
 
     Raises:
-        ExportError: the model cannot be exported, or its file gives other answers; nothing is left at `path`.
+        TypeError: the model takes other arguments. ExportError: the model cannot be exported, or its file
+        gives other answers; nothing is left at `path`.
         CaptureError, NoDecoderError: as from compiling.
     """
+    require_sequence(args, "args")
     path, kwargs = Path(path), dict(kwargs or {})
     format = format or path.suffix.removeprefix(".")
     if format not in FORMATS:
@@ -80,6 +83,7 @@ def export(
         raise ValueError(f"fallback must be one of {', '.join(FALLBACKS)}, found {fallback!r}.")
     if format == "onnx":
         formats.require_onnx()
+    formats.require_place(path)
     way = PLAIN if fallback == "eager" else OPERATION if format == "onnx" else SDPA
     lowering = Lowering(way, format == "onnx")
     if not flatten((tuple(args), kwargs))[0]:
@@ -91,6 +95,7 @@ def export(
         return _decoder(compiled, path, tuple(args), kwargs, format, lowering, check, padding)
     if type(compiled) is not CompiledModule:
         raise TypeError(f"export takes what attngraph.compile returns, found {type(compiled).__name__}.")
+    require_fit(compiled, args, kwargs)
     return _whole(compiled, path, tuple(args), kwargs, format, lowering, check)
 
 

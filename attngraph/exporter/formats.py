@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -41,18 +42,46 @@ def write(
     check: Check | None, sizes: Sequence[Mapping[int, str]] = (),
 ) -> str:  # fmt: skip
     """Write the program; returns what the check says. Nothing new is at `path` unless the check passes.
-    `sizes`: names for dimensions of the inputs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".attngraph-") as folder:
-        made = Path(folder) / path.name
-        if format == "pt2":
-            _quietly(lambda: torch.export.save(program, made))
-        else:
-            _write_onnx(program, made, names, sizes)
-        told = "" if check is None else check(reader(made, format, names[1]))
-        for file in Path(folder).iterdir():
-            os.replace(file, path.parent / file.name)
+    `sizes`: names for dimensions of the inputs.
+
+    Raises:
+        ExportError: the file cannot be written, or the check fails.
+    """
+    try:
+        require_place(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".attngraph-") as folder:
+            made = Path(folder) / path.name
+            if format == "pt2":
+                _quietly(lambda: torch.export.save(program, made))
+            else:
+                _write_onnx(program, made, names, sizes)
+            told = "" if check is None else check(reader(made, format, names[1]))
+            for file in Path(folder).iterdir():
+                os.replace(file, path.parent / file.name)
+    except OSError as problem:
+        raise _unwritable(path, problem) from problem
     return told
+
+
+def require_place(path: Path) -> None:
+    """Raise unless a file can be written at the path; its folder is made.
+
+    Raises:
+        ExportError: says why not.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "that is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as problem:
+        raise _unwritable(path, problem) from problem
+
+
+def _unwritable(path: Path, problem: OSError) -> ExportError:
+    why = problem.strerror or str(problem)
+    return ExportError(f"cannot write {path}: {why}. What to do: name a file where you may write.")
 
 
 def reader(path: Path, format: str, outputs: Sequence[str]) -> Run:

@@ -234,7 +234,10 @@ def read_graph_file(path: Path) -> ProgramGraph:
     try:
         graph = read_graph(path.read_text(encoding="utf-8"), path.name)
     except (OSError, UnicodeDecodeError) as problem:
-        raise DumpError(f"cannot read {path}: {problem}. Name a file of a dump, NN-<pass>.txt.") from problem
+        why = (problem.strerror if isinstance(problem, OSError) else None) or "it is no text"
+        raise DumpError(
+            f"cannot read {path}: {why}. Name a file of a dump, {_files_near(path)}."
+        ) from problem
     beside = path.with_name(VALUES)
     if beside.exists():
         try:
@@ -245,6 +248,14 @@ def read_graph_file(path: Path) -> ProgramGraph:
             if input_name(given) in known:
                 graph.values[node.name] = known[input_name(given)]
     return graph
+
+
+def _files_near(path: Path) -> str:
+    """The graphs' files in the folder of a path, or how such files are named. (A pass that changed nothing
+    has none.)"""
+    folder = path if path.is_dir() else path.parent
+    found = sorted(folder.glob("[0-9]*-*.txt")) or sorted(folder.glob("graph-*/[0-9]*-*.txt"))
+    return "one of " + ", ".join(map(str, found[:8])) if found else "NN-<pass>.txt"
 
 
 def notes_of(record: PassRecord) -> list[str]:

@@ -105,7 +105,7 @@ def _panel(drawn: Heatmap, head: int, left: float, top: float, height: float) ->
     """One path for each shade; neighbours of a shade in a row are one rectangle."""
     values = drawn.values[head]
     wide, tall = _CELL / values.shape[1], height / values.shape[0]
-    shades = (values / (drawn.largest or 1) * LEVELS).round().nan_to_num(-1).int().tolist()
+    shades = _shades(values, drawn.largest, LEVELS)
     paths: dict[int, list[str]] = {}
     for i, row in enumerate(shades):
         x = 0
@@ -134,13 +134,21 @@ def _panel(drawn: Heatmap, head: int, left: float, top: float, height: float) ->
     )
 
 
+def _shades(values: Tensor, largest: float, levels: int) -> list[list[int]]:
+    """The shade of each square: 0 for weights of 0 alone, so that what is hidden and what is small differ;
+    -1 for what is no number."""
+    found = (values / (largest or 1) * levels).round()
+    shades: list[list[int]] = torch.where(values > 0, found.clamp_min(1), found).nan_to_num(-1).int().tolist()
+    return shades
+
+
 def to_text(weights: Tensor, side: int = 32) -> str:
     """The heatmap for a terminal, in characters of growing weight."""
     drawn = heatmap(weights, side)
     lines = []
     for head, values in enumerate(drawn.values):
         lines.append(f"head {head}")
-        for row in (values / (drawn.largest or 1) * (len(_SHADES) - 1)).round().nan_to_num(-1).int().tolist():
+        for row in _shades(values, drawn.largest, len(_SHADES) - 1):
             lines.append("  " + "".join("??" if n < 0 else _SHADES[n] * 2 for n in row))
     legend = f"{_SHADES.strip()} from small to large"
     return "\n".join([*lines, *(f"  {note}" for note in [*drawn.notes(), legend])])

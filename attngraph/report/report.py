@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from attngraph.meaning.masks.words import remarks
 from attngraph.report import page
 from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, binary, folded
 from attngraph.report.times import Times
@@ -139,16 +139,8 @@ def _timed(name: str, what: str, seconds: float) -> str:
 
 def _shown(line: str) -> str:
     """A line of a score program, with a word for the number that a dtype's `finfo.min` is."""
-    for dtype, lowest in _LOWEST.items():
-        if lowest in line:
-            return f"{line}   ({lowest} is the largest {dtype}; finfo.min is its negative)"
-    return line
-
-
-_LOWEST = {
-    str(dtype).removeprefix("torch."): repr(torch.finfo(dtype).max)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-}
+    remark = "; ".join(remarks(line))
+    return f"{line}   ({remark})" if remark else line
 
 
 def _made(kind: Any, data: Any) -> Any:

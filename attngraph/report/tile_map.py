@@ -23,7 +23,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.meaning.masks import tiles
 from attngraph.meaning.masks.tiles import Cut, Grid
 from attngraph.meaning.masks.visible import FILLED, HIDDEN, KEPT, unknown_names, visible
-from attngraph.meaning.masks.words import describe
+from attngraph.meaning.masks.words import describe, named
 
 State = Literal["full", "partial", "filled", "empty", "unknown"]
 STATES: tuple[State, ...] = ("full", "partial", "filled", "empty", "unknown")
@@ -146,7 +146,7 @@ def tile_map(
             looked |= tile > 1 and seen[key] != bounded
         found.setdefault(seen[key], []).append((b, h))
     panels = tuple(Panel(tuple(pairs), rows) for rows, pairs in found.items())
-    fills = dict.fromkeys(format_expr(k.fill) for k in program.keeps if not k.is_hard and not k.lowers)
+    fills = dict.fromkeys(named(format_expr(k.fill)) for k in program.keeps if not k.is_hard and not k.lowers)
     unknown = unknown_names([k.predicate for k in program.keeps], len(reads))
     mask = describe(program)
     return TileMap(str(program), mask, queries, keys, tile, panels, tuple(fills), unknown, looked)

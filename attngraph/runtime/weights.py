@@ -8,7 +8,7 @@ weights from the operands. Nothing is written to the model's buffers or to the a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,8 @@ def chosen_names(
     Raises:
         ValueError: a name that there is not; the message lists those that there are.
     """
+    if not isinstance(at, Iterable | None):
+        raise TypeError(f"at takes the name of an attention, or several names, found {at!r}.")
     names = tuple(known) if at is None else (at,) if isinstance(at, str) else tuple(at)
     for name in names:
         if name in known:

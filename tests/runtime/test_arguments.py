@@ -102,6 +102,7 @@ def test_the_lowest_number_of_a_dtype_is_named(x: Tensor) -> None:
     compiled = attngraph.compile(filled)
     compiled(x)
     assert "finfo.min" in str(compiled.report)
+    assert compiled.report.attention[0].mask.endswith("(else finfo(float32).min)")
 
 
 def test_a_call_of_a_library_is_shown_with_the_models_own_line(x: Tensor) -> None:

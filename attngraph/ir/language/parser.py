@@ -50,8 +50,10 @@ def parse(text: str) -> ScoreProgram:
     """The score program that `text` spells.
 
     Raises:
-        ProgramError: with the line, the column, what was found and what was expected.
+        ProgramError: with the line, the column, what was found and what was expected. TypeError: no text.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"a score program is parsed from text, found {type(text).__name__}.")
     statements: list[Statement] = []
     parsers: list[_Parser] = []
     for number, line in enumerate(text.split("\n"), start=1):

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attngraph.errors import BackendError
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.score import ScoreProgram
@@ -91,7 +92,7 @@ def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kerne
     kernels whose name starts with it.
 
     Raises:
-        ValueError: none of the family supports it; the message lists each one's reason.
+        BackendError: none of the family supports it; the message lists each one's reason.
     """
     reasons = []
     for kernel in candidates(operands[0].device.type, family):
@@ -99,7 +100,11 @@ def choose(program: ScoreProgram, operands: Operands, family: str = "") -> Kerne
         if reason is None:
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
-    raise ValueError(f"no kernel of {family or 'any backend'} serves this attention: " + "; ".join(reasons))
+    found = "; ".join(reasons) or "it has none"
+    advice = f" What to do: leave backend={family!r} out, and the best kernel for the device is taken."
+    raise BackendError(
+        f"no kernel of {family or 'any backend'} serves this attention: {found}.{advice * bool(family)}"
+    )
 
 
 def empty_result(like: Tensor, shape: tuple[int, ...]) -> Tensor:

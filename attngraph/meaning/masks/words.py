@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr, format_number
 from attngraph.ir.language.score import Keep, ScoreProgram
@@ -19,7 +21,31 @@ def _describe_keep(keep: Keep) -> str:
         return words
     fill = keep.fill
     shown = format_number(fill.value) if fill.op == "const" else format_expr(fill)
-    return f"{words} (else {shown})"
+    return f"{words} (else {named(shown)})"
+
+
+LARGEST = {
+    str(dtype).removeprefix("torch."): format_number(torch.finfo(dtype).max)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+"""The largest number of each dtype as programs write it; models add or fill in its negative, `finfo.min`."""
+
+
+def named(fill: str) -> str:
+    """What is filled in, with a dtype's smallest number by its name: `s + finfo(float32).min`."""
+    for dtype, number in LARGEST.items():
+        name = f"finfo({dtype}).min"
+        fill = fill.replace(f" - {number}", f" + {name}").replace(f"-{number}", name)
+    return fill
+
+
+def remarks(program: str) -> list[str]:
+    """What readers may not know of the numbers in a score program."""
+    return [
+        f"{number} is the largest {dtype}; finfo.min is its negative"
+        for dtype, number in LARGEST.items()
+        if number in program
+    ]
 
 
 def _conjuncts(node: Expr) -> list[Expr]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from attngraph.meaning.masks.words import remarks
 from attngraph.report.entries import AttentionEntry, KernelEntry
 from attngraph.report.page.code import render_excerpt
 from attngraph.report.page.html import TIMES, Html, html, joined, plural, span_of_names, tag
@@ -65,6 +66,7 @@ def _panel(group: list[AttentionEntry], name: str, sources: dict[str, str], code
     program = joined([
         tag("h4", "Score program"),
         tag("pre", tag("code", first.program), tabindex=0, aria_label="score program", role="group"),
+        *(tag("p", f"{remark}.", class_="hint") for remark in remarks(first.program)),
     ])  # fmt: skip
     body = tag("div", tag("div", program, picture), tag("div", facts, link), class_="columns")
     return tag(
