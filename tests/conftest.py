@@ -1,12 +1,16 @@
-"""What the tests of attngraph's own packages share: one thread, hypothesis settings, golden files, random
-score programs, and the meaning of expressions in plain Python, written apart from attngraph's evaluators.
+"""What the tests of attngraph's own packages share: one thread, which combinations run by default, what is
+compiled once for many tests, hypothesis settings, golden files, random score programs, and the meaning of
+expressions in plain Python, written apart from attngraph's evaluators.
 
 Everything is handed out as fixtures, so that no test imports from another file of the tests.
 """
 
+import collections
 import functools
 import itertools
 import math
+import os
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +23,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attngraph.api.compile  # noqa: F401  (registers the kernels)
+from attngraph.api import saving
+from attngraph.codegen.cpu import toolchain
 from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import score as S
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.parser import operation
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Weight
+from attngraph.saved.disk import Disk
 
 settings.register_profile(
     "attngraph",
@@ -57,6 +64,62 @@ def graphs_run_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_from_the_cache_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test compiles what it compiles, whatever was compiled before. Tests of the cache turn it on."""
     monkeypatch.setenv("ATTNGRAPH_CACHE", "0")
+
+
+# --- what runs by default, and what is compiled once ---------------------------------------------
+
+
+def _values(item: pytest.Function) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """The values that a test has of its parameters; those that are given together are one parameter."""
+    given = item.callspec.params
+    together = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [re.split(r",\s*", n) if isinstance(n, str) else list(n) for n in together]
+    names += [[name] for name in given if name not in itertools.chain(*names)]  # of fixtures
+    return frozenset((",".join(group), tuple(id(given[name]) for name in group)) for group in names)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the combinations of a `covering` test's parameters, so few run by default that each value of each
+    parameter comes at least once, and values about equally often; the others are slow tests."""
+    tests: dict[str, dict[pytest.Function, Any]] = {}
+    for item in items:
+        is_meant = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
+        if is_meant and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = _values(item)
+    for left in tests.values():
+        uses: collections.Counter[Any] = collections.Counter()
+        while missing := frozenset().union(*left.values()) - uses.keys():
+            best = min(left, key=lambda i: (-len(left[i] & missing), sum(uses[v] for v in left[i])))
+            uses.update(left.pop(best))
+        for item in left:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_are_compiled_quickly() -> Iterator[None]:
+    """The C compiler is told to be quick: tests ask what the source means. `optimised` in `codegen` and
+    processes of their own have the flags that users have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "FLAGS", tuple("-O1" if f == "-O3" else f for f in toolchain.FLAGS))
+        patch.setattr(toolchain, "ENTRIES", 4096)
+        toolchain._identity.cache_clear()
+        yield
+    toolchain._identity.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of the tests, which its worker processes share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture
+def graphs_of_this_run(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal models with equal options are compiled once in a run of the tests: for tests of what compiled
+    models do. Those of how they are compiled leave it out."""
+    monkeypatch.setattr(saving, "the_disk", lambda: Disk(shared_folder))
 
 
 # --- golden files -------------------------------------------------------------------------------

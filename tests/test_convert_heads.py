@@ -60,6 +60,7 @@ GROUPS = ([[0, 3], [1, 2]], [[2, 0, 1], [3]], [[1], [0, 2], [3]], [[3, 1, 0, 2]]
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("cached", [False, True], ids=["whole", "cached"])
+@pytest.mark.covering
 def test_heads_are_grouped_as_the_user_chooses(groups: list[list[int]], cached: bool) -> None:
     model = modern(H)
     wanted = copy.deepcopy(model)

@@ -127,6 +127,7 @@ def test_greedy_tokens_of_a_padded_batch_are_those_of_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.covering
 def test_gradients_of_all_weights_are_those_of_eager(name: str, side: str) -> None:
     inputs = prompts(side)
     gradients = []
@@ -432,6 +433,7 @@ def derived(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.covering
 def test_generate_gives_the_tokens_of_transformers(derived: tuple[Any, Any], way: str) -> None:
     answers = []
     for model in derived:

@@ -53,8 +53,12 @@ def hints(arguments: Sequence[fx.Node], computed: Iterable[fx.Node] = ()) -> dic
 
 
 def size_of(value: Any) -> Any:
-    """A size as a number or a sympy expression."""
-    return value if isinstance(value, int) else value.node.expr
+    """A size as a number or a sympy expression. (What a loop of Python's counts is a symbol of torch's whose
+    expression is a number.)"""
+    if isinstance(value, int):
+        return value
+    formula = value.node.expr
+    return int(formula) if formula.is_Integer else formula
 
 
 def shape_env(arguments: Sequence[fx.Node]) -> Any:

@@ -17,6 +17,8 @@ from attngraph import CacheConfig, CacheError, Decoder, KVCache, NoDecoderError
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
+pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
+
 VOCABULARY = 40
 
 
@@ -101,6 +103,7 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.covering
 def test_prefill_and_decode_give_what_the_whole_sequence_gives(
     model: str, config: str, poisoned: None
 ) -> None:
@@ -116,6 +119,7 @@ def test_prefill_and_decode_give_what_the_whole_sequence_gives(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.covering
 def test_padding_changes_nothing(model: str, side: str) -> None:
     plain, compiled = decoder(model)
     tokens = ids(2, 9)
@@ -342,6 +346,7 @@ class Run:
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.covering
 def test_random_programs_of_calls(model: str, config: str, poisoned: None) -> None:
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 1 << 30))
@@ -416,6 +421,7 @@ def test_what_is_kept_may_be_of_fewer_digits() -> None:
 
 @pytest.mark.parametrize("config", ["contiguous", "paged"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.covering
 def test_beams_as_many_as_there_are_sequences_find_the_best_one(config: str, penalty: float) -> None:
     plain, compiled = decoder("learned", config)
     prompt = ids(1, 4, 3)

@@ -12,6 +12,8 @@ import attngraph
 from attngraph import CacheError, Decoder, Engine
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
+pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
+
 VOCABULARY = 40
 
 

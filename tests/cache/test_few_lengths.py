@@ -71,6 +71,7 @@ class LoopThenAttention(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "limit"), [*((kind, 40) for kind in KINDS), ("window", 22), ("place", 22), ("dilated", 5)]
 )
+@pytest.mark.covering
 def test_far_tokens_are_as_in_the_model(kind: str, limit: int) -> None:
     model = LoopThenAttention(kind, limit).eval()
     decoder: Any = attngraph.compile(model, cache=True)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import attngraph
 from attngraph.runtime.sampling import kept_weights
 
+pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
+
 transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
 
 VOCABULARY, CONTEXT = 13, 10
@@ -48,6 +50,7 @@ def theirs(model: Any, ids: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
+@pytest.mark.covering
 def test_beams_with_end_tokens_are_those_of_transformers(
     model: Any, decoder: Any, early_stopping: bool | str, penalty: float
 ) -> None:

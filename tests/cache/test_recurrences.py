@@ -25,6 +25,7 @@ from attngraph.models.recurrent_mixers import (
     WeightedKeyValue,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
 VOCABULARY = 24
 MIXER = MixerConfig(width=16, heads=2)
 LINEAR = LinearAttentionConfig(width=16, heads=2, key_width=8, value_width=8)

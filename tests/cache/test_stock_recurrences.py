@@ -46,7 +46,13 @@ RECOMPUTED = ("Rwkv",)
 """Classes whose own cached path is at fault: `generate` gives RWKV the state and all tokens again."""
 
 
-@pytest.mark.parametrize("name", CLASSES)
+QUICK = ("Mamba2", "Qwen3Next")
+"""The mixers of the others are written out in `test_recurrences.py` and `test_windows.py`."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CLASSES]
+)
 def test_a_stock_class_gives_the_tokens_of_its_own_generate(name: str) -> None:
     torch.manual_seed(0)
     if not hasattr(transformers, f"{name}Config"):

@@ -79,7 +79,6 @@ QUICK = (
     "GPT2LMHeadModel",
     "LlamaForCausalLM",
     "Gemma3ForCausalLM",
-    "MixtralForCausalLM",
     "GptOssForCausalLM",
 )
 BOTH: dict[str, tuple[str, dict[str, Any]]] = {
@@ -144,9 +143,7 @@ LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "absorb"),
     [
-        pytest.param(
-            n, a, marks=[] if n in ("DeepseekV2", "DeepseekV3") and a == "auto" else pytest.mark.slow
-        )
+        pytest.param(n, a, marks=[] if n == "DeepseekV3" and a == "auto" else pytest.mark.slow)
         for n in LATENT_MODELS
         for a in ("auto", "always", "never", "fold")
     ],
@@ -196,6 +193,7 @@ def test_encoder_decoders_generate(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.covering
 def test_beams_are_those_of_transformers(layout: str, penalty: float) -> None:
     model = build("GPT2LMHeadModel", *DECODERS["GPT2LMHeadModel"])
     decoder = attngraph.compile(model, cache=attngraph.CacheConfig(layout=layout, page=4))

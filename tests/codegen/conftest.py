@@ -101,32 +101,29 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the libraries of this session lie: a program's C is compiled once for all tests."""
+def libraries(shared_folder: Path) -> Path:
+    """Where the libraries of this run lie: a program's C is compiled once for all tests."""
     try:
         toolchain.compiler()
     except toolchain.CompilerError as error:
         pytest.skip(str(error))
-    return tmp_path_factory.mktemp("libraries")
+    return shared_folder / "libraries"
 
 
 @pytest.fixture
-def compiled_quickly(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls of any size are compiled, by a compiler that is told to be quick: what is tested is what the
-    source means."""
+def compiled_at_any_size(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of any size are compiled; random programs are not kept among the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(libraries))
     monkeypatch.setattr(compiled, "WORTH", 1)
-    monkeypatch.setattr(toolchain, "FLAGS", tuple("-O1" if f == "-O3" else f for f in FLAGS))
-    toolchain._identity.cache_clear()
-    yield
-    toolchain._identity.cache_clear()
 
 
 @pytest.fixture
-def optimised(compiled_quickly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def optimised(compiled_at_any_size: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Code as users have it; what other tests compiled quickly is not used."""
     monkeypatch.setattr(toolchain, "FLAGS", FLAGS)
     monkeypatch.setattr(library, "_libraries", {})
+    toolchain._identity.cache_clear()
+    yield
     toolchain._identity.cache_clear()
 
 

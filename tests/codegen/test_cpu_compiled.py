@@ -17,7 +17,7 @@ from .conformance.kernels import SUBJECTS
 from .conformance.programs import CASES, Call
 
 SERVED = [name for name, case in CASES.items() if 0 not in case.shape.values()]
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "served")
+pytestmark = pytest.mark.usefixtures("compiled_at_any_size", "served")
 
 
 def operands(

@@ -56,6 +56,7 @@ def product(depth: int, width: int, turned: bool) -> str:
 @pytest.mark.parametrize("tokens", ROWS)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (16, 3), (768, 129), (5, 1000)])
+@pytest.mark.covering
 def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
 
@@ -64,6 +65,7 @@ def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (768, 129)])
+@pytest.mark.covering
 def test_products_in_16_bits(depth: int, width: int, dtype: torch.dtype, turned: bool, tokens: int) -> None:
     """Read and returned in 16 bits, computed in float32; of many tokens PyTorch multiplies, in 16 bits."""
     word, generator = str(dtype).removeprefix("torch."), torch.Generator().manual_seed(0)
@@ -114,6 +116,7 @@ def integer_product(depth: int, width: int, kind: str, dtype: str) -> str:
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("kind", ["plain", "turned", "scales", "scales and zeros"])
 @pytest.mark.parametrize(("depth", "width"), [(37, 53), (192, 129)])
+@pytest.mark.covering
 def test_products_with_integers(depth: int, width: int, kind: str, dtype: str, tokens: int) -> None:
     text = integer_product(depth, width, kind, dtype)
     assert parse(text).product(len(parse(text).given) + 1) is not None
@@ -123,6 +126,7 @@ def test_products_with_integers(depth: int, width: int, kind: str, dtype: str, t
 @pytest.mark.parametrize("tokens", [1, 5, 33, 600])
 @pytest.mark.parametrize("kind", ["scales by 32", "scales and zeros by 32"])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.covering
 def test_products_with_groups_of_integers(dtype: str, kind: str, tokens: int) -> None:
     text = integer_product(192, 53, kind, dtype)
     found = parse(text).scales(len(parse(text).given) + 1)
@@ -174,6 +178,7 @@ return r9[t, 24]
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 32, 33, 512, 1100])
 @pytest.mark.parametrize("text", [MOVED, GATED])
+@pytest.mark.covering
 def test_selections_digits_folds_and_gates(text: str, tokens: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

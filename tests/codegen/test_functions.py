@@ -133,7 +133,7 @@ def test_a_new_row_is_written_in_both_languages(softsign: str) -> None:
     assert "t0 = dot + q\n" in triton and "3 * (t0 / (1.0 + tl.abs(t0)))" in triton
 
 
-@pytest.mark.usefixtures("compiled_quickly", "served")
+@pytest.mark.usefixtures("compiled_at_any_size", "served")
 def test_a_new_row_is_compiled_with_its_gradients(softsign: str) -> None:
     program, kernel, reference = (
         parse(f"s = 3 * {softsign}(dot); keep k <= q"),

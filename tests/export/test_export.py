@@ -152,6 +152,7 @@ def test_a_pt2_file_runs_where_attngraph_is_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("way", ["causal", "window", "alibi", "softcap"])
+@pytest.mark.covering
 def test_a_decoder_with_its_cache(way: str, padding: bool, format: str, tmp_path: Path) -> None:
     if format == "onnx":
         as_onnx()

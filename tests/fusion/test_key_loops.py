@@ -61,6 +61,7 @@ def test_keys_in_two_blocks_are_told() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block", [1, 5, 8, 64])
+@pytest.mark.covering
 def test_the_flash_model_is_one_attention_at_any_block(block: int, causal: bool) -> None:
     model = FlashAttention(block, causal=causal)
     q, k, v = (t.requires_grad_() for t in heads(24))

@@ -161,6 +161,7 @@ def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [slow_if(n not in PLAIN, n) for n in spellings.MUST_FUSE])
+@pytest.mark.covering
 def test_the_error_is_at_most_twice_that_of_eager_in_the_same_dtype(name: str, dtype: torch.dtype) -> None:
     function, inputs = spellings.MUST_FUSE[name]
     longer = {} if is_of_one_size(name, function) else {"T": 33, "S": 40}

@@ -93,6 +93,7 @@ MODELS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.covering
 def test_what_is_read_prints_and_computes_the_same(name: str, gradients: bool) -> None:
     model, args = MODELS[name]
     with torch.set_grad_enabled(gradients):
@@ -121,7 +122,13 @@ def same_results(graph: ProgramGraph, again: ProgramGraph) -> bool:
     return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", ["tiny_decoder_lm", "mla_decoder", "longformer", "vit", "encoder_decoder"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mla_decoder", "longformer", "encoder_decoder"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny_decoder_lm", "vit")),
+    ],
+)
 def test_whole_models_are_read_back_after_every_pass(name: str) -> None:
     make = getattr(targets, name)
     model, args = make(tokens=16) if name != "vit" else make()

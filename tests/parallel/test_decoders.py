@@ -72,6 +72,7 @@ def _on(ranks: int, model: nn.Module, **config: Any) -> attngraph.Decoder:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CLASSES]
 )
+@pytest.mark.covering
 def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, ranks: int) -> None:
     model = _stock(name)
     ids = torch.randint(3, 64, (2, 5))

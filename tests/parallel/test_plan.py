@@ -44,10 +44,17 @@ def _shares(found: Plan) -> dict[str, Share]:
     return {way.name: way.share for way in found.ways if way.share is not None}
 
 
-@pytest.mark.parametrize("model", [_lm(), _grouped()], ids=["heads", "grouped"])
-def test_what_ranks_hold_and_send_is_what_simulated_ranks_report(model: nn.Module) -> None:
-    ids = _ids()
-    shares = _shares(plan(model, (ids,), 4))
+@pytest.fixture(scope="module", params=[_lm, _grouped], ids=["heads", "grouped"])
+def planned(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Share]]:
+    """A model, and what a rank has in each way to run it on four."""
+    model = request.param()
+    return model, _shares(plan(model, (_ids(),), 4))
+
+
+def test_what_ranks_hold_and_send_is_what_simulated_ranks_report(
+    planned: tuple[nn.Module, dict[str, Share]],
+) -> None:
+    ids, (model, shares) = _ids(), planned
     names = ["data 4", "tensor 2", "tensor 4", "context 2", "context 4", "tensor 2 x context 2"]
     assert list(shares) == names
     both = attngraph.compile(model, mesh=attngraph.SimulatedMesh(tensor=2, context=2))
@@ -76,9 +83,10 @@ def test_what_ranks_hold_and_send_is_what_simulated_ranks_report(model: nn.Modul
         assert sum(sent) == sum(tokens.received) and share.sent == max(sent) / ids.numel()
 
 
-@pytest.mark.parametrize("model", [_lm(), _grouped()], ids=["heads", "grouped"])
-def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(model: nn.Module) -> None:
-    shares = _shares(plan(model, (_ids(),), 4))
+def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(
+    planned: tuple[nn.Module, dict[str, Share]],
+) -> None:
+    model, shares = planned
     for name, mesh in (("data 4", None), ("tensor 2", 2), ("tensor 4", 4)):
         decoder = attngraph.compile(
             model, cache=attngraph.CacheConfig(proof=False),

@@ -1,8 +1,7 @@
 """Two processes on this machine, by gloo: training, checkpoints, disagreement, and a rank that dies."""
 
-import os
-import subprocess
-import sys
+import multiprocessing
+import runpy
 from pathlib import Path
 
 import pytest
@@ -15,24 +14,29 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no
 
 
 def _run(task: str, folder: Path, ranks: int = 2) -> list[str]:
-    """What each rank says last."""
-    root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    """What each rank says last. The processes are forked from one that has imported attngraph."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["attngraph.api"])
+    said = [folder / f"said by {rank}" for rank in range(ranks)]
     started = [
-        subprocess.Popen(
-            [sys.executable, str(RUN), task, str(rank), str(ranks), str(folder / "meet")],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        context.Process(
+            target=runpy.run_path,
+            args=(str(RUN), {"given": (task, rank, ranks, folder / "meet", said[rank])}, "__main__"),
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
+    for process in started:
+        process.start()
     try:
-        outputs = [process.communicate(timeout=240) for process in started]
+        for process in started:
+            process.join(timeout=240)
     finally:
         for process in started:
             process.kill()
-    for process, (_, problem) in zip(started, outputs, strict=True):
-        assert process.returncode == 0, problem[-3000:]
-    return [out.strip().splitlines()[-1] for out, _ in outputs]
+    texts = [file.read_text() for file in said]
+    for process, text in zip(started, texts, strict=True):
+        assert process.exitcode == 0, text[-3000:]
+    return [text.strip().splitlines()[-1] for text in texts]
 
 
 def test_training_is_that_of_one_device_and_ranks_hold_their_part(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def _keys(entry: ContextEntry, tokens: int, rows: int = 2) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "chunks", "rotary", "table", "slopes", "sink"])
+@pytest.mark.covering
 def test_tokens_are_divided(same_by_tokens: Compared, kind: str, ranks: int) -> None:
     entry = same_by_tokens(Model(kind), ranks, _ids(16))
     assert [a.attentions for a in entry.axes] == [1]

@@ -173,6 +173,7 @@ ABSORBED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", ABSORBED)
 @pytest.mark.parametrize("absorb", ["always", "never"])
+@pytest.mark.covering
 def test_a_latent_is_found_by_its_meaning(name: str, absorb: str) -> None:
     model, x = ABSORBED[name]().double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
     with torch.no_grad():
@@ -409,6 +410,7 @@ def agree(
 
 @pytest.mark.parametrize("scores", ["concatenated", "summed", "absorbed"])
 @pytest.mark.parametrize("absorb", ["auto", "always"])
+@pytest.mark.covering
 def test_a_decoder_keeps_the_latent_and_the_rotary_key(scores: str, absorb: str) -> None:
     import dataclasses
 

@@ -184,6 +184,7 @@ def test_other_dtypes_stay() -> None:
 
 @pytest.mark.parametrize("name", ["layer norm, gelu", "rms norm, swiglu", "norms of heads", "layouts"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.covering
 def test_models_in_16_bits_are_computed_with_fewer_roundings(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().to(dtype)
@@ -253,7 +254,7 @@ STEPS_OF = (
 )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
 def test_random_chains(seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)

@@ -104,6 +104,7 @@ def test_heads_become_one_attention_with_the_answers_of_eager(name: str) -> None
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.covering
 def test_heads_that_autocast_converts_one_by_one_become_one_attention(name: str, dtype: torch.dtype) -> None:
     make, kv_heads = CASES[name]
     model = make()

@@ -97,6 +97,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("model", [*EXAMPLES, _model(2)], ids=lambda m: getattr(m, "__name__", "decoder"))
 @pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.covering
 def test_the_graph_is_what_torch_gives_without_it(
     monkeypatch: pytest.MonkeyPatch, model: Callable[..., Any], gradients: bool
 ) -> None:

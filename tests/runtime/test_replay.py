@@ -16,6 +16,8 @@ from attngraph.codegen.cpu import replay
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
+pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
+
 VOCABULARY = 40
 
 
@@ -115,6 +117,7 @@ def walk(decoder: Decoder, tokens: Tensor, first: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.covering
 def test_many_steps_while_pages_grow(name: str, layout: str, replayed: list[bool]) -> None:
     model, decoder = made(name, layout=layout)
     tokens = ids(3, 84)

@@ -71,6 +71,16 @@ def test_a_fixed_size_that_differs_is_named() -> None:
     assert compiled.report.retraces == (("dimension 1 of tensor argument 0", 1),)
 
 
+def test_a_size_that_a_loop_counts_is_named() -> None:
+    def in_blocks(x: Tensor) -> Tensor:
+        return sum((x[:, at : at + 3].mean(1) for at in range(0, x.shape[1], 3)), torch.zeros(()))
+
+    compiled = attngraph.compile(in_blocks)
+    for batch, tokens in ((2, 7), (3, 7), (2, 8)):
+        compiled(torch.randn(batch, tokens, 8))
+    assert compiled.report.retraces == (("dimension 1 of tensor argument 0", 1),)
+
+
 def test_a_cause_that_keeps_coming_is_warned_of_once(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     compiled = attngraph.compile(Model().eval())
     with caplog.at_level(logging.INFO, LOGGER):

@@ -24,6 +24,7 @@ DECODED = (
 )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("text", DECODED)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_new_tokens_over_pages(text: str, splits: int) -> None:
@@ -47,11 +48,13 @@ def test_heads_of_a_group_and_widths_over_pages(heads: tuple[int, int], widths: 
         ((72, 64), torch.float16),
     ],
 )
-def test_latents_are_keys_and_values_at_once(widths: tuple[int, int], dtype: torch.dtype) -> None:
-    for splits in (1, 2):
-        over_pages(
-            "s = 0.2 * dot; keep k <= q", [(21, 1), (0, 2), (9, 3)], (20, 1), widths, splits, 0, True, dtype
-        )  # fmt: skip
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.covering
+def test_latents_are_keys_and_values_at_once(
+    widths: tuple[int, int], dtype: torch.dtype, splits: int
+) -> None:
+    rows = [(21, 1), (0, 2), (9, 3)]
+    over_pages("s = 0.2 * dot; keep k <= q", rows, (20, 1), widths, splits, 0, True, dtype)
 
 
 def test_a_row_that_brings_nothing_and_one_that_sees_nothing() -> None:
@@ -126,10 +129,14 @@ def test_a_decoder_of_latent_attention_by_these_kernels_which_the_report_shows(
 @pytest.mark.parametrize(
     ("heads", "widths", "splits"), [((6, 1), (16, 150), 37), ((4, 2), (16, 16), 17), ((20, 1), (24, 16), 33)]
 )
-def test_many_parts_are_combined(heads: tuple[int, int], widths: tuple[int, int], splits: int) -> None:
-    lengths = [(300, 1), (0, 3), (41, 2)]
-    over_pages("s = 5.0 * tanh(dot / 5.0); keep k <= q; sink r0[h]", lengths, heads, widths, splits)
-    over_pages("s = 0.3 * dot; keep k <= q", lengths, heads, widths, splits)
+@pytest.mark.parametrize(
+    "text", ["s = 5.0 * tanh(dot / 5.0); keep k <= q; sink r0[h]", "s = 0.3 * dot; keep k <= q"]
+)
+@pytest.mark.covering
+def test_many_parts_are_combined(
+    heads: tuple[int, int], widths: tuple[int, int], splits: int, text: str
+) -> None:
+    over_pages(text, [(300, 1), (0, 3), (41, 2)], heads, widths, splits)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Callable[[], None]]]:

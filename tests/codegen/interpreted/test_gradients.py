@@ -177,6 +177,7 @@ def test_gradients_of_rows_whose_scores_are_all_far_from_zero(text: str, shapes:
 LARGE = ("", "s = 0.5 * dot", "s = 0.5 * dot; keep k <= q", "keep k <= q; sink -1.5")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("text", LARGE)
 @pytest.mark.parametrize("height", [-1e4, 1e4, -1e6, 1e6])
 def test_gradients_of_large_products(text: str, height: float) -> None:

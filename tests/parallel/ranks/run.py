@@ -1,4 +1,5 @@
-"""One of several processes of a test: `python run.py TASK RANK RANKS FILE`. The last line is its result."""
+"""One of several processes of a test: run with `given`, a task, the rank, the number of ranks, the file where
+they meet, and the file for what this one says. The last line of that is its result."""
 
 import copy
 import datetime
@@ -98,7 +99,7 @@ def checkpoint(mesh, rank):
     """Saved from two ranks, loaded by another model on two ranks, and by one on one device."""
     import torch.distributed.checkpoint as dcp
 
-    folder = sys.argv[4] + ".checkpoint"
+    folder = f"{MEETING}.checkpoint"
     ids = torch.arange(12).view(2, 6)
     torch.manual_seed(0)
     first = Block(packed=False)
@@ -328,11 +329,11 @@ def disagree_in_prompts(mesh, rank):
     ids = torch.arange(10).view(2, 5)
     wanted = decoder.generate(ids, 3)
     _, state = decoder.prefill(ids)
-    state.save(sys.argv[4] + f".state{rank}")
+    state.save(f"{MEETING}.state{rank}")
     dist.barrier()
     engine = attngraph.Engine(decoder)
     engine.submit([1, 2, 3 + rank], 3)
-    mixed = attngraph.KVCache.load(sys.argv[4] + ".state0")
+    mixed = attngraph.KVCache.load(f"{MEETING}.state0")
 
     found = []
     for call in (
@@ -431,10 +432,11 @@ def die(mesh, rank):
 
 
 if __name__ == "__main__":
-    task, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    task, rank, ranks, MEETING, said = given  # noqa: F821  (a global that `runpy` was given)
+    sys.stdout = sys.stderr = said.open("w", buffering=1)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=ranks,
+        "gloo", init_method=f"file://{MEETING}", rank=rank, world_size=ranks,
         timeout=datetime.timedelta(seconds=20),
     )  # fmt: skip
     result = globals()[task](init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)), rank)
