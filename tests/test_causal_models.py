@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attngraph.benchmark.causal_models.one import NEW, VOCABULARY, compared, decided_by_length, prompts
 from attngraph.benchmark.causal_models.shrink import ATTEMPTS, given_back, role, shrunk
 from attngraph.benchmark.causal_models.table import table
 
@@ -50,3 +58,64 @@ def test_the_table_counts_every_class_and_keeps_the_reasons() -> None:
     page = table(rows, "5.0", 24)
     assert "| equal | 1 of 2 |" in page
     assert "| B | because \\| so |" in page
+
+
+class Logits:
+    """A model: a token's successor is drawn from its number; `odd_at`, by how many tokens there are too."""
+
+    def __init__(self, odd_at: int | None = None, only: int | None = None) -> None:
+        self.odd_at, self.only = odd_at, only
+
+    def __call__(self, input_ids: Tensor) -> Any:
+        following = (input_ids * 7 + 3) % VOCABULARY
+        is_odd = self.only is None or int(input_ids[0, 0]) == self.only
+        if self.odd_at is not None and is_odd and input_ids.shape[1] > self.odd_at:
+            following[:, 2] += input_ids.shape[1] % 2
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(following % VOCABULARY, VOCABULARY).double())
+
+
+class Decoded:
+    """A decoder that computes each token once. `wrong`: it adds one to the last token."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        self.wrong = wrong
+
+    def generate(self, ids: Tensor, new: int) -> Tensor:
+        for _ in range(new):
+            ids = torch.cat([ids, (ids[:, -1:] * 7 + 3) % VOCABULARY], 1)
+        return torch.cat([ids[:, :-1], ids[:, -1:] + self.wrong], 1)
+
+
+def test_a_model_whose_logits_depend_on_how_many_tokens_follow_is_undecided() -> None:
+    sequence = prompts()
+    assert decided_by_length(Logits(), sequence) is None
+    assert decided_by_length(Logits(odd_at=4), sequence) == (
+        "token 2 has other logits in a sequence of 3 than in one of 7"
+    )
+
+
+@pytest.mark.parametrize("odd_at", [None, 10])
+def test_tokens_that_differ_are_wrong_unless_the_models_own_are_undecided(odd_at: int | None) -> None:
+    model: Any = Logits(odd_at)
+    right, wrong = (compared(model, Decoded(w)) for w in (False, True))  # type: ignore[arg-type]
+    assert right["outcome"] == "equal"
+    if odd_at is None:
+        assert wrong == {"outcome": "wrong", "reason": f"{NEW - 1} tokens are equal, then not"}
+    else:
+        assert wrong["outcome"] == "undecided"
+        assert "token 2 has other logits" in wrong["reason"]
+
+
+def test_other_prompts_are_taken_where_the_first_are_undecided() -> None:
+    model: Any = Logits(odd_at=10, only=int(prompts(1)[0, 0]))
+
+    class WrongAtFirst(Decoded):
+        def generate(self, ids: Tensor, new: int) -> Tensor:
+            self.wrong = bool(torch.equal(ids, prompts(1)))
+            return super().generate(ids, new)
+
+    row = compared(model, WrongAtFirst())  # type: ignore[arg-type]
+    assert row["outcome"] == "equal"
+    assert len(row["undecided"]) == 1
+    page = table([{"class": "A", **row}], "5.0", 24)
+    assert "undecided there (it chooses among equal scores): A." in page

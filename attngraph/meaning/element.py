@@ -156,12 +156,18 @@ class Meaning:
 
     def contracts(self, node: fx.Node) -> bool:
         """Whether the node is a contraction, or is computed from one by elementwise ops alone."""
-        if node not in self._contracts:
-            category = self.category(node)
+        pending = [node]
+        while pending:  # no recursion: a chain of writes is as long as a model makes it
+            at = pending[-1]
+            category = self.category(at)
             elementwise = category in (Category.MOVEMENT, Category.POINTWISE)
-            self._contracts[node] = category is Category.CONTRACTION or (
-                elementwise and any(self.contracts(n) for n in node.all_input_nodes)
-            )
+            inputs = at.all_input_nodes if elementwise else []
+            unknown = [n for n in inputs if n not in self._contracts]
+            if unknown:
+                pending += unknown
+                continue
+            self._contracts[at] = category is Category.CONTRACTION or any(self._contracts[n] for n in inputs)
+            pending.pop()
         return self._contracts[node]
 
     def require_equal(self, a: Expr, b: Expr) -> None:

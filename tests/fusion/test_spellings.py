@@ -283,6 +283,20 @@ def test_a_mask_is_told_in_few_words(words: str) -> None:
     assert compiled.report.attention[0].mask == words
 
 
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("bias_of_near_keys_and_a_finite_fill_in_one_selection", "causal & window(4) (else s - 3e+38)"),
+        ("two_finite_fills_one_inside_the_other", "causal & window(4) (else s - 1000000000.0)"),
+    ],
+)
+def test_a_fill_that_a_selection_adds_beside_a_bias_is_told_as_a_mask(name: str, mask: str) -> None:
+    function, inputs = spellings.MUST_FUSE[name]
+    compiled = attngraph.compile(function)
+    compiled(*inputs())
+    assert compiled.report.attention[0].mask == mask
+
+
 def test_a_causal_buffer_is_read_as_causal() -> None:
     compiled = attngraph.compile(Buffered(torch.ones(16, 16).tril()))
     compiled(*qkv(7))
@@ -341,6 +355,19 @@ def test_a_buffer_that_repeats_only_up_to_the_traced_length_is_not_taken_for_a_f
     for tokens in (7, 16):
         agreement = compare(model, compiled, qkv(tokens))
         assert agreement, agreement.differences
+
+
+def test_scores_that_are_written_one_by_one_are_no_error_of_the_compiler() -> None:
+    def model(x: Tensor) -> Tensor:
+        scores = torch.empty(x.shape[0], x.shape[0], dtype=x.dtype)
+        for i, query in enumerate(x):
+            for j, key in enumerate(x):
+                scores[i, j] = torch.dot(query, key)
+        return scores.softmax(-1) @ x
+
+    report = attngraph.explain(model, torch.randn(12, 3))
+    assert len(report.attention) + len(report.missed) == 1
+    assert not any("error of the compiler" in m.reason for m in report.missed)
 
 
 @pytest.mark.parametrize("steps", [3, 16, 60])

@@ -22,6 +22,8 @@ each token. One command makes this page:
 _MEANING = {
     "equal": "the decoder's tokens are those of the whole model",
     "wrong": "they are not",
+    "undecided": "the model itself gives a token other logits when more tokens follow: it chooses among equal "
+    "scores, and PyTorch's `topk` leaves open which of these it takes",
     "refused": "no decoder is derived; the reason says why",
     "not causal": "the class itself lets a token see a later one",
     "not built": "no small model could be built, or run with tokens alone; what stood in the way",
@@ -40,10 +42,23 @@ def table(rows: Sequence[dict[str, Any]], version: str, new: int) -> str:
         found = [row for row in rows if row["outcome"] == name]
         if found and name == "equal":
             lines.append("\n## equal\n\n" + ", ".join(f"{row['class']}" for row in found) + ".\n")
+            lines += _remarks(found)
         elif found:
             lines.append(f"\n## {name}\n\n| class | reason |\n|---|---|\n")
             lines += [f"| {row['class']} | {_cell(row.get('reason', ''))} |\n" for row in found]
     return "".join(lines)
+
+
+def _remarks(equal: Sequence[dict[str, Any]]) -> list[str]:
+    """What is worth saying of decoders whose tokens are the model's."""
+    said = (
+        ("For these the first prompts were left out, because the model's own tokens are undecided there (it "
+         "chooses among equal scores)", lambda row: row.get("undecided")),
+        ("For these transformers' own `generate` with its cache gives other tokens than calling the whole "
+         "model does", lambda row: row.get("generate") is False),
+    )  # fmt: skip
+    named = [(text, [row["class"] for row in equal if which(row)]) for text, which in said]
+    return [f"\n{text}: {', '.join(names)}.\n" for text, names in named if names]
 
 
 def _cell(reason: str) -> str:

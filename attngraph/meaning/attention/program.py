@@ -4,7 +4,7 @@ canonical forms turned back into what a person would write."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
@@ -134,22 +134,55 @@ def _as_mask(score: Expr) -> tuple[Expr, Expr, Expr] | None:
     if score.op != "add":
         return None
     for place, term in enumerate(score.args):
-        if term.op != "where":
-            continue
-        condition, yes, no = term.args
         rest = M.add(*score.args[:place], *score.args[place + 1 :])
-        # Adding minus infinity is not the same as putting it there: NaN stays NaN, gradients flow.
-        if no is E.NEG_INF:
-            return condition, M.add(rest, yes), LOWERED
-        if yes is E.NEG_INF:
-            return M.not_(condition), M.add(rest, no), LOWERED
-        if yes.op != "const" or no.op != "const":
-            continue
-        if _is_fill(no) and not _is_fill(yes):
-            return condition, M.add(rest, yes), M.add(SCORE, M.sub(no, yes))
-        if _is_fill(yes) and not _is_fill(no):
-            return M.not_(condition), M.add(rest, no), M.add(SCORE, M.sub(yes, no))
+        masked = _added_mask(rest, term)
+        if masked is not None:
+            return masked
     return None
+
+
+def _added_mask(rest: Expr, term: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """The mask in a selection that is added to a score: its branches, or branches of these, are a fill."""
+    leaves = set(_leaves(term)) if term.op == "where" else set()
+    fill = min((leaf for leaf in leaves if _is_fill(leaf)), key=lambda leaf: leaf.value, default=None)
+    others = leaves - {fill}
+    if fill is None or not others:
+        return None
+    keep = _where_not(term, fill)
+    value = next(iter(others))
+    # Adding minus infinity is not the same as putting it there: NaN stays NaN, gradients flow.
+    if fill is E.NEG_INF:
+        return keep, M.add(rest, value if len(others) == 1 else _replaced(term, fill)), LOWERED
+    if len(others) == 1 and value.op == "const":
+        return None if _is_fill(value) else (keep, M.add(rest, value), M.add(SCORE, M.sub(fill, value)))
+    return keep, M.add(rest, _replaced(term, fill)), M.add(SCORE, fill)
+
+
+def _leaves(tree: Expr) -> Iterator[Expr]:
+    """What nested selections choose among."""
+    if tree.op == "where":
+        yield from _leaves(tree.args[1])
+        yield from _leaves(tree.args[2])
+    else:
+        yield tree
+
+
+def _where_not(tree: Expr, fill: Expr) -> Expr:
+    """Where nested selections do not choose the fill."""
+    if tree.op != "where":
+        return E.FALSE if tree is fill else E.TRUE
+    condition, yes, no = tree.args
+    return M.or_(
+        M.and_(condition, _where_not(yes, fill)), M.and_(M.not_(condition), _where_not(no, fill))
+    )  # fmt: skip
+
+
+def _replaced(tree: Expr, fill: Expr) -> Expr:
+    """The selections with zero in place of the fill."""
+    if tree.op != "where":
+        return E.ZERO if tree is fill else tree
+    condition, yes, no = tree.args
+    return M.where(condition, _replaced(yes, fill), _replaced(no, fill))
 
 
 def _at_least(score: Expr, floor: Expr) -> tuple[Expr, Expr, Expr] | None:

@@ -110,3 +110,26 @@ def relative_shift_of_distances_counted_down(q, k, v, weight):
     scores = torch.einsum("ibhd,jbhd->ijbh", q, k) + shifted
     scores = scores.masked_fill(~causal(tokens)[:, :, None, None], -INF)
     return torch.einsum("ijbh,jbhd->ibhd", scores.softmax(1), v)
+
+
+@spelling(lambda: normals("BHTD BHTD BHTD BHT4"))
+def bias_of_near_keys_and_a_finite_fill_in_one_selection(q, k, v, relative):
+    i = torch.arange(q.shape[2])
+    behind = i[:, None] - i
+    bias = relative.gather(-1, behind.clamp(0, 3).expand(*relative.shape[:2], -1, -1))
+    return (q @ k.mT + torch.where((behind >= 0) & (behind < 4), bias, -3e38)).softmax(-1) @ v
+
+
+@spelling(qkv)
+def two_finite_fills_one_inside_the_other(q, k, v):
+    i = torch.arange(q.shape[2])
+    causal_fill = torch.where(i[:, None] >= i, 0.0, -1e9)
+    return (q @ k.mT + torch.where(i[:, None] - i < 4, causal_fill, -1e9)).softmax(-1) @ v
+
+
+@spelling(lambda: (*normals("BHTD BHTD BHTD"), normals("H")[0]))
+def slopes_and_two_kinds_of_fill_in_nested_selections(q, k, v, slopes):
+    i = torch.arange(q.shape[2])
+    behind = i[:, None] - i
+    far = torch.where(behind < -3, -INF, -1e9)
+    return (q @ k.mT + torch.where(behind >= 0, -slopes[:, None, None] * behind, far)).softmax(-1) @ v
