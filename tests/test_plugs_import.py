@@ -29,24 +29,43 @@ def test_importing_attngraph_and_its_plugin_loads_no_torch() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import attngraph.api.compile; import attngraph",
-        "from attngraph import compile; import attngraph.api.compile",
-        "import attngraph.cli, importlib; importlib.import_module('attngraph.api.compile')",
-    ],
+ORDERS = (
+    "import attngraph.api.compile; import attngraph",
+    "from attngraph import compile; import attngraph.api.compile",
+    "import attngraph.cli, importlib; importlib.import_module('attngraph.api.compile')",
 )
-def test_compile_is_the_function_in_whatever_order_things_are_imported(code: str) -> None:
-    done = run(f"{code}; print(type(attngraph.compile).__name__, attngraph.compile.__module__)")
-    assert done.stdout == "function attngraph.api.compile\n", done.stderr
+NAMES = "import attngraph; attngraph.parse; from attngraph.ir.ops.kernels import KERNELS; print(*KERNELS)"
 
 
-def test_the_first_use_of_any_name_registers_ops_and_kernels() -> None:
-    code = "import attngraph\nattngraph.parse\nfrom attngraph.ir.ops.kernels import KERNELS\nprint(*KERNELS)"
-    done = run(f"{code}\nimport torch\nassert torch.ops.attngraph.cached_attention")
-    names = done.stdout.split()
-    assert {"cpu.flash", "cpu.tiled"} <= set(names), done.stderr
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each of these prints in a process that has imported torch, and nothing of attngraph."""
+    compile_is = "print(type(attngraph.compile).__name__, attngraph.compile.__module__)"
+    codes = [*(f"{code}; {compile_is}" for code in ORDERS), f"{NAMES}; torch.ops.attngraph.cached_attention"]
+    done = run(f"""
+import os, sys, torch, torch.export, torch._dynamo
+for code in {codes!r}:
+    assert "attngraph" not in sys.modules
+    if (child := os.fork()) == 0:
+        exec(code)
+        print("", end="", flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, code
+""")
+    assert done.returncode == 0, done.stderr
+    return dict(zip((*ORDERS, NAMES), done.stdout.splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("code", ORDERS)
+def test_compile_is_the_function_in_whatever_order_things_are_imported(
+    code: str, said: dict[str, str]
+) -> None:
+    assert said[code] == "function attngraph.api.compile"
+
+
+def test_the_first_use_of_any_name_registers_ops_and_kernels(said: dict[str, str]) -> None:
+    names = said[NAMES].split()
+    assert {"cpu.flash", "cpu.tiled"} <= set(names)
     assert names[-1] == "reference"
 
 

@@ -16,8 +16,6 @@ from attngraph.codegen.cpu import replay
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
-pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
-
 VOCABULARY = 40
 
 

@@ -202,6 +202,6 @@ DECODERS = (
     if IS_INTERPRETED
     else (
         Decoder("reference", by_op("reference"), SMALL),
-        Decoder("cpu.decode", by_op("cpu.decode"), LARGE, ("compiled_at_any_size",)),
+        Decoder("cpu.decode", by_op("cpu.decode"), LARGE, ("compiled_at_any_size",), slow=True),
     )
 )  # fmt: skip

@@ -166,7 +166,6 @@ def over_a_cache() -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize(("decoder", "name"), over_a_cache())
-@pytest.mark.covering
 def test_new_tokens_over_a_cache_get_what_they_get_in_whole_sequences(
     decoder: Decoder, name: str, request: pytest.FixtureRequest
 ) -> None:
