@@ -104,7 +104,7 @@ def _divide(graph: ProgramGraph, size: Expr, axis: Axis, whole: list[WholeEntry]
         raise Unplaced(next(iter(reasons), "no attention could be divided by tokens"))
     layout = choose_layout(graph, tokens, axis.count)
     twins = Twins(graph, tokens, layout, axis)
-    proved = _proved(graph, tokens, twins)
+    proved = _working(tokens, _proved(graph, tokens, twins))
     total = graph.hints[str(size.value)]
     attentions = {a for n in proved if (a := attention_of(n)) is not None}
     found = DividedTokens(
@@ -140,6 +140,26 @@ def _proved(graph: ProgramGraph, tokens: TokenAxis, twins: Twins) -> dict[fx.Nod
             tokens.whole[node] = str(reason)
         proof.discard()
     return found
+
+
+def _working(tokens: TokenAxis, proved: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The divided values that are connected, through divided values, with an attention or a product. Others
+    stand between values that every rank has whole: to send the results takes longer than to compute them."""
+    around: dict[fx.Node, set[fx.Node]] = {node: set() for node in proved}
+    for node in proved:
+        for operand in _operands(node):
+            if operand in proved:
+                around[node].add(operand)
+                around[operand].add(node)
+    found = {n for n in proved if attention_of(n) is not None or tokens.is_product(n)}
+    stack = list(found)
+    while stack:
+        new = around[stack.pop()] - found
+        found |= new
+        stack += new
+    for node in proved.keys() - found:
+        del tokens.axes[node]
+    return {node: twin for node, twin in proved.items() if node in found}
 
 
 def _connect(

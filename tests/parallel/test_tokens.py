@@ -314,6 +314,24 @@ def test_dropped_weights_are_those_of_one_device() -> None:
     torch.testing.assert_close(*both)
 
 
+def test_what_stands_between_values_that_all_ranks_have_is_not_divided(same_by_tokens: Compared) -> None:
+    """The tanh of a sum over tokens is computed by all: dividing it would only add a gathering. A product is
+    worth one."""
+
+    class Sums(Attention):
+        def __init__(self, product: bool) -> None:
+            super().__init__("causal")
+            self.last = nn.Linear(WIDTH, WIDTH) if product else nn.Tanh()
+
+        def forward(self, x: Tensor, about: Tensor | None = None) -> Tensor:
+            return self.last(super().forward(x).cumsum(1)).cumsum(1)
+
+    for product, gathered in ((False, 1), (True, 2)):
+        entry = same_by_tokens(Sums(product), 2, torch.randn(2, 16, WIDTH, dtype=torch.float64))
+        assert sum(f.what == "all tokens of a value" for f in entry.fetched) == gathered
+        assert len(entry.whole) == gathered
+
+
 def test_a_model_without_attention_says_that_nothing_is_divided(same_by_tokens: Compared) -> None:
     entry = same_by_tokens(nn.Linear(4, 4), 2, torch.randn(2, 8, 4, dtype=torch.float64))
     assert entry.axes == () and entry.received == (0, 0)

@@ -95,7 +95,7 @@ class TokenAxis:
         for kind in (self._called, self._learned):
             if any(n in kind for n in operands):
                 kind.add(node)
-        makes = nodes.view(node) is not None or category(self.meaning, node) is Category.CONTRACTION
+        makes = nodes.view(node) is not None or self.is_product(node)
         work = node in self._called and (makes or node in self._learned)
         if work or any(n in self._computed for n in operands):
             self._computed.add(node)
@@ -112,6 +112,10 @@ class TokenAxis:
     def is_known(self, node: fx.Node) -> bool:
         """Whether every rank computes the value without asking, where it needs all of it."""
         return node not in self._computed
+
+    def is_product(self, node: fx.Node) -> bool:
+        """Whether a value is a product, such as one with weights."""
+        return category(self.meaning, node) is Category.CONTRACTION
 
     def _has_pairs(self, node: fx.Node) -> bool:
         """Whether a value has an entry for every pair of tokens: a rank then computes its rows alone."""
