@@ -73,9 +73,9 @@ def attn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "call" and report.failed:
+        report.sections = _without_traces(report.sections)
         compiled: list[Checked] = item.stash.get(_COMPILED, [])
         for number, checked in enumerate(compiled, 1):
-            report.sections = _without_traces(report.sections)
             report.sections += _sections(checked, number, item.config.getoption("attngraph_graphs"))
     return report
 

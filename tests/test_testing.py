@@ -354,3 +354,20 @@ def test_pytest_finds_the_plugin_by_its_entry_point() -> None:
     points = made["project"]["entry-points"]["pytest11"]
     assert points == {"attngraph.pytest_plugin": "attngraph.pytest_plugin"}
     assert (ROOT / "attngraph" / "pytest_plugin.py").exists()
+
+
+def test_a_failing_test_without_the_fixture_shows_no_lines_of_torchs_traces(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        """
+        import logging
+
+        def test_fails():
+            logging.getLogger("torch.__trace").warning("")
+            logging.getLogger("mine").warning("seen")
+            assert False
+        """
+    )
+    shown = str(run(pytester).stdout)
+    assert "torch.__trace:" not in shown and "mine:" in shown

@@ -70,8 +70,8 @@ def bisect(
     train), without gradients. Results are compared by the rule of `runtime/verify.py`.
 
     Raises:
-        TypeError: `model` is not callable, or takes other arguments. CaptureError: the model cannot be
-        captured whole.
+        TypeError: `model` is not callable, or takes other arguments.
+        CaptureError: the model cannot be captured whole.
     """
     require_model(model, "attngraph.bisect")
     require_fit(model, args, {})

@@ -122,8 +122,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
     """The report of compiling `model` for this call; the compiled graph is discarded.
 
     Raises:
-        TypeError: `model` is not callable, or takes other arguments. CaptureError: the model cannot be
-        captured whole and running it in pieces failed too.
+        TypeError: `model` is not callable, or takes other arguments.
+        CaptureError: the model cannot be captured whole and running it in pieces failed too.
     """
     require_model(model, "attngraph.explain")
     require_fit(model, args, kwargs)

@@ -116,8 +116,8 @@ def make_options(
     """Options from the arguments of `attngraph.compile`.
 
     Raises:
-        ValueError: an unknown backend, pass or value of `absorb`, or a mesh without the axis. TypeError: an
-        option of another type.
+        ValueError: an unknown backend, pass or value of `absorb`, or a mesh without the axis.
+        TypeError: an option of another type.
     """
     folder = dump or os.environ.get("ATTNGRAPH_DUMP") or None
     if isinstance(passes, str):

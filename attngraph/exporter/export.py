@@ -70,8 +70,8 @@ def export(
         What was written, and how each attention is written.
 
     Raises:
-        TypeError: the model takes other arguments. ExportError: the model cannot be exported, or its file
-        gives other answers; nothing is left at `path`.
+        TypeError: the model takes other arguments.
+        ExportError: the model cannot be exported, or its file gives other answers; nothing is left at `path`.
         CaptureError, NoDecoderError: as from compiling.
     """
     require_sequence(args, "args")
