@@ -363,8 +363,8 @@ _MORE = [
     }),
     *_many("feedback-transformer-pytorch", {
         "FeedbackTransformer": (
-            Made("feedback_transformer_pytorch:FeedbackTransformer", num_tokens=60, dim=32, depth=2, seq_len=4,
-                 mem_len=8, **_SMALL), [Numbers((2, 8), 60, 3)]),
+            Made("feedback_transformer_pytorch:FeedbackTransformer", num_tokens=60, dim=32, depth=2,
+                 seq_len=4, mem_len=8, **_SMALL), [Numbers((2, 8), 60, 3)]),
     }),
     *_many("linear-attention-transformer", {
         "LinearAttentionTransformerLM": (
