@@ -47,6 +47,10 @@ from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall
 
 log = logging.getLogger(__name__)
+TOO_DEEP = (
+    "too many operations follow one another between its operands and its weights to be read, as where a "
+    "Python loop writes the scores one by one: compute them by one product"
+)
 Recognise = Callable[[fx.Node], tuple[Attention, ...] | Refusal | None]
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
 UNNORMALISED = "exponentials of scores weigh a sum that is not divided by their own sum over the same keys"
@@ -123,6 +127,8 @@ class _Fusion:
             if not isinstance(found, tuple):
                 return found
             return self._fuse(node, found, self.recogniser.exponentials(node) if weights is None else weights)
+        except RecursionError:
+            return Refusal(TOO_DEEP)
         except Exception as problem:
             log.exception("could not examine %s at %s", node, source_of(node))
             return Refusal(f"an error of the compiler, please report it: {type(problem).__name__}: {problem}")

@@ -71,7 +71,9 @@ class Logits:
         is_odd = self.only is None or int(input_ids[0, 0]) == self.only
         if self.odd_at is not None and is_odd and input_ids.shape[1] > self.odd_at:
             following[:, 2] += input_ids.shape[1] % 2
-        return SimpleNamespace(logits=torch.nn.functional.one_hot(following % VOCABULARY, VOCABULARY).double())
+        return SimpleNamespace(
+            logits=torch.nn.functional.one_hot(following % VOCABULARY, VOCABULARY).double()
+        )
 
 
 class Decoded:

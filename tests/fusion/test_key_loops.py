@@ -25,7 +25,7 @@ def loop(
         total = p.sum(-1, keepdim=True)
         l = l + (total.clamp(min=1e-9) if wrong == "clamp" else total)
         o, m = o + p @ v[:, :, j : j + block], new
-    return o if wrong == "undivided" else o / l
+    return o if wrong == "undivided" else o / (l + 1e-8 if wrong == "number" else l)
 
 
 REASONS = {
@@ -34,6 +34,7 @@ REASONS = {
     "both": "the 3 blocks of its keys are added up with different maxima subtracted",
     "maximum": "the 3 blocks of its keys are added up with different maxima subtracted",
     "undivided": "its keys come in 3 blocks whose sums are added up, but not divided",
+    "number": "a number is added to what divides it, after maxima of its scores were subtracted",
     "clamp": "what divides it is changed by clamp at ",
 }
 

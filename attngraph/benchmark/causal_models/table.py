@@ -22,8 +22,8 @@ each token. One command makes this page:
 _MEANING = {
     "equal": "the decoder's tokens are those of the whole model",
     "wrong": "they are not",
-    "undecided": "the model itself gives a token other logits when more tokens follow: it chooses among equal "
-    "scores, and PyTorch's `topk` leaves open which of these it takes",
+    "undecided": "the model itself gives a token other logits when more tokens follow: it chooses among "
+    "equal scores, and PyTorch's `topk` leaves open which of these it takes",
     "refused": "no decoder is derived; the reason says why",
     "not causal": "the class itself lets a token see a later one",
     "not built": "no small model could be built, or run with tokens alone; what stood in the way",

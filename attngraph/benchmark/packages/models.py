@@ -311,7 +311,77 @@ _LANGUAGE = _many("litgpt", {
     "GPT, as Falcon": _lit(n_query_groups=1, rotary_percentage=1.0, shared_attention_norm=True, bias=False),
 })  # fmt: skip
 
+# --- blocks, halves, both directions ---
+
+_SMALL = {"heads": 2, "dim_head": 16}
+_TEXT = {"num_tokens": 60, "dim": 32, "depth": 2, "max_seq_len": 64, **_SMALL}
+_MAPS = {"dim_out": 32, "proj_factor": 2, "num_layers": 2, "heads": 2, "dim_head": 8}
+_MORE = [
+    *_many("isab-pytorch", {
+        "ISAB": (Made("isab_pytorch:ISAB", dim=32, heads=2, num_latents=5), [Noise((2, 40, 32))]),
+    }),
+    *_many("halonet-pytorch", {
+        "HaloAttention": (Made("halonet_pytorch:HaloAttention", dim=16, block_size=4, halo_size=2, dim_head=8,
+                               heads=2), [Noise((1, 16, 8, 8))]),
+    }),
+    *_many("bottleneck-transformer-pytorch", {
+        "BottleStack, relative": (Made("bottleneck_transformer_pytorch:BottleStack", dim=16, fmap_size=8,
+                                       rel_pos_emb=True, **_MAPS), [Noise((2, 16, 8, 8))]),
+        "BottleStack, absolute": (Made("bottleneck_transformer_pytorch:BottleStack", dim=16, fmap_size=8,
+                                       **_MAPS), [Noise((2, 16, 8, 8))]),
+    }),
+    *_many("lambda-networks", {
+        "LambdaLayer": (Made("lambda_networks:LambdaLayer", dim=16, dim_out=16, n=8, dim_k=4, heads=2,
+                             dim_u=1), [Noise((2, 16, 8, 8))]),
+        "LambdaLayer, local": (Made("lambda_networks:LambdaLayer", dim=16, dim_out=16, r=3, dim_k=4, heads=2,
+                                    dim_u=2), [Noise((2, 16, 8, 8))]),
+    }),
+    *_many("bidirectional-cross-attention", {
+        f"BidirectionalCrossAttention{name}": (
+            Made("bidirectional_cross_attention:BidirectionalCrossAttention", dim=32, context_dim=24,
+                 **_SMALL, **more), [Noise((2, 40, 32)), Noise((2, 20, 24))])
+        for name, more in (("", {}), (", talking heads", {"talking_heads": True}))
+    }),
+    *_many("conformer", {
+        "Conformer": (Made("conformer:Conformer", dim=32, depth=2, conv_kernel_size=7, **_SMALL),
+                      [Noise((2, 40, 32))]),
+        "Conformer, causal convolutions": (
+            Made("conformer:Conformer", dim=32, depth=2, conv_kernel_size=7, conv_causal=True, **_SMALL),
+            [Noise((2, 40, 32))]),
+    }),
+    *_many("memory-efficient-attention-pytorch", {
+        "Attention": (Made("memory_efficient_attention_pytorch:Attention", dim=32, causal=True, **_SMALL),
+                      [Noise((2, 64, 32))]),
+        "Attention, in blocks": (Made("memory_efficient_attention_pytorch:Attention", dim=32, causal=True,
+                                      memory_efficient=True, q_bucket_size=32, k_bucket_size=16, **_SMALL),
+                                 [Noise((2, 64, 32))]),
+    }),
+    *_many("h-transformer-1d", {
+        f"HTransformer1D{name}": (
+            Made("h_transformer_1d:HTransformer1D", block_size=8, causal=causal, **_TEXT), [TOKENS])
+        for name, causal in (("", False), (", causal", True))
+    }),
+    *_many("feedback-transformer-pytorch", {
+        "FeedbackTransformer": (
+            Made("feedback_transformer_pytorch:FeedbackTransformer", num_tokens=60, dim=32, depth=2,
+                 seq_len=4, mem_len=8, **_SMALL), [Numbers((2, 8), 60, 3)]),
+    }),
+    *_many("linear-attention-transformer", {
+        "LinearAttentionTransformerLM": (
+            Made("linear_attention_transformer:LinearAttentionTransformerLM", causal=True, **_TEXT),
+            [TOKENS]),
+        "LinearAttentionTransformerLM, local heads": (
+            Made("linear_attention_transformer:LinearAttentionTransformerLM", n_local_attn_heads=1,
+                 local_attn_window_size=16, **_TEXT), [TOKENS]),
+    }),
+    *_many("hourglass-transformer-pytorch", {
+        "HourglassTransformerLM": (
+            Made("hourglass_transformer_pytorch:HourglassTransformerLM", shorten_factor=2,
+                 **{**_TEXT, "depth": (1, 2, 1)}), [TOKENS]),
+    }),
+]  # fmt: skip
+
 MODELS: tuple[Model, ...] = (
     *_PROTEINS, *_GENOMES, *_PERCEIVERS, *_LOW_RANK, *_SLOTS, *_LOCAL, *_AXIAL, *_HASHED, *_TABLES, *_SOUND,
-    *_CLIP, *_VISION, *_LIGHTLY, *_SEGMENTATION, *_GRAPHS, *_LANGUAGE,
+    *_CLIP, *_VISION, *_LIGHTLY, *_SEGMENTATION, *_GRAPHS, *_LANGUAGE, *_MORE,
 )  # fmt: skip

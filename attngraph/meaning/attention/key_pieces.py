@@ -37,6 +37,10 @@ NOT_RESCALED = (
     "the {} blocks of its keys are added up with different maxima subtracted: what has been added up must be "
     "rescaled whenever the maximum changes"
 )
+ADDED = (
+    "a number is added to what divides it, after maxima of its scores were subtracted from them: leave out "
+    "the one or the other"
+)
 OVERLAP = "some keys are in more than one of the {} blocks of its keys, so they count more than once"
 NOT_DIVIDED = (
     "its keys come in {} blocks whose sums are added up, but not divided by the sum of the exponentials of "
@@ -103,16 +107,17 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
         pieces = [_piece(x, x.exponent, x.number, fresh) for x in above]
         alike = len(divisor) == len(below) and all(p.weighted is WEIGHT for p in divisor)
         return Separated(pieces, [], divisor, problem) if alike else problem
+    used = {(M.sub(x.exponent, shift), x.weights) for x in above}
+    extra = [(term, number) for term, number in below.items() if term not in used]
     pieces = []
     for x in above:
         exponent = M.sub(x.exponent, shift)
         if x.keys and any(n.op == "read" and is_maximum(n.value) for n in E.walk(exponent)):
-            return Refusal(NOT_RESCALED.format(count))
+            is_number = any(exponent is E.ZERO and rest is E.ONE for (exponent, rest), _ in extra)
+            return Refusal(ADDED if is_number else NOT_RESCALED.format(count))
         pieces.append(
             _piece(x, exponent, x.number / below[exponent, x.weights] * math.exp(shift.value), fresh)
         )
-    used = {(M.sub(x.exponent, shift), x.weights) for x in above}
-    extra = [(term, number) for term, number in below.items() if term not in used]
     if any(rest is not E.ONE for (_, rest), _ in extra):
         return _mismatch(above, below, count)
     return Separated(pieces, [M.mul(E.const(number), M.exp(exponent)) for (exponent, _), number in extra])
