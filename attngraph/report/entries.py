@@ -77,8 +77,8 @@ class LatentEntry:
 @dataclasses.dataclass(frozen=True)
 class KernelEntry:
     """Which backend computes an attention, and the source that was emitted for it ("" for a kernel of a
-    library, or one that is chosen at each call). `remarks` report problems: that it did not compile, say, and
-    what was done instead."""
+    library, or one that is chosen at each call). `remarks` are what came up in running it: that it did not
+    compile, say, and what was done instead, or how long compiling it took."""
 
     name: str = ""
     source: str = dataclasses.field(default="", repr=False)

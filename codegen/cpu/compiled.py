@@ -20,7 +20,7 @@ from torch import Tensor
 from attngraph.codegen.cpu import backward, chosen, source, team, toolchain
 from attngraph.codegen.cpu.call import BLOCK_K, BLOCK_Q, Run
 from attngraph.codegen.cpu.flash import Flash
-from attngraph.codegen.cpu.library import Library, library
+from attngraph.codegen.cpu.library import Library, compile_seconds, library
 from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.remarks import Remarks
@@ -140,7 +140,10 @@ class Compiled(Kernel):
         return kernel.backward(program, operands, reads, sizes, results, grads)
 
     def remarks(self, program: ScoreProgram) -> tuple[str, ...]:
-        return _remarks.of(program)
+        """What came up, and what the C compiler took, which works in the first call."""
+        seconds = compile_seconds(program)
+        took = f"the C compiler took {seconds:.1f} s, once: what it makes is kept on disk"
+        return (*_remarks.of(program), took) if seconds else _remarks.of(program)
 
     def source(self, program: ScoreProgram, operands: Operands, reads: Sequence[Tensor]) -> str:
         """The C source for a call that is large enough to be compiled."""

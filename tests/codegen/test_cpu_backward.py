@@ -216,7 +216,7 @@ def test_what_the_library_has_no_gradients_for_is_left_and_told(text: str, reaso
     found = library.library(backward.plan_gradients(program, operands(), reads))
     assert isinstance(found, str) and reason in found
     check(text, operands(), reads)
-    (remark,) = KERNELS["cpu.compiled"].remarks(program)
+    (remark,) = (r for r in KERNELS["cpu.compiled"].remarks(program) if "the C compiler took" not in r)
     assert (
         remark.startswith("its gradients are computed by PyTorch's operations, in blocks")
         and reason in remark
