@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import op_name
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning import constants
@@ -270,8 +271,8 @@ class Meaning:
                 return PARTS[str(source.target)][1](self, source, int(node.args[1]), at)  # type: ignore[arg-type]
         elif node.op == "call_function" and str(node.target) in RULES:
             return RULES[str(node.target)].element(self, node, at)
-        made_by = node.args[0] if is_part(node) else node
-        raise Unliftable(f"no element rule for {made_by.target}")  # type: ignore[union-attr]
+        made_by = cast(fx.Node, node.args[0] if is_part(node) else node)
+        raise Unliftable(f"the operation {op_name(made_by)} is not looked into")
 
     def lift(
         self, node: Expr, through: Callable[[Expr], bool], into_sums: bool = True, most: int | None = None
