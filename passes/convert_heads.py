@@ -89,7 +89,7 @@ class _Product:
 class _Conversion:
     def __init__(self, graph: ProgramGraph, kv_heads: int, groups: tuple[tuple[int, ...], ...]) -> None:
         self.graph, self.kv_heads, self.groups = graph, kv_heads, groups
-        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.meaning = Meaning.of(graph)
         self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
         self.products: dict[fx.Node, _Product] = {}
         self.shared: list[tuple[fx.Node, list[tuple[int, ...]]]] = []

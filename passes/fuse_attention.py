@@ -81,7 +81,7 @@ class _Fusion:
 
     def __init__(self, graph: ProgramGraph) -> None:
         self.graph = graph
-        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
         self.fused = 0
@@ -106,7 +106,6 @@ class _Fusion:
             self._own_results()
         self.graph.clean()
         self._report_missed()
-        self.graph.assumed |= {n.name for n in self.meaning.assumed}
         checks = f"{len(self.checks.verdicts)} distinct one(s) checked in float64"
         if self.fused:
             self.outcome.notes.insert(0, f"fused {self.fused}, {checks}")

@@ -45,7 +45,7 @@ def join_rows(graph: ProgramGraph) -> list[str]:
         chain = _chain(node)
         if len(chain) < ROWS:
             continue
-        meaning = meaning or Meaning(graph.known_values(), graph.conditions)
+        meaning = meaning or Meaning.of(graph)
         matrix: fx.Node = chain[-1].args[0]  # type: ignore[assignment]
         if _is_below_the_diagonal(meaning, matrix) and _is_substitution(graph, matrix, node, known):
             builder = Builder(graph, node)

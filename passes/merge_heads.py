@@ -109,7 +109,7 @@ class _Merge:
         self.graph = graph
         self.heads = heads
         self.views = [Attention.of(head) for head in heads]
-        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.meaning = Meaning.of(graph)
         self.builder = Builder(graph, heads[-1])
         self.each = self.meaning.shape(self.views[0].q)[1]
         self.kv_each = self.meaning.shape(self.views[0].k)[1]
@@ -287,7 +287,7 @@ class _Merge:
         """Replace the node that concatenates the heads by a view of the merged result."""
         if node is None:
             return
-        meaning = Meaning(self.graph.known_values(), self.graph.conditions)
+        meaning = Meaning.of(self.graph)
         self.meaning, self.builder = meaning, Builder(self.graph, node)
         inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
         shape = meaning.shape(inputs[0])

@@ -53,7 +53,7 @@ class ReassociateLinear:
 class _Reassociation:
     def __init__(self, graph: ProgramGraph) -> None:
         self.graph = graph
-        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
         arguments = zip(graph.placeholders(), graph.inputs, strict=True)
         self.weights = {node for node, given in arguments if given.kind != "argument"}

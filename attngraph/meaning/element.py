@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.ir import budgets
-from attngraph.ir.graph.program_graph import op_name
+from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning import constants
@@ -57,7 +57,7 @@ class Meaning:
     Args:
         values: tensors that are known when compiling (buffers, constants), by placeholder. A
             placeholder whose values form a recognised pattern is lifted to that pattern, and is
-            then listed in `assumed`: the caller must ensure that those values do not change.
+            then listed in `assumed`: those values must not change (`of` has the graph guard them).
         conditions: sympy relations between sizes that hold; sizes that are equal by them get one name.
         complex_too: follow complex values as well, as long as they are only moved.
         along_tokens: follow convolutions over several places and running sums as well.
@@ -85,6 +85,7 @@ class Meaning:
         self.values = dict(values or {})
         self._constants = ConstantFolding(self.values)
         self.assumed: set[fx.Node] = set()
+        self._guarded: set[str] = set()
         self.obstacles: set[str] = set()
         self.required: set[tuple[Expr, Expr]] = set()
         self._fresh = itertools.count()
@@ -92,6 +93,22 @@ class Meaning:
         self._shapes: dict[fx.Node, Indices] = {}
         self._contracts: dict[fx.Node, bool] = {}
         self._long: set[fx.Node] = set()
+
+    @classmethod
+    def of(
+        cls, graph: ProgramGraph, complex_too: bool = False, along_tokens: bool = False,
+        numbers: Mapping[str, int] | None = None,
+    ) -> Meaning:  # fmt: skip
+        """The meaning of a graph whose executable guards what is `assumed`."""
+        found = cls(graph.known_values(), graph.conditions, complex_too, along_tokens, numbers)
+        found._guarded = graph.assumed
+        return found
+
+    def rely_on(self, nodes: Iterable[fx.Node]) -> None:
+        """Something was found with the values of these nodes: list those that are known in `assumed`."""
+        found = {n for n in nodes if n in self.values}
+        self.assumed |= found
+        self._guarded |= {n.name for n in found}
 
     def forget_elements(self) -> None:
         """Forget what elements equal: nodes that they were computed from have been replaced."""
@@ -253,7 +270,7 @@ class Meaning:
         """The values of a tensor that depends on no input, which are then taken not to change."""
         values = self._constants.values(node)
         if values is not None:
-            self.assumed |= self._constants.sources(node)
+            self.rely_on(self._constants.sources(node))
         return values
 
     def _by_values(self, node: fx.Node, at: Indices) -> Expr | None:
@@ -261,7 +278,7 @@ class Meaning:
         values = self._constants.values(node)
         found = None if values is None else constants.describe(values, at)
         if found is not None:
-            self.assumed |= self._constants.sources(node)
+            self.rely_on(self._constants.sources(node))
         return found
 
     def _by_its_rule(self, node: fx.Node, at: Indices) -> Expr:

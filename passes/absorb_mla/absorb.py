@@ -141,7 +141,7 @@ class _Absorption:
 
     def __init__(self, graph: ProgramGraph, options: AbsorbMLA) -> None:
         self.graph, self.options = graph, options
-        self.meaning = Meaning(graph.known_values(), graph.conditions)
+        self.meaning = Meaning.of(graph)
         self.latents = Latents(self.meaning)
         self.checks = Checks(graph)
         self.products: list[fx.Node] = []

@@ -164,6 +164,7 @@ class Carry:
             if not verdict.holds:
                 return f"for {length} token(s): {verdict}"
             compared = max(compared, length)
+        self.tokens.meaning.rely_on((*before, *after))
         return "" if compared > 2 else "it can be run on no sequence of more than two tokens"
 
     def _lengths(self, order: list[fx.Node]) -> Iterator[int]:

@@ -47,7 +47,7 @@ class ShardHeads(Divide):
 class _Sharding:
     def __init__(self, graph: ProgramGraph, ranks: Ranks, axis: Axis) -> None:
         self.graph, self.ranks, self.axis = graph, ranks, axis
-        self.meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True)
+        self.meaning = Meaning.of(graph, complex_too=True)
         self.regions = Regions(graph, self.meaning, axis.count)
         self.parts = Parts(graph, self.meaning, axis)
         self.decided: dict[fx.Node, Cut] = {}
@@ -76,7 +76,6 @@ class _Sharding:
         self.graph.clean()
         merge_sums(self.graph)
         kept = settle(self.graph, self.parts)
-        self.graph.assumed |= {n.name for n in self.meaning.assumed}
         unused = [i for i in self.graph.inputs if i.kind in ("shard", "places", "parameter")]
         self.graph.drop_inputs(lambda node, given: given in unused and not node.users)
         reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept

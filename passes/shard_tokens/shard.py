@@ -82,7 +82,7 @@ def _note(entry: ContextEntry) -> str:
 
 def _token_sizes(graph: ProgramGraph) -> Iterator[tuple[Expr, fx.Node]]:
     """The sizes that count queries of attentions, each with the first attention that has so many."""
-    meaning, found = Meaning(graph.known_values(), graph.conditions), set[Expr]()
+    meaning, found = Meaning.of(graph), set[Expr]()
     for node in graph.attentions():
         view: Any = nodes.view(node)
         size = meaning.renamed(size_expression(view.q.meta["val"].shape[QUERIES]))
@@ -97,7 +97,7 @@ def _divide(graph: ProgramGraph, size: Expr, axis: Axis, whole: list[WholeEntry]
     Raises:
         Unplaced: they are not divided.
     """
-    meaning = Meaning(graph.known_values(), graph.conditions, complex_too=True, along_tokens=True)
+    meaning = Meaning.of(graph, complex_too=True, along_tokens=True)
     tokens = TokenAxis(graph, meaning, size, axis.group)
     if not any(map(attention_of, tokens.axes)):
         reasons = [r for n, r in tokens.whole.items() if attention_of(n)]
@@ -112,7 +112,6 @@ def _divide(graph: ProgramGraph, size: Expr, axis: Axis, whole: list[WholeEntry]
     )
     gathers = {n: r for n, r in tokens.whole.items() if any(o in proved for o in _operands(n))}
     _connect(graph, tokens, twins, proved)
-    graph.assumed |= {n.name for n in meaning.assumed}
     alive = set(graph.graph.nodes)
     whole += [WholeEntry(source_of(n), reason) for n, reason in gathers.items() if n in alive]
     return found

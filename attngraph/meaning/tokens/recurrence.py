@@ -47,7 +47,7 @@ class SumFinder:
     ) -> None:
         self.space, self.tokens, self._ruled_out = space, tokens, dict(refuted)
         numbers = {str(space.tokens.value): tokens}
-        self._meaning = Meaning(graph.known_values(), graph.conditions, True, True, numbers)
+        self._meaning = Meaning.of(graph, True, True, numbers)
         self._left, self.why_not = budgets.SUM_ATTEMPTS, dict[fx.Node, str]()
 
     def find(self, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes) -> Sums | None:

@@ -133,6 +133,8 @@ class TokenProbe:
             self.left -= 1
             holds = self._try(node, axes, order, leaves, resolved, tokens, selections, replaced or {}, louder)
             self.known[key] = len(steps) if holds else 0
+        if self.known[key]:
+            self.meaning.rely_on(order)
         return self.known[key]
 
     def _is_one_number(self, node: fx.Node) -> bool:

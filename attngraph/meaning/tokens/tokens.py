@@ -62,7 +62,7 @@ class Tokens:
         refuted: Mapping[fx.Node, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.graph = graph
-        self.meaning = Meaning(graph.known_values(), graph.conditions, True, True)
+        self.meaning = Meaning.of(graph, True, True)
         rows = None if row is None else E.var("b", self.meaning.named(E.size(row)))
         size = self.meaning.named(E.size(str(token)))
         self.space = Space(E.var("t", size), rows)
