@@ -327,13 +327,9 @@ class _Walk:
         ]  # fmt: skip
         for name in _set_by_user(tuple(own)):
             if (id(module), name) not in self.left_out:
-                value = own.get(name)  # another thread's call may remove it
                 found.append(name)
-                if type(value) in _PLAIN:
-                    found.append(value)
-                else:
-                    self.at = Place(module, name)
-                    self.visit(value, depth)
+                self.at = Place(module, name)
+                self.visit(own.get(name), depth)  # another thread's call may have removed it
         self.at = around
         for name, child in module._modules.items():
             found.append(name)

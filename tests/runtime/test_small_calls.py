@@ -109,7 +109,7 @@ def test_a_model_with_compiled_parts_runs_as_a_graph(
 
 
 def test_the_fewest_scores_are_a_number() -> None:
-    with pytest.raises(ValueError, match="min_scores counts scores, so it is at least 0; found -1"):
+    with pytest.raises(ValueError, match="is a whole number from 0 on; found -1"):
         attngraph.compile(Layer(), min_scores=-1)
 
 

@@ -122,7 +122,7 @@ def on_meta(mesh, rank):
     import safetensors.torch
     import torch.distributed.checkpoint as dcp
 
-    folder, ids = sys.argv[4], torch.arange(12).view(2, 6)
+    folder, ids = MEETING, torch.arange(12).view(2, 6)
     said = []
     for packed in (False, True):
         torch.manual_seed(0)
