@@ -131,7 +131,8 @@ class Decoder(ModelWrapper):
             The logits, `[B, S, V]`.
 
         Raises:
-            CacheError: the tokens do not fit; the state is unchanged.
+            CacheError: the tokens do not fit, or a buffer that the decoder relies on has changed since the
+                prompt; the state is unchanged.
         """
         whose = self.in_step.whose(state.rank)
         self.in_step.agree("decode", next_ids, attention_mask, inputs, state.lengths, whose)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.state import LeftOut
+from attngraph.errors import CacheError
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops.cached_attention import CachePlan
@@ -95,8 +96,15 @@ class Step:
             run: an interpreter to run the graph with instead.
 
         Raises:
-            CacheError: the tokens do not fit; nothing is written.
+            CacheError: the tokens do not fit, or a buffer has changed whose values the graph relies on;
+                nothing is written.
         """
+        if run is None and not self.is_valid():
+            raise CacheError(
+                "a buffer of the model that this decoder relies on (a mask, or a table) has changed since "
+                "the prompt, so what is kept of the prompt does not go with it.\n"
+                "What to do: call prefill again."
+            )
         state.reserve(counts)
         rows = state.inputs(counts)
         if picked is None:

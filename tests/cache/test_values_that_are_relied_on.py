@@ -77,6 +77,20 @@ def test_a_decoder_is_derived_again_or_refused(
         torch.testing.assert_close(torch.cat(found, 1), model(ids), rtol=1e-4, atol=1e-4)
 
 
+def test_a_state_of_other_values_does_not_go_on() -> None:
+    model = Mixer(decays()).eval()
+    decoder = attngraph.compile(model, cache=True)
+    ids = torch.randint(0, VOCABULARY, (1, TOKENS))
+    with torch.no_grad():
+        _, state = decoder.prefill(ids[:, :KEPT])
+        model.table.mul_(0.5)
+        with pytest.raises(attngraph.CacheError, match="has changed since the prompt"):
+            decoder.decode(ids[:, KEPT : KEPT + 1], state)
+        logits, state = decoder.prefill(ids[:, :KEPT])
+        logits = decoder.decode(ids[:, KEPT : KEPT + 1], state)
+        torch.testing.assert_close(logits[:, -1], model(ids[:, : KEPT + 1])[:, -1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("make", "change"), CASES)
 def test_a_compiled_model_is_traced_again(
     make: Callable[[], Mixer], change: Callable[[Tensor], None]
