@@ -9,6 +9,7 @@ from typing import Any
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import TreeSpec
 from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.report.entries import Break
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Captured:
 
     `shapes` has the shape (numbers and sympy expressions) of each tensor argument. `attributes` are set after
     each call; the graph does not depend on what they were before. `checks` are the lines of the conditions on
-    values that the graph checks: where one does not hold, the model itself raises an error.
+    values that the graph checks: where one does not hold, the model itself raises an error. `asked`: sizes
+    for whose number the code asks.
     """
 
     graph: ProgramGraph
@@ -47,6 +49,7 @@ class Captured:
     shapes: tuple[tuple[Any, ...], ...]
     attributes: tuple[Attribute, ...] = ()
     checks: tuple[str, ...] = ()
+    asked: tuple[Break, ...] = ()
 
     @property
     def left_out(self) -> LeftOut:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.capture.code import code_digest, digest, functions_of, globals_in, nested
+from attngraph.capture.executed import TOOLS
 from attngraph.capture.state import (
     _HOOKS,
     _MODULES_OWN,
@@ -189,6 +190,7 @@ class Content:
     def _function(self, path: str, value: Any, depth: int) -> None:
         """A function by its code and what it was made with; not the globals that it names."""
         texts = []
+        identities = {id(function) for function in functions_of(value)}  # torch notes them on its wrappers
         for number, function in enumerate(functions_of(value)):
             texts.append(f"{function.__module__}.{function.__qualname__} {code_digest(function.__code__)}")
             own = f"{path}.{number}" if number else path
@@ -201,7 +203,9 @@ class Content:
                 if cell != types.CellType() and not isinstance(cell.cell_contents, types.FunctionType):
                     self.visit(f"{own}.<{name}>", cell.cell_contents, depth)
             for name, inner in vars(function).items():
-                if name != "__wrapped__":
+                if type(inner) is int and inner in identities:
+                    self.put(f"{own}.{name}", "its own identity, which differs between processes")
+                elif name != "__wrapped__":
                     self.visit(f"{own}.{name}", inner, depth)
         self.put(path, f"function {'; '.join(texts)}")
 
@@ -211,7 +215,7 @@ class Content:
             self.put(path, kind.__name__)
         elif isinstance(value, enum.Enum):
             self.put(path, f"{_name(kind)}.{value.name}")
-        elif isinstance(value, _NAMED):
+        elif isinstance(value, _NAMED) or _is_of_a_tool(value):
             self.put(
                 path,
                 f"{kind.__name__} {getattr(value, '__module__', '')} {getattr(value, '__qualname__', value)}",
@@ -274,6 +278,15 @@ class Content:
                         self.visit(f"{_name(owner)}.{name}", value)
             found = self._classes[kind] = f"class {_name(kind)} {digest(chr(10).join(parts))[:16]}"
         return found
+
+
+def _is_of_a_tool(value: Any) -> bool:
+    """Whether an object is what a package that torch works with has under the object's own name. What it does
+    then follows from the package's version."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if not isinstance(module, str) or module.partition(".")[0] not in TOOLS or not isinstance(name, str):
+        return False
+    return getattr(sys.modules.get(module), name, None) is value
 
 
 def _is_hash_of(value: Any, number: int) -> bool:

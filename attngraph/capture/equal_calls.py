@@ -175,11 +175,14 @@ class _Made:
     def tensor(self, call: _Call) -> Any:
         """Another tensor like it, for a call with an equal key."""
         with in_kernel_invocation_manager(call.mode), call.mode.shape_env.suppress_guards():
-            if self.base is None:
+            base = None if self.base is None else call.tensors[self.base]
+            if base is None:
                 made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-            else:
+            elif base.dtype == self.dtype:
+                made = torch.as_strided(base, self.shape, self.stride, self.offset)
+            else:  # a view with another dtype; that its memory suffices is compared once more
                 made = torch.empty(0, dtype=self.dtype, device="meta")
-                made.set_(call.tensors[self.base].untyped_storage(), self.offset, self.shape, self.stride)
+                made.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
         return FakeTensor(call.mode, made, self.device)
 
 

@@ -99,7 +99,7 @@ def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """Whether the target changes its state in its first call alone, as code does that keeps a table for later
     calls. Runs it twice on tensors without data; the state is restored."""
     try:
-        with _without_data(target, args, kwargs) as run:
+        with without_data(target, args, kwargs) as run:
             run()
             once = fingerprint([target]), _weights(target)
             run()
@@ -110,7 +110,7 @@ def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call, run on tensors without data, writes to weights or buffers; the state is restored."""
-    with _without_data(target, args, kwargs) as run:
+    with without_data(target, args, kwargs) as run:
         tensors = _tensors(target)
         before = [t._version for t in tensors]
         run()
@@ -118,7 +118,7 @@ def writes_to_tensors(target: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 @contextlib.contextmanager
-def _without_data(
+def without_data(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Callable[[], Any]]:
     """The call on tensors without data, in the place of all that the target holds; its state is restored."""
@@ -127,9 +127,9 @@ def _without_data(
     try:
         refusing = _NoData()  # type: ignore[no-untyped-call]
         with FakeTensorMode() as mode, refusing, contextlib.redirect_stdout(io.StringIO()):
-            without_data = functools.partial(mode.from_tensor, static_shapes=True)
-            kept.replace_tensors(without_data)
-            fake = [without_data(x) if isinstance(x, Tensor) else x for x in leaves]
+            emptied = functools.partial(mode.from_tensor, static_shapes=True)
+            kept.replace_tensors(emptied)
+            fake = [emptied(x) if isinstance(x, Tensor) else x for x in leaves]
             given, named = unflatten(fake, spec)
             yield functools.partial(target, *given, **named)
     finally:

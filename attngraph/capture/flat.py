@@ -62,6 +62,8 @@ class Trace:
     shapes: tuple[torch.Size, ...] = ()
     extents: set[int] = dataclasses.field(default_factory=set)
     """The extents of values that are numbers."""
+    asked: dict[tuple[int, int], tuple[str, str, int]] = dataclasses.field(default_factory=dict)
+    """Dimensions for whose number the code asks: the size's name, the file and the line that ask first."""
 
     def of(self, symbols: frozenset[str] | None) -> frozenset[tuple[int, int]]:
         """The dimensions of the arguments, (argument, dimension), whose extents involve these symbols; all

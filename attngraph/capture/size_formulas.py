@@ -5,7 +5,8 @@ remainders. torch compares them at every operation, which takes seconds for each
 these sizes, the same trace takes milliseconds. Sums and products of sizes are cheap however long they are, so
 only what is inside of a quotient or a remainder counts.
 
-It also stops a trace that must hold for any number of tokens where it is about to hold for some alone.
+It also stops a trace that must hold for any number of tokens where it is about to hold for some alone, and
+once where it may come to that: where it has looked at many quotients of that number (chunks, paddings).
 """
 
 from __future__ import annotations
@@ -38,18 +39,25 @@ class FixedSize(SizeProblem):
     """how often a loop runs, or another plain number, follows from how many tokens there are"""
 
 
+class ManyQuotients(SizeProblem):
+    """it looks at many quotients of how many tokens there are"""
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def _names(formula: sympy.Expr) -> frozenset[str]:
     return frozenset(map(str, formula.free_symbols))
 
 
 @contextlib.contextmanager
-def short_formulas(kept: Callable[[frozenset[str]], object] = lambda symbols: False) -> Iterator[None]:
+def short_formulas(
+    kept: Callable[[frozenset[str]], object] = lambda symbols: False, any_number: bool = True
+) -> Iterator[None]:
     """Raise LongFormula where torch is about to evaluate one whose quotients or remainders exceed the budget
     (with the sizes in the innermost of these), and FixedSize where it is about to make a number of a formula
-    of sizes of which `kept` is true."""
+    of sizes of which `kept` is true. Without `any_number`, also ManyQuotients of such sizes."""
     evaluate = ShapeEnv.evaluate_expr
     short: set[Any] = set()
+    quotients: set[Any] = set()
 
     def evaluated(self: ShapeEnv, formula: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(formula, sympy.Expr) and kept(names := _names(formula)):
@@ -61,6 +69,10 @@ def short_formulas(kept: Callable[[frozenset[str]], object] = lambda symbols: Fa
                 symbols = {s for part in innermost for s in part.free_symbols}
                 raise LongFormula(frozenset(map(str, symbols)))
             short.add(formula)
+            if not any_number and parts and kept(names := _names(formula)):
+                quotients.add(formula)
+                if len(quotients) > budgets.QUOTIENTS_OF_TOKENS:
+                    raise ManyQuotients(names)
         return evaluate(self, formula, *args, **kwargs)
 
     with replaced(ShapeEnv, "evaluate_expr", evaluated):

@@ -45,7 +45,7 @@ def whole_stack_traces() -> Iterator[None]:
 
         @staticmethod
         def extract(*_: Any, **__: Any) -> Stack:
-            return Stack(_lines(sys._getframe(1)))
+            return Stack(user_lines(sys._getframe(1)))
 
         def summary(self) -> Stack:
             return self
@@ -65,7 +65,7 @@ def whole_stack_traces() -> Iterator[None]:
         yield
 
 
-def _lines(frame: Any) -> tuple[_Line, ...]:
+def user_lines(frame: Any) -> tuple[_Line, ...]:
     """The lines that are told, from that which the wrapper calls to the innermost one."""
     found: list[_Line] = []
     while frame is not None and frame.f_code is not _WRAPPER:

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture import exported
+from attngraph.capture.asked_sizes import asked_sizes, told
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.equal_calls import equal_calls_inferred_once
@@ -35,10 +36,11 @@ from attngraph.capture.equal_formulas import equal_formulas_computed_once
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
+from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
 from attngraph.capture.side_effects import refusal
-from attngraph.capture.size_formulas import SizeProblem, short_formulas
+from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
 from attngraph.capture.stack_traces import whole_stack_traces
 from attngraph.capture.state import Snapshot, has_hooks, hooks_that_run
 from attngraph.capture.structure import flatten
@@ -80,6 +82,23 @@ def capture(
     Raises:
         CaptureError: torch.export cannot follow the model; carries torch's reason and the user's line.
     """
+    try:
+        return _capture(target, args, kwargs, fixed, settings, reads, symbolic, any_number=not symbolic)
+    except ManyQuotients as problem:
+        with _quiet():
+            extents = extents_of_loop(target, args, kwargs, symbolic)
+        if extents is not None:
+            fixes = str(FixedSize(problem.symbols))
+            raise CaptureError(fixes, fixes, extents=extents) from problem
+    return _capture(target, args, kwargs, fixed, settings, reads, symbolic, any_number=True)
+
+
+def _capture(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    fixed: frozenset[tuple[int, int]], settings: Settings | None, reads: bool,
+    symbolic: frozenset[tuple[int, int]], any_number: bool,
+) -> Captured:  # fmt: skip
+    """As `capture`; may raise ManyQuotients, unless a graph for `any_number` of tokens is wanted."""
     leaves, spec = flatten((args, kwargs))
     if any(isinstance(leaf, nn.Module) for leaf in leaves):
         raise CaptureError(
@@ -100,12 +119,15 @@ def capture(
                 {d: size for d, size in _dynamic_dimensions(t, target).items() if (place, d) not in fixed}
                 for place, t in enumerate(tensors)
             )
-            program = _export(flat, tensors, (shapes,) if tensors else None, symbolic - fixed)
+            dynamic = (shapes,) if tensors else None
+            program = _export(flat, tensors, dynamic, symbolic - fixed, any_number)
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
             program._guards_code = []
             program = functional(program)
+    except ManyQuotients:
+        raise
     except SizeProblem as problem:
         dimensions = flat.trace.of(problem.symbols)
         fixes = None if symbolic.isdisjoint(dimensions) else flat.trace.extents
@@ -128,8 +150,9 @@ def capture(
 
 
 def _export(
-    flat: Flat, tensors: tuple[Tensor, ...], dynamic: Any, symbolic: frozenset[tuple[int, int]]
-) -> ExportedProgram:
+    flat: Flat, tensors: tuple[Tensor, ...], dynamic: Any, symbolic: frozenset[tuple[int, int]],
+    any_number: bool,
+) -> ExportedProgram:  # fmt: skip
     """torch.export's trace of the call, with what it cannot follow by itself replaced."""
 
     def kept(symbols: frozenset[str]) -> bool:
@@ -142,9 +165,10 @@ def _export(
         _without_looking_at_masks(),
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
+        asked_sizes(flat.trace),
         equal_calls_inferred_once(),
         equal_formulas_computed_once(),
-        short_formulas(kept),
+        short_formulas(kept, any_number),
         views_taken_apart(),
         _mode_of_weights(flat),
     ):
@@ -173,7 +197,8 @@ def _with_sizes(graph: ProgramGraph, program: ExportedProgram, trace: Trace) -> 
     ]
     _name_outputs(graph, trace.kinds)
     checks = tuple(line for _, line in trace.checks.found)
-    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes), checks)
+    asked = told(trace, sizes, graph.conditions)
+    return Captured(graph, simplified(trace.structure), sizes, tuple(attributes), checks, asked)
 
 
 def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> None:
@@ -302,6 +327,8 @@ def _capture_error(problem: Exception, dimensions: frozenset[tuple[int, int]]) -
                 frames.append((path, str(trace.tb_lineno)))
             trace = trace.tb_next
     source = f"{short_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    if "non-nested SymInt" in reason:
+        reason = "a size is a key of a dict or of a cache of results, which takes its number alone"
     if isinstance(problem, GuardOnDataDependentSymNode):
         line = linecache.getline(frames[-1][0], int(frames[-1][1])).strip() if frames else ""
         reason = f"what Python does depends on the values of a tensor{f': {line}' if line else ''}"

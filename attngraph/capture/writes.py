@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.infer import infer_once
 from attngraph.ir.graph.program_graph import may_alias
 
 aten = torch.ops.aten
@@ -110,7 +111,7 @@ class Writes:
         used_later = any(self._place[user] > self._place[node] for n in others for user in n.users)
         if used_later or not _is_fresh(root):
             return False
-        made = self._results[node] = infer(pure, node.args, node.kwargs)
+        made = self._results[node] = _inferred(pure, node)
         kept = target.meta["val"]
         if whole or node in self._alone:
             return _layout(made) == _layout(kept)
@@ -171,9 +172,16 @@ class Writes:
             with graph.inserting_before(following):
                 made = _put_back(graph, target, source, value)
             if made is not value:
-                made.meta = {**write.meta, "val": infer(made.target, made.args, made.kwargs)}
+                made.meta = {**write.meta, "val": _inferred(made.target, made)}
             value, target = made, self._sources[target]
         self._versions[target] = value
+
+
+def _inferred(op: Any, node: fx.Node) -> Any:
+    """What an op gives with a node's arguments, of which one is a tensor at least."""
+    values = (n.meta.get("val") for n in node.all_input_nodes)
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+    return infer_once(op, node.args, node.kwargs, mode)
 
 
 def _put_back(graph: fx.Graph, view: fx.Node, source: fx.Node, value: fx.Node) -> fx.Node:

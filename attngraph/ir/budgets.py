@@ -84,6 +84,9 @@ if it is needed."""
 SIZE_OPS = 16
 """Operations in a quotient or remainder of symbolic sizes that torch evaluates during a trace. With more, the
 sizes in it are taken as numbers, and calls with other sizes are traced again."""
+QUOTIENTS_OF_TOKENS = 24
+"""Formulas with a quotient of the number of tokens at which the trace of a decoder stops once, to find out
+without a trace whether the model runs a loop over tokens or chunks."""
 SMALL_CALLS_KEPT = 4096
 """Shapes of calls that are remembered as running the model itself. Beyond, the question is asked again."""
 RETRACES_TOLD = 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import sympy
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 
 from attngraph.capture.functional import RECURRENT
 from attngraph.errors import NoDecoderError
+from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, op_name
 from attngraph.ir.graph.source import source_of
@@ -57,8 +59,7 @@ def analyse(
         outcome.notes.append(f"the graph is of {tokens} tokens; those of a step are any number")
     (result,) = graph.graph.output_node().args[0]  # type: ignore[union-attr, misc, str-unpack]
     if found[result].kind is Kind.MIXING and tokens is None:  # type: ignore[index]
-        again = Tokens(graph, *names, histories=True, refuted=refuted)
-        found = again if again[result].kind is not Kind.MIXING else found  # type: ignore[index]
+        found = Tokens(graph, *names, histories=True, refuted=refuted)
     _require_token_wise(graph, ids, found)
     return found
 
@@ -100,7 +101,8 @@ def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> No
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
         raise NoDecoderError(
             f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}"
-            f"{_no_sum(tokens, culprit)}\n"
+            f"{_no_sum(tokens, culprit)}{_of_longer_alone(graph, ids)}"
+            f"{_untested(tokens)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention, windows of tokens, running sums and loops of equal steps look at earlier ones.",
             _runs_forwards(culprit) or _is_of_few_lengths(graph, ids),
@@ -117,10 +119,27 @@ def _runs_forwards(node: fx.Node) -> bool:
 def _is_of_few_lengths(graph: ProgramGraph, ids: fx.Node) -> bool:
     """Whether the trace holds for some numbers of tokens alone, as that of a loop over blocks may. (One that
     holds up to some number, as with a table of positions, is none.)"""
+    name, limits = _limits(graph, ids)
+    return all(any(not holds(c, {name: count}) for c in limits) for count in (8, 1 << 24))
+
+
+def _limits(graph: ProgramGraph, ids: fx.Node) -> tuple[str, list[Any]]:
+    """The name of the number of tokens, and the trace's conditions on it alone."""
     extent = ids.meta["val"].shape[1]
     name = str(extent if isinstance(extent, int) else extent.node.expr)
-    limits = [c for c in graph.conditions if {str(s) for s in c.free_symbols} == {name}]
-    return all(any(not holds(c, {name: count}) for c in limits) for count in (8, 1 << 24))
+    return name, [c for c in graph.conditions if {str(s) for s in c.free_symbols} == {name}]
+
+
+def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
+    """That the model does something else with short sequences, as one that picks the largest few of more."""
+    name, limits = _limits(graph, ids)
+    shortest = next((n for n in range(2, 1 << 12) if all(holds(c, {name: n}) for c in limits)), 2)
+    if shortest == 2:
+        return ""
+    return (
+        f" The model does something else with sequences of fewer than {shortest} tokens, and a decoder "
+        "begins with such."
+    )
 
 
 def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
@@ -136,6 +155,16 @@ def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
         reason = next(own, None)
         found += "" if reason is None else f" It is no {what}: {reason}."
     return found
+
+
+def _untested(tokens: Tokens) -> str:
+    """That what follows the first operation that mixes tokens may treat each by itself after all."""
+    if tokens.probe.left > 0:
+        return ""
+    return (
+        f" Whether what follows it treats each token by itself is not known: after {budgets.PROBES} tests no "
+        "more are made."
+    )
 
 
 def _explained(tokens: Tokens, culprit: fx.Node, sees_later: bool) -> str:

@@ -15,7 +15,10 @@ from torch import fx
 
 from attngraph.ir.graph.infer import infer
 from attngraph.ir.graph.program_graph import ProgramGraph, is_size
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
 from attngraph.ir.ops import nodes
+from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
@@ -52,13 +55,17 @@ def pick_results(
             if user in tail or (user.op == "output" and not tail):
                 user.replace_input_with(node, made)
         sizes = {space.tokens: (made, place)}
-        row = space.place(tokens[ids].axes, space.row)
-        if row is not None:
-            sizes[space.rows] = (ids, row)
+        row = space.place(tokens[node].axes, space.row)
+        one: dict[Expr, Expr] = {}
+        if row is None or row == place:
+            one = {space.rows: E.ONE}  # a step has one sequence
+        else:
+            sizes[space.rows] = (made, row)
         for user in ordered:
             for size in [n for n in user.all_input_nodes if is_size(n)]:
                 value = tokens.meaning.renamed(size_expression(size.meta["val"]))
                 if space.counts(value):
+                    value = M.substitute(value, one)
                     user.replace_input_with(size, built(Builder(graph, user), value, sizes))
             if space.is_of_one_length:
                 replace_number(user, tokens.traced, built(Builder(graph, user), space.tokens, sizes),

@@ -80,4 +80,7 @@ def run_again(
     assert token is not None
     first = builder.call(aten.movedim.int, found, token, 1)
     picked = builder.call(aten.index.Tensor, first, [rows("row"), rows("positions")])
-    return builder.call(aten.movedim.int, builder.call(aten.unsqueeze.default, picked, 0), 1, token)
+    new = builder.call(aten.movedim.int, builder.call(aten.unsqueeze.default, picked, 0), 1, token)
+    # A step has one sequence, and what follows counts it as the model counts its rows.
+    count = builder.call(aten.sym_size.int, inputs.ids, 0)
+    return builder.call(aten.expand.default, new, [count, *[-1] * (new.meta["val"].ndim - 1)])

@@ -44,14 +44,14 @@ def _chosen_among_all(scores: Tensor, keep: Tensor, count: int) -> Tensor:
 
 
 class Model(nn.Module):
-    """Two layers of attention with the weights that a function makes of scores and a causal mask."""
+    """Layers of attention with the weights that a function makes of scores and a causal mask."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, layers: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.weights = weights
         self.embed, self.places = nn.Embedding(24, 16), nn.Embedding(96, 16)
-        self.qkv = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(16, 48) for _ in range(layers))
         self.out = nn.Linear(16, 24)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Model(nn.Module):
         for qkv in self.qkv:
             q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
             weights = self.weights(q @ k.transpose(-1, -2) / 8**0.5, at[:, None] >= at)
-            x = x + (weights @ v).transpose(1, 2).flatten(2)
+            x = x + (weights @ v).transpose(1, 2).reshape(*x.shape)
         return self.out(x)
 
 
@@ -68,11 +68,36 @@ def _bounded(scores: Tensor, keep: Tensor) -> Tensor:
     return scores.tanh() * keep
 
 
-@pytest.mark.parametrize("weights", [_most_similar, _mixed_heads, _stick_breaking, _bounded])
-def test_what_pairs_of_tokens_decide_is_computed_anew(weights: Weights, decodes: Any) -> None:
-    decoder = decodes(Model(weights))
-    assert len(decoder.report.cache.anew) == 2
+@pytest.mark.parametrize(
+    ("weights", "layers"), [(_most_similar, 2), (_mixed_heads, 1), (_stick_breaking, 1), (_bounded, 1)]
+)
+def test_what_pairs_of_tokens_decide_is_computed_anew(weights: Weights, layers: int, decodes: Any) -> None:
+    decoder = decodes(Model(weights, layers))
+    assert len(decoder.report.cache.anew) == layers
     assert "computed anew from all tokens at every step" in str(decoder.report)
+
+
+def test_which_of_equal_scores_is_chosen_is_no_obstacle() -> None:
+    """An indexer's scores are zero for many keys; torch's choice among them depends on how many there are."""
+    model = Model(lambda scores, keep: _most_similar(scores.relu(), keep)).eval()
+    decoder: Any = attngraph.compile(model, cache=True)
+    assert decoder.prefill(torch.randint(0, 24, (1, 4))) is not None  # so few that all are chosen
+
+
+def test_attention_within_a_token_is_computed_for_that_token_alone(decodes: Any) -> None:
+    """Heads are in the place of tokens, as where a transpose was forgotten."""
+
+    class OfHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.qkv, self.out = nn.Embedding(24, 16), nn.Linear(16, 48), nn.Linear(16, 24)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            q, k, v = (part.unflatten(-1, (4, 4)) for part in self.qkv(x).chunk(3, -1))
+            return self.out(x + ((q @ k.mT / 2).softmax(-1) @ v).flatten(2))
+
+    assert decodes(OfHeads()).report.cache.anew == ()
 
 
 def test_one_token_at_a_time_from_the_first_on() -> None:
@@ -92,6 +117,21 @@ def test_a_fill_that_lets_large_scores_through_is_refused(fill: float) -> None:
 
     decoder: Any = attngraph.compile(Model(weights).eval(), cache=True)
     with pytest.raises(attngraph.NoDecoderError):
+        decoder.prefill(torch.randint(0, 24, (1, 9)))
+
+
+def test_a_model_that_does_something_else_with_short_sequences_is_refused_with_that_reason() -> None:
+    def weights(scores: Tensor, keep: Tensor) -> Tensor:
+        scores = scores.masked_fill(~keep, -math.inf)
+        if scores.shape[-1] > 4:
+            chosen = torch.zeros_like(keep.expand_as(scores)).scatter(-1, scores.topk(4, -1).indices, True)
+            scores = scores.masked_fill(~chosen, -math.inf)
+        return scores.softmax(-1)
+
+    decoder: Any = attngraph.compile(Model(weights).eval(), cache=True)
+    with pytest.raises(
+        attngraph.NoDecoderError, match="something else with sequences of fewer than 5 tokens"
+    ):
         decoder.prefill(torch.randint(0, 24, (1, 9)))
 
 

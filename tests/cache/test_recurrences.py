@@ -53,15 +53,16 @@ def stirred(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def language_model(mixer: Callable[[], nn.Module]) -> nn.Module:
+def language_model(mixer: Callable[[], nn.Module], layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    config = DecoderLMConfig(VOCABULARY, layers=2, width=16, heads=2, max_tokens=96)
+    config = DecoderLMConfig(VOCABULARY, layers=layers, width=16, heads=2, max_tokens=96)
     return stirred(DecoderLM(config, mixer))
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_without_code_for_a_state_decodes(name: str, decodes: Any) -> None:
-    decoder = decodes(language_model(MIXERS[name]), VOCABULARY, 64)
+    layers = 2 if name == "a gated delta rule" else 1  # one model shows that layers keep states of their own
+    decoder = decodes(language_model(MIXERS[name], layers), VOCABULARY, 64)
     assert (decoder.report.cache.error or 0.0) < 1e-12
 
 

@@ -69,6 +69,22 @@ def test_a_softmax_over_the_queries_is_told() -> None:
     assert reason.startswith(ANOTHER_DIMENSION)
 
 
+def test_a_softmax_shared_by_a_row_and_a_column_is_told() -> None:
+    def criss_cross(x: Tensor, y: Tensor) -> Tensor:
+        here, square = x.view(-1, 3, 3, 8), y.view(-1, 3, 3, 8)
+        rows = torch.einsum("bhwd,bhvd->bhwv", here, square)
+        columns = torch.einsum("bhwd,bgwd->bhwg", here, square)
+        columns = columns + torch.diag(torch.full((3,), -torch.inf))[:, None]  # itself is among the rows
+        p = torch.cat([columns, rows], -1).softmax(-1)
+        found = torch.einsum("bhwg,bgwd->bhwd", p[..., :3], square)
+        return found + torch.einsum("bhwv,bhvd->bhwd", p[..., 3:], square)
+
+    (reason,) = why(criss_cross, normal(2, 9, 8), normal(2, 9, 8))
+    assert reason.startswith(
+        "its softmax runs over other places than the keys that its weights are summed over"
+    )
+
+
 def test_a_softmax_over_all_pairs_is_told() -> None:
     def over_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT

@@ -863,8 +863,20 @@ def trace(rows: list[Row], dynamic: bool) -> Graph:
 
 
 @functools.cache
-def traced_rows(dynamic: bool) -> Graph:
-    return trace([r for r in ROWS if not r.by_hand and not (dynamic and r.fixed)], dynamic)
+def traced_rows(dynamic: bool) -> tuple[list[Row], ...]:
+    """The rows that are traced, in groups whose trace is quicker than one of all: torch compares sizes."""
+    rows = [r for r in ROWS if not r.by_hand and not (dynamic and r.fixed)]
+    return tuple(rows[at : at + 30] for at in range(0, len(rows), 30))
+
+
+@functools.cache
+def trace_of_group(dynamic: bool, number: int) -> Graph:
+    return trace(traced_rows(dynamic)[number], dynamic)
+
+
+def trace_with(row: Row, dynamic: bool) -> Graph:
+    groups = traced_rows(dynamic)
+    return trace_of_group(dynamic, next(n for n, group in enumerate(groups) if any(r is row for r in group)))
 
 
 def build(row: Row) -> tuple[dict[fx.Node, Tensor], fx.Node, Any]:
@@ -908,7 +920,7 @@ def check(row: Row, dynamic: bool, number: Callable[..., Any], traced: Graph | N
     if row.by_hand:
         known, result, expected = build(row)
     else:
-        _, known, results = traced or traced_rows(dynamic)
+        _, known, results = traced or trace_with(row, dynamic)
         result, expected = results[id(row)], row.run(*row.inputs)  # type: ignore[misc]
     sizes: dict[str, int] = {}
     for node, value in known.items():
@@ -956,8 +968,9 @@ def exists(name: str) -> bool:
 
 def test_every_registered_rule_has_a_row() -> None:
     met = {f"aten.{row.op}" for row in ROWS if row.by_hand}
-    for dynamic in (False, True):
-        met |= {str(n.target) for n in traced_rows(dynamic)[0].nodes if n.op == "call_function"}
+    for row, dynamic in itertools.product(ROWS, (False, True)):
+        if not row.by_hand and not (dynamic and row.fixed):
+            met |= {str(n.target) for n in trace_with(row, dynamic)[0].nodes if n.op == "call_function"}
     missing = {name for name in [*RULES, *PARTS] if exists(name)} - met - UNREACHED
     assert not missing
 

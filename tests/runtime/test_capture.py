@@ -178,6 +178,24 @@ def test_numpy_and_keys_of_sizes(function: Any, graphs: int, same: Same, attenti
     assert compiled.report.graphs == graphs
 
 
+@pytest.mark.parametrize("length", [len, lambda x: len(list(range(x.shape[0])))], ids=["len", "range"])
+def test_a_size_whose_number_the_code_asks_for_is_told_with_its_line(
+    length: Callable[[Tensor], int], same: Same
+) -> None:
+    def f(x: Tensor) -> Tensor:
+        tokens = length(x)
+        later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        return (x @ x.mT).masked_fill(later, -torch.inf).softmax(-1) @ x
+
+    compiled = attngraph.compile(f, min_scores=0)
+    for tokens in (5, 7):
+        x = torch.randn(tokens, 16)
+        same(compiled(x), f(x))
+    (told,) = compiled.report.numbers
+    assert "asks for the number itself of dimension 0 of tensor argument 0" in told.reason
+    assert told.source.startswith("tests/runtime/test_capture.py:")
+
+
 def test_sizes_that_became_numbers_are_told(attention: Attend) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """What a trace leaves undone, because nothing needs it: code of graphs, sizes that no operation takes, proofs
-of what is asked about the example alone."""
+of what is asked about the example alone, itself where a loop over tokens is ahead."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import attngraph
 from attngraph.capture.equal_calls import equal_calls_inferred_once
 from attngraph.capture.equal_formulas import equal_formulas_computed_once
 from attngraph.capture.trace import capture
+from attngraph.errors import CaptureError
+from attngraph.ir import budgets
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:
@@ -79,3 +81,36 @@ def test_what_is_asked_of_the_example_alone_is_not_proved(monkeypatch: pytest.Mo
         assert not proofs and not mode.shape_env.guards
         assert tokens * 2 < width + 7  # this one is a condition
     assert proofs and len(mode.shape_env.guards) == 1
+
+
+class InChunks(nn.Module):
+    """Works on chunks of 32 tokens, in many steps; then, with a loop, on one chunk after the other."""
+
+    def __init__(self, loop: bool) -> None:
+        super().__init__()
+        self.loop, self.scale = loop, nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        chunks = nn.functional.pad(x, (0, -tokens % 32)).unflatten(1, (-1, 32)) * self.scale
+        for step in range(1, 12):
+            chunks = chunks + chunks[..., :step].clone().sum(-1, keepdim=True)
+        parts = [chunks[:, n] for n in range(chunks.shape[1])] if self.loop else [chunks.flatten(1)]
+        return torch.cat(parts, -1)[:, :tokens]
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_loop_over_chunks_is_found_before_a_trace_for_any_number_of_tokens_comes_to_it(
+    monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    monkeypatch.setattr(budgets, "QUOTIENTS_OF_TOKENS", 4)
+    model, x = InChunks(loop), torch.randn(2, 9)
+    calls = counted(monkeypatch, proxy_tensor, "proxy_call")
+    if loop:
+        with pytest.raises(CaptureError, match="how often a loop runs") as found:
+            capture(model, (x,), {}, symbolic=frozenset({(0, 1)}))
+        assert 32 in (found.value.extents or ()) and 0 < len(calls) < 11 * 4
+    else:
+        captured = capture(model, (x,), {}, symbolic=frozenset({(0, 1)}))
+        (result,) = captured.graph.graph.output_node().args[0]  # type: ignore[misc, union-attr]
+        assert not isinstance(result.meta["val"].shape[1], int) and len(calls) > 11 * 4  # type: ignore[union-attr]

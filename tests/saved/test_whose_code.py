@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import networkx
+import numpy
 import pytest
 import sympy
 import torch
@@ -91,3 +92,18 @@ def test_a_name_that_code_uses_as_an_attribute_is_no_global(monkeypatch: pytest.
     assert before is not None and described() == before
     monkeypatch.setitem(globals(), "named", 5)  # a text may be the name of a global
     assert described() != before
+
+
+def test_what_differs_between_processes_alone_is_not_compared() -> None:
+    """torch notes the identity of a function on it; code that names numpy's functions can be compared."""
+
+    def noted() -> None:
+        numpy.append([], 0)
+
+    noted.wrapper_id = id(noted)  # type: ignore[attr-defined]
+    noted.limit = 7  # type: ignore[attr-defined]
+    found = content.Content()
+    found.visit("noted", noted)
+    found.visit("append", numpy.append)
+    assert not found.doubts and str(id(noted)) not in str(found.lines)
+    assert found.lines["noted.limit"] == "int 7" and "append" in found.lines["append"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
+from torch._guards import SLoc
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, has_free_unbacked_symbols
 
@@ -27,11 +28,19 @@ from attngraph.ir.ops import nodes
 
 Places = Mapping[str, tuple[int, int]]
 """For names of sizes the input, by number, and its dimension that they are taken from."""
-_OF_A_STEP = ("rows", "pages", "carried", Rate.PROMPT.value)
-_KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter", *_OF_A_STEP)
+_BETWEEN_PARTS = ("rows", "pages", "carried", Rate.PROMPT.value, Rate.LOOK.value)
+_KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter", *_BETWEEN_PARTS)
 _CACHED = ("cached_attention", "cached_latent_attention")
 _WORDS = ("kernel", "values", "absorb", "family", "by")
 """Arguments of attention nodes that are keywords, not values."""
+
+
+class _Sizes(ShapeEnv):
+    """The symbolic sizes of a graph that is read. No code of the user's makes them: torch need not look for
+    the line (for which it imports its other compilers)."""
+
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> Any:
+        return SLoc(framework_loc or "a graph that was read", None), ""
 
 
 def symbols_of(
@@ -39,7 +48,7 @@ def symbols_of(
 ) -> tuple[FakeTensorMode, dict[str, torch.SymInt]]:  # fmt: skip
     """A mode in which these sizes are symbols, and the symbols, by name; besides u0, u1, ..., so many sizes
     without an example."""
-    env = ShapeEnv()
+    env = _Sizes()
     found: dict[str, torch.SymInt] = {}
     for name, hint in sizes.items():
         source = ConstantSource(name)
@@ -48,7 +57,9 @@ def symbols_of(
         assert isinstance(made, torch.SymInt)
         found[name] = made
     found |= {f"u{number}": env.create_unbacked_symint() for number in range(measured)}
-    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), found
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # with symbolic sizes, to keep a result takes longer than to infer it again
+    return mode, found
 
 
 class Body:
@@ -244,15 +255,15 @@ class Body:
         results = []
         for part in split(code.removeprefix("return ")[1:-1]):
             found = re.fullmatch(
-                r"(?:(?:(buffer|argument|attribute|check|pages|carried) )?(\$.*?) = )?(.*?)"
-                r"(?: order \[([\d, ]*)\])?",
+                r"(?:(?:(buffer|argument|attribute|check|pages|carried|look) )?(\$.*?) = )?(.*?)"
+                r"(?: order \[([\d, ]*)\])?(?: place (\d+))?",
                 part,
             )
             assert found is not None  # the pattern matches any text
             results.append(self._resolved(found[3]))
             order = tuple(int(n) for n in split(found[4])) if found[4] else ()
-            kind = found[1] or "value"
-            self.outputs.append(Output(kind, _whole_name(kind, found[2]) if found[2] else "", order))
+            kind, place = found[1] or "value", int(found[5]) if found[5] else None
+            self.outputs.append(Output(kind, _whole_name(kind, found[2]) if found[2] else "", order, place))
         self.graph.output(tuple(results))
         self.ended = True
 
@@ -261,7 +272,7 @@ def _whole_name(kind: str, text: str) -> str:
     """The full name for a printed one: names in the model print without the prefix of capture's wrapper
     module; results of stages have no such prefix."""
     name = read_name(text, "$")
-    plain = ("value", "check", Rate.WEIGHTS.value, *_OF_A_STEP)
+    plain = ("value", "check", Rate.WEIGHTS.value, *_BETWEEN_PARTS)
     return name if kind in plain else f"model.{name}"
 
 

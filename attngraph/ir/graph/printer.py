@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.graph.literals import format_dtype, format_name
 from attngraph.ir.graph.overloads import implied
-from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate, is_size, op_name
+from attngraph.ir.graph.program_graph import BEFORE, Input, Output, ProgramGraph, is_size, op_name
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.ops.nodes import AttentionOp, view
 
@@ -37,8 +37,9 @@ def format_file(graph: ProgramGraph) -> tuple[str, str]:
 
 
 def parts_of(graph: ProgramGraph) -> dict[str, ProgramGraph]:
-    """The graphs that a file has, by title: stages, then the graph itself."""
-    return {rate.value: graph.stages[rate] for rate in Rate if rate in graph.stages} | {"graph": graph}
+    """The graphs that a file has, by title, in the order in which they run."""
+    parts = {rate.value: graph.stages[rate] for rate in BEFORE if rate in graph.stages} | {"graph": graph}
+    return parts | {rate.value: stage for rate, stage in graph.stages.items() if rate not in BEFORE}
 
 
 def is_printed(node: fx.Node, given: Input) -> bool:
@@ -138,7 +139,8 @@ class _Printer:
         kind = "" if to.kind == "value" else f"{to.kind} "
         where = f"{kind}{format_name('$', to.name.removeprefix('model.'))} = " if to.name else ""
         inverted = f" order {list(to.order)}" if list(to.order) != sorted(to.order) else ""
-        return f"{where}{self._argument(value)}{inverted}"
+        place = "" if to.place is None else f" place {to.place}"
+        return f"{where}{self._argument(value)}{inverted}{place}"
 
     def _call(self, node: fx.Node) -> list[str]:
         if is_size(node):

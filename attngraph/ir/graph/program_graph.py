@@ -44,10 +44,16 @@ class Level(enum.IntEnum):
 
 
 class Rate(enum.Enum):
-    """How often a stage runs. The value is the `Input.kind` under which other graphs take its results."""
+    """How often a stage runs. The value is the `Input.kind` under which the graph takes its results; of the
+    last one, under which it takes results of the graph."""
 
     WEIGHTS = "weights"  # when a weight has changed
     PROMPT = "prompt"  # once for each prompt
+    LOOK = "look"  # when somebody looks at an attribute that forward set
+
+
+BEFORE = Rate.WEIGHTS, Rate.PROMPT
+"""The stages that run before the graph."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +77,18 @@ class Input:
 class Output:
     """What a result is: a "value" returned to the caller (of a stage: to the inputs of that name), the new
     contents of a "buffer" or "argument", a tensor of what an "attribute" of the model is set to, the
-    condition of a "check" that must be true, new entries for the "pages" of a store, or the next of a
-    "carried" value.
+    condition of a "check" that must be true, new entries for the "pages" of a store, the next of a "carried"
+    value, or what the stage "look" takes.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
-    may rely on its layout; empty if it is not dense.
+    may rely on its layout; empty if it is not dense. `place`: of an attribute that the stage "look" computes,
+    its number among the values and attributes of the call.
     """
 
     kind: str
     name: str = ""
     order: tuple[int, ...] = ()
+    place: int | None = None
 
 
 @dataclasses.dataclass
@@ -205,13 +213,7 @@ def move_to_stage(graph: ProgramGraph, rate: Rate, values: Mapping[str, fx.Node]
 
 def part_of(graph: ProgramGraph, values: Mapping[str, fx.Node]) -> ProgramGraph:
     """A separate graph that computes these values of a graph, with only the inputs that they need."""
-    needed: set[fx.Node] = set()
-    stack = list(values.values())
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
+    needed = computed_from(values.values())
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     known = dict(zip(graph.placeholders(), graph.inputs, strict=False))
@@ -233,6 +235,18 @@ def part_of(graph: ProgramGraph, values: Mapping[str, fx.Node]) -> ProgramGraph:
     )
 
 
+def computed_from(values: Iterable[fx.Node]) -> set[fx.Node]:
+    """The values and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(values)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether the node is a number (a size), not a tensor."""
     value = node.meta.get("val")
@@ -243,6 +257,16 @@ def is_measured(node: fx.Node) -> bool:
     """Whether the node is a number that follows from the contents of tensors, such as how many tokens chose
     an expert."""
     return is_size(node) and bool(free_unbacked_symbols(node.meta["val"]))
+
+
+def is_random(target: Any, args: Sequence[Any]) -> bool:
+    """Whether a call draws random numbers. A dropout that is switched off does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False))
+    return (
+        bool(given.get("train", True)) and given.get("dropout_p", 1.0) != 0.0 and given.get("p", 1.0) != 0.0
+    )
 
 
 _KEPT = ("aten._assert_scalar.", "aten._assert_async.", "aten._functional_assert_async.")

@@ -23,7 +23,7 @@ from attngraph.errors import TextError
 from attngraph.ir.graph.body import Body, Places, symbols_of
 from attngraph.ir.graph.literals import split
 from attngraph.ir.graph.printer import VERSION
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate, as_module
+from attngraph.ir.graph.program_graph import BEFORE, Level, ProgramGraph, Rate, as_module
 
 
 def read_graph(text: str, file: str = "the text", places: Mapping[str, Places] | None = None) -> ProgramGraph:
@@ -61,10 +61,12 @@ class _Reader:
             {int(n) for n in re.findall(r"\bu(\d+)\b", "\n".join(self.lines))} if self.places else set()
         )
         self.mode, self.symbols = symbols_of(self.head.sizes, max(measured, default=-1) + 1)
-        stages = {rate: self._part(rate.value) for rate in Rate if self._peek() == f"{rate.value}("}
+        stages = {rate: self._part(rate.value) for rate in BEFORE if self._peek() == f"{rate.value}("}
         if Rate.PROMPT in stages and self.places is None:
             raise self._error("graphs of a decoder cannot be read back: what they keep is not in the text")
         graph = self._part("graph")
+        if self.number < len(self.lines) and self._peek() == f"{Rate.LOOK.value}(":
+            stages[Rate.LOOK] = self._part(Rate.LOOK.value)
         graph.stages = stages
         return graph
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from attngraph.errors import VerificationError
 from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, Rate
+from attngraph.ir.graph.program_graph import BEFORE, Level, ProgramGraph, Rate
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.kernels import KERNELS
@@ -45,12 +45,20 @@ def _pure(graph: ProgramGraph) -> Problems:
 
 
 def _staged(graph: ProgramGraph) -> Problems:
-    """Stages have the results that the graph takes from them, and are at the same level."""
+    """What the graph takes from a stage is a result of it, what a stage takes from the graph a result of
+    that, and both are at the same level."""
     for rate in Rate:
         stage = graph.stages.get(rate)
-        given = {o.name for o in stage.outputs} if stage is not None else set()
-        for missing in {i.name for i in graph.inputs if i.kind == rate.value} - given:
-            yield f"{missing}: no stage of rate {rate.value} gives it"
+        first, then = (stage, graph) if rate in BEFORE else (graph, stage)
+        given = set() if first is None else {o.name for o in first.outputs}
+        taken = () if then is None else then.inputs
+        for missing in {i.name for i in taken if i.kind == rate.value} - given:
+            source = (
+                f"no stage of rate {rate.value}"
+                if rate in BEFORE
+                else f"no result for the stage {rate.value}"
+            )
+            yield f"{missing}: {source} gives it"
         if stage is not None:
             if stage.level is not graph.level:
                 yield f"the stage {rate.value} is at level {stage.level.name}, not {graph.level.name}"

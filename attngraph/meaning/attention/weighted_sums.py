@@ -33,6 +33,7 @@ from attngraph.meaning.attention.normaliser import (
     open_sums,
     pieces_of,
 )
+from attngraph.meaning.attention.not_normalised import why_not_normalised
 from attngraph.meaning.attention.refusal import Refusal
 
 
@@ -204,29 +205,7 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
     if found is None:
         if not any(f.op == "recip" for f in E.walk(body)):
             return Unnormalised()
-        if _is_over_pairs(body, keys):
-            return Refusal(
-                "its softmax runs over all pairs of a query and a key at once, so weights of one query do "
-                "not sum to one: attention has a softmax over the keys of each query"
-            )
-        if _is_banded(body, keys):
-            return Refusal(
-                "its softmax runs over places that depend on query and key together, such as distances in a "
-                "band: give each query a score for each key, and mask those outside the band"
-            )
-        if _is_over_another_dimension(body, keys):
-            return Refusal(
-                "its weights are summed over another dimension than the one that the softmax runs over, as "
-                "where heads are mixed after it or where it normalises over the queries"
-            )
-        if _multiplies_exponentials(body):
-            return Refusal(
-                "it multiplies exponentials of two tensors and sums the products, as linear attention with "
-                "exponential features does: no softmax of scores weighs its values"
-            )
-        return Refusal(
-            "exponentials are summed, but what they are divided by is not their sum over the same keys"
-        )
+        return why_not_normalised(body, keys)
     if isinstance(found, Refusal):
         return found
     weighted, score, sink = found
@@ -234,71 +213,6 @@ def _weighted_sum(body: Expr, keys: tuple[Expr, ...], look: Look) -> WeightedSum
         return Refusal("its weights are computed from two softmaxes, but are not a sum of them")
     part = key_part(weighted, keys, score)
     return part if isinstance(part, Refusal) else WeightedSum((part,), sink)
-
-
-def _is_over_another_dimension(body: Expr, keys: tuple[Expr, ...]) -> bool:
-    """Whether an exponential is divided by the sum over a dimension of the result, not over the keys."""
-    weights = {n for n in E.walk(body) if n.op == "exp" and not n.free.isdisjoint(keys)}
-    for divisor in (n.args[0] for n in E.walk(body) if n.op == "recip" and n.args[0].op == "sum"):
-        variables, inner = open_sums(divisor)
-        if len(variables) != 1 or divisor.free.isdisjoint(keys):
-            continue
-        for weight in weights:
-            places = weight.free - divisor.free - set(keys)
-            if any(M.substitute(inner, {variables[0]: place}) is weight for place in places):
-                return True
-    return False
-
-
-def _multiplies_exponentials(body: Expr) -> bool:
-    """Whether a product has several factors with exponentials in them, besides what it is divided by."""
-
-    def has_exponential(factor: Expr) -> bool:
-        stack = [factor]
-        while stack:
-            node = stack.pop()
-            if node.op == "exp":
-                return True
-            stack += () if node.op == "recip" else (a for a in node.args if isinstance(a, Expr))
-        return False
-
-    return any(n.op == "mul" and sum(map(has_exponential, n.args)) > 1 for n in E.walk(body))
-
-
-def _is_banded(body: Expr, keys: tuple[Expr, ...]) -> bool:
-    """Whether exponentials are read at an index that combines a key with another variable, and their
-    normaliser sums over that index as a whole."""
-    return bool(_combined(body, keys))
-
-
-def _is_over_pairs(body: Expr, keys: tuple[Expr, ...]) -> bool:
-    """Whether such an index counts pairs: the key is one digit of it, and the other variables are another."""
-
-    def step(place: Expr, variable: Expr) -> Expr:
-        return M.sub(M.substitute(place, {variable: M.add(variable, E.ONE)}), place)
-
-    def counts(place: Expr) -> bool:
-        mine = [v for v in place.free if v in keys]
-        others = [v for v in place.free if v not in keys]
-        return len(mine) == len(others) == 1 and (
-            step(place, others[0]) is mine[0].args[0] or step(place, mine[0]) is others[0].args[0]
-        )
-
-    return any(map(counts, _combined(body, keys)))
-
-
-def _combined(body: Expr, keys: tuple[Expr, ...]) -> list[Expr]:
-    """The indices that combine a key with another variable, where a normaliser sums over the whole index."""
-    mixed: list[tuple[tuple[object, int], Expr]] = []
-    summed: set[tuple[object, int]] = set()
-    bound = {n.args[0] for n in E.walk(body) if n.op == "sum"}
-    for read in (n for e in E.walk(body) if e.op == "exp" for n in E.walk(e) if n.op == "read"):
-        for axis, place in enumerate(read.args):
-            if place in bound:
-                summed.add((read.value, axis))
-            elif not place.free.isdisjoint(keys) and not place.free <= set(keys):
-                mixed.append(((read.value, axis), place))
-    return [place for dimension, place in mixed if dimension in summed]
 
 
 def _open_sum(meaning: Expr) -> tuple[tuple[Expr, ...], Expr] | None:

@@ -1,14 +1,16 @@
 """What a graph computes in float64, whatever its dtypes are: the exact answer for every comparison.
 
 Tensors are widened where they are used, so weights are never widened all at once. Our own ops are computed by
-the reference. Nothing depends on torch's default dtype, which the whole process shares.
+the reference. Of equal numbers, sorts and choices of the largest few take the first; torch leaves open which
+one, and its choice follows from how many numbers there are. Nothing depends on torch's default dtype, which
+the whole process shares.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.check.comparison import compare, elementwise
 from attngraph.meaning.check.dropout import draws
 from attngraph.meaning.rules.reduction import LOG_SOFTMAX, SOFTMAX
+
+aten = torch.ops.aten
 
 EQUAL_ORDERS = elementwise(1e-8)
 """The rule by which both orders of multiplication of a latent attention count as equal."""
@@ -97,9 +101,12 @@ class Oracle:
         return one if same else torch.full_like(one, math.inf)
 
     def _call(self, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """The operation itself. What torch computes from integers and Python numbers alone has the default
-        dtype; here the dtype is passed explicitly, or the integers are converted first."""
+        """The operation itself, with a stable order of equal numbers. What torch computes from integers and
+        Python numbers alone has the default dtype; here the dtype is passed explicitly, or the integers are
+        converted first."""
         target: Any = node.target
+        if target in _ORDERED:
+            return _ORDERED[target](*args, **kwargs)
         value = node.meta.get("val")
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         if (
@@ -122,6 +129,29 @@ class Oracle:
             )
         real = pytree.tree_map(lambda x: x.to(self.dtype) if isinstance(x, Tensor) else x, args)
         return target(*real, **kwargs)
+
+
+def _topk(
+    value: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The largest few, of equal ones the first."""
+    if not value.ndim:
+        return value.topk(k, dim, largest, sorted)
+    found, places = value.sort(dim=dim, descending=largest, stable=True)
+    return found.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
+
+
+def _sort(value: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    return value.sort(dim=dim, descending=descending, stable=True)
+
+
+def _argsort(value: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
+    return value.argsort(dim=dim, descending=descending, stable=True)
+
+
+_ORDERED: dict[Any, Callable[..., Any]] = {
+    aten.topk.default: _topk, aten.sort.default: _sort, aten.argsort.default: _argsort,
+}  # fmt: skip
 
 
 class Exact(fx.Interpreter):

@@ -33,8 +33,7 @@ def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
     number = {node: _Place(place) for place, node in enumerate(order)}
     lines: list[Any] = []
     for node in order:
-        value = node.meta.get("val")
-        about = (value.dtype, _extents(value)) if isinstance(value, Tensor) else str(value)
+        about = _about(node.meta.get("val"))
         if node in given:
             lines.append((about, given[node]))
         else:
@@ -43,9 +42,12 @@ def fingerprint(order: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Any:
     return tuple(lines)
 
 
-def _extents(value: Tensor) -> tuple[Any, ...]:
-    """The sizes of a value, as numbers and formulas: to print them takes long."""
-    return tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
+def _about(value: Any) -> Any:
+    """The dtype and the sizes of a value, or of each of several, as numbers and formulas: to print them takes
+    long."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(n if isinstance(n, int) else n.node.expr for n in value.shape)
+    return tuple(map(_about, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def bytes_in_float64(order: Sequence[fx.Node], sizes: Mapping[str, int]) -> int:

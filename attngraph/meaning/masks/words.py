@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 import torch
+from torch import Tensor, fx
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr, format_number
@@ -10,9 +13,20 @@ from attngraph.ir.language.score import Keep, ScoreProgram
 from attngraph.meaning.algebra import simplify as M
 
 
-def describe(program: ScoreProgram) -> str:
-    """What a program's `keep` statements keep, in words; "none" without any."""
-    return " & ".join(_describe_keep(k) for k in program.keeps) or "none"
+def describe(program: ScoreProgram, hiding: Collection[int] = ()) -> str:
+    """What a program keeps, in words: its `keep` statements, and what is read of the tensors `hiding`, which
+    hold minus infinity; "none" without any."""
+    words = [_describe_keep(k) for k in program.keeps]
+    asked = {n for k in program.keeps for n in E.walk(k.predicate)}
+    read = dict.fromkeys(n for e in program.expressions for n in E.walk(e) if n.op == "read")
+    words += [f"{format_expr(n)} > -inf" for n in read if n.value in hiding and n not in asked]
+    return " & ".join(words) or "none"
+
+
+def hiding(reads: Sequence[object], values: Mapping[fx.Node, Tensor]) -> frozenset[int]:
+    """Which of the tensors that scores read are known to hold minus infinity."""
+    known = ((n, values.get(node)) for n, node in enumerate(reads) if isinstance(node, fx.Node))
+    return frozenset(n for n, value in known if value is not None and bool(torch.isneginf(value).any()))
 
 
 def _describe_keep(keep: Keep) -> str:
@@ -82,6 +96,8 @@ def _distance_words(behind: Expr | None, ahead: Expr | None) -> list[str]:
         return ["causal", f"window({format_expr(M.add(behind, E.ONE))})"]
     if ahead is behind:
         return [f"window(+-{format_expr(ahead)})"]
+    if any(n.op == "const" and n.value < 0 for n in (behind, ahead)):
+        return [f"{format_expr(M.scale(-1, behind))} <= k - q <= {format_expr(ahead)}"]
     return [f"window(-{format_expr(behind)}, +{format_expr(ahead)})"]
 
 

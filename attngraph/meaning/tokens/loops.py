@@ -22,7 +22,8 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from attngraph.ir.graph.program_graph import is_size, operands_first
+from attngraph.ir.graph.program_graph import is_size, op_name, operands_first
+from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.element import Meaning
@@ -97,7 +98,7 @@ class _Steps:
         for node in self.order:
             taken = nodes.taken(node)
             if taken is None and nodes.counts_tokens(node):
-                raise NoLoop(f"a step reads %{node.name}, which has all tokens")
+                raise NoLoop(f"a step reads {_named(node)}, which has all tokens")
             below = max((self.levels.get(n, -1) for n in self._operands(node)), default=-1)
             self.levels[node] = below if taken is None else taken.token
 
@@ -250,3 +251,10 @@ class _Steps:
 
 def _size_of(nodes: Unrolled, node: fx.Node) -> Expr:
     return nodes.size(node.meta["val"])
+
+
+def _named(node: fx.Node) -> str:
+    """A value as users know it."""
+    if node.op == "placeholder":
+        return "an argument"
+    return " at ".join(part for part in (f"what {op_name(node)} gives", source_of(node)) if part)

@@ -11,7 +11,7 @@ whole. Nothing here edits the graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,27 @@ Pick = tuple[int, int]
 """A sequence of the batch and a token in it."""
 
 
+class _Runs:
+    """The results of runs, each made when it is first asked for. An error stays the result."""
+
+    def __init__(self, runs: Iterator[tuple[Tensor, Tensor]]) -> None:
+        self._runs, self._made = runs, list[tuple[Tensor, Tensor]]()
+        self._problem: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from self._made
+        while self._problem is None:
+            try:
+                self._made.append(next(self._runs))
+            except StopIteration:
+                return
+            except Exception as problem:
+                self._problem = problem
+            else:
+                yield self._made[-1]
+        raise self._problem
+
+
 class TokenProbe:
     """Test runs on one graph, at most `budgets.PROBES`: a graph that needs more is taken to mix tokens."""
 
@@ -55,6 +76,8 @@ class TokenProbe:
         """How many tokens each sequence of a test has."""
         self.left = budgets.PROBES
         self.known: dict[Any, int] = {}
+        self._latest: tuple[fx.Node | None, dict[Any, _Runs]] = None, {}
+        """The runs made for the node that was asked for last, which serve all axes that it may have."""
 
     def is_token_wise(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         """How many operations were run to see that the node treats each token (and each sequence) by
@@ -125,17 +148,26 @@ class TokenProbe:
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if any(n.target in COLLECTIVES for n in steps):
             return 0  # a test runs in one process
-        if not steps or len(steps) > budgets.PROBE_NODES or self.left <= 0:
+        if not steps or len(steps) > budgets.PROBE_NODES:
             return 0
         begins = {n: (resolved.get(n), id(self.values[n]) if n in self.values else None) for n in leaves}
-        key = (fingerprint(order, begins), axes, tokens, tuple(map(tuple, selections)), str(replaced), louder)
-        if key not in self.known:
-            self.left -= 1
-            holds = self._try(node, axes, order, leaves, resolved, tokens, selections, replaced or {}, louder)
-            self.known[key] = len(steps) if holds else 0
-        if self.known[key]:
+        key = (fingerprint(order, begins), tokens, tuple(map(tuple, selections)), str(replaced), louder)
+        if (key, axes) not in self.known:
+            if self._latest[0] is not node:
+                self._latest = node, {}
+            runs = self._latest[1]
+            if key not in runs:
+                if self.left <= 0:
+                    return 0
+                self.left -= 1
+                runs[key] = _Runs(
+                    self._run(node, order, leaves, resolved, tokens, selections, replaced or {}, louder)
+                )
+            holds = self._holds(runs[key], axes, selections, tokens)
+            self.known[key, axes] = len(steps) if holds else 0
+        if self.known[key, axes]:
             self.meaning.rely_on(order)
-        return self.known[key]
+        return self.known[key, axes]
 
     def _is_one_number(self, node: fx.Node) -> bool:
         """Whether all elements are the same number, as in `zeros`."""
@@ -165,29 +197,34 @@ class TokenProbe:
         visit(node)
         return list(order), list(leaves)
 
-    def _try(
-        self, node: fx.Node, axes: Axes, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
+    def _run(
+        self, node: fx.Node, order: Sequence[fx.Node], leaves: Sequence[fx.Node],
         resolved: Mapping[fx.Node, Axes], tokens: int, selections: Sequence[Sequence[Pick]],
         replaced: Mapping[int, int], louder: float,
-    ) -> bool:  # fmt: skip
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+        """The node's value on all tokens and on a selection of them, for each selection."""
         steps, at = (order, node) if not replaced else _with_numbers(order, leaves, node, replaced)
         for seed, picks in enumerate(selections):
-            try:
-                run, given = self._inputs(leaves, ROWS, tokens, seed)
-                if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
-                    return False
-                known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
-                given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
-                (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
-                some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
-                part, _ = self._inputs((), 1, len(picks), seed)
-                (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)
-                wanted = self._select(whole, axes, picks, tokens)
-            except Exception:  # it cannot be run like this, so nothing is proved
-                return False
-            if not compare(found, wanted, EQUAL).holds:
-                return False
-        return True
+            run, given = self._inputs(leaves, ROWS, tokens, seed)
+            if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
+                raise ValueError("it takes too much memory")
+            known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
+            given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
+            (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
+            some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
+            part, _ = self._inputs((), 1, len(picks), seed)
+            (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)
+            yield whole, found
+
+    def _holds(self, runs: _Runs, axes: Axes, selections: Sequence[Sequence[Pick]], tokens: int) -> bool:
+        """Whether a value with these axes has on each selection what it has for the same tokens among all."""
+        try:
+            return all(
+                compare(found, self._select(whole, axes, picks, tokens), EQUAL).holds
+                for (whole, found), picks in zip(runs, selections, strict=True)
+            )
+        except Exception:  # it cannot be run like this, so nothing is proved
+            return False
 
     def _inputs(
         self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int

@@ -140,12 +140,12 @@ class Tokens:
         if attention is not None:
             found = self._attention(attention)
             seen = found.kind is not Kind.MIXING or found.causality is not None
-            return found if seen else self._by_history(node) or found
+            return found if seen else self._whole_by_trial(node) or found
         if is_part(node):
             whole: fx.Node = node.args[0]  # type: ignore[assignment]
             if nodes.whole(whole) is not None:
                 found = self._part_of_attention(node, self.facts[whole])
-                return found if found.kind is not Kind.MIXING else self._by_history(node) or found
+                return found if found.kind is not Kind.MIXING else self._whole_by_trial(node) or found
         if not isinstance(node.meta.get("val"), Tensor):
             return self._several(node)
         shape = self.meaning.shape(node)
@@ -187,6 +187,13 @@ class Tokens:
             shape, lambda axes: self.loops.find(node, axes),
             lambda found: "a loop over tokens, one step for each",
         )  # fmt: skip
+
+    def _whole_by_trial(self, node: fx.Node) -> Fact | None:
+        """What runs show of an attention of another form: each token by itself (attention over heads, or over
+        the layers before), or from all earlier tokens; or None."""
+        if not isinstance(node.meta.get("val"), Tensor):
+            return None
+        return self._by_trial(node, self.meaning.shape(node)) or self._by_history(node)
 
     def _by_history(self, node: fx.Node) -> Fact | None:
         """From all earlier tokens, by the model's own operations, or None."""

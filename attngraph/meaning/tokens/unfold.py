@@ -273,7 +273,8 @@ class Unfolding:
         args = [self._unfold(a) for a in node.args]
         tokens = {token for terms in args for term in terms for token in term.tokens}
         if len(tokens) > 1:
-            raise NoTerms(f"{node.op} of several tokens")
+            what = "a selection among values" if node.op == "where" else node.op
+            raise NoTerms(f"{what} of several tokens")
         values = tuple(M.add(*(t.value() for t in terms)) if terms else E.const(0.0) for terms in args)
         values = tuple(self._kept(a, v) for a, v in zip(node.args, values, strict=True))
         if node.op == "pow" and values[1].op == "const" and values[1].value in (0, 1):
