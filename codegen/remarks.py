@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from attngraph.ir.language.score import ScoreProgram
+from collections.abc import Hashable
 
 
 class Remarks:
     """One backend's remarks on programs, each stored once, for the lifetime of the process."""
 
     def __init__(self) -> None:
-        self._said: dict[ScoreProgram, list[str]] = {}
+        self._said: dict[Hashable, list[str]] = {}
 
-    def add(self, program: ScoreProgram, what: str) -> bool:
+    def add(self, program: Hashable, what: str) -> bool:
         """Store a remark, and return whether it is new."""
         known = self._said.setdefault(program, [])
         is_new = what not in known
@@ -19,5 +19,5 @@ class Remarks:
             known.append(what)
         return is_new
 
-    def of(self, program: ScoreProgram) -> tuple[str, ...]:
+    def of(self, program: Hashable) -> tuple[str, ...]:
         return tuple(self._said.get(program, ()))

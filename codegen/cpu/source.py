@@ -138,9 +138,9 @@ def write(plan: Plan) -> Source:
     if plan.dtype != torch.float32 or plan.kept is not None:
         draft.defines.append("SHORT_ELEMENTS")
     if plan.kept is None:
-        return draft.source("block.h", "pass.h", "loop.h", "elements.h", "decode.h")
+        return draft.source("tile.h", "block.h", "pass.h", "loop.h", "elements.h", "decode.h")
     draft.defines += [f"KEPT {KEPT[plan.kept]}", f"SCALED {int(plan.kept in LARGEST)}"]
-    return draft.source("block.h", "elements.h", "decode.h")
+    return draft.source("tile.h", "block.h", "elements.h", "decode.h")
 
 
 def _scores(name: str, statements: Sequence[Score | Keep], writer: Writer, masked: bool) -> str:

@@ -62,7 +62,7 @@ def write(plan: BackwardPlan) -> Source:
         draft.parts.append(f"static const int {name}[] = {{{flags}}};")
     draft.defines += [f"TRUSTED {TRUSTED!r}f", f"SUMS {len(reads)}", f"HAS_PAIRS {int(bool(pairs))}"]
     draft.defines.append(f"HAS_ROWS {int(any(read.kind == ROWS for read in reads))}")
-    return draft.source("block.h", "pass.h", "backward.h")
+    return draft.source("tile.h", "block.h", "pass.h", "backward.h")
 
 
 def _choice_of_pairs(numbers: Sequence[int]) -> str:

@@ -8,16 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from attngraph.codegen.cpu import chosen
 from attngraph.codegen.cpu.tokens import run
 from attngraph.codegen.cpu.tokens.source import write
 from attngraph.ir.language.token_program import Given, parse
 from attngraph.ir.ops.token_program import reference
 
-ROWS = (*range(1, 10), 17, 31, 32, 33, 600)
+ROWS = (*range(1, 10), 17, 31, 32, 33, 47, 600)
+
+
+def computed(text: str, given: list[Tensor], multiplier: str) -> list[Tensor]:
+    """The results, with many tokens multiplied by one or the other, however few there are."""
+    times = dict.fromkeys((run.OURS, run.PYTORCH), 0.3) | {multiplier: 0.1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "LARGE", 0)
+        patch.setattr(chosen, "known", lambda kind: times)
+        found = run.Tokens().run(text, given)
+    assert found is not None
+    return found
+
+
+def multipliers(tokens: int) -> list[str]:
+    return [run.OURS] if tokens <= run.FEW else [run.OURS, run.PYTORCH]
 
 
 def check(text: str, tokens: int, given: list[Tensor] | None = None) -> None:
-    """The C's results are those of the reference in float64."""
+    """The C's results are those of the reference in float64, whoever multiplies."""
     program = parse(text)
     assert parse(program.text) == program
     generator = torch.Generator().manual_seed(0)
@@ -28,12 +44,11 @@ def check(text: str, tokens: int, given: list[Tensor] | None = None) -> None:
             if about.dtype == "float32" else integers(about, generator)
             for about in program.given
         ]  # weights that keep the size of values  # fmt: skip
-    found = run.Tokens().run(text, given)
-    assert found is not None
     wanted = reference(program, [t.double() if t.is_floating_point() else t for t in given])
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    for multiplier in multipliers(tokens):
+        for one, other in zip(computed(text, given, multiplier), wanted, strict=True):
+            assert one.shape == other.shape
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 def integers(about: Given, generator: torch.Generator) -> Tensor:
@@ -67,7 +82,7 @@ def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
 @pytest.mark.parametrize(("depth", "width"), [(64, 96), (37, 53), (768, 129)])
 @pytest.mark.covering
 def test_products_in_16_bits(depth: int, width: int, dtype: torch.dtype, turned: bool, tokens: int) -> None:
-    """Read and returned in 16 bits, computed in float32; of many tokens PyTorch multiplies, in 16 bits."""
+    """Read and returned in 16 bits, computed in float32; where PyTorch multiplies, in 16 bits."""
     word, generator = str(dtype).removeprefix("torch."), torch.Generator().manual_seed(0)
     weight, index = (f"{depth}, {width}", "j, i0") if turned else (f"{width}, {depth}", "i0, j")
     text = (
@@ -79,11 +94,14 @@ def test_products_in_16_bits(depth: int, width: int, dtype: torch.dtype, turned:
     shapes = (1, tokens, depth), (depth, width) if turned else (width, depth), (width,)
     given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     given[1] /= depth**0.5
-    found, wanted = run.Tokens().run(text, given), reference(parse(text), [t.double() for t in given])
-    assert found is not None and [t.dtype for t in found] == [dtype, torch.float32, dtype, dtype]
-    for one, other in zip(found, wanted, strict=True):
-        rounding = 1e-2 if tokens > run.FEW else 1e-5 if one.dtype == torch.float32 else 5e-3
-        assert (one.double() - other).abs().max() < rounding * other.abs().max()
+    wanted = reference(parse(text), [t.double() for t in given])
+    for multiplier in multipliers(tokens):
+        found = computed(text, given, multiplier)
+        assert [t.dtype for t in found] == [dtype, torch.float32, dtype, dtype]
+        for one, other in zip(found, wanted, strict=True):
+            own = 1e-5 if one.dtype == torch.float32 else 5e-3
+            rounding = own if multiplier == run.OURS else 1e-2
+            assert (one.double() - other).abs().max() < rounding * other.abs().max()
 
 
 def integer_product(depth: int, width: int, kind: str, dtype: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attngraph
-from attngraph.codegen.cpu import toolchain
+from attngraph.codegen.cpu import chosen, toolchain
+from attngraph.codegen.cpu.tokens import run
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language.token_program import TokenProgram, parse
 from attngraph.ir.ops import token_program as op
@@ -222,6 +224,39 @@ def test_the_report_says_what_was_done() -> None:
     decoder, _ = decoded(MODELS["rotary"]())
     record = next(p for p in decoder.report.passes if p.name == "fuse-token-wise")
     assert "compute each token by itself" in " ".join(record.notes)
+
+
+def test_the_faster_products_of_many_tokens_are_measured_once_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From so many multiplications on; the answers are the model's, and those of weights that change, because
+    no copy of a weight is kept."""
+    monkeypatch.setattr(chosen, "_path", lambda: tmp_path / "chosen.json")
+    monkeypatch.setattr(chosen, "_known", None)
+    timed: list[str] = []
+
+    def seconds(way: Callable[[], None]) -> float:
+        timed.append(way.__name__)
+        way()
+        return 0.1 if way.__name__ == "ours" else 0.3
+
+    monkeypatch.setattr(chosen, "_seconds", seconds)
+    model = Model(Gelu(), SwiGLU()).eval()
+    decoder, ids = attngraph.compile(model, cache=True), torch.randint(0, VOCABULARY, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))
+        assert not timed and "each token by itself" not in str(decoder.report)
+        monkeypatch.setattr(run, "LARGE", 0)
+        decoder.prefill(ids)
+        measured = len(timed)
+        assert 0 < measured == timed.count("ours") + timed.count("with_pytorch")
+        model.qkv.weight.mul_(-0.5)
+        model.load_state_dict({k: v * 0.75 for k, v in model.state_dict().items()})
+        torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))
+    assert len(timed) == measured
+    assert "PyTorch takes 3.0 times as long as cpu.tokens, measured here for products of" in str(
+        decoder.report
+    )
 
 
 def test_a_value_used_inside_and_outside_of_a_region() -> None:

@@ -36,7 +36,10 @@ class Runner(Protocol):
     def run(self, text: str, given: Sequence[Tensor]) -> list[Tensor] | None: ...
 
     def source(self, program: TokenProgram) -> str:
-        """The source of the code that computes few tokens; "" if the program is not supported."""
+        """The source of the code that computes tokens; "" if the program is not supported."""
+
+    def remarks(self, text: str) -> tuple[str, ...]:
+        """Remarks for the report from running the program: who multiplied."""
 
 
 RUNNERS: list[Runner] = []

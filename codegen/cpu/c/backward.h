@@ -115,7 +115,7 @@ static void load_keys(const Call *c, Work *w, int64_t b, int64_t head, int64_t k
 }
 
 /* Compute the dots in S, and in G the products of the output's gradient with the values. */
-static void multiply_tile(const Call *c, const Place *at, Work *w, int64_t item) {
+static void multiply_item(const Call *c, const Place *at, Work *w, int64_t item) {
     const struct Gradients *g = c->gradients;
     multiply(w->S, BLOCK_K, g->q_packed + item * BLOCK_Q * width(c), width(c), w->k_turned, BLOCK_K, c->D,
              at->padded, BLOCK_K, 0);
@@ -145,7 +145,7 @@ static void differentiate_tile(Call *c, const Place *at, Work *w, int64_t item, 
                                const uint8_t *line) {
     const struct Gradients *g = c->gradients;
     float *row = g->rows + item * 3 * BLOCK_Q;
-    multiply_tile(c, at, w, item);
+    multiply_item(c, at, w, item);
     (class == 2 && keys == BLOCK_K ? differentiate_unmasked : differentiate)(
         c, at->b, at->h, at->q0, at->rows, k0, keys, w->S, w->G, row, w->of_rows, w->of_columns);
     if (g->wanted & OF_V)
@@ -222,7 +222,7 @@ static void sum_pairs(Call *c, Work *w, int64_t owner, int64_t k0) {
                 Place at = place_of(c, item);
                 const uint8_t *line = line_of(c, &at, item);
                 if (line && !line[k0 / BLOCK_K]) continue;
-                multiply_tile(c, &at, w, item);
+                multiply_item(c, &at, w, item);
                 differentiate_pairs(c, (int)g->number, b, h, q0, at.rows, k0, keys, w->S, w->G,
                                     g->rows + item * 3 * BLOCK_Q);
                 for (int i = 0; i < at.rows; ++i)

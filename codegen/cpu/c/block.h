@@ -1,44 +1,12 @@
 /* A block of queries against blocks of keys: the buffers, products, and the online softmax (Milakov and
-   Gimelshein 2018), for the loops in loop.h and decode.h. Products are computed by a register block of
-   STEP_Q rows and STEP_N vectors. */
+   Gimelshein 2018), for the loops in loop.h and decode.h. */
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-enum { STEP_N = 4 };
-#else
-enum { STEP_N = 2 };
-#endif
-enum { STEP_Q = 6 };
-
-/* C[rows][n] = (C * by, row by row) + A[rows][depth] B[depth][n], with n vectors of B, at most STEP_N. The
-   strides of A are `lda` between rows and `step` along the depth, so that it may be transposed. */
+/* multiply_tile for any number of rows that is a multiple of STEP_Q. */
 INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
                            const float *restrict B, int64_t ldb, int64_t depth, int rows, const float *by,
                            const int vectors) {
-    for (int row = 0; row < rows; row += STEP_Q) {
-        Vector sum[STEP_Q][STEP_N];
-        const float *a = A + row * lda;
-        float *c = C + row * ldc;
-#pragma GCC unroll 8
-        for (int i = 0; i < STEP_Q; ++i)
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; ++j) {
-                sum[i][j] = (Vector){0};
-                if (by) sum[i][j] = *(Vector *)(c + i * ldc + j * LANES) * by[row + i];
-            }
-        for (int64_t d = 0; d < depth; ++d) {
-            Vector right[STEP_N];
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; ++j) right[j] = *(const Vector *)(B + d * ldb + j * LANES);
-#pragma GCC unroll 8
-            for (int i = 0; i < STEP_Q; ++i)
-#pragma GCC unroll 8
-                for (int j = 0; j < vectors; ++j) sum[i][j] += a[i * lda + d * step] * right[j];
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < STEP_Q; ++i)
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; ++j) *(Vector *)(c + i * ldc + j * LANES) = sum[i][j];
-    }
+    for (int row = 0; row < rows; row += STEP_Q)
+        multiply_tile(C + row * ldc, ldc, A + row * lda, lda, step, B, ldb, depth, by ? by + row : 0, STEP_Q, vectors);
 }
 
 INLINE void multiply_panels(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,

@@ -187,16 +187,3 @@ INLINE void product_turned_of(const float *x, int64_t ldx, const void *w, int64_
     for (; d < depth; ++d) add_deep(x + d, ldx, place(w, d * ldw, type), ldw, share, ld, rows, outs, 1, type);
     for (int64_t r = 0; r < rows; ++r) memcpy(y + r * ldy, share + r * ld, sizeof(float) * outs);
 }
-
-/* A function of its own for each way in which a program's weights are given. */
-#define PRODUCT(NAME, TYPE, SCALED, ZEROS)                                                                 \
-    static void NAME(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, \
-                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs) {                   \
-        product_of(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, TYPE, SCALED, ZEROS);         \
-    }
-#define PRODUCT_TURNED(NAME, TYPE)                                                                         \
-    static void NAME(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, \
-                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs) {                   \
-        (void)scales;                                                                                      \
-        product_turned_of(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, TYPE);                         \
-    }

@@ -1,8 +1,8 @@
 /* A token program: its arguments, and how threads share the work. The call is an array of 64-bit integers: the
    numbers below, a counter for each phase, the address of each given tensor and its strides, the address of each
-   value, `[tokens][width]`. */
+   value, `[tokens][width]`. PANELS: the address of room for panels, for each thread, or 0 for few tokens. */
 
-enum { TOKENS, MEMBERS, PHASE, MEMBER, ARRIVED, COUNTERS = 8 };
+enum { TOKENS, MEMBERS, PHASE, MEMBER, ARRIVED, PANELS, COUNTERS = 8 };
 
 static int64_t rounded_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 
@@ -16,8 +16,27 @@ static int64_t share_of(int64_t width, int64_t depth, int64_t tokens, int64_t me
     return rounded_up((each + shares - 1) / shares, turned ? LANES : 8);
 }
 
+/* The items of a product, whose rows are the tokens. */
+static Items items_of(int64_t width, int64_t depth, const int64_t *c, int turned) {
+    int64_t tokens = c[TOKENS], members = c[MEMBERS];
+    if (c[PANELS]) return items_of_many(width, depth, tokens, members);
+    int64_t columns = share_of(width, depth, tokens, members, turned), shares = parts_of(width, columns);
+    return (Items){columns, tokens, shares, shares};
+}
+
 /* Waits until all threads have come here for the `number`th time. */
 static void meet(int64_t *c, int64_t number) {
     take(c + ARRIVED);
     wait_for(c + ARRIVED, number * c[MEMBERS]);
 }
+
+/* A function of its own for each way in which a program's weights are given. Many rows have `panels`. */
+#define PRODUCT(NAME, TYPE, SCALED, ZEROS, TURNED)                                                         \
+    static void NAME(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, \
+                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels) {    \
+        if (panels)                                                                                        \
+            product_of_many(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, panels, TYPE, SCALED, \
+                            ZEROS, TURNED);                                                                \
+        else if (TURNED) product_turned_of(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, TYPE);        \
+        else product_of(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, TYPE, SCALED, ZEROS);    \
+    }

@@ -1,7 +1,8 @@
 """`cpu.tokens`: token programs computed by C.
 
 Few tokens are computed by one call, in which all threads read every weight once. Many tokens are computed in
-blocks: the products by PyTorch, whose kernels are made for many rows, everything else by the C.
+blocks, by one call as well, or with PyTorch's products between calls that compute everything else: whichever
+took less time for such products on this machine (`chosen.py`).
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu import chosen, team, toolchain
 from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.memory import workspace
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
+from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.token_program import TokenProgram, parse
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
 _log = logging.getLogger("attngraph.codegen.cpu")
+_remarks = Remarks()
 FEW = 32
-"""The most tokens for which the C computes the products, MOST_ROWS of c/product.h."""
+"""The most tokens whose products are limited by the memory, MOST_ROWS of c/product.h."""
+LARGE = 1 << 28
+"""Multiplications of a call from which it is measured who computes them sooner."""
 WIDENED = 1 << 20
 """Elements of a weight of integers that are made floating at a time, where PyTorch multiplies."""
 AT_ONCE, AT_LEAST, IN_BETWEEN = 1024, 128, 32 << 20
-"""Tokens of a block where there are many: so many rows keep PyTorch's products efficient. Fewer, if the
-values in between would take more bytes than that."""
+"""Tokens of a block where there are many: so many rows keep products efficient. Fewer, if the values in
+between would take more bytes than that."""
+OURS, PYTORCH = "cpu.tokens", "PyTorch"
 
 
 class Tokens:
@@ -66,6 +72,9 @@ class Tokens:
             return None
         return made.link(given, memory_of_results(made.program, tokens, floating(given)), tokens)
 
+    def remarks(self, text: str) -> tuple[str, ...]:
+        return _remarks.of(text)
+
     def _prepare(self, text: str) -> _Prepared | None:
         with self._lock:
             if text not in self._known:
@@ -94,25 +103,53 @@ class _Prepared:
         self.between, self.total = arranged(program, between)
         fitting = IN_BETWEEN // (4 * max(self.total, 1)) // FEW * FEW
         self.at_once = min(max(fitting, AT_LEAST), AT_ONCE)
+        numbers = range(self.first, self.first + len(self.widths))
+        self.products = {n: f for n in numbers if (f := program.product(n)) is not None}
+        weights = [program.given[f.weight] for f in self.products.values()]
+        self.multiplications = sum(math.prod(n or 1 for n in w.shape) for w in weights)
+        code.attngraph_room.restype = ctypes.c_int64
+        self.room: int = code.attngraph_room()
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if not self.has_types(given):
             return None
         tokens = tokens_in(self.program, given)
         results = memory_of_results(self.program, tokens, floating(given))
-        if tokens <= FEW:
-            if tokens:
-                self._few(given, results, tokens)
-            return results
         for start in range(0, tokens, self.at_once):
             count = min(self.at_once, tokens - start)
             parts = [
                 t if about.token_dim is None else t.narrow(about.token_dim, start, count)
                 for t, about in zip(given, self.program.given, strict=True)
             ]
-            self._many(parts, [o.narrow(r.token_dim, start, count) for o, r in
-                               zip(results, self.program.results, strict=True)], count)  # fmt: skip
+            self._block(parts, [o.narrow(r.token_dim, start, count) for o, r in
+                                zip(results, self.program.results, strict=True)], count)  # fmt: skip
         return results
+
+    def _block(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
+        def ours() -> None:
+            made = self.link(given, results, tokens)
+            team.run(made.function, made.argument, torch.get_num_threads())
+
+        def with_pytorch() -> None:
+            self._around_products(given, results, tokens)
+
+        if tokens <= FEW or tokens * self.multiplications < LARGE:
+            ours()
+            return
+        kind = self._kind(tokens)
+        times = chosen.known(kind)
+        if times is None:
+            chosen.measure(kind, {OURS: ours, PYTORCH: with_pytorch})
+            times = chosen.known(kind) or {}
+        _remarks.add(self.program.text, chosen.said(kind, times))
+        ours() if chosen.best(times) == OURS else with_pytorch()
+
+    def _kind(self, tokens: int) -> str:
+        """What calls have in common that are taken to be served best by the same products."""
+        weights = (self.program.given[f.weight] for f in self.products.values())
+        about = [f"{' x '.join(map(str, w.shape))} {w.dtype}" for w in weights]
+        about += [f"{1 << (tokens - 1).bit_length()} tokens", f"{torch.get_num_threads()} threads"]
+        return f"products of {', '.join(dict.fromkeys(about))}"
 
     def has_types(self, given: Sequence[Tensor]) -> bool:
         """Whether the given tensors are on the CPU, with the elements that the C reads."""
@@ -135,13 +172,10 @@ class _Prepared:
             strides += _NO_STRIDES if shared else [*tensor.stride(), *_NO_STRIDES][: source.RANKS]
         return places + strides, held
 
-    def _few(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
-        made = self.link(given, results, tokens)
-        team.run(made.function, made.argument, torch.get_num_threads())
-
     def link(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> Link:
-        """A call for few tokens, ready to run."""
-        places, held = self._call(given, tokens, torch.get_num_threads())
+        """A call that computes everything, ready to run."""
+        members = torch.get_num_threads()
+        places, held = self._call(given, tokens, members)
         values = [0] * (len(self.widths) + len(self.short))
         for result, about in zip(results, self.program.results, strict=True):
             key = about.number, about.dtype
@@ -149,14 +183,17 @@ class _Prepared:
             values[len(self.widths) + self.short.index(key) if key in self.short else place] = (
                 result.data_ptr()
             )
-        scratch = torch.empty(self.total * tokens)
+        room = 0 if tokens <= FEW else self.room * members
+        scratch = torch.empty(self.total * tokens) if tokens <= FEW else workspace(self.total * tokens + room)
         for number, at in self.between.items():
             values[number - self.first] = scratch.data_ptr() + at * tokens * 4
+        if room:
+            places[_PANELS] = scratch.data_ptr() + self.total * tokens * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
         counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
         return Link(self.whole, call, [counters], list(results), [scratch, *held])
 
-    def _many(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
+    def _around_products(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         members = torch.get_num_threads()
         places, held = self._call(given, tokens, members)
         values: list[Tensor] = [torch.empty(0)] * len(self.widths)
@@ -178,9 +215,7 @@ class _Prepared:
         for number, phase in enumerate(self.phases):
             for group in phase.groups:
                 for product in group.products:
-                    factors = self.program.product(product)
-                    assert factors is not None
-                    self._multiply(product, values[factors.left - self.first], given, values)
+                    self._multiply(product, values[self.products[product].left - self.first], given, values)
             if phase.definitions or any(group.following for group in phase.groups):
                 call[_PHASE], call[_MEMBER] = number, 0
                 team.run(self.part, call, members)
@@ -193,8 +228,7 @@ class _Prepared:
     ) -> None:
         """A product by PyTorch, in the weight's own floating dtype. Integers are widened some rows at a time,
         for all tokens of the block."""
-        factors, out = self.program.product(product), values[product - self.first]
-        assert factors is not None
+        factors, out = self.products[product], values[product - self.first]
         weight = given[factors.weight]
         if weight.dtype in (torch.bfloat16, torch.float16):
             out.copy_(torch.mm(left.to(weight.dtype), weight if factors.turned else weight.T))
@@ -210,7 +244,7 @@ class _Prepared:
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_PHASE, _MEMBER = 2, 3
+_PHASE, _MEMBER, _PANELS = 2, 3, 5
 """Places in a call, as in c/tokens.h."""
 _NO_STRIDES = [0] * source.RANKS
 

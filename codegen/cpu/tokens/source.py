@@ -30,6 +30,7 @@ _TYPES = {
     "int32": "INT32",
 }  # fmt: skip
 """The types of given tensors as C and as c/elements.h name them."""
+_HEADERS = ("functions", "elements", "tile", "product", "gemm", "tokens")
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
 
@@ -94,7 +95,7 @@ def write(text: str) -> str:
     _require_whole_groups(program)
     emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
-    headers = (header(name) for name in ("functions.h", "elements.h", "product.h", "tokens.h"))
+    headers = (header(f"{name}.h") for name in _HEADERS)
     dtypes = {g.dtype for g in program.given} | {r.dtype for r in program.results}
     short = "#define SHORT_ELEMENTS\n" if dtypes != {"float32"} else ""
     return "\n".join([f"{head}#define FLOAT32\n{short}", *headers, *emitter.functions()])
@@ -125,8 +126,9 @@ class _Emitter:
         self.rows = row_lengths(program)
 
     def functions(self) -> Iterator[str]:
-        products = (n for phase in self.phases for group in phase.groups for n in group.products)
+        products = [n for phase in self.phases for group in phase.groups for n in group.products]
         yield from sorted({self._product_function(number)[1] for number in products})
+        yield self._room(products)
         for number, phase in enumerate(self.phases):
             if phase.groups:
                 for place, group in enumerate(phase.groups):
@@ -137,6 +139,12 @@ class _Emitter:
         yield self._results()
         yield self._all()
         yield self._part()
+
+    def _room(self, products: Sequence[int]) -> str:
+        """A function that tells how many elements a thread needs for panels."""
+        factors = (self.program.product(n) for n in products)
+        depth = max((self._width(f.left) for f in factors if f is not None), default=0)
+        return f"int64_t attngraph_room(void) {{ return {f'room_of({depth})' if depth else '0'}; }}\n"
 
     # --- phases ---
 
@@ -197,32 +205,31 @@ class _Emitter:
     def _columns(self, number: int, phase: Phase) -> str:
         """A function that takes columns of the products of a phase until there are none left."""
         lines = [
-            f"static void columns_{number}(int64_t *c) {{",
-            "    const int64_t tokens = c[TOKENS], members = c[MEMBERS];",
+            f"static void columns_{number}(int64_t *c, int64_t member) {{",
+            "    float *panels = c[PANELS] ? (float *)c[PANELS] + member * attngraph_room() : 0;",
+            "    const int64_t tokens = c[TOKENS];",
         ]
-        items: list[str] = []
         for place, group in enumerate(phase.groups):
-            about = self.program.product(group.products[0])
-            assert about is not None
-            width, depth = self._width(group.products[0]), self._width(about.left)
-            lines += [
-                f"    const int64_t share_{place} = "
-                f"share_of({width}, {depth}, tokens, members, {int(about.turned)});",
-                f"    const int64_t items_{place} = ({width} + share_{place} - 1) / share_{place};",
-            ]
-            items.append(f"items_{place}")
-        lines += [f"    for (int64_t item; (item = take(c + COUNTERS + {number})) < {' + '.join(items)};) {{"]
+            factors = [f for n in group.products if (f := self.program.product(n)) is not None]
+            width, depth = self._width(group.products[0]), max(self._width(f.left) for f in factors)
+            turned = int(any(f.turned for f in factors))
+            lines.append(f"    const Items items_{place} = items_of({width}, {depth}, c, {turned});")
+        count = " + ".join(f"items_{place}.count" for place in range(len(phase.groups)))
+        lines += [f"    for (int64_t item; (item = take(c + COUNTERS + {number})) < {count};) {{"]
         for place, group in enumerate(phase.groups):
             width = self._width(group.products[0])
             lines += [
-                f"        if (item < items_{place}) {{",
-                f"            const int64_t c0 = item * share_{place};",
-                f"            const int64_t c1 = smaller(c0 + share_{place}, {width});",
+                f"        if (item < items_{place}.count) {{",
+                f"            const Items of = items_{place};",
+                "            const int64_t c0 = item % of.shares * of.columns;",
+                "            const int64_t t0 = item / of.shares * of.rows;",
+                f"            const int64_t c1 = smaller(c0 + of.columns, {width});",
+                "            const int64_t t1 = smaller(t0 + of.rows, tokens);",
                 *(f"            {self._product(n)}" for n in group.products),
-                f"            follow_{number}_{place}(c, 0, tokens, c0, c1);",
+                f"            follow_{number}_{place}(c, t0, t1, c0, c1);",
                 "            continue;",
                 "        }",
-                f"        item -= items_{place};",
+                f"        item -= items_{place}.count;",
             ]
         return "\n".join([*lines, "    }", "}", ""])
 
@@ -237,9 +244,10 @@ class _Emitter:
             zero = "0" if by.zeros is None else self._given(by.zeros)
             scales = f"(Scales){{{self._given(by.scales)}, {zero}, {by.group}, {depth // by.group}}}"
         ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
+        x, y = f"{self._value(about.left)} + t0 * {ldx}", f"{self._value(number)} + t0 * {ldy} + c0"
         return (
-            f"{function}({self._value(about.left)}, {ldx}, {self._given(about.weight)}, {ldw}, {depth}, "
-            f"{scales}, c0, {self._value(number)} + c0, {ldy}, tokens, c1 - c0);"
+            f"{function}({x}, {ldx}, {self._given(about.weight)}, {ldw}, {depth}, {scales}, c0, "
+            f"{y}, {ldy}, t1 - t0, c1 - c0, panels);"
         )
 
     def _product_function(self, number: int) -> tuple[str, str]:
@@ -248,14 +256,14 @@ class _Emitter:
         assert about is not None
         type_ = _TYPES[self.program.given[about.weight].dtype]
         if about.turned:
-            return f"product_turned_{type_}", f"PRODUCT_TURNED(product_turned_{type_}, {type_})\n"
+            return f"product_turned_{type_}", f"PRODUCT(product_turned_{type_}, {type_}, 0, NONE, 1)\n"
         zeros = "NONE" if by is None or by.zeros is None else _TYPES[self.program.given[by.zeros].dtype]
         scaled = int(by is not None)
         name = f"product_{type_}_{zeros}_{scaled}"
-        return name, f"PRODUCT({name}, {type_}, {scaled}, {zeros})\n"
+        return name, f"PRODUCT({name}, {type_}, {scaled}, {zeros}, 0)\n"
 
     def _all(self) -> str:
-        """The function that each thread runs for few tokens."""
+        """The function that each thread runs."""
         lines = [
             "void attngraph_tokens(int64_t *c) {",
             "    const int64_t tokens = c[TOKENS], members = c[MEMBERS], member = take(c + MEMBER);",
@@ -264,7 +272,8 @@ class _Emitter:
         for number, phase in enumerate(self.phases):
             if number:
                 lines.append(f"    meet(c, {number});")
-            lines.append(f"    columns_{number}(c);" if phase.groups else f"    tokens_{number}(c, t0, t1);")
+            call = f"columns_{number}(c, member)" if phase.groups else f"tokens_{number}(c, t0, t1)"
+            lines.append(f"    {call};")
         if self.layout.results:
             lines += [f"    meet(c, {len(self.phases)});", "    results(c, t0, t1);"]
         return "\n".join([*lines, "}", ""])

@@ -50,7 +50,9 @@ def planned(text: str, tensors: tuple[Tensor, Tensor, Tensor], reads: Sequence[T
 def test_rows_near_a_fill_and_others_agree(
     text: str, reads: Sequence[Tensor], lengths: tuple[int, int], all_listed: None
 ) -> None:
-    tensors = operands(Hq=4, Sq=lengths[0], Skv=lengths[1])
+    # Scores near a fill of -1000 round a dot to 2^-14: dots of few binary digits are exact there.
+    q, k, v = operands(Hq=4, Sq=lengths[0], Skv=lengths[1])
+    tensors = (q * 16).round() / 16, (k * 16).round() / 16, v
     assert (planned(text, tensors, reads).fill is None) == ((text, reads) in VISITED)
     agree(text, tensors, reads)
 

@@ -1,0 +1,112 @@
+/* Products of many rows, y[row][out] = sum over d of x[row][d] w[out][d], near the speed of the arithmetic units. A
+   thread copies its share of the weight to panels, [depth][PANEL] for PANEL of its outputs, before it multiplies.
+   That reads the weight once, in the layout that it has, and widens integers once; for so many rows it costs a few
+   percent, so no copy is kept. A part of a panel stays in the first cache while a block of rows passes it. */
+
+enum {
+    PANEL = STEP_N * LANES,
+    PART = PANEL > 32 ? 128 : 256,      /* elements of the depth */
+    NEAR = 1 << 17,                     /* elements of panels, and of a block of rows: half of the second cache */
+    FEWEST_ROWS = 64,                   /* of an item, where rows are divided too */
+};
+static const float ONES[STEP_Q] = {1, 1, 1, 1, 1, 1};
+
+/* Work that threads take one by one: `columns` and `rows` of a product, and how many pieces of columns there are,
+   and pieces in all. */
+typedef struct { int64_t columns, rows, shares, count; } Items;
+
+static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+/* Items of many rows: all threads get equally many, and the panels of one stay in the second cache. Where there
+   are too few columns for the threads, rows are divided too. */
+static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t members) {
+    int64_t panels = parts_of(width, PANEL), most = larger(1, NEAR / (depth * PANEL));
+    int64_t each = parts_of(panels, members * parts_of(panels, members * most));
+    Items items = {each * PANEL, rows, parts_of(panels, each), 0};
+    if (items.shares % members)
+        items.rows = larger(smaller(rows, FEWEST_ROWS), parts_of(rows, parts_of(4 * members, items.shares)));
+    items.rows = parts_of(rows, larger(1, rows / items.rows)); /* no short piece at the end */
+    items.count = items.shares * parts_of(rows, items.rows);
+    return items;
+}
+
+/* The elements of panels of an item. */
+static int64_t room_of(int64_t depth) { return larger(PANEL * depth, NEAR); }
+
+/* `outs` rows of a weight [out][depth] from `first` on, at most PANEL; what is missing to PANEL becomes zero. */
+INLINE void copy_panel(const void *w, int64_t ldw, int64_t depth, Scales scales, int64_t first, int64_t outs,
+                       float *panel, const int type, const int scaled, const int zeros) {
+    if (outs < PANEL) memset(panel, 0, sizeof(float) * PANEL * depth);
+    for (int64_t from = 0; from < outs; from += LANES)
+        for (int64_t d = 0; d < depth; d += LANES) {
+            float part[LANES][LANES];
+            int64_t deep = smaller(LANES, depth - d), wide = smaller(LANES, outs - from);
+            int64_t group = scaled ? d / scales.group : 0;
+            for (int64_t o = 0; o < wide; ++o) {
+                int64_t out = first + from + o, at = out * ldw + d, of = out * scales.groups + group;
+                Vector right = {0};
+                if (deep == LANES) right = vector(w, at, type);
+                else for (int64_t e = 0; e < deep; ++e) right[e] = number(w, at + e, type);
+                if (zeros) right -= number(scales.zero, of, zeros);
+                if (scaled) right *= scales.scale[of];
+                *(Vector *)part[o] = right;
+            }
+            if (deep == LANES && wide == LANES)
+                for (int e = 0; e < LANES; ++e)
+                    for (int o = 0; o < LANES; ++o) panel[(d + e) * PANEL + from + o] = part[o][e];
+            else
+                for (int64_t e = 0; e < deep; ++e)
+                    for (int64_t o = 0; o < wide; ++o) panel[(d + e) * PANEL + from + o] = part[o][e];
+        }
+}
+
+/* The same for a weight [depth][out]. */
+INLINE void copy_panel_turned(const void *w, int64_t ldw, int64_t depth, int64_t first, int64_t outs, float *panel,
+                              const int type) {
+    for (int64_t d = 0; d < depth; ++d, panel += PANEL) {
+        int64_t at = d * ldw + first, o = 0;
+        for (; o + LANES <= outs; o += LANES) *(Vector *)(panel + o) = vector(w, at + o, type);
+        for (; o < outs; ++o) panel[o] = number(w, at + o, type);
+        for (; o < PANEL; ++o) panel[o] = 0;
+    }
+}
+
+/* The rows of tile `t` of `tiles` begin here. */
+INLINE int64_t row_of(int64_t t, int64_t tiles, int64_t rows) { return rows * t / tiles; }
+
+/* Tiles t0 .. t1 - 1 of the rows times one panel, with `outs` outputs. There are at least 20 rows, so a tile has
+   STEP_Q of them or one less. */
+static void multiply_by_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
+                              int64_t rows, int64_t tiles, int64_t t0, int64_t t1, int64_t outs) {
+    float whole[STEP_Q * PANEL];
+    int64_t part = outs == PANEL ? PART : depth;
+    for (int64_t d = 0; d < depth; d += part)
+        for (int64_t t = t0; t < t1; ++t) {
+            int64_t r = row_of(t, tiles, rows), count = row_of(t + 1, tiles, rows) - r, ld = ldy;
+            const float *from = x + r * ldx + d;
+            float *to = y + r * ldy;
+            if (outs < PANEL) to = whole, ld = PANEL;
+#define TILE(BY, ROWS) \
+    multiply_tile(to, ld, from, ldx, 1, panel + d * PANEL, PANEL, smaller(part, depth - d), BY, ROWS, STEP_N)
+            if (count == STEP_Q) d ? TILE(ONES, STEP_Q) : TILE(0, STEP_Q);
+            else d ? TILE(ONES, STEP_Q - 1) : TILE(0, STEP_Q - 1);
+#undef TILE
+            if (outs < PANEL)
+                for (int64_t i = 0; i < count; ++i) memcpy(y + (r + i) * ldy, whole + i * PANEL, sizeof(float) * outs);
+        }
+}
+
+/* All rows times columns `first` .. `first + outs - 1` of the weight, by way of `panels`. */
+INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
+                            int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,
+                            const int type, const int scaled, const int zeros, const int turned) {
+    int64_t tiles = parts_of(rows, STEP_Q), block = larger(1, NEAR / (depth * STEP_Q));
+    for (int64_t t = 0; t < tiles; t += block)
+        for (int64_t o = 0; o < outs; o += PANEL) {
+            int64_t wide = smaller(PANEL, outs - o);
+            float *panel = panels + o * depth;
+            if (turned && !t) copy_panel_turned(w, ldw, depth, first + o, wide, panel, type);
+            else if (!t) copy_panel(w, ldw, depth, scales, first + o, wide, panel, type, scaled, zeros);
+            multiply_by_panel(x, ldx, panel, depth, y + o, ldy, rows, tiles, t, smaller(t + block, tiles), wide);
+        }
+}
