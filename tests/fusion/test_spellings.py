@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.ir.language.parser import parse
+from attngraph.meaning.masks.words import describe
 
 
 def _load(package: Path) -> types.ModuleType:
@@ -227,6 +229,25 @@ def causal_in_bytes(tokens: int) -> Tensor:
     return torch.zeros(tokens, tokens).masked_fill(
         torch.triu(torch.ones(1, tokens, tokens), 1).type(torch.uint8)[0] != 0, -torch.inf
     )
+
+
+def test_a_table_that_hides_keys_by_minus_infinity_is_a_mask() -> None:
+    class Added(Buffered):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (q @ k.mT + self.mask).softmax(-1) @ v
+
+    table = torch.zeros(7, 7).masked_fill(torch.tensor([0.6]).expand(7, 7).bernoulli() > 0, -torch.inf)
+    masks = []
+    for mask in (table.fill_diagonal_(0), torch.randn(7, 7)):
+        compiled = attngraph.compile(Added(mask.double()), min_scores=0)
+        compiled(*qkv(7))
+        masks.append(compiled.report.attention[0].mask)
+    assert masks == ["r0[q, k] > -inf", "none"]
+
+
+def test_a_band_of_later_keys_is_told_with_both_of_its_ends() -> None:
+    program = parse("s = dot\nkeep k >= q + 1 and k <= q + 4")
+    assert describe(program) == "1 <= k - q <= 4"
 
 
 @pytest.mark.parametrize("mask", [causal_without_gradients, causal_in_bytes])

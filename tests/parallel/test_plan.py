@@ -1,5 +1,6 @@
 """A plan's figures are those that simulated runs report; its estimates follow from them by its formulas."""
 
+import functools
 import json
 import resource
 import subprocess
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.api.empty_weights import WithoutMemory, fill
-from attngraph.api.plan import H100, plan
+from attngraph.api.plan import H100, Planner, plan
 from attngraph.cli import main
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
@@ -42,6 +43,11 @@ def _ids(rows: int = 2) -> Tensor:
 
 def _shares(found: Plan) -> dict[str, Share]:
     return {way.name: way.share for way in found.ways if way.share is not None}
+
+
+@functools.cache
+def _on_two() -> Plan:
+    return plan(_lm(), (_ids(),), 2)
 
 
 @pytest.fixture(scope="module", params=[_lm, _grouped], ids=["heads", "grouped"])
@@ -99,7 +105,7 @@ def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(
 
 
 def test_operations_are_those_of_products_and_of_pairs_that_the_mask_leaves() -> None:
-    shares = _shares(plan(_lm(), (_ids(),), 2))
+    shares = _shares(_on_two())
     heads, width, hidden, rows = 4, 32, 128, 256
     projections = 2 * (4 * width * width + 2 * width * hidden + width * rows)
     pairs = TOKENS * (TOKENS + 1) / 2
@@ -138,7 +144,7 @@ def test_thousands_of_ranks_are_groups_of_those_that_are_derived() -> None:
 def test_what_is_too_large_to_be_proved_is_derived_by_the_rules_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    proved = plan(_lm(), (_ids(),), 2)
+    proved = _on_two()
     assert "by the rules alone" not in str(proved)
     monkeypatch.setattr("attngraph.api.plan.PROOF_BYTES", 0)
     trusted = plan(_lm(), (_ids(),), 2)
@@ -146,9 +152,10 @@ def test_what_is_too_large_to_be_proved_is_derived_by_the_rules_and_told(
 
 
 def test_large_groups_are_derived_without_simulating_their_ranks() -> None:
-    found = _shares(plan(_lm(), (_ids(),), 16, group=16))
-    assert found["context 16"].received > found["context 8"].received
-    assert found["tensor 4 x context 4"].weights == found["tensor 4"].weights
+    with torch.no_grad():
+        share = Planner(_lm(), (_ids(),), lambda stage: None, decodes=False).share
+        assert share(1, 16).received > share(1, 8).received
+        assert share(4, 4).weights == share(4, 1).weights
 
 
 def _way(axis: str, ranks: int, groups: int, weights: int, sent: float, flops: float) -> Way:
@@ -177,11 +184,16 @@ def test_the_chosen_way_fits_with_the_most_tokens_a_second() -> None:
     assert none.chosen is None and "the least that a rank needs is 276 B" in str(none)
 
 
-def test_the_command_prints_the_plan_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_plan_of_the_function(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Plan] = []
+    monkeypatch.setattr("attngraph.cli.plan.plan", lambda *given: found.append(plan(*given)) or found[-1])
     command = ["plan", TINY, "--tokens", "32", "--ranks", "2", "--memory", "80GB"]
     assert main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told == json.loads(plan(*tiny_decoder_lm(tokens=32), ranks=2).to_json())
+    assert told == json.loads(found[0].to_json())
+    assert (found[0].ranks, found[0].tokens) == (2, 32)
     assert told["machine"]["flops"] == H100.flops and told["chosen"] == "data 2"
     small = ["--memory", "600kB", "--link", "1GB/s", "--flops", "1T", "--bandwidth", "1GiB/s"]
     assert main([*command[:-2], *small]) == 1

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from attngraph.runtime.look import Unseen
+
 
 def attend(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
     k = q if k is None else k
@@ -29,11 +31,12 @@ class SelfAttention(nn.Module):
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Equal structure, dtypes, shapes, NaN patterns, requires_grad, and values up to the tolerance."""
+    """Equal structure, dtypes, shapes, NaN patterns, requires_grad, and values up to the tolerance. A tensor
+    that is computed when somebody looks at it is as good as a plain one."""
     mine, theirs = pytree.tree_flatten(actual), pytree.tree_flatten(expected)
     assert mine[1] == theirs[1], f"{mine[1]} instead of {theirs[1]}"
     for a, b in zip(mine[0], theirs[0], strict=True):
-        assert type(a) is type(b), f"{type(a)} instead of {type(b)}"
+        assert type(a) is type(b) or type(a) is Unseen, f"{type(a)} instead of {type(b)}"
         if not isinstance(a, Tensor):
             assert repr(a) == repr(b)
             continue
