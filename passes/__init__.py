@@ -29,14 +29,15 @@ from attngraph.pipeline import Pass
 
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
-    heads: Axis | None = None, tokens: Axis | None = None,
+    heads: Axis | None = None, tokens: Axis | None = None, later: bool = True,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
     `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
-    both, tokens of what each rank has of the heads.
+    both, tokens of what each rank has of the heads. `later`: attributes may wait until somebody looks at
+    them; never on several ranks.
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
@@ -49,7 +50,7 @@ def order(
         rest = (*shard, InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(),
-        FuseAttention(),
+        FuseAttention(later and not shard),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
         *rest,

@@ -14,20 +14,19 @@ import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import sympy
 import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, sort
-from attngraph.ir.graph.source import caller_of, module_of, source_of
+from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
-from attngraph.ir.language.score import ProgramError, ScoreProgram
+from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import evaluate_size, size_expression, to_sympy
+from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
@@ -38,13 +37,13 @@ from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.blind_rows import warn_of_blind_rows
 from attngraph.meaning.rule import Category
+from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, NoSize
+from attngraph.passes.look_later import take_attributes
 from attngraph.passes.shared_scores import Found, fusible, join_values, side_by_side, used_elsewhere
 from attngraph.pipeline import Outcome
-from attngraph.report.entries import AttentionEntry, KernelEntry, Missed, TracedCall
+from attngraph.report.entries import Missed
 
 log = logging.getLogger(__name__)
 TOO_DEEP = (
@@ -60,12 +59,15 @@ ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 @dataclasses.dataclass(frozen=True)
 class FuseAttention:
+    """`later`: attributes that need weights of fused attentions are computed when somebody looks at them."""
+
+    later: bool = True
     name: str = "fuse-attention"
     requires: Level = Level.CANONICAL
     yields: Level = Level.FUSED
 
     def run(self, graph: ProgramGraph) -> Outcome:
-        return _Fusion(graph).run()
+        return _Fusion(graph, self.later).run()
 
 
 class _DiffersError(Exception):
@@ -79,8 +81,8 @@ class _NotBuiltError(Exception):
 class _Fusion:
     """One run of the pass on one graph."""
 
-    def __init__(self, graph: ProgramGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: ProgramGraph, later: bool) -> None:
+        self.graph, self.later = graph, later
         self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
@@ -90,6 +92,9 @@ class _Fusion:
         self.checks = Checks(graph)
         # Attentions whose weights or scores had another use when they were found.
         self.waiting: list[Found] = []
+        # Weights and scores that fused attentions no longer need, and the seeds of their dropouts.
+        self.freed: set[fx.Node] = set()
+        self.seeds: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Outcome:
         for node in self.graph.attentions():
@@ -102,6 +107,11 @@ class _Fusion:
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
         self._fuse_pieces()
+        if self.later:
+            self.outcome.notes += [
+                f"{name} is computed when somebody looks at it"
+                for name in take_attributes(self.graph, self.freed, self.seeds)
+            ]
         if self.graph.gradients:
             self._own_results()
         self.graph.clean()
@@ -179,11 +189,11 @@ class _Fusion:
     def _fuse(self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]) -> Refusal | None:
         """Check the claims, whose sum should equal the node, and apply them; or return why not."""
         found = Found(old, tuple(claims), weights)
-        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found])
+        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found], self.later)
         if elsewhere:
             self.waiting = [*(w for w in self.waiting if w.node is not old), found]
             sharing = [w for w in self.waiting if not w.starts.keys().isdisjoint(found.starts)]
-            together = fusible(self.graph, self.meaning, sharing) if len(sharing) > 1 else []
+            together = fusible(self.graph, self.meaning, sharing, self.later) if len(sharing) > 1 else []
             if found not in together:
                 return Refusal(elsewhere[old])
         builders: list[Builder] = []
@@ -213,11 +223,15 @@ class _Fusion:
             wholes = [n for n in builders[-1].made if nodes.view(n) is not None]
             entries += [(whole, claim, verdict) for whole, claim in zip(wholes, claims, strict=True)]
             replaced |= results
+        self.freed |= {start for each in together for start in each.starts}
+        self.seeds |= {read.dropout: seed for read, seed in seeds.items()}
         for old, new in replaced.items():
             old.replace_all_uses_with(new)
             self.graph.graph.erase_node(old)
         for whole, claim, verdict in entries:
-            whole.meta["attention"] = self._entry(claim, verdict, whole)
+            self.fused += 1
+            whole.meta["attention"], notes = describe_claim(claim, verdict, whole, self.graph)
+            self.outcome.notes += notes
         if len(together) > 1:
             sort(self.graph.graph)  # joined attentions stand where the last of them stood
             self.meaning.forget_elements()
@@ -225,41 +239,10 @@ class _Fusion:
             w for w in self.waiting if w.node not in replaced and (w.bases | w.reads).isdisjoint(replaced)
         ]
 
-    def _entry(self, claim: Attention, verdict: Verdict, whole: fx.Node) -> AttentionEntry:
-        source, (caller, code) = source_of(claim.node), caller_of(claim.node)
-        self.fused += 1
-        heads, call = self._number(claim.heads), _call(whole, self.graph.hints)
-        warning = _warning(claim.program, heads, call)
-        if warning:
-            self.outcome.notes.append(f"look at {source}: {warning}")
-        # The names that the text gives to sizes: in order of the inputs' dimensions.
-        names = {symbol: f"s{number}" for number, symbol in enumerate(self.graph.hints)}
-        shown = " and ".join(
-            "(" + ", ".join(f"{name}={s[symbol]}" for symbol, name in names.items() if symbol in s) + ")"
-            for s in verdict.sizes
-            if s
-        )
-        self.outcome.notes.append(
-            f"fused attention at {source}, checked in float64"
-            f"{' at ' + shown if shown else ''} (max error {verdict.error:.0e})"
-        )
-        return AttentionEntry(
-            name=module_of(claim.node), program=str(claim.program), heads=heads,
-            kv_heads=self._number(claim.kv_heads), head_dim=self._number(claim.head_dim),
-            value_dim=self._number(claim.value_dim), mask=masks.describe(claim.program), source=source,
-            caller=caller, code=code,
-            kernel=KernelEntry(), error=verdict.error, call=call, warning=warning,
-            axes=(tuple(map(self._number, claim.axes[0])), tuple(map(self._number, claim.axes[1]))),
-        )  # fmt: skip
-
     def _adopt(self, node: fx.Node) -> None:
         """Report an attention op that the model itself calls like a fused one."""
         node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
         node.meta["attention"] = describe(node, self.graph.hints)
-
-    def _number(self, extent: Expr) -> int:
-        """A size's value in the traced call."""
-        return _number(extent, self.graph.hints)
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)
@@ -313,45 +296,6 @@ def _is_of_one_key(node: fx.Node) -> bool:
     """Whether a softmax runs over a dimension of one element."""
     dim = node.args[1] if len(node.args) > 1 else None
     return isinstance(dim, int) and node.meta["val"].shape[dim] == 1
-
-
-def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
-    """The report's entry for an attention node that is already in the graph."""
-    found = nodes.AttentionOp.of(node)
-    q, k, v = (n.meta["val"].shape for n in (found.q, *found.keys))
-    heads, kv_heads, head_dim, value_dim = (
-        _number(size_expression(s), hints) for s in (q[1], k[1], q[3], v[3])
-    )
-    call = _call(node, hints)
-    caller, code = caller_of(node)
-    return AttentionEntry(
-        name=module_of(node), program=str(found.program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        value_dim=value_dim, mask=masks.describe(found.program), source=source_of(node), kernel=KernelEntry(),
-        error=0.0, numerics="exact", call=call,
-        warning=_warning(found.program, heads, call), caller=caller, code=code,
-    )  # fmt: skip
-
-
-def _warning(program: ScoreProgram, heads: int, call: TracedCall) -> str:
-    return warn_of_blind_rows(program, (call.batch, heads, call.queries, call.keys), call.numbers)
-
-
-def _call(whole: fx.Node, hints: Mapping[str, int]) -> TracedCall:
-    """The sizes of an attention node in the traced call."""
-    found = nodes.AttentionOp.of(whole)
-    q, k = found.q.meta["val"], found.keys[0].meta["val"]
-    batch, queries, keys = (_number(size_expression(s), hints) for s in (q.shape[0], q.shape[2], k.shape[2]))
-    numbers = (s if isinstance(s, int) else s.meta["val"] for s in found.sizes)
-    reads = (r.meta["val"] for r in found.reads)
-    return TracedCall(
-        batch, queries, keys, str(q.dtype).removeprefix("torch."),
-        tuple(_number(size_expression(n), hints) for n in numbers),
-        sum(_number(size_expression(r.numel()), hints) * r.dtype.itemsize for r in reads),
-    )  # fmt: skip
-
-
-def _number(extent: Expr, hints: Mapping[str, int]) -> int:
-    return int(evaluate_size(extent, hints))
 
 
 def _build(

@@ -139,7 +139,7 @@ class _Merge:
         if problem:
             self.builder.discard()
             return f"heads at {source_of(self.heads[0])} are left apart: {problem}"
-        whole.meta["attention"] = self._entry(program, count, shared, error)
+        whole.meta["attention"] = self._entry(merged, count, shared, error)
         concatenation = _concatenated_by(self.heads[0])
         for result, part in zip(results, parts, strict=True):
             result.replace_all_uses_with(part)
@@ -308,12 +308,14 @@ class _Merge:
         if seen is not None:
             node.replace_all_uses_with(seen)
 
-    def _entry(self, program: ScoreProgram, count: int, shared: int, error: float) -> AttentionEntry:
+    def _entry(self, merged: Attention, count: int, shared: int, error: float) -> AttentionEntry:
+        hidden = masks.hiding(merged.reads, self.graph.known_values())
         entries: list[AttentionEntry] = [h.meta["attention"] for h in self.heads]
         names = [e.name.split(".") for e in entries]
         common = [a for a, *rest in zip(*names, strict=False) if all(a == b for b in rest)]
         return dataclasses.replace(
-            entries[0], name=".".join(common), program=str(program), mask=masks.describe(program),
+            entries[0], name=".".join(common), program=str(merged.program),
+            mask=masks.describe(merged.program, hidden),
             heads=entries[0].heads * count, kv_heads=entries[0].kv_heads * shared, merged=count,
             error=max(error, *(e.error for e in entries)),
         )  # fmt: skip

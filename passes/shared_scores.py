@@ -21,10 +21,11 @@ from attngraph.ir.graph.source import source_of
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention, Operand
-from attngraph.meaning.attention.program import Source
+from attngraph.meaning.attention.program import Seed, Source
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
-from attngraph.report.entries import binary
+from attngraph.passes.look_later import can_wait
+from attngraph.report.units import binary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,11 @@ class Found:
         return frozenset(n for c in self.claims for n in c.reads)
 
 
-def used_elsewhere(graph: ProgramGraph, meaning: Meaning, found: Sequence[Found]) -> dict[fx.Node, str]:
+def used_elsewhere(
+    graph: ProgramGraph, meaning: Meaning, found: Sequence[Found], later: bool = False
+) -> dict[fx.Node, str]:
     """For each node, the use for which its weights or scores would still be computed after fusing all of
-    them; nodes without such a use are left out."""
+    them; nodes without such a use are left out. `later`: attributes may wait until somebody looks at them."""
     fused = {each.node for each in found}
     view = nx.DiGraph()  # from weights and scores to all that is computed from them
     waiting = [start for each in found for start in each.starts if start not in fused]
@@ -64,15 +67,23 @@ def used_elsewhere(graph: ProgramGraph, meaning: Meaning, found: Sequence[Found]
         waiting += [user for user in users if user not in view]
         view.add_node(node)
         view.add_edges_from((node, user) for user in users)
+    if later:
+        seeds = {read.dropout for each in found for read in each.reads if isinstance(read, Seed)}
+        output = graph.graph.output_node()
+        for node in list(view.predecessors(output)) if output in view else ():
+            if can_wait(graph, node, view.subgraph({node} | nx.ancestors(view, node)), seeds):
+                view.remove_edge(node, output)
     reasons = {each.node: _other_use(graph, view, meaning, each, found) for each in found}
     return {node: reason for node, reason in reasons.items() if reason is not None}
 
 
-def fusible(graph: ProgramGraph, meaning: Meaning, found: Sequence[Found]) -> list[Found]:
+def fusible(
+    graph: ProgramGraph, meaning: Meaning, found: Sequence[Found], later: bool = False
+) -> list[Found]:
     """The most of these that can be fused together without a use of their weights or scores elsewhere."""
     left = list(found)
     while left:
-        kept = used_elsewhere(graph, meaning, left)
+        kept = used_elsewhere(graph, meaning, left, later)
         if not kept:
             break
         left = [each for each in left if each.node not in kept]

@@ -39,9 +39,10 @@ FLOORS_INSIDE = {
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
-        {"build", "shared_scores", "join_rows", "canonicalize", "fuse_attention", "merge_heads", "absorb_mla",
-         "reassociate_linear", "insert_kv_cache", "tidy", "quantised_linear", "fuse_token_wise",
-         "quantise_cache", "select_kernels", "convert_heads", "shard", "shard_heads", "shard_tokens"},
+        {"attention_entries", "build", "look_later", "shared_scores", "join_rows", "canonicalize",
+         "fuse_attention", "merge_heads", "absorb_mla", "reassociate_linear", "insert_kv_cache", "tidy",
+         "quantised_linear", "fuse_token_wise", "quantise_cache", "select_kernels", "convert_heads",
+         "shard", "shard_heads", "shard_tokens"},
         {"__init__"},
     ),
 }  # fmt: skip

@@ -39,12 +39,10 @@ from attngraph.capture.structure import flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, DisagreementError, PlacementError, SavedError
 from attngraph.ir import budgets
-from attngraph.ir.language.parser import parse
-from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.weights import Places
 from attngraph.report import report as reporting
 from attngraph.report.dump import write_breaks
-from attngraph.report.entries import AttentionEntry
+from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
 from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
@@ -128,7 +126,7 @@ class CompiledModule(ModelWrapper):
         latest = [] if graph is None else [graph.report]
         if self._generate is not None and not latest and not pieces:
             return self._generate.decoder.report  # nothing but generate has been called
-        found = _with_remarks(reporting.merge([*latest, *pieces]))
+        found = with_remarks(reporting.merge([*latest, *pieces]))
         graphs = len(self._graphs) + sum(p.graphs for p in pieces)
         small = found.small_calls + self._small.count
         again = tuple(self._graphs.retraces.items())
@@ -440,14 +438,3 @@ def _in_pieces(problem: CaptureError) -> str:
         f"the model cannot be captured as one graph: {problem.reason}{at}. Continuing in pieces, which "
         "torch.compile captures and attngraph compiles; answers are the same. compiled.report has more."
     )
-
-
-def _with_remarks(report: CompileReport) -> CompileReport:
-    """The report, with the kernels' remarks from running since."""
-
-    def told(entry: AttentionEntry) -> AttentionEntry:
-        kernel = KERNELS.get(entry.kernel.name)
-        remarks = () if kernel is None else kernel.remarks(parse(entry.program))
-        return dataclasses.replace(entry, kernel=dataclasses.replace(entry.kernel, remarks=remarks))
-
-    return dataclasses.replace(report, attention=tuple(told(entry) for entry in report.attention))

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from attngraph.api import saving
-from attngraph.api.build import derive_decoder
+from attngraph.api.derive import derive_decoder
 from attngraph.api.options import Options
 from attngraph.api.progress_line import progress_line
 from attngraph.errors import DisagreementError, SavedError

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attngraph.api.arguments import require_fit, require_model, require_sequence
-from attngraph.api.build import _rewritten
 from attngraph.api.options import Options
+from attngraph.api.rewritten import rewritten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CaptureError, NoDecoderError, PassError
 from attngraph.ir.graph.program_graph import ProgramGraph
@@ -82,7 +82,8 @@ def plan(
 class Planner:
     """What one rank of a group holds, sends and computes, derived on the graph of one call.
 
-    `proves`, `decodes`: whether parts are proved, and whether a decoder is derived too.
+    `proves`, `decodes`: whether parts are proved, and whether a decoder is derived too. `by_heads`: the graph
+    as ranks that divide heads have it, by their number; those that divide tokens too begin with it.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class Planner:
         proves: bool = True, decodes: bool = True,
     ) -> None:  # fmt: skip
         self.progress, self.proves = progress, proves
-        steps, _ = split_at(order(), SelectKernels.name)
+        self.by_heads: dict[int, ProgramGraph] = {}
+        steps, _ = split_at(order(later=False), SelectKernels.name)
         progress("capture")
-        self.graph = _rewritten(model, inputs, {}, Options(), steps).captured.graph
+        self.graph = rewritten(model, inputs, {}, Options(), steps).captured.graph
         self.remarks: list[str] = []
         attentions = [view for node in self.graph.graph.nodes if (view := nodes.view(node)) is not None]
         if not attentions:
@@ -111,7 +113,7 @@ class Planner:
         ids = ids.repeat(2, 1) if len(ids) == 1 else ids  # one row might be taken for a fixed number
         steps, _ = split_at(order(decoder=True), InsertKVCache.name)
         try:
-            found = _rewritten(
+            found = rewritten(
                 model, (ids,), {}, Options(), steps, only_logits=True, symbolic_at=frozenset({(0, 1)})
             ).captured.graph
             run_passes(found.copy(), (InsertKVCache(),))
@@ -141,7 +143,9 @@ class Planner:
 
     def share(self, heads: int, tokens: int) -> Share:
         """What one of `heads` x `tokens` ranks holds and does."""
-        graph, words = _divided(self.graph, heads, 1, self.proves), list[str]()
+        if heads not in self.by_heads:
+            self.by_heads[heads] = _divided(self.graph, heads, 1, self.proves)
+        graph, words = self.by_heads[heads], list[str]()
         attending, sent, received = _of_attentions(graph), 0.0, 0.0
         if heads > 1:
             words.append(_words(graph.ranks.entry))  # type: ignore[union-attr]

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from attngraph.api import build, runners
+from attngraph.api import build, derive, runners
 from attngraph.api.options import Options
+from attngraph.api.rewritten import owner_of
 from attngraph.capture.content import Content
 from attngraph.capture.executed import TOOLS, collecting
 from attngraph.capture.structure import flatten
@@ -105,7 +106,7 @@ class Call:
             "versions": versions(), "options": options_key(options), "kind": dict(kind),
             "call": self.described, "of": f"{name.__module__}.{getattr(name, '__qualname__', '')}",
         }  # fmt: skip
-        self.owner = build.owner_of(target)
+        self.owner = owner_of(target)
 
     @functools.cached_property
     def content(self) -> Content:
@@ -234,7 +235,7 @@ def step_for(
     """A decoder's step, from what was compiled before or derived now.
 
     Raises:
-        as `build.derive_decoder`. SavedError: as `executable_for`.
+        as `derive.derive_decoder`. SavedError: as `executable_for`.
     """
     kind = {"kind": "decoder", "tokens": name, "number of tokens": distinct, "config": plain(config)}
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
@@ -242,7 +243,7 @@ def step_for(
         call, saved, options,
         lambda files: step_from(files, call.known, runners.step_runner_of(options)),
         Step.is_valid,
-        lambda: build.derive_decoder(target, options, config, name, arguments, distinct, multiples),
+        lambda: derive.derive_decoder(target, options, config, name, arguments, distinct, multiples),
     )  # fmt: skip
 
 
@@ -313,7 +314,7 @@ def save(
             log.warning(
                 "saved, but these are not compared when it is loaded: %s", "; ".join(graph.traced.doubts)
             )
-        entry = files_of(graph, graph.traced, content, build.owner_of(target), code=False)
+        entry = files_of(graph, graph.traced, content, owner_of(target), code=False)
         files |= {f"graph-{number}/{name}": data for name, data in entry.items()}
     about = {
         "kind": "module" if config is None else "decoder", "versions": versions(), "graphs": len(found),

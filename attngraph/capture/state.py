@@ -192,7 +192,8 @@ class _Walk:
         elif isinstance(value, float):
             found.append(repr(value))  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
         elif isinstance(value, Tensor):
-            identity = self.weights.get(id(value), id(value))
+            # A tensor that a graph takes as a constant lives as long as that, so its address is its own.
+            identity = self.weights.get(id(value)) or getattr(value, "serial_number", id(value))
             found.append((identity, value.dtype, value.device, tuple(value.shape), value.requires_grad))
         elif isinstance(value, weakref.ref):
             self.visit(value(), depth)

@@ -2,9 +2,9 @@
 
 torch.export replaces a model's weights by fake tensors while it traces, and checking a traced graph changes
 process-wide settings, so no call may run meanwhile. Any number of calls run concurrently; a trace waits for
-them, and new calls wait until it is done. The lock is taken to trace in `api/build.py`, `api/bisect.py` and
-`api/convert.py`, and to call in `runtime/machine.py`. A model that is called directly cannot
-wait: it must not be called while another thread traces it.
+them, and new calls wait until it is done. The lock is taken to trace in `build.py`, `derive.py`, `bisect.py`
+and `convert.py` of `api/`, and to call in `runtime/machine.py`. A model that is called directly cannot wait:
+it must not be called while another thread traces it.
 """
 
 from __future__ import annotations

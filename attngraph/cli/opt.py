@@ -16,7 +16,7 @@ from attngraph.ir.graph.printer import format_file
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.ops import nodes
 from attngraph.passes import pass_named
-from attngraph.passes.fuse_attention import describe
+from attngraph.passes.attention_entries import describe
 from attngraph.report.dump import Dump, notes_of, read_graph_file
 
 

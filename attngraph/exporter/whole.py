@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from attngraph.capture.captured import Captured
@@ -17,7 +16,7 @@ from attngraph.errors import ExportError
 from attngraph.exporter.limits import Limits
 from attngraph.exporter.lower import Lowering, Operands
 from attngraph.exporter.weights import Weights
-from attngraph.ir.graph.program_graph import ProgramGraph, is_assertion
+from attngraph.ir.graph.program_graph import ProgramGraph, is_assertion, is_random
 from attngraph.ir.ops import nodes
 
 
@@ -39,7 +38,7 @@ class Rewritten(fx.Interpreter):
         found = nodes.called(target, args, kwargs)
         if found is not None:
             return self.attention(found)
-        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and _is_random(target, args):
+        if is_random(target, args):
             raise ExportError(
                 "the model draws random numbers (dropout, say), which an exported program does not do.\n"
                 "What to do: call model.eval() first."
@@ -58,14 +57,6 @@ class Rewritten(fx.Interpreter):
             raise ExportError(f"{type(found).__name__} has no counterpart in torch or ONNX.")
         operands = Operands(found.q, found.k, found.v, found.reads, found.sizes)
         return self.lowering.attention(self.title(), found.program, operands).out, None
-
-
-def _is_random(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op that may draw random numbers does so; a dropout that is switched off does not."""
-    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False))
-    return (
-        bool(given.get("train", True)) and given.get("dropout_p", 1.0) != 0.0 and given.get("p", 1.0) != 0.0
-    )
 
 
 class Whole(nn.Module):

@@ -1,4 +1,4 @@
-"""Records of what a compilation found and did: an attention, a pass, a cache.
+"""Records of what a compilation found and did: an attention, a pass, and all of them together.
 
 Plain records, filled in by passes and by the composition root, read by `report.py`, `dump.py` and the page.
 They hold text and numbers, never a tensor or a node.
@@ -7,13 +7,13 @@ They hold text and numbers, never a tensor or a node.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 
-from attngraph.report.ranks import CacheRanksEntry, ContextEntry, RanksEntry
+from attngraph.report.cache_entry import CacheEntry
+from attngraph.report.ranks import ContextEntry, RanksEntry
 from attngraph.report.user_code import UserCode
 
 
@@ -224,165 +224,6 @@ class Break:
     source: str
 
 
-EXAMPLE_BATCH, EXAMPLE_LENGTH = 32, 4096
-"""The sizes of the example in a report's text."""
-
-
-def binary(count: float) -> str:
-    """A number of bytes in the largest binary unit of which there is at least one."""
-    units = ["TiB", "GiB", "MiB", "KiB"]
-    if count < 1024:
-        return f"{count:,.0f} bytes"
-    while (count := count / 1024) >= 1024 and len(units) > 1:
-        units.pop()
-    return f"{count:,.1f} {units[-1]}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Drift:
-    """How far a decoder's logits are from those that its model gives without rounding, over `tokens` tokens:
-    the divergence (Kullback and Leibler) of the distribution of the next token, in nats, in the mean and at
-    most, and for how many tokens the likeliest one is the same."""
-
-    tokens: int
-    mean: float
-    largest: float
-    same: int
-
-    def __str__(self) -> str:
-        return (
-            f"over {self.tokens:,} tokens the logits' KL divergence is {self.mean:.1e} in the mean, "
-            f"{self.largest:.1e} at most; the likeliest token is the same for {self.same:,}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheEntry:
-    """What a derived decoder keeps.
-
-    `bytes_per_token` is for all layers together; `expanded` what keys and values of every query head would
-    take; `stores` lists (what, bytes per token, window or None). `fixed` values are computed once for a
-    prompt. `most_tokens` is the longest sequence the model takes (None: no limit is known). `error` is the
-    largest difference to the whole sequence, in float64, relative to the largest logit (None: not compared).
-    Where a window is kept, so are `rollback` more tokens; a row's room is a multiple of `page` tokens.
-    `unset` are attributes that the model's forward sets and the decoder does not; `unchecked` are lines that
-    raise for certain values in the model, but not in the decoder.
-    `carried` lists (what, bytes) of values of which each sequence has one, whatever its length; `anew` the
-    lines of values that every step computes anew from all tokens. Where several ranks keep it, all of this is
-    what one of them keeps, and `ranks` says how it is divided.
-    `rounded` is the dtype of 8 bits in which keys and values are kept with scales ("": none are), `drift`
-    what that changes (None: not measured), `unrounded` what is kept as it is computed although it was asked
-    to be rounded.
-    """
-
-    bytes_per_token: int
-    expanded: int
-    attentions: int
-    stores: tuple[tuple[str, int, int | None], ...]
-    fixed: int = 0
-    most_tokens: int | None = None
-    error: float | None = None
-    rollback: int = 0
-    page: int = 1
-    unset: tuple[str, ...] = ()
-    unchecked: tuple[str, ...] = ()
-    carried: tuple[tuple[str, int], ...] = ()
-    anew: tuple[str, ...] = ()
-    rounded: str = ""
-    drift: Drift | None = None
-    unrounded: tuple[str, ...] = ()
-    ranks: CacheRanksEntry | None = None
-
-    @property
-    def bytes_per_row(self) -> int:
-        """What a sequence needs whatever its length: carried values, and what windows keep."""
-        return sum(size for _, size in self.carried) + sum(
-            size * (max(window - 1, 1) + self.rollback)
-            for _, size, window in self.stores
-            if window is not None
-        )
-
-    def bytes(self, batch: int, length: int) -> int:
-        """Bytes that a cache needs for `batch` sequences of `length` tokens each.
-
-        Values that are computed once for a prompt (an encoder's) are not included. A contiguous cache without
-        `max_length` grows by doubling, so it may hold up to twice this.
-
-        Raises:
-            ValueError: a negative number, or more tokens than a sequence can have.
-        """
-        if batch < 0 or length < 0:
-            raise ValueError(f"batch and length must not be negative, found {batch} and {length}.")
-        if self.most_tokens is not None and length > self.most_tokens:
-            raise ValueError(f"a sequence has at most {self.most_tokens:,} tokens, found {length:,}.")
-
-        def room(window: int | None) -> int:
-            tokens = length if window is None else max(window - 1, 1) + self.rollback
-            return -(-tokens // self.page) * self.page if length else 0
-
-        kept = sum(size * room(window) for _, size, window in self.stores)
-        return batch * (kept + sum(size for _, size in self.carried))
-
-    def _where(self) -> str:
-        return "" if self.ranks is None else f" on each of {self.ranks.count} ranks"
-
-    def lines(self) -> list[str]:
-        layers = f", {self.bytes_per_token / self.attentions:,.0f} per attention" if self.attentions else ""
-        found = [
-            "",
-            f"  cache   {self.bytes_per_token:,} bytes per token{self._where()}{layers}"
-            + (
-                f", {self.bytes_per_row:,} bytes per sequence whatever its length"
-                if self.bytes_per_row
-                else ""
-            ),
-            f"      keys and values of every query head would be {self.expanded:,}",
-        ]
-        for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
-            members = [s[0] for s in group]
-            kept = "all tokens" if window is None else f"the last {window}"
-            names = members[0] if len(members) == 1 else f"{members[0]} .. {members[-1]}"
-            found.append(f"      {len(members)} value(s) of {size:,} bytes per token, {kept}   {names}")
-        if self.carried:
-            size = sum(size for _, size in self.carried)
-            found.append(
-                f"      {len(self.carried)} value(s) of {size:,} bytes in all, one for each sequence"
-            )
-        length = min(self.most_tokens or EXAMPLE_LENGTH, EXAMPLE_LENGTH)
-        one, many = (binary(self.bytes(batch, length)) for batch in (1, EXAMPLE_BATCH))
-        found.append(f"      {length:,} tokens: {one} for one sequence, {many} for {EXAMPLE_BATCH}")
-        if self.fixed:
-            found.append(f"      {self.fixed} value(s) computed once for a prompt")
-        if self.anew:
-            lines = ", ".join(dict.fromkeys(self.anew))
-            found.append(
-                f"      {len(self.anew)} value(s) computed anew from all tokens at every step: {lines}"
-            )
-        if self.most_tokens is not None:
-            found.append(f"      at most {self.most_tokens:,} tokens in a sequence")
-        found += () if self.ranks is None else self.ranks.lines()
-        if self.unset:
-            found.append(f"      not set, unlike by the model's own forward(): {', '.join(self.unset)}")
-        if self.unchecked:
-            found.append(
-                f"      not checked, unlike by the model's own forward(): {', '.join(self.unchecked)}"
-            )
-        if self.rounded:
-            found.append(
-                f"      approximate: kept as {self.rounded} with a scale for each token and head; "
-                f"{self.drift or 'what that changes was not measured'}"
-            )
-        if self.unrounded:
-            found.append(
-                f"      {len(self.unrounded)} value(s) kept as computed, not in 8 bits "
-                f"(the pass quantise-cache says why): {', '.join(dict.fromkeys(self.unrounded))}"
-            )
-        shown = "not compared with whole sequences" if self.error is None else (
-            f"equal to whole sequences in float64 (error {self.error:.0e})"
-            + ", before rounding" * bool(self.rounded))  # fmt: skip
-        return [*found, f"      {shown}"]
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenProgramEntry:
     """A token program: what it computes for each token, the modules that have it, and its kernel."""
@@ -415,7 +256,8 @@ class Entries:
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
     `captured` is the graph as it was traced, as text, `code` the user's lines that it comes from, `programs`
-    its token programs, equal ones once. Where there are several graphs, `parts` has the entries of each,
+    its token programs, equal ones once. `later` are attributes that are computed when somebody looks at them,
+    not in the call that sets them. Where there are several graphs, `parts` has the entries of each,
     including the graphs' texts. `taken_from`: the folder of files, if it was not compiled now; then times are
     those of when it was.
     """
@@ -438,6 +280,7 @@ class Entries:
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
     taken_from: str = ""
     programs: tuple[TokenProgramEntry, ...] = ()
+    later: tuple[str, ...] = ()
 
     @property
     def unfused(self) -> tuple[Missed, ...]:

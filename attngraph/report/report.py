@@ -15,8 +15,16 @@ from torch import Tensor
 
 from attngraph.meaning.masks.words import remarks
 from attngraph.report import page
-from attngraph.report.entries import AttentionEntry, Entries, LatentEntry, PassRecord, binary, folded
+from attngraph.report.entries import (
+    AttentionEntry,
+    Entries,
+    LatentEntry,
+    PassRecord,
+    TokenProgramEntry,
+    folded,
+)
 from attngraph.report.times import Times
+from attngraph.report.units import binary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +85,7 @@ class CompileReport(Entries):
             lines += ["", f"  not fused{times}   {missed[1]}", f"      {missed[0]}"]
         if self.cache is not None:
             lines += self.cache.lines()
+        lines += _program_lines(self.programs)
         if self.ranks is not None:
             lines += self.ranks.lines()
         if self.context is not None:
@@ -85,6 +94,8 @@ class CompileReport(Entries):
             lines += ["", f"  captured in pieces   {stop.source}", f"      {stop.reason}"]
         for stop in self.numbers:
             lines += ["", f"  compiled again for other sizes   {stop.source}", f"      {stop.reason}"]
+        if self.later:
+            lines += ["", "  computed when somebody looks at it", f"      {', '.join(self.later)}"]
         if self.retraces:
             lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
         if self.small_calls:
@@ -177,6 +188,12 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
     ]
 
 
+def _program_lines(programs: Sequence[TokenProgramEntry]) -> list[str]:
+    """What kernels say of how they computed token programs; nothing where they say nothing."""
+    remarks = dict.fromkeys(remark for entry in programs for remark in entry.kernel.remarks)
+    return ["", "  each token by itself", *(f"      {remark}" for remark in remarks)] if remarks else []
+
+
 def _latent_lines(latent: LatentEntry | None) -> list[str]:
     lines = [] if latent is None else latent.lines()
     return [f"      {'latent: ' if place == 0 else '        '}{line}" for place, line in enumerate(lines)]
@@ -200,6 +217,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         capture=sum(r.capture for r in reports),
         small_calls=sum(r.small_calls for r in reports),
         programs=tuple(p for r in reports for p in r.programs),
+        later=tuple(dict.fromkeys(name for r in reports for name in r.later)),
         parts=tuple(parts),
     )
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.errors import CacheError
-from attngraph.report.entries import Drift
+from attngraph.report.cache_entry import Drift
+from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
 from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
@@ -71,7 +72,7 @@ class Decoder(ModelWrapper):
     def report(self) -> CompileReport:
         """The report of the latest derived decoder; before the first, of the compiled model."""
         latest = self._derived.latest
-        return self.whole.report if latest is None else latest.report  # type: ignore[return-value]
+        return self.whole.report if latest is None else with_remarks(latest.report)  # type: ignore[return-value]
 
     def save(self, path: str | Path, weights: bool = False) -> Path:
         """Write what was derived into a folder, for `attngraph.load`.

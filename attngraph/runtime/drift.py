@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attngraph.report.entries import Drift
+from attngraph.report.cache_entry import Drift
 
 
 def drift_between(found: Tensor, wanted: Tensor) -> Drift:

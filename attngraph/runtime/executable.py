@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.structure import unflatten
-from attngraph.ir.graph.program_graph import ProgramGraph, is_assertion
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate, is_assertion
 from attngraph.report.report import CompileReport
+from attngraph.runtime.look import Looks
 from attngraph.runtime.machine import Machine, Run
 from attngraph.runtime.small_calls import scores_per_attention
 
@@ -32,7 +33,7 @@ class Executable:
         traced: what its trace depended on, for saving it.
     """
 
-    __slots__ = ("asserts", "captured", "machine", "report", "scores", "sizes", "state", "traced")
+    __slots__ = ("asserts", "captured", "looks", "machine", "report", "scores", "sizes", "state", "traced")
 
     def __init__(
         self, captured: Captured, owner: nn.Module, run: Callable[[ProgramGraph], Run] | None = None,
@@ -44,6 +45,8 @@ class Executable:
         self.scores = scores_per_attention(captured.graph, self.sizes)
         self.asserts = bool(captured.checks) or any(map(is_assertion, captured.graph.graph.nodes))
         self.machine = Machine(captured.graph, owner, run)
+        stage = captured.graph.stages.get(Rate.LOOK)
+        self.looks = None if stage is None else Looks(stage, owner)
         self.state = state
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
@@ -58,12 +61,20 @@ class Executable:
         """The call's result, once the attributes that the model's forward sets are set."""
         results = self.machine(tensors, self.state())
         values: list[Any] = []
+        kept: dict[str, Tensor] = {}
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
             if output.kind in ("value", "attribute"):
                 if id(result) not in laid:
                     laid[id(result)] = _laid_out(result, output.order)
                 values.append(laid[id(result)])
+            elif output.kind == Rate.LOOK.value:
+                kept[output.name] = result
+        if self.looks is not None:
+            for place, value in zip(
+                self.looks.places, self.looks(kept, self._sizes(tensors) or {}), strict=True
+            ):
+                values.insert(place, value)
         result = self._assembled(self.captured.structure, values, tensors)
         for attribute in self.captured.attributes:
             structure = attribute.structure

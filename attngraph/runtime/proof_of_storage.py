@@ -19,7 +19,7 @@ from attngraph.errors import NoDecoderError
 from attngraph.ir.ops.quantised import largest_error, widened
 from attngraph.meaning.check.comparison import Rule, compare
 from attngraph.meaning.check.oracle import Exact
-from attngraph.report.entries import Drift
+from attngraph.report.cache_entry import Drift
 from attngraph.runtime.drift import drift_between
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.proof import TOLERANCE, empty_state, poison, sample, tokens_of

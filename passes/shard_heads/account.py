@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, op_name
 from attngraph.ir.graph.ranks import Ranks
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.ops import nodes
@@ -61,9 +61,9 @@ def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksE
             case nodes.CachedAttention(k_pages=pages) if pages in own:
                 heads.append((int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads))
             case nodes.CachedLatentAttention(pages=pages):
-                latents |= {names[n] for n in _before(pages) if n in names}
+                latents |= {names[n] for n in computed_from([pages]) if n in names}
             case nodes.CachedAttention(q=q, k_pages=k, v_pages=v) if q in own:
-                shared |= {names[n] for n in _before(k) | _before(v) if n in names}
+                shared |= {names[n] for n in computed_from([k]) | computed_from([v]) if n in names}
     results = zip(graph.graph.output_node().args[0], graph.outputs, strict=True)  # type: ignore[arg-type]
     differs = {told.name: n in own for n, told in results}
     alike = [
@@ -78,14 +78,3 @@ def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksE
         for c in graph.state.carried if not differs[c.name]
     ]  # fmt: skip
     return CacheRanksEntry(graph.ranks.count, tuple(heads), tuple(alike))
-
-
-def _before(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is computed from."""
-    found, stack = set[fx.Node](), [node]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found

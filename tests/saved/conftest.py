@@ -8,8 +8,11 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from attngraph.api import build, derive
 
 SOURCE = """
     import torch
@@ -79,3 +82,18 @@ def models(tmp_path: Path) -> Iterator[Callable[..., types.ModuleType]]:
 
     yield made
     sys.modules.pop("saved_models", None)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets the name of each function that traces a model, whenever it is called."""
+    found: list[str] = []
+    for module, name in ((build, "compile_graph"), (derive, "derive_decoder")):
+        trace = getattr(module, name)
+
+        def counted(*args: Any, trace: Any = trace, name: str = name, **kwargs: Any) -> Any:
+            found.append(name)
+            return trace(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    return found

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.api import build
 from attngraph.cli import main
 from attngraph.saved.disk import Disk
 
@@ -28,21 +27,6 @@ IDS = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ATTNGRAPH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gets an entry for each graph that is traced."""
-    found: list[str] = []
-    for name in ("compile_graph", "derive_decoder"):
-        trace = getattr(build, name)
-
-        def counted(*args: Any, trace: Any = trace, name: str = name, **kwargs: Any) -> Any:
-            found.append(name)
-            return trace(*args, **kwargs)
-
-        monkeypatch.setattr(build, name, counted)
-    return found
 
 
 def entries(cache: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -28,18 +29,31 @@ def artifact(models: Models, tmp_path: Path) -> tuple[torch.nn.Module, Path]:
     return model, compiled.save(tmp_path / "m", weights=True)
 
 
-def test_hundreds_of_flipped_bits_are_all_noticed(artifact: tuple[torch.nn.Module, Path]) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_changed_files_and_those_of_other_versions_are_all_noticed(
+    artifact: tuple[torch.nn.Module, Path], tmp_path: Path, count: int
+) -> None:
+    """In turn: one bit flipped, cut short, and folders that another version of something has written."""
     model, path = artifact
+    about = read_manifest(path)
+    contents = {name: read_file(path, about, name) for name in about["files"]}
+    listed = {key: value for key, value in about.items() if key not in ("files", "format")}
     files = sorted(p for p in path.rglob("*") if p.is_file())
     rng = random.Random(0)
-    for number in range(600):
-        file = files[number % len(files)]
+    for number in range(count):
+        if number % 3 == 2:
+            name = rng.choice(sorted(about["versions"]))
+            versions = {**about["versions"], name: f"{about['versions'][name]}.{number}"}
+            write_folder(tmp_path / "other", {**listed, "versions": versions}, contents, replace=True)
+            with pytest.raises(SavedError, match=rf"{re.escape(name)} was .*\.{number}, and is"):
+                attngraph.load(tmp_path / "other", model, strict=True)(IDS)
+            continue
+        file = rng.choice(files)
         data = file.read_bytes()
         place = rng.randrange(len(data))
-        flipped = bytearray(data)
-        flipped[place] ^= 1 << rng.randrange(8)
-        file.write_bytes(flipped)
-        with pytest.raises(SavedError, match=r"has changed since it was written|cut off"):
+        flipped = bytes([*data[:place], data[place] ^ 1 << rng.randrange(8), *data[place + 1 :]])
+        file.write_bytes(data[:place] if number % 3 else flipped)
+        with pytest.raises(SavedError, match=r"has changed since it was written|cut off|cut short"):
             attngraph.load(path, model)
         file.write_bytes(data)
     attngraph.load(path, model, strict=True)(IDS)

@@ -12,25 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.api import build
 from attngraph.errors import SavedError
 
 Models = Callable[..., types.ModuleType]
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
-
-
-@pytest.fixture
-def derived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gets an entry for each decoder that is derived."""
-    found: list[str] = []
-    derive = build.derive_decoder
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        found.append("decoder")
-        return derive(*args, **kwargs)
-
-    monkeypatch.setattr(build, "derive_decoder", counted)
-    return found
 
 
 def same_tokens(model: nn.Module, path: Path, **inputs: Any) -> Any:
@@ -48,13 +33,13 @@ def same_tokens(model: nn.Module, path: Path, **inputs: Any) -> Any:
     return loaded
 
 
-def test_a_loaded_decoder_gives_the_same_tokens(models: Models, tmp_path: Path, derived: list[str]) -> None:
+def test_a_loaded_decoder_gives_the_same_tokens(models: Models, tmp_path: Path, traces: list[str]) -> None:
     model = models().Model().eval()
     same_tokens(model, tmp_path / "d")
-    assert derived == ["decoder"]
+    assert traces == ["derive_decoder"]
 
 
-def test_a_window_a_paged_cache_and_other_options(models: Models, tmp_path: Path, derived: list[str]) -> None:
+def test_a_window_a_paged_cache_and_other_options(models: Models, tmp_path: Path, traces: list[str]) -> None:
     model = models().Model().eval()
     config = attngraph.CacheConfig(layout="paged", page=4, rollback=5, proof=False)
     decoder = attngraph.compile(model, cache=config)
@@ -63,13 +48,13 @@ def test_a_window_a_paged_cache_and_other_options(models: Models, tmp_path: Path
     loaded = attngraph.load(tmp_path / "d", model, strict=True)
     assert loaded.config_of_cache == config
     assert torch.equal(loaded.generate(IDS, 6), wanted)
-    assert derived == ["decoder"]
+    assert traces == ["derive_decoder"]
 
 
-def test_what_rows_carry_is_saved(tmp_path: Path, derived: list[str]) -> None:
+def test_what_rows_carry_is_saved(tmp_path: Path, traces: list[str]) -> None:
     model = Running().eval()
     same_tokens(model, tmp_path / "d")
-    assert derived == ["decoder"]
+    assert traces == ["derive_decoder"]
 
 
 class Running(nn.Module):
@@ -104,7 +89,7 @@ class Translating(nn.Module):
         return found @ self.embed.weight.T
 
 
-def test_a_stage_of_the_prompt_is_saved(tmp_path: Path, derived: list[str]) -> None:
+def test_a_stage_of_the_prompt_is_saved(tmp_path: Path, traces: list[str]) -> None:
     model = Translating().eval()
     decoder = attngraph.compile(model, cache=True)
     source = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -114,20 +99,20 @@ def test_a_stage_of_the_prompt_is_saved(tmp_path: Path, derived: list[str]) -> N
     logits, other = loaded.prefill(IDS, source=source)
     assert torch.equal(logits, wanted)
     assert torch.equal(loaded.decode(IDS[:, :1], other), decoder.decode(IDS[:, :1], state))
-    assert derived == ["decoder"]
+    assert traces == ["derive_decoder"]
 
 
-def test_a_decoder_with_weights_needs_no_class(models: Models, tmp_path: Path, derived: list[str]) -> None:
+def test_a_decoder_with_weights_needs_no_class(models: Models, tmp_path: Path, traces: list[str]) -> None:
     model = models().Model().eval()
     decoder = attngraph.compile(model, cache=True)
     wanted = decoder.generate(IDS, 6)
     decoder.save(tmp_path / "d", weights=True)
     models(("class Model", "class Gone"))
     assert torch.equal(attngraph.load(tmp_path / "d").generate(IDS, 6), wanted)
-    assert derived == ["decoder"]
+    assert traces == ["derive_decoder"]
 
 
-def test_a_changed_model_is_named(models: Models, tmp_path: Path, derived: list[str]) -> None:
+def test_a_changed_model_is_named(models: Models, tmp_path: Path, traces: list[str]) -> None:
     decoder = attngraph.compile(models().Model().eval(), cache=True)
     decoder.generate(IDS, 2)
     decoder.save(tmp_path / "d")
@@ -136,7 +121,7 @@ def test_a_changed_model_is_named(models: Models, tmp_path: Path, derived: list[
         attngraph.load(tmp_path / "d", model, strict=True).prefill(IDS)
     loaded = attngraph.load(tmp_path / "d", model)
     assert torch.allclose(loaded.prefill(IDS)[0], model(IDS), atol=1e-5)
-    assert len(derived) == 2
+    assert len(traces) == 2
 
 
 def test_a_decoder_that_was_not_derived_is_not_saved(models: Models, tmp_path: Path) -> None:

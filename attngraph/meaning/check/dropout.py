@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.ir.language import evaluate
-from attngraph.ir.language.evaluate import Environment, Tile
+from attngraph.ir.ops.dropout import dropout, kept_elements
 from attngraph.meaning.rule import argument
 
 SEED = 2**31 + 12345
@@ -45,23 +44,9 @@ def drop(
     rate = float(argument(node, 1, "p", 0.5))
     if argument(node, 2, "train", parts) is False or rate == 0:
         return (value, torch.ones_like(value, dtype=torch.bool)) if parts else value
-    kept = _kept(shape, rate, value.device, box)
-    result = torch.where(kept, value * (1 / (1 - rate)), 0.0)
+    kept = kept_elements(SEED, shape, rate, value.device, box)
+    result = dropout(value, SEED, rate, kept)
     return (result, kept) if parts else result
-
-
-def _kept(
-    shape: Sequence[int], rate: float, device: torch.device, box: Sequence[Sequence[int] | None] | None = None
-) -> Tensor:  # fmt: skip
-    """Which elements a dropout keeps."""
-    env = Environment(Tile((0, 0), (0, 0), (0, 0), (0, 0)), (), (), torch.float64, device)
-    places: list[Any] = [
-        torch.tensor(range(n) if wanted is None else wanted, dtype=torch.int64, device=device).view(
-            [-1 if d == axis else 1 for d in range(len(shape))]
-        )
-        for axis, (n, wanted) in enumerate(zip(shape, box or [None] * len(shape), strict=True))
-    ]
-    return evaluate.random([SEED, *evaluate.counters(places, list(shape))], env) >= rate
 
 
 def _attention(
@@ -81,6 +66,4 @@ def _attention(
         scores = (scores + shown).masked_fill(hidden, -math.inf)
     weights = scores.softmax(-1)
     weights = torch.where(weights.isnan(), 0.0, weights)
-    return (
-        torch.where(_kept(weights.shape, dropout_p, weights.device), weights * (1 / (1 - dropout_p)), 0.0) @ v
-    )
+    return dropout(weights, SEED, dropout_p) @ v

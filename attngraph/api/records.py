@@ -1,0 +1,61 @@
+"""The report's records of a graph's attentions and token programs, with the source of their kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.source import module_of
+from attngraph.ir.language.token_program import parse
+from attngraph.ir.ops import nodes, token_program
+from attngraph.ir.ops.cached_attention import source_for_short_queries
+from attngraph.ir.ops.kernels import KERNELS
+from attngraph.ir.ops.latent_attention import absorbed_operands
+from attngraph.report.entries import (
+    AttentionEntry,
+    KernelEntry,
+    TokenProgramEntry,
+)
+
+
+def entries_of(graph: ProgramGraph) -> Iterator[AttentionEntry]:
+    """The report's entries, one for each attention."""
+    for part in (*graph.stages.values(), graph):
+        for node in (n for n in part.graph.nodes if "attention" in n.meta):
+            yield dataclasses.replace(node.meta["attention"], kernel=_kernel(node))
+
+
+def programs_of(graph: ProgramGraph) -> tuple[TokenProgramEntry, ...]:
+    """The token programs of a graph, equal ones once, with the source that is emitted for few tokens."""
+    names: dict[str, dict[str, None]] = {}
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.attngraph.token_program.default:
+            names.setdefault(str(node.args[1]), {})[module_of(node)] = None
+    found = []
+    for text, modules in names.items():
+        sources = ((runner.name, runner.source(parse(text))) for runner in token_program.RUNNERS)
+        name, source = next(((n, s) for n, s in sources if s), ("", ""))
+        found.append(TokenProgramEntry(text, tuple(modules), KernelEntry(name, source)))
+    return tuple(found)
+
+
+def _kernel(node: fx.Node) -> KernelEntry:
+    """The kernel of an attention, with its emitted source. Where the kernel is chosen at each call, the one
+    for rows with one new token."""
+    chosen = "", ""
+    match nodes.called(node.target, fx.node.map_arg(node.args, lambda n: n.meta["val"]), {}):  # type: ignore[arg-type]
+        case nodes.Attention(q=q, k=k, v=v, kernel=name) as found:
+            source = KERNELS[name].source(found.program, (q, k, v), found.reads) if name else ""
+            return KernelEntry(name, source)
+        case nodes.CachedAttention(k_pages=k, v_pages=v) as found:
+            chosen = source_for_short_queries(found.program, found.q, (k, v), found.reads, found.by)
+        case nodes.CachedLatentAttention(absorb="auto" | "always") as found:
+            operands = absorbed_operands(found.q, found.pages, found.key_up, found.value_up, found.values)
+            chosen = source_for_short_queries(found.program, *operands, found.reads, found.family)
+    name, source = chosen
+    return KernelEntry(f"{name} for few new tokens" if name else "chosen by the number of new tokens", source)

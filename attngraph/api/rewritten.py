@@ -1,0 +1,163 @@
+"""Captures one call of a model and runs passes on its graph.
+
+What torch cannot capture as it is given is captured in another way: with sizes as numbers, with attributes
+watched, or after a first call that fills tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api.options import Options
+from attngraph.capture import trace as capturing
+from attngraph.capture.attributes import Settings
+from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
+from attngraph.capture.flat import closed_over_modules
+from attngraph.capture.structure import unflatten
+from attngraph.errors import CaptureError, NoDecoderError
+from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
+from attngraph.passes.insert_kv_cache.insert import only_result
+from attngraph.pipeline import Pass, Result
+from attngraph.pipeline import run as run_passes
+from attngraph.report.dump import Dump
+from attngraph.report.entries import (
+    Break,
+)
+
+
+@dataclasses.dataclass
+class Rewritten:
+    """A captured call after the passes; `before` is the captured graph, if it was asked for. `numbers`: why
+    sizes are numbers that torch could not follow as symbols. `seconds`: of capture."""
+
+    captured: Captured
+    result: Result
+    dump: Dump | None
+    before: ProgramGraph | None
+    numbers: tuple[Break, ...]
+    seconds: float
+
+
+def rewritten(
+    target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options,
+    passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
+    numbers_at: frozenset[tuple[int, int]] = frozenset(),
+    symbolic_at: frozenset[tuple[int, int]] = frozenset(),
+    check: Callable[[ProgramGraph], None] = lambda graph: None,
+) -> Rewritten:  # fmt: skip
+    """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
+    size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
+    model's other results are dropped before. `check`: of the captured graph, raises where it will not do."""
+    tell = options.progress or (lambda stage: None)
+
+    def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> Rewritten:
+        tell("capture")
+        start = time.perf_counter()
+        captured, numbers = _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
+        seconds = time.perf_counter() - start
+        check(captured.graph)
+        before = captured.graph.copy() if keep else None
+        if only_logits:
+            only_result(captured.graph, place_of_logits(captured.structure))
+        dump = None if options.dump is None else Dump(options.dump)
+        result = run_passes(captured.graph, passes, dump, options.progress)
+        return Rewritten(captured, result, dump, before, numbers, seconds)
+
+    first = attempt(numbers_at)
+    if not first.result.obstacles:
+        return first
+    second = attempt(numbers_at | first.captured.dimensions(first.result.obstacles))
+    better = len(second.result.missed) < len(first.result.missed)
+    kept, other = (second, first) if better else (first, second)
+    if other.dump is not None:
+        other.dump.discard()
+    return dataclasses.replace(kept, seconds=first.seconds + second.seconds)
+
+
+def _captured(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: frozenset[tuple[int, int]],
+    tables: bool,
+    symbolic: frozenset[tuple[int, int]],
+) -> tuple[Captured, tuple[Break, ...]]:
+    """One call, with numbers for the sizes that torch cannot follow as symbols, and why. Attributes that the
+    call sets are taken as results where that is possible; with `tables` also those that a first call fills
+    for later ones, if what it fills them with follows from sizes and weights; where a first call sets other
+    things, or writes to weights, it is run before."""
+    numbers: list[Break] = []
+    settings: Settings = {}
+    first: CaptureError | None = None
+    while True:
+        try:
+            found = capturing.capture(target, args, kwargs, fixed, settings, first is not None, symbolic)
+            if first is not None and _attributes_follow_data(found):
+                raise first
+            return found, (*numbers, *found.asked)
+        except CaptureError as problem:
+            if problem.extents is not None:
+                raise NoDecoderError(problem.reason, True, problem.extents) from problem
+            if problem.settings and not settings:
+                settings = problem.settings
+                continue
+            fills = tables and first is None and fills_a_table(problem, target, args, kwargs)
+            if fills and answers_alike(target, args, kwargs):
+                if settings and not writes_to_tensors(target, args, kwargs):
+                    first = problem
+                else:
+                    run_first(target, args, kwargs)
+                    settings, tables = {}, False
+                continue
+            if not problem.dimensions - fixed:
+                raise
+            fixed |= problem.dimensions
+            numbers.append(Break(problem.reason, problem.source))
+
+
+def _attributes_follow_data(captured: Captured) -> bool:
+    """Whether what attributes are set to is computed from the values of arguments, not only from weights and
+    sizes."""
+    graph = captured.graph
+    results: Any = graph.graph.output_node().args[0]
+    stack = [n for n, o in zip(results, graph.outputs, strict=True) if o.kind == "attribute"]
+    arguments = [n for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "argument"]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen and not (is_size(node) and not is_measured(node)):
+            seen.add(node)
+            stack += node.all_input_nodes
+    return not seen.isdisjoint(arguments)
+
+
+def owner_of(target: Callable[..., Any]) -> nn.Module:
+    """The module in which parameter names are looked up: a holder with the names of capture's wrapper."""
+    holder = nn.Module()
+    if isinstance(target, nn.Module):
+        holder.model = target
+    else:
+        for place, module in enumerate(closed_over_modules(target)):
+            holder.add_module(f"closure_{place}", module)
+    return holder
+
+
+def place_of_logits(structure: Structure) -> int:
+    """The index of the logits among the tensors that a model returns: the entry named "logits", else the
+    first."""
+    places = [value if kind == "tensor" else None for kind, value in structure.leaves]
+    result = unflatten(places, structure.tree)
+    named = getattr(result, "logits", None)
+    if named is None and isinstance(result, Mapping):
+        named = result.get("logits")
+    found = named if isinstance(named, int) else next((p for p in places if p is not None), None)
+    if found is None:
+        raise NoDecoderError("the model returns no tensor.")
+    return found
