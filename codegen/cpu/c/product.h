@@ -3,13 +3,22 @@
    is fetched into the second cache meanwhile. Integers are widened in registers: only their bytes are read.
    What `type`, `scaled` and `zeros` say is known when compiling. */
 
+/* A tile's sums, and what they are added up from, fill the registers: there are 32 or 16 of them. */
 #if defined(__AVX512F__) || defined(__aarch64__)
-enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 4 };
+enum { TILE_ROWS = 8, DEEP = 4, VECTORS = 4 };
 #else
-enum { TILE_ROWS = 3, DEEP = 4, VECTORS = 2 };
+enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 2 };
 #endif
-enum { AHEAD = 256 };                   /* elements between a read and its prefetch */
 #define PREFETCH(P) __builtin_prefetch((P), 0, 2)
+
+/* Has the compiler load a vector once, into a register, where it would load it for each use. */
+#if defined(__x86_64__)
+#define IN_REGISTER(V) __asm__("" : "+x"(V))
+#elif defined(__aarch64__)
+#define IN_REGISTER(V) __asm__("" : "+w"(V))
+#else
+#define IN_REGISTER(V) (void)0
+#endif
 
 /* Element (out, d) of a weight is (w - zero) * scale: `scale` and `zero` are [out][groups], with one for each
    `group` of d. A group is whole vectors, unless there is only one. */
@@ -19,62 +28,90 @@ typedef struct { const float *scale; const void *zero; int64_t group, groups; } 
 
 enum { LINE = 64 };                     /* bytes that are fetched at once */
 
+enum { WHOLE_TILES = 24 };              /* a multiple of the outs of all tiles */
+
+/* What the dots of some rows fetch: every `every`th line of the rows of `next`, from the `wait`th on. */
+typedef struct { const void *next; int64_t every, wait; } Fetch;
+
+INLINE Vector weights_of(const void *w, int64_t at, const int type, const int zeros, float less) {
+    Vector found = vector(w, at, type);
+    if (zeros) found -= less;
+    IN_REGISTER(found);
+    return found;
+}
+
 /* `rows` times `outs` dots, from d on as far as `end`; returns where they end. */
 INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t d, int64_t end,
-                        Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, const void *next, const int f0,
-                        const int f1, const int type, const int scaled, const int zeros, const float *by,
-                        const float *less, const int vectors) {
-    int64_t ahead = type == FLOAT ? AHEAD : outs * ldw; /* rows of bytes are short: the next streams' */
+                        Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, Fetch *fetch, const int type,
+                        const int zeros, const float *less, const int vectors) {
     for (; d + vectors * LANES <= end; d += vectors * LANES) {
-        for (int f = f0; f < f1; ++f) PREFETCH(place(next, f * ldw + d, type));
+        if (fetch->wait-- == 0) {
+            fetch->wait = fetch->every - 1;
+#pragma GCC unroll 8
+            for (int o = 0; o < outs; ++o) PREFETCH(place(fetch->next, o * ldw + d, type));
+        }
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) {
-            Vector left[TILE_ROWS];
+            Vector left[TILE_ROWS], right[STREAMS];
             int64_t at = d + v * LANES;
+            if (rows < outs) {          /* the fewer of the two are kept in registers */
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx + at);
+                for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx + at);
 #pragma GCC unroll 8
-            for (int o = 0; o < outs; ++o) {
-                if (!next && !v) PREFETCH(place(w, o * ldw + at + ahead, type));
-                Vector right = vector(w, o * ldw + at, type);
-                if (zeros) right -= less[o];
-                if (scaled) right *= by[o];
+                for (int o = 0; o < outs; ++o) {
+                    right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
 #pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right;
+                    for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right[o];
+                }
+            } else {
+#pragma GCC unroll 8
+                for (int o = 0; o < outs; ++o) right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; ++r) {
+                    left[r] = *(const Vector *)(x + r * ldx + at);
+                    IN_REGISTER(left[r]);
+#pragma GCC unroll 8
+                    for (int o = 0; o < outs; ++o) sum[r][o] += left[r] * right[o];
+                }
             }
         }
     }
     return d;
 }
 
-/* `rows` times `outs` dots at a time. `next`: the weights of the next tile, of which these dots fetch rows
-   f0 .. f1 - 1. */
+/* `rows` times `outs` dots at a time. The sum over a group is multiplied by the group's scale. */
 INLINE void dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, int64_t first,
-                 float *y, int64_t ldy, const int rows, const int outs, const void *next, const int f0, const int f1,
-                 const int type, const int scaled, const int zeros) {
-    Vector sum[TILE_ROWS][STREAMS];
+                 float *y, int64_t ldy, const int rows, const int outs, Fetch fetch, const int type, const int scaled,
+                 const int zeros) {
+    const int vectors = (int)(LINE / LANES / size_of(type));
+    Vector whole[TILE_ROWS][STREAMS];
     float by[STREAMS], less[STREAMS];
+    int64_t d = 0, groups = scaled ? scales.groups : 1;
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-        for (int o = 0; o < outs; ++o) sum[r][o] = (Vector){0};
-    int64_t d = 0, groups = scaled ? scales.groups : 1;
+        for (int o = 0; o < outs; ++o) whole[r][o] = (Vector){0};
     for (int64_t g = 0; g < groups; ++g) {
         int64_t end = g + 1 < groups ? (g + 1) * scales.group : depth;
+        Vector sum[TILE_ROWS][STREAMS];
 #pragma GCC unroll 8
         for (int o = 0; o < outs; ++o) {
             by[o] = scaled ? scales.scale[(first + o) * groups + g] : 1;
             less[o] = zeros ? number(scales.zero, (first + o) * groups + g, zeros) : 0;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) sum[r][o] = (Vector){0};
         }
-        const int vectors = type == FLOAT ? 1 : (int)(LINE / LANES / size_of(type));
-        d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, vectors);
-        if (vectors > 1)
-            d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, next, f0, f1, type, scaled, zeros, by, less, 1);
+        d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, &fetch, type, zeros, less, vectors);
+        if (vectors > 1) d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, &fetch, type, zeros, less, 1);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+            for (int o = 0; o < outs; ++o) whole[r][o] += sum[r][o] * by[o];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
         float total[STREAMS];
-        totals(sum[r], total, outs);
+        totals(whole[r], total, outs);
 #pragma GCC unroll 8
         for (int o = 0; o < outs; ++o) {
             for (int64_t e = d; e < depth; ++e) {
@@ -87,25 +124,19 @@ INLINE void dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_
     }
 }
 
-/* All rows with `tile` rows of the weight at a time; returns how many outs are done. */
+/* All rows, `most` at a time, with `tile` rows of the weight; returns how many outs are done. What is left of the rows
+   is computed with rows before it, once more. Each pass over the rows fetches its share of the next tile. */
 INLINE int64_t dots_of_rows(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
-                            int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, const int tile,
-                            const int type, const int scaled, const int zeros) {
-    int64_t o = 0, passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
+                            int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, const int most,
+                            const int tile, const int type, const int scaled, const int zeros) {
+    int64_t o = 0, passes = (rows + most - 1) / most;
     for (; o + tile <= outs; o += tile) {
-        const void *from = place(w, o * ldw, type), *next = place(from, tile * ldw, type);
+        const void *from = place(w, o * ldw, type);
         for (int64_t p = 0; p < passes; ++p) {
-            int64_t r = p * TILE_ROWS, left = smaller(TILE_ROWS, rows - r);
-            int f0 = (int)(p * tile / passes), f1 = (int)((p + 1) * tile / passes);
-            const float *row = x + r * ldx;
-            float *to = y + r * ldy + o;
-#define DOTS(ROWS) dots(row, ldx, from, ldw, depth, scales, first + o, to, ldy, ROWS, tile, next, f0, f1, type, \
-                        scaled, zeros)
-            if (left == TILE_ROWS) DOTS(TILE_ROWS);
-            else if (left == 3) DOTS(3);
-            else if (left == 2) DOTS(2);
-            else DOTS(1);
-#undef DOTS
+            int64_t r = smaller(p * most, rows - most);
+            Fetch fetch = {place(from, tile * ldw, type), passes, p};
+            dots(x + r * ldx, ldx, from, ldw, depth, scales, first + o, y + r * ldy + o, ldy, most, tile, fetch, type,
+                 scaled, zeros);
         }
     }
     return o;
@@ -115,18 +146,20 @@ INLINE int64_t dots_of_rows(const float *x, int64_t ldx, const void *w, int64_t 
 INLINE void product_of(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
                        int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, const int type,
                        const int scaled, const int zeros) {
+    Fetch nothing = {w, depth, depth};
     int64_t o = 0;
     w = place(w, first * ldw, type);
-    if (rows == 1)
-        for (; o + STREAMS <= outs; o += STREAMS)
-            dots(x, ldx, place(w, o * ldw, type), ldw, depth, scales, first + o, y + o, ldy, 1, STREAMS, 0, 0, 0, type,
-                 scaled, zeros);
-    else
-        o = dots_of_rows(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, 4, type, scaled, zeros);
+#define TILES(ROWS, OUTS) \
+    o = dots_of_rows(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, ROWS, OUTS, type, scaled, zeros)
+    if (TILE_ROWS == 8 && rows >= 8) TILES(TILE_ROWS, 3);
+    else if (rows >= 4) TILES(4, TILE_ROWS == 8 || type == FLOAT ? 3 : 2);
+    else if (rows >= 2) TILES(2, 4);
+    else TILES(1, STREAMS);
+#undef TILES
     for (; o < outs; ++o)
         for (int64_t r = 0; r < rows; ++r)
             dots(x + r * ldx, ldx, place(w, o * ldw, type), ldw, depth, scales, first + o, y + r * ldy + o, ldy, 1, 1,
-                 0, 0, 0, type, scaled, zeros);
+                 nothing, type, scaled, zeros);
 }
 
 /* ---- w is [depth][out] ---- */

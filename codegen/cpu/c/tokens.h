@@ -13,7 +13,7 @@ static int64_t share_of(int64_t width, int64_t depth, int64_t tokens, int64_t me
     int64_t each = (width + members - 1) / members;
     int64_t most = turned ? SHARE / tokens : larger(16, (1 << 18) / depth);
     int64_t shares = (each + most - 1) / most;
-    return rounded_up((each + shares - 1) / shares, turned ? LANES : 8);
+    return rounded_up((each + shares - 1) / shares, turned ? LANES : WHOLE_TILES);
 }
 
 /* The items of a product, whose rows are the tokens. */
