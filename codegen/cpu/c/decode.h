@@ -59,49 +59,65 @@ INLINE void dots_of(const float *Q, int rows, int64_t D, const void *k, int64_t 
     }
 }
 
+/* What is read next, fetched meanwhile: the first `count` of the stretch, `width` elements of each. */
+typedef struct { Stretch from; int64_t count, width; } Next;
+
+INLINE void fetch(Next next, int64_t j, int64_t until, const int type) {
+    for (until = smaller(until, next.count); j < until; ++j) {
+        const char *at = place(next.from.data, j * next.from.step, type);
+        for (int64_t b = 0; b < next.width * size_of(type); b += LINE) PREFETCH(at + b);
+    }
+}
+
 /* The same for any number of keys. */
 INLINE void dots_each(const float *Q, int rows, int64_t D, const void *k, int64_t stride, int keys, float *S,
-                      const int type) {
+                      const int type, Next next, const int kept) {
     int j = 0;
-    for (; j + STREAMS <= keys; j += STREAMS)
+    for (; j + STREAMS <= keys; j += STREAMS) {
+        fetch(next, j, j + STREAMS, kept);
         dots_of(Q, rows, D, place(k, j * stride, type), stride, STREAMS, S + j, type);
+    }
+    fetch(next, j, next.count, kept);
     for (; j < keys; ++j) dots_of(Q, rows, D, place(k, j * stride, type), stride, 1, S + j, type);
 }
 
 /* The same; what several rows read is widened once, in `pack`. */
 INLINE void dots_few(const Call *c, const float *Q, int rows, Stretch k, int keys, float *S, float *pack,
-                     const int type) {
+                     Next next, const int type) {
     if (type == FLOAT || rows == 1) {
-        dots_each(Q, rows, c->D, k.data, k.step, keys, S, type);
+        dots_each(Q, rows, c->D, k.data, k.step, keys, S, type, next, type);
     } else {
         widen_all(k, keys, c->D, pack, c->D, type);
-        dots_each(Q, rows, c->D, pack, c->D, keys, S, FLOAT);
+        dots_each(Q, rows, c->D, pack, c->D, keys, S, FLOAT, next, type);
     }
 }
 
 /* out = out * decay + sum over j of weight[j] v[j], in columns from d on, `vectors` at a time; returns the
    first column that is left. */
 INLINE int64_t weigh_columns(float *out, float decay, const float *weight, const void *v, int64_t stride, int keys,
-                             int64_t d, int64_t width, const int vectors, const int type) {
+                             int64_t d, int64_t width, const int vectors, const int type, Next next, const int kept) {
     for (; d + vectors * LANES <= width; d += vectors * LANES) {
         Vector sums[4];
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) sums[n] = *(Vector *)(out + d + n * LANES) * decay;
-        for (int j = 0; j < keys; ++j)
+        for (int j = 0; j < keys; ++j) {
+            if (!d) fetch(next, j, j + 1, kept);
 #pragma GCC unroll 4
             for (int n = 0; n < vectors; ++n) sums[n] += weight[j] * vector(v, j * stride + d + n * LANES, type);
+        }
 #pragma GCC unroll 4
         for (int n = 0; n < vectors; ++n) *(Vector *)(out + d + n * LANES) = sums[n];
     }
     return d;
 }
 
-INLINE void weigh_each(const Call *c, Block *t, int rows, const void *v, int64_t stride, int keys, const int type) {
-    for (int i = 0; i < rows; ++i) {
+INLINE void weigh_each(const Call *c, Block *t, int rows, const void *v, int64_t stride, int keys, const int type,
+                       Next next, const int kept) {
+    for (int i = 0; i < rows; ++i, next.count = 0) {
         float *out = t->O + i * c->wide, decay = t->decay[i];
         const float *weight = t->S + i * BLOCK_K;
-        int64_t d = weigh_columns(out, decay, weight, v, stride, keys, 0, c->Dv, 4, type);
-        d = weigh_columns(out, decay, weight, v, stride, keys, d, c->Dv, 1, type);
+        int64_t d = weigh_columns(out, decay, weight, v, stride, keys, 0, c->Dv, 4, type, next, kept);
+        d = weigh_columns(out, decay, weight, v, stride, keys, d, c->Dv, 1, type, next, kept);
         if (d < c->Dv) {
             for (int64_t e = d; e < c->Dv; ++e) out[e] *= decay;
             for (int j = 0; j < keys; ++j)
@@ -111,12 +127,12 @@ INLINE void weigh_each(const Call *c, Block *t, int rows, const void *v, int64_t
 }
 
 /* O[row] = O[row] * decay[row] + sum over j of S[row][j] v[j]. */
-INLINE void weigh_few(const Call *c, Block *t, int rows, Stretch v, int keys, float *pack, const int type) {
+INLINE void weigh_few(const Call *c, Block *t, int rows, Stretch v, int keys, float *pack, Next next, const int type) {
     if (type == FLOAT || rows == 1) {
-        weigh_each(c, t, rows, v.data, v.step, keys, type);
+        weigh_each(c, t, rows, v.data, v.step, keys, type, next, type);
     } else {
         widen_all(v, keys, c->Dv, pack, c->wide, type);
-        weigh_each(c, t, rows, pack, c->wide, keys, FLOAT);
+        weigh_each(c, t, rows, pack, c->wide, keys, FLOAT, next, type);
     }
 }
 
@@ -154,8 +170,11 @@ INLINE void attend_run(Call *c, const Few *at, Block *t, Stretch k, Stretch v, i
     for (int64_t done = 0; done < count; done += BLOCK_K) {
         int keys = (int)smaller(BLOCK_K, count - done);
         Stretch k_here = from_place(k, done, type), v_here = from_place(v, done, type);
+        Next values = {v_here, keys, c->Dv};
+        Next later = {from_place(k_here, keys, type), smaller(BLOCK_K, count - done - keys), c->D};
+        if (!done) fetch((Next){k_here, keys, c->D}, 0, keys, type);
         if (rows >= MANY) dots_many(c, t, padded, k_here, keys, pack, type);
-        else dots_few(c, t->Q, rows, k_here, keys, t->S, pack, type);
+        else dots_few(c, t->Q, rows, k_here, keys, t->S, pack, values, type);
         if (scaled) scale_columns(t->S, rows, k_here, keys);
         for (int g = 0; g < at->group; ++g)
             scores(c, (int)at->row, (int)at->head + g, (int)at->position, at->queries, (int)(k0 + done),
@@ -163,7 +182,7 @@ INLINE void attend_run(Call *c, const Few *at, Block *t, Stretch k, Stretch v, i
         exponentials(&block, t);
         if (scaled) scale_columns(t->S, rows, v_here, keys);
         if (rows >= MANY) weigh_many(c, t, padded, v_here, keys, pack, type);
-        else weigh_few(c, t, rows, v_here, keys, pack, type);
+        else weigh_few(c, t, rows, v_here, keys, pack, later, type);
     }
 }
 

@@ -6,6 +6,9 @@
 #define BY_INTRINSICS
 #endif
 
+enum { LINE = 64 };                     /* bytes that the memory gives at once */
+#define PREFETCH(P) __builtin_prefetch((P), 0, 2)
+
 enum { NONE, FLOAT, INT8, UINT8, INT32, BF16, F16, F8 };
 
 INLINE int64_t size_of(const int type) {

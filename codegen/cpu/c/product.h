@@ -9,7 +9,6 @@ enum { TILE_ROWS = 8, DEEP = 4, VECTORS = 4 };
 #else
 enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 2 };
 #endif
-#define PREFETCH(P) __builtin_prefetch((P), 0, 2)
 
 /* Has the compiler load a vector once, into a register, where it would load it for each use. */
 #if defined(__x86_64__)
@@ -25,8 +24,6 @@ enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 2 };
 typedef struct { const float *scale; const void *zero; int64_t group, groups; } Scales;
 
 /* ---- w is [out][depth] ---- */
-
-enum { LINE = 64 };                     /* bytes that are fetched at once */
 
 enum { WHOLE_TILES = 24 };              /* a multiple of the outs of all tiles */
 
