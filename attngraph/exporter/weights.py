@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
-from attngraph.runtime.machine import own_tensor
+from attngraph.runtime.inputs import own_tensor
 
 OWN = ("parameter", "buffer", "constant")
 

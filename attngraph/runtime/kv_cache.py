@@ -72,10 +72,10 @@ class KVCache:
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""
         return {
-            store.name: arena[place]
+            store.name: pages
             for group in self.groups.values()
             for members, arena in group.arenas.values()
-            for place, store in enumerate(members)
+            for store, pages in zip(members, arena.unbind(), strict=True)
         }
 
     # --- a step ---

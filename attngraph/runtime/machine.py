@@ -7,8 +7,6 @@ All graphs run on this class: compiled calls (`executable.py`), a decoder's step
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +16,14 @@ from torch import Tensor, fx, nn
 from attngraph.capture.guards import ValueGuard
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import CheckError
-from attngraph.ir.graph.program_graph import Input, Output, ProgramGraph, Rate
+from attngraph.ir.graph.program_graph import Output, ProgramGraph, Rate
 from attngraph.ir.ops.sharing import one_run
 from attngraph.ir.versions import version_of
+from attngraph.runtime.inputs import Inputs, own_tensor
 
 Run = Callable[..., Sequence[Any]]
 Interpret = Callable[[fx.GraphModule], fx.Interpreter]
 Given = Sequence[Tensor] | Mapping[str, Tensor]
-Fetch = Callable[[Any], Tensor]
 
 
 class Machine:
@@ -44,8 +42,8 @@ class Machine:
     """
 
     __slots__ = (
-        "_assumed", "_checks", "_fetch", "_module", "_overwritten", "_run", "_sharing", "_values", "_weights",
-        "_writers", "arguments",
+        "_assumed", "_checks", "_inputs", "_module", "_overwritten", "_run", "_sharing", "_values",
+        "_weights", "_writers", "arguments",
     )  # fmt: skip
 
     def __init__(
@@ -61,12 +59,13 @@ class Machine:
         )
         weights = graph.stages.get(Rate.WEIGHTS)
         self._weights = None if weights is None else _ValuesOfWeights(weights, owner)
-        self._fetch = [_fetcher(given, owner, graph.constants, names) for given in graph.inputs]
+        self._inputs = Inputs(graph, owner, names)
         self.arguments = [
             names[int(i.name)] if names else i.name for i in graph.inputs if i.kind == "argument"
         ]
-        known = dict(zip((p.name for p in graph.placeholders()), self._fetch, strict=True))
-        self._assumed = [known[n][1] for n in sorted(graph.assumed) if n in known]
+        known = dict(zip((p.name for p in graph.placeholders()), graph.inputs, strict=True))
+        assumed = (known[name] for name in sorted(graph.assumed) if name in known)
+        self._assumed = [own_tensor(given, owner, graph.constants) for given in assumed]
         self._values = ValueGuard([fetch(None) for fetch in self._assumed])
         written = {(o.kind, o.name) for o in graph.outputs if o.kind in ("buffer", "argument")}
         self._overwritten = {n for n, i in enumerate(graph.inputs) if (i.kind, i.name) in written}
@@ -94,8 +93,7 @@ class Machine:
         """
         with LOCK.call():
             weights = None if self._weights is None else self._weights.values(interpret)
-            sources = (None, arguments, state, weights)
-            inputs = [fetch(sources[source]) for source, fetch in self._fetch]
+            inputs = self._inputs(arguments, state, weights)
             if interpret is not None:
                 with _without_autocast(inputs):
                     return list(interpret(self._module).run(*inputs))
@@ -123,14 +121,13 @@ class _ValuesOfWeights:
     def __init__(self, graph: ProgramGraph, owner: nn.Module) -> None:
         self.machine = Machine(graph, owner)
         self._names = [output.name for output in graph.outputs]
-        self._fetch = [fetch for _, fetch in self.machine._fetch]
         self._stamps: list[Any] = []
         self._current: dict[str, Tensor] = {}
 
     def values(self, interpret: Interpret | None) -> dict[str, Tensor]:
         if interpret is not None:
             return self._named(self.machine((), None, interpret))
-        weights = [fetch(None) for fetch in self._fetch]
+        weights = self.machine._inputs((), None, None)
         stamps = [(w.data_ptr(), _stamp(w), w.dtype, w.device, w.shape) for w in weights]
         if stamps != self._stamps:
             with torch.no_grad():
@@ -157,55 +154,6 @@ def _without_autocast(inputs: Sequence[Tensor]) -> contextlib.AbstractContextMan
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
-
-
-_NOTHING, _ARGUMENTS, _STATE, _OF_WEIGHTS = range(4)
-
-
-def _fetcher(
-    given: Input, owner: nn.Module, constants: Mapping[str, Tensor], names: Sequence[str] | None
-) -> tuple[int, Fetch]:
-    """Which source of a call has the input, and the function that gets it from there."""
-    if given.kind == "argument":
-        place = int(given.name)
-        return _ARGUMENTS, operator.itemgetter(place if names is None else names[place])
-    if given.kind == Rate.WEIGHTS.value:
-        return _OF_WEIGHTS, operator.itemgetter(given.name)
-    if given.kind not in ("constant", "parameter", "buffer"):
-        return _STATE, operator.itemgetter(given.name)
-    return _NOTHING, own_tensor(given, owner, constants)
-
-
-def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) -> Fetch:
-    """The function that looks up a constant, a parameter or a buffer, or a tensor inside of one that wraps
-    others: its name follows that of the weight."""
-    if given.kind == "constant":
-        constant = constants[given.name]
-        return lambda _: constant
-    module, names = owner, given.name.split(".")
-    while names[0] in module._modules:
-        module = module.get_submodule(names.pop(0))
-    name, *inside = names
-    store = module._parameters if given.kind == "parameter" else module._buffers
-
-    def fetch(_: Any) -> Tensor:
-        tensor = store.get(name)
-        tensor = getattr(module, name) if tensor is None else tensor
-        return tensor if type(tensor) in _PLAIN else _of_this_rank(tensor)
-
-    return functools.partial(_inside, fetch, inside) if inside else fetch
-
-
-def _inside(fetch: Fetch, names: Sequence[str], source: Any) -> Tensor:
-    return functools.reduce(getattr, names, fetch(source))
-
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
-
-
-def _of_this_rank(tensor: Any) -> Tensor:
-    """What this rank has of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "_local_tensor") else tensor  # type: ignore[no-any-return]
 
 
 def _writer(output: Output, owner: nn.Module) -> Callable[[Any, Tensor], None] | None:

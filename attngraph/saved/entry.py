@@ -27,7 +27,8 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.report.report import CompileReport
 from attngraph.report.user_code import UserCode
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.machine import Run, own_tensor
+from attngraph.runtime.inputs import own_tensor
+from attngraph.runtime.machine import Run
 from attngraph.runtime.step import Step
 from attngraph.saved import graphs
 from attngraph.saved.folder import as_bytes

@@ -11,10 +11,11 @@ of the cache may move. All other calls run the graph.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -81,7 +82,7 @@ class Replay:
         key = (
             threading.get_ident(), torch.get_num_threads(),
             *((inputs[n].shape, inputs[n].dtype) for n in self.changing),
-            *(_place(inputs[n]) for n in self.fixed),
+            _places([inputs[n] for n in self.fixed]),
         )  # fmt: skip
         found = self._recordings.pop(key, _FIRST)
         if found is _FIRST:
@@ -122,8 +123,8 @@ class _Recording:
     def __init__(self, replay: Replay, inputs: Sequence[Tensor]) -> None:
         self.replay, graph = replay, replay.graph
         self.placeholders = graph.placeholders()
-        self.still = [_where(inputs[n]) for n in replay.still]
-        self.where = [_place(inputs[n]) for n in replay.pages]
+        self.still = _where([inputs[n] for n in replay.still])
+        self.where = _places([inputs[n] for n in replay.pages])
         self.values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         self.own: dict[fx.Node, Tensor] = {}
         for n in replay.changing:
@@ -268,6 +269,7 @@ class _Recording:
         self.passing = [*self.pages, *made]
         needed = {n for piece in between for n in piece.takes} | {*self.results} - {None}
         self.values = {n: v for n, v in self.values.items() if n in needed}
+        self.taken = [n for n in (*self.replay.still, *self.replay.pages) if self.placeholders[n] in needed]
         self._forget()
 
     def _forget(self) -> None:
@@ -278,13 +280,11 @@ class _Recording:
 
     def is_valid(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the weights lie where they lay, and calls read present pages."""
-        if [_where(inputs[n]) for n in self.replay.still] != self.still:
+        if _where([inputs[n] for n in self.replay.still]) != self.still:
             return False
-        where = [_place(inputs[n]) for n in self.replay.pages]
+        where = _places([inputs[n] for n in self.replay.pages])
         if where != self.where:
-            if [(dtype, len(shape)) for *_, shape, dtype in where] != [
-                (dtype, len(shape)) for *_, shape, dtype in self.where
-            ]:
+            if where.dtypes != self.where.dtypes or _ranks(where) != _ranks(self.where):
                 return False
             now = dict(zip(self.placeholders, inputs, strict=True))
             for link, pages in self.readers:
@@ -302,7 +302,7 @@ class _Recording:
         """The results; None where a compiled function found an index out of range."""
         for n in self.replay.changing:
             self.own[self.placeholders[n]].copy_(inputs[n])
-        for n in (*self.replay.still, *self.replay.pages):
+        for n in self.taken:
             self.values[self.placeholders[n]] = inputs[n]
         try:
             return self._run()
@@ -346,12 +346,28 @@ def _is_view(value: Any, args: Any) -> bool:
     return value.untyped_storage().data_ptr() in storages
 
 
-def _where(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.stride()
+class _Places(NamedTuple):
+    """Where tensors lie and what they are. Made by functions of C, because a step has hundreds of weights."""
+
+    addresses: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
+def _places(tensors: Sequence[Tensor]) -> _Places:
+    return _Places(*_where(tensors), tuple(map(Tensor.size, tensors)), tuple(map(_DTYPE, tensors)))
+
+
+def _where(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    return tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.stride, tensors))
+
+
+_DTYPE = operator.attrgetter("dtype")
+
+
+def _ranks(places: _Places) -> list[int]:
+    return list(map(len, places.shapes))
 
 
 def _rank(node: fx.Node) -> int:

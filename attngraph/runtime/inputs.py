@@ -1,0 +1,123 @@
+"""Where the tensors of a graph come from: the arguments and the state of a call, or the model it serves."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
+
+Fetch = Callable[[Any], Tensor]
+
+
+class Inputs:
+    """Collects the tensors of a call in the order of a graph's inputs.
+
+    The model's own tensors, of which there are hundreds, are looked up by functions of C: what Python does
+    for each of them is a noticeable part of a token's time.
+    """
+
+    __slots__ = ("_elsewhere", "_names", "_order", "_own", "_passed", "_stores")
+
+    def __init__(self, graph: ProgramGraph, owner: nn.Module, names: Sequence[str] | None) -> None:
+        self._own: list[Fetch] = []
+        """How the tensors in `_stores`, by `_names`, are looked up where they are no plain tensors."""
+        self._stores: list[dict[str, Tensor | None]] = []
+        self._names: list[str] = []
+        self._elsewhere: list[Fetch] = []
+        """How the model's other tensors are looked up: constants, and tensors inside of others."""
+        self._passed: list[tuple[int, Fetch]] = []
+        """Which source of a call has each other input, and the function that gets it from there."""
+        kinds: list[list[int]] = [[], [], []]
+        for number, given in enumerate(graph.inputs):
+            passed = _passed(given, names)
+            if passed is not None:
+                self._passed.append(passed)
+                kinds[2].append(number)
+                continue
+            fetch, place = own_tensor(given, owner, graph.constants), _place(given, owner)
+            if place is None:
+                self._elsewhere.append(fetch)
+                kinds[1].append(number)
+            else:
+                self._own.append(fetch)
+                self._stores.append(place[0])
+                self._names.append(place[1])
+                kinds[0].append(number)
+        numbers = [number for kind in kinds for number in kind]
+        self._order = sorted(range(len(numbers)), key=numbers.__getitem__)
+
+    def __call__(self, *sources: Any) -> list[Tensor]:
+        """The inputs of a call with these arguments, this state and these values of the weights stage."""
+        found: list[Any] = list(map(dict.get, self._stores, self._names))
+        if not _PLAIN.issuperset(map(type, found)):
+            found = [fetch(None) for fetch in self._own]
+        found += [fetch(None) for fetch in self._elsewhere]
+        found += [fetch(sources[source]) for source, fetch in self._passed]
+        return [found[place] for place in self._order]
+
+
+_ARGUMENTS, _STATE, _OF_WEIGHTS = range(3)
+
+
+def _passed(given: Input, names: Sequence[str] | None) -> tuple[int, Fetch] | None:
+    """Which source of a call has the input, and the function that gets it from there; None for a tensor of
+    the model."""
+    if given.kind == "argument":
+        place = int(given.name)
+        return _ARGUMENTS, operator.itemgetter(place if names is None else names[place])
+    if given.kind == Rate.WEIGHTS.value:
+        return _OF_WEIGHTS, operator.itemgetter(given.name)
+    if given.kind not in ("constant", "parameter", "buffer"):
+        return _STATE, operator.itemgetter(given.name)
+    return None
+
+
+def _holder(given: Input, owner: nn.Module) -> tuple[nn.Module, list[str]]:
+    """The module that has a parameter or a buffer, and the name there; then names inside of the tensor."""
+    module, names = owner, given.name.split(".")
+    while names[0] in module._modules:
+        module = module.get_submodule(names.pop(0))
+    return module, names
+
+
+def _place(given: Input, owner: nn.Module) -> tuple[dict[str, Tensor | None], str] | None:
+    """The dict that has a parameter or a buffer, and its name there; None for what has no such place."""
+    if given.kind == "constant":
+        return None
+    module, (name, *inside) = _holder(given, owner)
+    store: Any = module._parameters if given.kind == "parameter" else module._buffers
+    return None if inside else (store, name)
+
+
+def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) -> Fetch:
+    """The function that looks up a constant, a parameter or a buffer, or a tensor inside of one that wraps
+    others: its name follows that of the weight."""
+    if given.kind == "constant":
+        constant = constants[given.name]
+        return lambda _: constant
+    module, (name, *inside) = _holder(given, owner)
+    store = module._parameters if given.kind == "parameter" else module._buffers
+
+    def fetch(_: Any) -> Tensor:
+        tensor = store.get(name)
+        tensor = getattr(module, name) if tensor is None else tensor
+        return tensor if type(tensor) in _PLAIN else _of_this_rank(tensor)
+
+    return functools.partial(_inside, fetch, inside) if inside else fetch
+
+
+def _inside(fetch: Fetch, names: Sequence[str], source: Any) -> Tensor:
+    return functools.reduce(getattr, names, fetch(source))
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def _of_this_rank(tensor: Any) -> Tensor:
+    """What this rank has of a DTensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "_local_tensor") else tensor  # type: ignore[no-any-return]
