@@ -182,14 +182,23 @@ INLINE void totals(const Vector *sum, float *total, const int outs) {
 }
 #else
 typedef int32_t Lanes __attribute__((vector_size(4 * LANES)));
-INLINE Vector add_halves(Vector a, Vector b, const int half) {
-    Lanes low, high;                    /* lanes whose number has the bit `half` are b's, the others a's */
+
+/* Two vectors as a square of four blocks: the blocks beside the diagonal change places, in each group of 2 * `half`
+   lanes. */
+INLINE void exchange(Vector *a, Vector *b, const int half) {
+    Vector first = *a, second = *b;
+    Lanes lane = {0}, of_b;             /* lanes whose number has the bit `half` are b's, the others a's */
 #pragma GCC unroll 16
-    for (int l = 0; l < LANES; ++l) {
-        low[l] = l & half ? LANES + l - half : l;
-        high[l] = l & half ? LANES + l : l + half;
-    }
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    for (int l = 0; l < LANES; ++l) lane[l] = l;
+    of_b = ((lane & half) != 0) & (LANES - half);
+    Lanes low = lane + of_b, high = lane + half + of_b;
+    *a = __builtin_shuffle(first, second, low);
+    *b = __builtin_shuffle(first, second, high);
+}
+
+INLINE Vector add_halves(Vector a, Vector b, const int half) {
+    exchange(&a, &b, half);
+    return a + b;
 }
 
 INLINE void totals(const Vector *sum, float *total, const int outs) {
@@ -212,6 +221,22 @@ INLINE void totals(const Vector *sum, float *total, const int outs) {
     }
 }
 #endif
+
+/* to[e * step ..] = element e of each of `rows`, which are LANES vectors. */
+INLINE void store_turned(Vector *rows, float *to, int64_t step) {
+#if defined(__clang__)
+    for (int e = 0; e < LANES; ++e)
+        for (int r = 0; r < LANES; ++r) to[e * step + r] = rows[r][e];
+#else
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; ++r)
+            if (!(r & half)) exchange(rows + r, rows + r + half, half);
+#pragma GCC unroll 16
+    for (int e = 0; e < LANES; ++e) *(Vector *)(to + e * step) = rows[e];
+#endif
+}
 
 /* ---- threads ---- */
 

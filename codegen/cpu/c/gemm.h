@@ -39,21 +39,19 @@ INLINE void copy_panel(const void *w, int64_t ldw, int64_t depth, Scales scales,
     if (outs < PANEL) memset(panel, 0, sizeof(float) * PANEL * depth);
     for (int64_t from = 0; from < outs; from += LANES)
         for (int64_t d = 0; d < depth; d += LANES) {
-            float part[LANES][LANES];
+            Vector part[LANES];
             int64_t deep = smaller(LANES, depth - d), wide = smaller(LANES, outs - from);
             int64_t group = scaled ? d / scales.group : 0;
             for (int64_t o = 0; o < wide; ++o) {
                 int64_t out = first + from + o, at = out * ldw + d, of = out * scales.groups + group;
-                Vector right = {0};
-                if (deep == LANES) right = vector(w, at, type);
-                else for (int64_t e = 0; e < deep; ++e) right[e] = number(w, at + e, type);
-                if (zeros) right -= number(scales.zero, of, zeros);
-                if (scaled) right *= scales.scale[of];
-                *(Vector *)part[o] = right;
+                part[o] = (Vector){0};
+                if (deep == LANES) part[o] = vector(w, at, type);
+                else for (int64_t e = 0; e < deep; ++e) part[o][e] = number(w, at + e, type);
+                if (zeros) part[o] -= number(scales.zero, of, zeros);
+                if (scaled) part[o] *= scales.scale[of];
             }
             if (deep == LANES && wide == LANES)
-                for (int e = 0; e < LANES; ++e)
-                    for (int o = 0; o < LANES; ++o) panel[(d + e) * PANEL + from + o] = part[o][e];
+                store_turned(part, panel + d * PANEL + from, PANEL);
             else
                 for (int64_t e = 0; e < deep; ++e)
                     for (int64_t o = 0; o < wide; ++o) panel[(d + e) * PANEL + from + o] = part[o][e];
