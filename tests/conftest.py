@@ -22,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._logging._internal import trace_log
 
 import attngraph.api.compile  # noqa: F401  (registers the kernels)
 from attngraph.api import saving
@@ -42,6 +43,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 settings.load_profile("attngraph")
+
+trace_log.propagate = True
+"""So that pytest does not listen to it: for a listener, torch writes a record with a stack trace, and often
+with a graph, for each symbol and each stage of each trace."""
 
 
 @pytest.fixture(autouse=True)

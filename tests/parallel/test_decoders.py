@@ -11,43 +11,43 @@ import attngraph
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 
 LLAMA = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "pad_token_id": 0,
 }  # fmt: skip
 SIZES = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
+    "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 40,
 }  # fmt: skip
-GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32}
+GPT2 = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 32}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
-    "GPT2LMHeadModel": (GPT2, (256, 128)),
-    "LlamaForCausalLM": (LLAMA, (128, 128)),
-    "GPTNeoXForCausalLM": ({**SIZES, "rotary_pct": 0.5}, (256, 128)),
-    "BloomForCausalLM": ({"n_layer": 2, "hidden_size": 32, "n_head": 4}, (256, 128)),
-    "OPTForCausalLM": ({**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}, (256, 128)),
-    "MptForCausalLM": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32}, (256, 128)),
+    "GPT2LMHeadModel": (GPT2, (128, 64)),
+    "LlamaForCausalLM": (LLAMA, (64, 64)),
+    "GPTNeoXForCausalLM": ({**SIZES, "rotary_pct": 0.5}, (128, 64)),
+    "BloomForCausalLM": ({"n_layer": 1, "hidden_size": 32, "n_head": 4}, (128, 64)),
+    "OPTForCausalLM": ({**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}, (128, 64)),
+    "MptForCausalLM": ({"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 32}, (128, 64)),
     "FalconForCausalLM": (
-        {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}, (128, 128)),
-    "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (128, 128)),
-    "Qwen2ForCausalLM": (LLAMA, (128, 128)),
-    "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (128, 128)),
-    "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (128, 128)),
-    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8}, (128, 128)),
-    "PhiForCausalLM": ({**LLAMA, "num_key_value_heads": 4}, (256, 128)),
-    "Phi3ForCausalLM": (LLAMA, (128, 128)),
-    "OlmoForCausalLM": (LLAMA, (128, 128)),
-    "Olmo2ForCausalLM": (LLAMA, (128, 128)),
-    "CohereForCausalLM": ({**LLAMA, "use_qk_norm": True}, (128, 128)),
-    "StableLmForCausalLM": ({**LLAMA, "qk_layernorm": True}, (128, 128)),
-    "GraniteForCausalLM": (LLAMA, (128, 128)),
-    "Starcoder2ForCausalLM": (LLAMA, (128, 128)),
-    "PersimmonForCausalLM": ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, (256, 128)),
-    "GPTBigCodeForCausalLM": (GPT2, (128, 128)),
-    "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (128, 128)),
+        {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, (64, 64)),
+    "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (64, 64)),
+    "Qwen2ForCausalLM": (LLAMA, (64, 64)),
+    "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (64, 64)),
+    "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (64, 64)),
+    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 128)),
+    "PhiForCausalLM": ({**LLAMA, "num_key_value_heads": 4}, (128, 64)),
+    "Phi3ForCausalLM": (LLAMA, (64, 64)),
+    "OlmoForCausalLM": (LLAMA, (64, 64)),
+    "Olmo2ForCausalLM": (LLAMA, (64, 64)),
+    "CohereForCausalLM": ({**LLAMA, "use_qk_norm": True}, (64, 64)),
+    "StableLmForCausalLM": ({**LLAMA, "qk_layernorm": True}, (64, 64)),
+    "GraniteForCausalLM": (LLAMA, (64, 64)),
+    "Starcoder2ForCausalLM": (LLAMA, (64, 64)),
+    "PersimmonForCausalLM": ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, (128, 64)),
+    "GPTBigCodeForCausalLM": (GPT2, (64, 64)),
+    "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (64, 64)),
 }  # fmt: skip
 """The class, its sizes, and bytes that one of 2 and of 4 ranks keeps of a token: those of its key/value heads
-(4 heads of 8 values, in 2 layers, are 512 bytes with keys and values), of which no rank has less than one."""
+(4 heads of 8 values, are 256 bytes with keys and values), of which no rank has less than one."""
 FAST = ("LlamaForCausalLM",)
 
 
@@ -209,7 +209,7 @@ def test_a_latent_is_kept_by_every_rank_and_its_heads_are_divided() -> None:
 def test_shared_key_heads_are_told() -> None:
     decoder = _on(4, _stock("LlamaForCausalLM"), proof=False)
     decoder.prefill(torch.randint(3, 64, (1, 5)))
-    assert "2 x a rank keeps 1 of 2 key/value heads; 2 ranks keep the same" in str(decoder.report)
+    assert "1 x a rank keeps 1 of 2 key/value heads; 2 ranks keep the same" in str(decoder.report)
 
 
 def test_a_decoder_on_ranks_is_not_saved(tmp_path: Any) -> None:

@@ -57,51 +57,69 @@ def planned(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Share]
     return model, _shares(plan(model, (_ids(),), 4))
 
 
-def test_what_ranks_hold_and_send_is_what_simulated_ranks_report(
-    planned: tuple[nn.Module, dict[str, Share]],
-) -> None:
-    ids, (model, shares) = _ids(), planned
-    names = ["data 4", "tensor 2", "tensor 4", "context 2", "context 4", "tensor 2 x context 2"]
-    assert list(shares) == names
-    both = attngraph.compile(model, mesh=attngraph.SimulatedMesh(tensor=2, context=2))
+def _simulated(model: nn.Module, **ranks: int) -> Any:
+    """The report of a call on simulated ranks."""
+    compiled = attngraph.compile(model, mesh=attngraph.SimulatedMesh(**ranks))
     with torch.no_grad():
-        both(ids)
-    heads, of_tokens = both.report.ranks, both.report.context
-    assert heads is not None and of_tokens is not None
-    share = shares["tensor 2 x context 2"]
-    assert share.weights == 4 * heads.parameters[1] == shares["tensor 2"].weights
-    # A rank sends for its own tokens, which are half of them, what it would send for all.
-    assert share.received == heads.sent_per_token / 2 + max(of_tokens.received) / ids.numel()
-    for count in (2, 4):
-        tensor = attngraph.compile(model, mesh=attngraph.SimulatedMesh(tensor=count))
-        context = attngraph.compile(model, mesh=attngraph.SimulatedMesh(context=count))
-        with torch.no_grad():
-            tensor(ids), context(ids)
-        ranks, tokens = tensor.report.ranks, context.report.context
-        assert ranks is not None and tokens is not None
-        share = shares[f"tensor {count}"]
-        assert share.weights == 4 * ranks.parameters[1] < shares["data 4"].weights
-        assert share.sent == share.received == ranks.sent_per_token > 0
-        share = shares[f"context {count}"]
-        assert share.weights == shares["data 4"].weights
-        assert share.received == max(tokens.received) / ids.numel() > 0
-        sent = [sum(f.back[r] or f.bytes[r] for f in tokens.fetched) for r in range(count)]
-        assert sum(sent) == sum(tokens.received) and share.sent == max(sent) / ids.numel()
+        compiled(_ids())
+    return compiled.report
 
 
-def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(
+def test_every_way_is_planned(planned: tuple[nn.Module, dict[str, Share]]) -> None:
+    names = ["data 4", "tensor 2", "tensor 4", "context 2", "context 4", "tensor 2 x context 2"]
+    assert list(planned[1]) == names
+    assert planned[1]["context 2"].cache is None
+
+
+def test_ranks_of_both_axes_hold_and_send_what_simulated_ones_report(
     planned: tuple[nn.Module, dict[str, Share]],
 ) -> None:
     model, shares = planned
-    for name, mesh in (("data 4", None), ("tensor 2", 2), ("tensor 4", 4)):
-        decoder = attngraph.compile(
-            model, cache=attngraph.CacheConfig(proof=False),
-            mesh=None if mesh is None else attngraph.SimulatedMesh(tensor=mesh),
-        )  # fmt: skip
-        decoder.prefill(_ids())
-        assert decoder.report.cache is not None
-        assert shares[name].cache == decoder.report.cache.bytes_per_token
-    assert shares["context 2"].cache is None
+    report = _simulated(model, tensor=2, context=2)
+    share = shares["tensor 2 x context 2"]
+    assert share.weights == 4 * report.ranks.parameters[1] == shares["tensor 2"].weights
+    # A rank sends for its own tokens, which are half of them, what it would send for all.
+    assert share.received == report.ranks.sent_per_token / 2 + max(report.context.received) / _ids().numel()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.covering
+def test_ranks_that_divide_heads_hold_and_send_what_simulated_ones_report(
+    planned: tuple[nn.Module, dict[str, Share]], count: int
+) -> None:
+    model, shares = planned
+    share, ranks = shares[f"tensor {count}"], _simulated(model, tensor=count).ranks
+    assert share.weights == 4 * ranks.parameters[1] < shares["data 4"].weights
+    assert share.sent == share.received == ranks.sent_per_token > 0
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.covering
+def test_ranks_that_divide_tokens_hold_and_send_what_simulated_ones_report(
+    planned: tuple[nn.Module, dict[str, Share]], count: int
+) -> None:
+    model, shares = planned
+    share, number = shares[f"context {count}"], _ids().numel()
+    tokens = _simulated(model, context=count).context
+    assert share.weights == shares["data 4"].weights
+    assert share.received == max(tokens.received) / number > 0
+    sent = [sum(f.back[r] or f.bytes[r] for f in tokens.fetched) for r in range(count)]
+    assert sum(sent) == sum(tokens.received) and share.sent == max(sent) / number
+
+
+@pytest.mark.parametrize(("name", "count"), [("data 4", None), ("tensor 2", 2), ("tensor 4", 4)])
+@pytest.mark.covering
+def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(
+    planned: tuple[nn.Module, dict[str, Share]], name: str, count: int | None
+) -> None:
+    model, shares = planned
+    decoder = attngraph.compile(
+        model, cache=attngraph.CacheConfig(proof=False),
+        mesh=None if count is None else attngraph.SimulatedMesh(tensor=count),
+    )  # fmt: skip
+    decoder.prefill(_ids())
+    assert decoder.report.cache is not None
+    assert shares[name].cache == decoder.report.cache.bytes_per_token
 
 
 def test_operations_are_those_of_products_and_of_pairs_that_the_mask_leaves() -> None:

@@ -11,11 +11,11 @@ from attngraph.report.ranks import ContextEntry
 transformers = pytest.importorskip("transformers")
 Compared = Callable[..., ContextEntry]
 _USUAL: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
     "vocab_size": 64, "max_position_embeddings": 64,
 }  # fmt: skip
 _SHARED = {**_USUAL, "num_key_value_heads": 2}
-_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64, "eos_token_id": 0}
+_GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 64, "eos_token_id": 0}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
 
 
@@ -45,7 +45,7 @@ def test_decoders(
     padded[0, 12:] = 0
     model = _model(name, config, sizes)
     entry = same_by_tokens(model, 4, _ids(), attention_mask=padded, use_cache=False)
-    assert [(a.attentions, a.chunks) for a in entry.axes] == [(2, chunks)]
+    assert [(a.attentions, a.chunks) for a in entry.axes] == [(1, chunks)]
     assert entry.whole == ()
 
 
@@ -54,7 +54,7 @@ def test_an_encoder(same_by_tokens: Compared) -> None:
     padded[1, 9:] = 0
     model = _model("BertForMaskedLM", "BertConfig", _USUAL)
     entry = same_by_tokens(model, 2, _ids(), attention_mask=padded)
-    assert [a.attentions for a in entry.axes] == [2] and entry.whole == ()
+    assert [a.attentions for a in entry.axes] == [1] and entry.whole == ()
 
 
 def test_an_encoder_and_a_decoder(same_by_tokens: Compared) -> None:
@@ -69,5 +69,5 @@ def test_training_with_dropout(same_by_tokens: Compared) -> None:
     model = _model("GPT2LMHeadModel", "GPT2Config", {**_GPT2, "attn_pdrop": 0.0}).train()
     ids = _ids()
     entry = same_by_tokens(model, 2, ids, labels=ids.clone(), use_cache=False, wide=False)
-    assert [a.attentions for a in entry.axes] == [2]
+    assert [a.attentions for a in entry.axes] == [1]
     assert min(f.bytes for f in entry.fetched if f.what == "all tokens of a value") == (64, 64)

@@ -23,12 +23,12 @@ def _tiny(layers: tuple[int, ...]) -> nn.Module:
 def test_counted_layers_are_those_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weak_scaling, "TOKENS", 128)
     monkeypatch.setattr(weak_scaling, "RANKS", (1, 8, 16))
-    shape = Shape((4,), _tiny, 2 * 256 * 64, (4 * 64 * 64 + 3 * 64 * 128,), 64, 128)
-    whole = dataclasses.replace(shape, layers=(1,), build=lambda layers: _tiny((4 * layers[0],)))
+    shape = Shape((3,), _tiny, 2 * 256 * 64, (4 * 64 * 64 + 3 * 64 * 128,), 64, 128)
+    whole = dataclasses.replace(shape, layers=(1,), build=lambda layers: _tiny((3 * layers[0],)))
     for (ranks, counted), (_, found) in zip(figures(shape), figures(whole), strict=True):
         assert counted == pytest.approx(found), ranks
         theirs = megatron(shape, ranks)
-        vectors = 2 * 64 * (2 * 4 + 1)  # norms, which every rank has
+        vectors = 2 * 64 * (2 * 3 + 1)  # norms, which every rank has
         assert counted["weights"] == theirs["weights"] + vectors
         assert theirs["received"] <= counted["received"] <= 1.5 * theirs["received"]
 

@@ -32,6 +32,8 @@ NEAR = [
     ("s = dot + r0[q]; keep k <= q and k > q - 9 else -1000.0", (HEIGHTS,)),
     ("s = dot + r0[q]; keep k <= q else -1e9; keep k > q - 5 else -1000.0", (HEIGHTS,)),
 ]
+ALIKE = (FAR[1], FAR[3], NEAR[2])
+"""Whose gradients take the way of another one: of FAR[2], FAR[4] and NEAR[1]. Slow tests."""
 VISITED = [
     ("keep k <= q else -5.0", ()),  # not far from usual scores
     ("keep k <= q else s - 1e9", ()),  # depends on the score
@@ -57,7 +59,11 @@ def test_rows_near_a_fill_and_others_agree(
     agree(text, tensors, reads)
 
 
-@pytest.mark.parametrize(("text", "reads"), FAR + NEAR, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("text", "reads"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in ALIKE else []) for case in FAR + NEAR],
+    ids=lambda value: str(value)[:60],
+)
 def test_gradients_of_rows_near_a_fill_and_others_agree(
     text: str, reads: Sequence[Tensor], all_listed: None
 ) -> None:
