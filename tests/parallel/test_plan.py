@@ -285,6 +285,9 @@ def test_help_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 14), reason="torch holds parts of packed projections from version 2.14 on"
+)
 def test_the_table_in_the_docs_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(attngraph.__file__).resolve().parent.parent / "docs" / "many-devices.md"
     _, _, shown = page.read_text("utf-8").partition("$ attngraph plan ")
