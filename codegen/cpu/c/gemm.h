@@ -8,6 +8,7 @@ enum {
     PART = PANEL > 32 ? 128 : 256,      /* elements of the depth */
     NEAR = 1 << 17,                     /* elements of panels, and of a block of rows: half of the second cache */
     FEWEST_ROWS = 64,                   /* of an item, where rows are divided too */
+    IN_TURN = 8,                        /* panels of an item that are needed once */
 };
 static const float ONES[STEP_Q] = {1, 1, 1, 1, 1, 1};
 
@@ -17,10 +18,18 @@ typedef struct { int64_t columns, rows, shares, count; } Items;
 
 static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
-/* Items of many rows: all threads get equally many, and the panels of one stay in the second cache. Where there
-   are too few columns for the threads, rows are divided too. */
+/* How many tiles of rows pass all panels of an item before the next ones do. The panels are then kept, in the second
+   cache. Where all rows pass at once, or only one panel could be kept, each panel is needed once. */
+INLINE int64_t tiles_at_once(int64_t depth, int64_t rows) {
+    int64_t tiles = parts_of(rows, STEP_Q), near = larger(1, NEAR / (depth * STEP_Q));
+    return tiles <= near || NEAR / (depth * PANEL) <= 1 ? tiles : near;
+}
+
+/* Items of many rows: all threads get equally many. Where there are too few columns for the threads, rows are
+   divided too. */
 static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t members) {
-    int64_t panels = parts_of(width, PANEL), most = larger(1, NEAR / (depth * PANEL));
+    int64_t panels = parts_of(width, PANEL), are_kept = tiles_at_once(depth, rows) < parts_of(rows, STEP_Q);
+    int64_t most = are_kept ? NEAR / (depth * PANEL) : IN_TURN;
     int64_t each = parts_of(panels, members * parts_of(panels, members * most));
     Items items = {each * PANEL, rows, parts_of(panels, each), 0};
     if (items.shares % members)
@@ -72,17 +81,27 @@ INLINE void copy_panel_turned(const void *w, int64_t ldw, int64_t depth, int64_t
 /* The rows of tile `t` of `tiles` begin here. */
 INLINE int64_t row_of(int64_t t, int64_t tiles, int64_t rows) { return rows * t / tiles; }
 
+/* A part of a weight that is read next: `lines` rows of `bytes` bytes, `stride` bytes apart. */
+typedef struct { const char *data; int64_t stride, lines, bytes; } Soon;
+
+/* Fetches part `n` of `parts` of it. */
+INLINE void fetch_part(Soon soon, int64_t n, int64_t parts) {
+    for (int64_t l = soon.lines * n / parts; l < soon.lines * (n + 1) / parts; ++l)
+        for (int64_t b = 0; b < soon.bytes; b += LINE) PREFETCH(soon.data + l * soon.stride + b);
+}
+
 /* Tiles t0 .. t1 - 1 of the rows times one panel, with `outs` outputs. There are at least 20 rows, so a tile has
    STEP_Q of them or one less. */
 static void multiply_by_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
-                              int64_t rows, int64_t tiles, int64_t t0, int64_t t1, int64_t outs) {
+                              int64_t rows, int64_t tiles, int64_t t0, int64_t t1, int64_t outs, Soon soon) {
     float whole[STEP_Q * PANEL];
-    int64_t part = outs == PANEL ? PART : depth;
+    int64_t part = outs == PANEL ? PART : depth, step = 0, steps = parts_of(depth, part) * (t1 - t0);
     for (int64_t d = 0; d < depth; d += part)
         for (int64_t t = t0; t < t1; ++t) {
             int64_t r = row_of(t, tiles, rows), count = row_of(t + 1, tiles, rows) - r, ld = ldy;
             const float *from = x + r * ldx + d;
             float *to = y + r * ldy;
+            fetch_part(soon, step++, steps);
             if (outs < PANEL) to = whole, ld = PANEL;
 #define TILE(BY, ROWS) \
     multiply_tile(to, ld, from, ldx, 1, panel + d * PANEL, PANEL, smaller(part, depth - d), BY, ROWS, STEP_N)
@@ -98,13 +117,19 @@ static void multiply_by_panel(const float *x, int64_t ldx, const float *panel, i
 INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
                             int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,
                             const int type, const int scaled, const int zeros, const int turned) {
-    int64_t tiles = parts_of(rows, STEP_Q), block = larger(1, NEAR / (depth * STEP_Q));
+    int64_t tiles = parts_of(rows, STEP_Q), block = tiles_at_once(depth, rows), size = size_of(type);
     for (int64_t t = 0; t < tiles; t += block)
         for (int64_t o = 0; o < outs; o += PANEL) {
-            int64_t wide = smaller(PANEL, outs - o);
-            float *panel = panels + o * depth;
-            if (turned && !t) copy_panel_turned(w, ldw, depth, first + o, wide, panel, type);
-            else if (!t) copy_panel(w, ldw, depth, scales, first + o, wide, panel, type, scaled, zeros);
-            multiply_by_panel(x, ldx, panel, depth, y + o, ldy, rows, tiles, t, smaller(t + block, tiles), wide);
+            int64_t wide = smaller(PANEL, outs - o), more = smaller(PANEL, outs - o - wide), at = first + o;
+            float *panel = block < tiles ? panels + o * depth : panels;
+            Soon soon = {0};
+            if (turned && !t) {
+                copy_panel_turned(w, ldw, depth, at, wide, panel, type);
+                soon = (Soon){place(w, at + wide, type), ldw * size, more ? depth : 0, more * size};
+            } else if (!t) {
+                copy_panel(w, ldw, depth, scales, at, wide, panel, type, scaled, zeros);
+                soon = (Soon){place(w, (at + wide) * ldw, type), ldw * size, more, depth * size};
+            }
+            multiply_by_panel(x, ldx, panel, depth, y + o, ldy, rows, tiles, t, smaller(t + block, tiles), wide, soon);
         }
 }
