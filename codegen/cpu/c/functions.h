@@ -175,7 +175,7 @@ INLINE float sum_of(Vector x) {
 enum { STREAMS = 8 };                   /* what is read side by side where the memory's speed counts */
 
 /* total[o] = the sum of the elements of sum[o], for at most STREAMS vectors. Each step adds the halves of pairs of
-   vectors, so that it ends with one vector that holds all totals. */
+   vectors, so that it ends with vectors that hold LANES totals each. */
 #if defined(__clang__)
 INLINE void totals(const Vector *sum, float *total, const int outs) {
     for (int o = 0; o < outs; ++o) total[o] = sum_of(sum[o]);
@@ -216,8 +216,8 @@ INLINE void totals(const Vector *sum, float *total, const int outs) {
 #pragma GCC unroll 8
     for (int o = 0; o < outs; ++o) {    /* vector o went to b's lanes in the steps of its one bits */
         int lane = 0, half = LANES / 2;
-        for (int n = o; n > 0; n /= 2, half /= 2) lane |= n & 1 ? half : 0;
-        if (LANES >= STREAMS || outs <= LANES) total[o] = part[0][lane];
+        for (int n = o; half > 0; n /= 2, half /= 2) lane |= n & 1 ? half : 0;
+        total[o] = part[o / LANES][lane];
     }
 }
 #endif

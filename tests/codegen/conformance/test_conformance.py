@@ -166,13 +166,16 @@ def over_a_cache() -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize(("decoder", "name"), over_a_cache())
+@pytest.mark.parametrize("page", [3, 24])
+@pytest.mark.covering
 def test_new_tokens_over_a_cache_get_what_they_get_in_whole_sequences(
-    decoder: Decoder, name: str, request: pytest.FixtureRequest
+    decoder: Decoder, name: str, page: int, request: pytest.FixtureRequest
 ) -> None:
+    """Over pages of a few tokens, and of more than a kernel reads side by side."""
     for fixture in decoder.fixtures:
         request.getfixturevalue(fixture)
     call, tokens = CASES[name].of(decoder.shape, torch.float32), decoder.shape.N
-    paged = Paged(*call.operands[1:], [(tokens - 1, 1), (tokens - 3, 3)])
+    paged = Paged(*call.operands[1:], [(tokens - 1, 1), (tokens - 3, 3)], page)
     found = decoder.attend(call, paged)
     assert (found is None) == (name in decoder.refuses)
     if found is not None:
