@@ -4,8 +4,9 @@ Matches whatever `meaning/attention/recogniser.py` recognises: a sum of values w
 that hold a product of queries and keys, however it is written; at last, sums of pieces of the keys that a
 loop rescales and adds up. Right because every claim is checked in
 float64, values and (where they flow) gradients, at two sizes, before the graph is touched; equal layers
-are checked once. Refuses a claim that fails its check, and an attention whose weights are used
-elsewhere, because then nothing would be saved.
+are checked once. Results that need the weights wait until somebody looks at them (`look_later.py`). Refuses a
+claim that fails its check, and an attention whose weights are used elsewhere, because then nothing would be
+saved.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, sort
+from attngraph.ir.graph.program_graph import RESULTS, Level, ProgramGraph, memory_of, sort
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ProgramError
@@ -40,7 +41,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.look_later import take_attributes
+from attngraph.passes.look_later import Kinds, take_results
 from attngraph.passes.shared_scores import Found, fusible, join_values, side_by_side, used_elsewhere
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import Missed
@@ -59,9 +60,10 @@ ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 @dataclasses.dataclass(frozen=True)
 class FuseAttention:
-    """`later`: attributes that need weights of fused attentions are computed when somebody looks at them."""
+    """`later`: the kinds of results that, where they need weights of fused attentions, are computed when
+    somebody looks at them."""
 
-    later: bool = True
+    later: tuple[str, ...] = RESULTS
     name: str = "fuse-attention"
     requires: Level = Level.CANONICAL
     yields: Level = Level.FUSED
@@ -81,7 +83,7 @@ class _NotBuiltError(Exception):
 class _Fusion:
     """One run of the pass on one graph."""
 
-    def __init__(self, graph: ProgramGraph, later: bool) -> None:
+    def __init__(self, graph: ProgramGraph, later: Kinds) -> None:
         self.graph, self.later = graph, later
         self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
@@ -93,7 +95,7 @@ class _Fusion:
         # Attentions whose weights or scores had another use when they were found.
         self.waiting: list[Found] = []
         # Weights and scores that fused attentions no longer need, and the seeds of their dropouts.
-        self.freed: set[fx.Node] = set()
+        self.freed: dict[fx.Node, str] = {}
         self.seeds: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Outcome:
@@ -110,7 +112,7 @@ class _Fusion:
         if self.later:
             self.outcome.notes += [
                 f"{name} is computed when somebody looks at it"
-                for name in take_attributes(self.graph, self.freed, self.seeds)
+                for name in take_results(self.graph, self.later, self.freed, self.seeds)
             ]
         if self.graph.gradients:
             self._own_results()
@@ -223,7 +225,8 @@ class _Fusion:
             wholes = [n for n in builders[-1].made if nodes.view(n) is not None]
             entries += [(whole, claim, verdict) for whole, claim in zip(wholes, claims, strict=True)]
             replaced |= results
-        self.freed |= {start for each in together for start in each.starts}
+        for each in together:
+            self.freed |= each.starts
         self.seeds |= {read.dropout: seed for read, seed in seeds.items()}
         for old, new in replaced.items():
             old.replace_all_uses_with(new)
