@@ -85,6 +85,8 @@ class _Fusion:
 
     def __init__(self, graph: ProgramGraph, later: Kinds) -> None:
         self.graph, self.later = graph, later
+        # The results that may wait: none, until attentions that share weights have been found.
+        self.may_wait: Kinds = ()
         self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
@@ -108,6 +110,7 @@ class _Fusion:
                     # The reason for the sum itself is more helpful than that for a product with a gate.
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
+        self._fuse_beside_results()
         self._fuse_pieces()
         if self.later:
             self.outcome.notes += [
@@ -143,6 +146,15 @@ class _Fusion:
         except Exception as problem:
             log.exception("could not examine %s at %s", node, source_of(node))
             return Refusal(f"an error of the compiler, please report it: {type(problem).__name__}: {problem}")
+
+    def _fuse_beside_results(self) -> None:
+        """Fuse attentions whose weights or scores are used in results alone that may wait."""
+        self.may_wait = self.later
+        for found in self.waiting if self.later else ():
+            if any(found is each for each in self.waiting):
+                self._attempt(found.node, functools.partial(_claims_of, found), found.weights)
+            elif found.node in set(self.graph.graph.nodes):  # what it reads was replaced
+                self._attempt(found.node, self.recogniser.examine, found.weights)
 
     def _fuse_pieces(self) -> None:
         """Fuse attentions that are computed in pieces of their keys, the largest sum of pieces first."""
@@ -191,11 +203,11 @@ class _Fusion:
     def _fuse(self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]) -> Refusal | None:
         """Check the claims, whose sum should equal the node, and apply them; or return why not."""
         found = Found(old, tuple(claims), weights)
-        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found], self.later)
+        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found], self.may_wait)
         if elsewhere:
             self.waiting = [*(w for w in self.waiting if w.node is not old), found]
             sharing = [w for w in self.waiting if not w.starts.keys().isdisjoint(found.starts)]
-            together = fusible(self.graph, self.meaning, sharing, self.later) if len(sharing) > 1 else []
+            together = fusible(self.graph, self.meaning, sharing, self.may_wait) if len(sharing) > 1 else []
             if found not in together:
                 return Refusal(elsewhere[old])
         builders: list[Builder] = []
@@ -293,6 +305,10 @@ class _Fusion:
             elif category in (Category.MOVEMENT, Category.POINTWISE):
                 nodes += sides
         return False
+
+
+def _claims_of(found: Found, node: fx.Node) -> tuple[Attention, ...]:
+    return found.claims
 
 
 def _is_of_one_key(node: fx.Node) -> bool:
