@@ -139,7 +139,8 @@ def _cost_of(graph: ProgramGraph, node: fx.Node, what: str) -> str:
     value = node.meta["val"]
     size = int(evaluate_size(size_expression(value.numel()), graph.hints)) * value.dtype.itemsize
     found = f": they take {binary(size)} in this call"
-    return f"{found} (compiled.weights computes them on demand)" if what == "weights" else found
+    instead = " (leave them out of the results, and compiled.weights computes them on demand)"
+    return found + instead if what == "weights" else found
 
 
 def join_values(found: Iterable[Found]) -> list[tuple[Found, ...]]:

@@ -198,6 +198,7 @@ def _later_lines(entries: Sequence[LaterEntry]) -> Iterator[str]:
         names = [name for entry in alike for name in entry.names]
         yield f"      {', '.join(names) if len(names) <= _NAMES else f'{names[0]} .. {names[-1]}'}"
         yield f"        {cost}{' each' if len(alike) > 1 else ''}, in a call like the first"
+    yield "      a look computes the scores once more: if you always look, twice in every call"
 
 
 _NAMES = 4
