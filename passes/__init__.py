@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from attngraph.errors import meant
 from attngraph.ir.graph.literals import split
-from attngraph.ir.graph.program_graph import Level
+from attngraph.ir.graph.program_graph import RESULTS, Level
 from attngraph.ir.graph.ranks import Axis
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
 from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
+from attngraph.passes.look_later import Kinds
 from attngraph.passes.merge_heads import MergeHeads
 from attngraph.passes.quantise_cache import QuantiseCache
 from attngraph.passes.quantised_linear import QuantisedLinear
@@ -29,15 +31,14 @@ from attngraph.pipeline import Pass
 
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
-    heads: Axis | None = None, tokens: Axis | None = None, later: bool = True,
+    heads: Axis | None = None, tokens: Axis | None = None,
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
     `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
-    both, tokens of what each rank has of the heads. `later`: attributes may wait until somebody looks at
-    them; never on several ranks.
+    both, tokens of what each rank has of the heads.
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
@@ -50,13 +51,22 @@ def order(
         rest = (*shard, InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(),
-        FuseAttention(later and not shard),
+        FuseAttention(() if shard else RESULTS),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
         *rest,
         SelectKernels(family, requires=Level.CACHED if decoder else Level.FUSED),
         *((QuantiseCache(rounded),) if rounded else ()),
     )
+
+
+def waiting_at_most(passes: Sequence[Pass], kinds: Kinds = ()) -> tuple[Pass, ...]:
+    """The passes, after which only results of these kinds may wait until somebody looks at them."""
+    return tuple(
+        dataclasses.replace(step, later=tuple(kind for kind in step.later if kind in kinds))
+        if isinstance(step, FuseAttention) else step
+        for step in passes
+    )  # fmt: skip
 
 
 DEFAULT_PIPELINE = order()

@@ -4,8 +4,9 @@ Matches whatever `meaning/attention/recogniser.py` recognises: a sum of values w
 that hold a product of queries and keys, however it is written; at last, sums of pieces of the keys that a
 loop rescales and adds up. Right because every claim is checked in
 float64, values and (where they flow) gradients, at two sizes, before the graph is touched; equal layers
-are checked once. Refuses a claim that fails its check, and an attention whose weights are used
-elsewhere, because then nothing would be saved.
+are checked once. Results that need the weights wait until somebody looks at them (`look_later.py`). Refuses a
+claim that fails its check, and an attention whose weights are used elsewhere, because then nothing would be
+saved.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sympy
 import torch
 from torch import fx
 
-from attngraph.ir.graph.program_graph import Level, ProgramGraph, memory_of, sort
+from attngraph.ir.graph.program_graph import RESULTS, Level, ProgramGraph, memory_of, sort
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ProgramError
@@ -40,7 +41,7 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, NoSize
-from attngraph.passes.look_later import take_attributes
+from attngraph.passes.look_later import Kinds, take_results
 from attngraph.passes.shared_scores import Found, fusible, join_values, side_by_side, used_elsewhere
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import Missed
@@ -59,9 +60,10 @@ ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 @dataclasses.dataclass(frozen=True)
 class FuseAttention:
-    """`later`: attributes that need weights of fused attentions are computed when somebody looks at them."""
+    """`later`: the kinds of results that, where they need weights of fused attentions, are computed when
+    somebody looks at them."""
 
-    later: bool = True
+    later: tuple[str, ...] = RESULTS
     name: str = "fuse-attention"
     requires: Level = Level.CANONICAL
     yields: Level = Level.FUSED
@@ -81,8 +83,10 @@ class _NotBuiltError(Exception):
 class _Fusion:
     """One run of the pass on one graph."""
 
-    def __init__(self, graph: ProgramGraph, later: bool) -> None:
+    def __init__(self, graph: ProgramGraph, later: Kinds) -> None:
         self.graph, self.later = graph, later
+        # The results that may wait: none, until attentions that share weights have been found.
+        self.may_wait: Kinds = ()
         self.meaning = Meaning.of(graph)
         self.recogniser = Recogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
@@ -93,7 +97,7 @@ class _Fusion:
         # Attentions whose weights or scores had another use when they were found.
         self.waiting: list[Found] = []
         # Weights and scores that fused attentions no longer need, and the seeds of their dropouts.
-        self.freed: set[fx.Node] = set()
+        self.freed: dict[fx.Node, str] = {}
         self.seeds: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Outcome:
@@ -106,11 +110,12 @@ class _Fusion:
                     # The reason for the sum itself is more helpful than that for a product with a gate.
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
+        self._fuse_beside_results()
         self._fuse_pieces()
         if self.later:
             self.outcome.notes += [
                 f"{name} is computed when somebody looks at it"
-                for name in take_attributes(self.graph, self.freed, self.seeds)
+                for name in take_results(self.graph, self.later, self.freed, self.seeds)
             ]
         if self.graph.gradients:
             self._own_results()
@@ -141,6 +146,15 @@ class _Fusion:
         except Exception as problem:
             log.exception("could not examine %s at %s", node, source_of(node))
             return Refusal(f"an error of the compiler, please report it: {type(problem).__name__}: {problem}")
+
+    def _fuse_beside_results(self) -> None:
+        """Fuse attentions whose weights or scores are used in results alone that may wait."""
+        self.may_wait = self.later
+        for found in self.waiting if self.later else ():
+            if any(found is each for each in self.waiting):
+                self._attempt(found.node, functools.partial(_claims_of, found), found.weights)
+            elif found.node in set(self.graph.graph.nodes):  # what it reads was replaced
+                self._attempt(found.node, self.recogniser.examine, found.weights)
 
     def _fuse_pieces(self) -> None:
         """Fuse attentions that are computed in pieces of their keys, the largest sum of pieces first."""
@@ -189,11 +203,11 @@ class _Fusion:
     def _fuse(self, old: fx.Node, claims: Sequence[Attention], weights: frozenset[fx.Node]) -> Refusal | None:
         """Check the claims, whose sum should equal the node, and apply them; or return why not."""
         found = Found(old, tuple(claims), weights)
-        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found], self.later)
+        together, elsewhere = [found], used_elsewhere(self.graph, self.meaning, [found], self.may_wait)
         if elsewhere:
             self.waiting = [*(w for w in self.waiting if w.node is not old), found]
             sharing = [w for w in self.waiting if not w.starts.keys().isdisjoint(found.starts)]
-            together = fusible(self.graph, self.meaning, sharing, self.later) if len(sharing) > 1 else []
+            together = fusible(self.graph, self.meaning, sharing, self.may_wait) if len(sharing) > 1 else []
             if found not in together:
                 return Refusal(elsewhere[old])
         builders: list[Builder] = []
@@ -223,7 +237,8 @@ class _Fusion:
             wholes = [n for n in builders[-1].made if nodes.view(n) is not None]
             entries += [(whole, claim, verdict) for whole, claim in zip(wholes, claims, strict=True)]
             replaced |= results
-        self.freed |= {start for each in together for start in each.starts}
+        for each in together:
+            self.freed |= each.starts
         self.seeds |= {read.dropout: seed for read, seed in seeds.items()}
         for old, new in replaced.items():
             old.replace_all_uses_with(new)
@@ -290,6 +305,10 @@ class _Fusion:
             elif category in (Category.MOVEMENT, Category.POINTWISE):
                 nodes += sides
         return False
+
+
+def _claims_of(found: Found, node: fx.Node) -> tuple[Attention, ...]:
+    return found.claims
 
 
 def _is_of_one_key(node: fx.Node) -> bool:

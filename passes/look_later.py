@@ -1,12 +1,15 @@
-"""Attributes for which the weights of a fused attention would be computed wait until somebody looks at them.
+"""Results for which the weights of a fused attention would be computed wait until somebody looks at them.
 
-A forward that sets `self.attention_weights = p` needs `p` in memory only if somebody reads the attribute.
-What the attribute needs, and nothing else does, moves to the stage `Rate.LOOK`. It starts from values that
-the graph computes anyway (queries and keys), which become results of the graph. A value that somebody may
-write to before the look is copied: what shares its memory with an input or with another result.
+A call whose weights are returned (`return out, p`), or kept by its model (`self.attention_weights = p`),
+needs them in memory only if somebody looks at that result. What such results need, and nothing else in the
+call does, moves to the stage `Rate.LOOK`. It starts from values that the graph computes anyway (queries and
+keys), which become results of the graph. A value that somebody may write to before the look is copied: what
+shares its memory with an input or with another result.
 
-Random numbers must be those of the call. A dropout that was fused has them by the seed of its attention
-(`ir/ops/dropout.py`); with any other random operation the attribute is set in each call. Used by
+A result waits only beside one that is computed in the call from the attention's output: else all of the call
+would be computed when it is looked at, and nothing saved. Random numbers must be those of the call. A dropout
+that was fused has them by the seed of its attention (`ir/ops/dropout.py`); what any other random operation
+draws is computed in the call, and what draws from the weights themselves computes them there. Used by
 `fuse_attention.py`.
 """
 
@@ -17,10 +20,12 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import (
+    RESULTS,
     Input,
     Output,
     ProgramGraph,
@@ -38,70 +43,100 @@ from attngraph.passes.build import Builder, NoSize
 
 aten = torch.ops.aten
 
-Weights = Collection[fx.Node]
-"""Weights and scores of fused attentions."""
+Weights = Mapping[fx.Node, str]
+"""The "weights" and "scores" of fused attentions."""
+Kinds = Collection[str]
+"""Kinds of results (`Output.kind`)."""
 Seeds = Mapping[fx.Node, fx.Node]
 """The seed of each dropout that is part of a fused attention."""
 
 
-def can_wait(graph: ProgramGraph, value: fx.Node, way: Iterable[fx.Node], dropouts: Weights) -> bool:
-    """Whether a result that is computed from weights in this way is one that waits, once these dropouts are
-    part of an attention."""
-    results: Any = graph.graph.output_node().args[0]
-    kinds = {o.kind for node, o in zip(results, graph.outputs, strict=True) if node is value}
-    return kinds == {"attribute"} and all(n in dropouts or not is_random(n.target, n.args) for n in way)
+def can_wait(
+    graph: ProgramGraph, kinds: Kinds, node: fx.Node, way: Iterable[fx.Node],
+    dropouts: Collection[fx.Node],
+) -> bool:  # fmt: skip
+    """Whether a node that is computed from weights in this way is a result that waits, if results of these
+    kinds may, once these dropouts are part of an attention."""
+    found = {output.kind for result, output in results_of(graph) if result is node}
+    return found <= set(kinds) and all(n in dropouts or not is_random(n.target, n.args) for n in way)
 
 
-def take_attributes(graph: ProgramGraph, weights: Weights, seeds: Seeds) -> list[str]:
-    """Move the attributes that wait to their stage, where only they need any of these weights and scores;
-    returns their names."""
-    results: list[fx.Node] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
-    waiting = _waiting(graph, results, weights, seeds)
+def results_of(graph: ProgramGraph) -> list[tuple[fx.Node, Output]]:
+    """The results of a graph, and what each of them is."""
+    nodes: Any = graph.graph.output_node().args[0]
+    return list(zip(nodes, graph.outputs, strict=True))
+
+
+def take_results(graph: ProgramGraph, kinds: Kinds, weights: Weights, seeds: Seeds) -> list[str]:
+    """Move results of these kinds that need any of these weights and scores to their stage, where nothing
+    else needs them; returns their names."""
+    results = [node for node, _ in results_of(graph)]
+    waiting, needed = _waiting(graph, kinds, weights, seeds)
     if not waiting:
         return []
-    staying = [n for n in range(len(results)) if n not in waiting]
-    needed = computed_from(results[n] for n in staying)
-    own = {node for node in computed_from(results[n] for n in waiting) - needed if node.op == "call_function"}
-    stage = _Stage(graph, own, seeds)
-    of_call = [n for n, o in enumerate(graph.outputs) if o.kind in ("value", "attribute")]
-    later = [dataclasses.replace(graph.outputs[n], place=of_call.index(n)) for n in sorted(waiting)]
+    own = {n for n in computed_from(results[n] for n in waiting) - needed if n.op == "call_function"}
+    stage = _Stage(graph, own, weights, seeds)
+    of_call = [n for n, o in enumerate(graph.outputs) if o.kind in RESULTS]
+    looks = _together([results[n] for n in sorted(waiting)], own, weights)
+    later = [
+        dataclasses.replace(graph.outputs[n], place=of_call.index(n), look=look)
+        for n, look in zip(sorted(waiting), looks, strict=True)
+    ]
     graph.stages[Rate.LOOK] = stage.finish([results[n] for n in sorted(waiting)], later)
+    staying = [n for n in range(len(results)) if n not in waiting]
     kept = _kept(graph, stage.taken.values(), [results[n] for n in staying])
     graph.graph.output_node().args = ((*(results[n] for n in staying), *kept),)
     graph.outputs = (
         *(graph.outputs[n] for n in staying), *(Output(Rate.LOOK.value, name) for name in stage.taken)
     )  # fmt: skip
-    return sorted({o.name.removeprefix("model.") for o in later})
+    return sorted({o.name.removeprefix("model.") or f"result {o.place}" for o in later})
 
 
-def _waiting(graph: ProgramGraph, results: list[fx.Node], weights: Weights, seeds: Seeds) -> set[int]:
-    """The results that wait: attributes that need weights which nothing else needs."""
-    waiting = {n for n, o in enumerate(graph.outputs) if o.kind == "attribute"}
+def _waiting(
+    graph: ProgramGraph, kinds: Kinds, weights: Weights, seeds: Seeds
+) -> tuple[set[int], set[fx.Node]]:
+    """The results that wait, by number: those that need weights which nothing else needs; and all that is
+    computed in the call. What cannot be computed later is, with all that it needs."""
+    results = [node for node, _ in results_of(graph)]
+    waiting = {n for n, o in enumerate(graph.outputs) if o.kind in kinds}
     while True:
         needed = computed_from(node for n, node in enumerate(results) if n not in waiting)
-        set_now = set()
-        for n in waiting:
-            own = {node for node in computed_from([results[n]]) - needed if node.op == "call_function"}
-            if own.isdisjoint(weights) or not all(_runs_later(node, seeds) for node in own):
-                set_now.add(n)
-        if not set_now:
-            return waiting
-        waiting -= set_now
+        later = computed_from(results[n] for n in waiting) - needed
+        needed |= computed_from(node for node in later if not _runs_later(node, seeds))
+        own = {n: computed_from([results[n]]) - needed for n in waiting}
+        now = {n for n in waiting if own[n].isdisjoint(weights.keys()) or _measures(own[n])}
+        if not now:
+            return waiting, needed
+        waiting -= now
+
+
+def _together(results: Sequence[fx.Node], own: Collection[fx.Node], weights: Weights) -> list[int]:
+    """For each result the number of its look: those that need the same weights are computed together."""
+    view = nx.Graph()
+    for node in results:
+        view.add_edges_from((node, n) for n in computed_from([node]) if n in own and n in weights)
+    looks = list(nx.connected_components(view))
+    return [next(number for number, members in enumerate(looks) if node in members) for node in results]
+
+
+def _measures(own: Collection[fx.Node]) -> bool:
+    """Whether sizes among these nodes or their operands follow from the contents of tensors."""
+    return any(is_measured(each) for node in own for each in (node, *node.all_input_nodes))
 
 
 def _runs_later(node: fx.Node, seeds: Seeds) -> bool:
-    if is_measured(node):
-        return False
     if node.target is aten.native_dropout.default:
         return node in seeds and all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
-    return node in seeds or not is_random(node.target, node.args)
+    return node in seeds or node.op != "call_function" or not is_random(node.target, node.args)
 
 
 class _Stage:
     """The stage while it is built, from the nodes that it has of its `own`; their operands are its inputs."""
 
-    def __init__(self, graph: ProgramGraph, own: Collection[fx.Node], seeds: Seeds) -> None:
-        self.graph, self.own, self.seeds = graph, own, seeds
+    def __init__(
+        self, graph: ProgramGraph, own: Collection[fx.Node], weights: Weights, seeds: Seeds
+    ) -> None:  # fmt: skip
+        self.graph, self.own, self.weights, self.seeds = graph, own, weights, seeds
         self.given = dict(zip(graph.placeholders(), graph.inputs, strict=True))
         made = fx.Graph()
         self.end = made.output(())
@@ -156,7 +191,7 @@ class _Stage:
         else:
             with self.stage.graph.inserting_before(self.end):
                 self.made[node] = self.stage.graph.node_copy(node, self._operand)
-            self.made[node].meta = dict(node.meta)
+            self.made[node].meta = node.meta | {"of_attention": self.weights.get(node, "")}
 
     def _operand(self, node: fx.Node) -> Any:
         """What stands for an operand of the graph; sizes are taken from the stage's own tensors."""

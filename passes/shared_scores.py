@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import networkx as nx
 from torch import fx
 
-from attngraph.ir.graph.program_graph import ProgramGraph, operands_first
+from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, operands_first
 from attngraph.ir.graph.source import source_of
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
@@ -24,7 +23,7 @@ from attngraph.meaning.attention.claim import Attention, Operand
 from attngraph.meaning.attention.program import Seed, Source
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category
-from attngraph.passes.look_later import can_wait
+from attngraph.passes.look_later import Kinds, can_wait, results_of
 from attngraph.report.units import binary
 
 
@@ -54,10 +53,11 @@ class Found:
 
 
 def used_elsewhere(
-    graph: ProgramGraph, meaning: Meaning, found: Sequence[Found], later: bool = False
+    graph: ProgramGraph, meaning: Meaning, found: Sequence[Found], later: Kinds = ()
 ) -> dict[fx.Node, str]:
     """For each node, the use for which its weights or scores would still be computed after fusing all of
-    them; nodes without such a use are left out. `later`: attributes may wait until somebody looks at them."""
+    them; nodes without such a use are left out. `later`: kinds of results that may wait until somebody looks
+    at them."""
     fused = {each.node for each in found}
     view = nx.DiGraph()  # from weights and scores to all that is computed from them
     waiting = [start for each in found for start in each.starts if start not in fused]
@@ -67,19 +67,18 @@ def used_elsewhere(
         waiting += [user for user in users if user not in view]
         view.add_node(node)
         view.add_edges_from((node, user) for user in users)
-    if later:
+    output = graph.graph.output_node()
+    if later and output in view:
+        others = computed_from(node for node, _ in results_of(graph) if node not in view)
         seeds = {read.dropout for each in found for read in each.reads if isinstance(read, Seed)}
-        output = graph.graph.output_node()
-        for node in list(view.predecessors(output)) if output in view else ():
-            if can_wait(graph, node, view.subgraph({node} | nx.ancestors(view, node)), seeds):
+        for node in list(view.predecessors(output)) if others >= fused else ():
+            if can_wait(graph, later, node, view.subgraph({node} | nx.ancestors(view, node)), seeds):
                 view.remove_edge(node, output)
     reasons = {each.node: _other_use(graph, view, meaning, each, found) for each in found}
     return {node: reason for node, reason in reasons.items() if reason is not None}
 
 
-def fusible(
-    graph: ProgramGraph, meaning: Meaning, found: Sequence[Found], later: bool = False
-) -> list[Found]:
+def fusible(graph: ProgramGraph, meaning: Meaning, found: Sequence[Found], later: Kinds = ()) -> list[Found]:
     """The most of these that can be fused together without a use of their weights or scores elsewhere."""
     left = list(found)
     while left:
@@ -127,8 +126,7 @@ def _product_between(view: nx.DiGraph, meaning: Meaning, start: fx.Node, end: fx
 
 def _result_of(graph: ProgramGraph, results: Sequence[fx.Node]) -> str:
     """These results of the graph in words: what the model returns, or attributes that its forward sets."""
-    values: Any = graph.graph.output_node().args[0]
-    outputs = [o for node, o in zip(values, graph.outputs, strict=True) if node in results]
+    outputs = [output for node, output in results_of(graph) if node in results]
     places = ", ".join(map(source_of, results))
     if any(o.kind != "attribute" for o in outputs):
         return f"the model's results ({places})"
@@ -141,7 +139,8 @@ def _cost_of(graph: ProgramGraph, node: fx.Node, what: str) -> str:
     value = node.meta["val"]
     size = int(evaluate_size(size_expression(value.numel()), graph.hints)) * value.dtype.itemsize
     found = f": they take {binary(size)} in this call"
-    return f"{found} (compiled.weights computes them on demand)" if what == "weights" else found
+    instead = " (leave them out of the results, and compiled.weights computes them on demand)"
+    return found + instead if what == "weights" else found
 
 
 def join_values(found: Iterable[Found]) -> list[tuple[Found, ...]]:

@@ -485,3 +485,26 @@ def test_what_is_no_decoder_of_tokens_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="decoder-only"):
         attngraph.hf.generation_model(both)
+
+
+# --- what transformers' models collect by hooks ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("looked", [False, True], ids=["compiled first", "uncompiled first"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_attentions_and_hidden_states_are_collected_once_a_layer(name: str, looked: bool) -> None:
+    model = build(name, *DECODERS[name], attention="eager")
+    eager, asked = copy.deepcopy(model), {"output_attentions": True, "output_hidden_states": True}
+    with torch.no_grad():
+        wanted = eager(**prompts("right"), **asked)
+        if looked:
+            model(**prompts("right"), **asked)
+        compiled = attngraph.compile(model)
+        for called in (compiled, model, compiled):
+            found = called(**prompts("right"), **asked)
+            torch.testing.assert_close(found.attentions, wanted.attentions)
+            torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
+    assert len(wanted.attentions) == 2
+    counts = [[len(m._forward_hooks) for m in each.modules()] for each in (model, eager)]
+    assert counts[0] == counts[1]
+    assert sum(counts[1]) > 0

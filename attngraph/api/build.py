@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 import attngraph.codegen  # noqa: F401  registers the kernels
+from attngraph.api.later import later_of
 from attngraph.api.options import Options
 from attngraph.api.records import entries_of
 from attngraph.api.rewritten import owner_of, rewritten
@@ -21,7 +22,6 @@ from attngraph.api.runners import runner_of
 from attngraph.capture.captured import Captured
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NotFusedError
-from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.report.report import CompileReport
 from attngraph.runtime.executable import Executable
 from attngraph.runtime.parallel.agree import agree_on_graph
@@ -52,7 +52,7 @@ def compile_graph(
         entries, tuple(result.missed), tuple(result.records), (), seconds, captured=result.captured,
         code=result.code, ranks=None if graph.ranks is None else graph.ranks.entry,
         context=None if graph.ranks is None else graph.ranks.context, numbers=made.numbers,
-        capture=made.seconds, later=_later(graph),
+        capture=made.seconds, later=later_of(made.captured),
     )  # fmt: skip
     if made.dump is not None:
         made.dump.finish(report)
@@ -78,9 +78,3 @@ def _executable(captured: Captured, owner: nn.Module, options: Options) -> Execu
     if mesh.tensor is not None and mesh.holds_parts:
         distribute(graph, owner, mesh.tensor)
     return Executable(captured, owner, runner_of(options), Own(graph, owner, mesh))
-
-
-def _later(graph: ProgramGraph) -> tuple[str, ...]:
-    """The attributes that are computed when somebody looks at them."""
-    stage = graph.stages.get(Rate.LOOK)
-    return () if stage is None else tuple(sorted({Input(o.kind, o.name).label for o in stage.outputs}))

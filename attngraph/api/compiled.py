@@ -88,8 +88,10 @@ class CompiledModule(ModelWrapper):
         self, target: Callable[..., Any], options: Options, pieces: bool = True,
         saved: saving.Folder | None = None,
     ) -> None:  # fmt: skip
+        """`pieces`: whether it may be captured in pieces; if not it is one, or serves other code that is
+        compiled, and none of its results may wait until somebody looks at them."""
         super().__init__(target)
-        self._options = options
+        self._options = options if pieces else dataclasses.replace(options, later=())
         self._allow_pieces = pieces and options.mesh is None
         self._saved = saved
         self._reset()

@@ -24,7 +24,7 @@ from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import ConversionError
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
 from attngraph.ir.ops import nodes
-from attngraph.passes import order
+from attngraph.passes import order, waiting_at_most
 from attngraph.passes.absorb_mla import AbsorbMLA
 from attngraph.passes.convert_heads import ConvertHeads
 from attngraph.pipeline import run as run_passes
@@ -179,7 +179,7 @@ def convert_heads(
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
     captured = once_settled(lambda: capture(model, (), given), model, (), given)
     graph = captured.graph
-    result = run_passes(graph, split_at(order(later=False), AbsorbMLA.name)[0])
+    result = run_passes(graph, split_at(waiting_at_most(order()), AbsorbMLA.name)[0])
     if result.missed:
         first = result.missed[0]
         raise ConversionError(

@@ -10,8 +10,9 @@ from typing import Any
 
 from attngraph.errors import meant
 from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import RESULTS
 from attngraph.ir.graph.ranks import Axis
-from attngraph.passes import PASSES, order, pass_named
+from attngraph.passes import PASSES, order, pass_named, waiting_at_most
 from attngraph.passes.absorb_mla.absorb import WAYS as ABSORB
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
@@ -24,7 +25,8 @@ __all__ = ["ABSORB", "BACKENDS", "Options", "make_options"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Compile options; see `attngraph.compile`."""
+    """Compile options; see `attngraph.compile`. `later`: the kinds of results that may wait until somebody
+    looks at them, where what is compiled is called by whoever uses its results."""
 
     backend: str = "auto"
     inductor: bool = False
@@ -36,6 +38,7 @@ class Options:
     disable: tuple[str, ...] = ()
     min_scores: int | None = None
     mesh: RankMesh | None = None
+    later: tuple[str, ...] = RESULTS
 
     @property
     def fused_from(self) -> int:
@@ -62,9 +65,10 @@ class Options:
 
     def pipeline(self) -> tuple[Pass, ...]:
         """The passes for a model without a cache."""
-        if self.passes is not None:
-            return without(self.passes, self.disable)
-        return without(order(self.backend, self.absorb, **self._ranks), self.disable)
+        steps = self.passes
+        if steps is None:
+            steps = order(self.backend, self.absorb, **self._ranks)
+        return without(waiting_at_most(steps, self.later), self.disable)
 
     @property
     def _ranks(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from attngraph.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, bytes_sent
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.masks.needed import pairs_of_ranks
-from attngraph.passes import order
+from attngraph.passes import order, waiting_at_most
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.shard_heads.shard import ShardHeads
@@ -92,7 +92,7 @@ class Planner:
     ) -> None:  # fmt: skip
         self.progress, self.proves = progress, proves
         self.by_heads: dict[int, ProgramGraph] = {}
-        steps, _ = split_at(order(later=False), SelectKernels.name)
+        steps, _ = split_at(waiting_at_most(order()), SelectKernels.name)
         progress("capture")
         self.graph = rewritten(model, inputs, {}, Options(), steps).captured.graph
         self.remarks: list[str] = []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from attngraph.capture.state import LeftOut
-from attngraph.capture.structure import TreeSpec
+from attngraph.capture.structure import TreeSpec, attributes_of, unflatten
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.report.entries import Break
 
@@ -19,6 +22,32 @@ class Structure:
 
     tree: TreeSpec
     leaves: tuple[tuple[str, Any], ...]
+
+    def names(self, root: str) -> dict[int, str]:
+        """The name of each tensor, by its number, as code that has the result writes it: `result[1]`,
+        `result.attentions[0]`."""
+        marks = {number: torch.empty(0) for kind, number in self.leaves if kind == "tensor"}
+        leaves = [marks[value] if kind == "tensor" else None for kind, value in self.leaves]
+        found = {id(mark): name for name, mark in _named(unflatten(leaves, self.tree), root)}
+        return {number: found.get(id(mark), root) for number, mark in marks.items()}
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a result, with their names."""
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    inner: Iterable[tuple[str, Any]]
+    if isinstance(value, Mapping):
+        inner = ((f".{k}" if dataclasses.is_dataclass(value) else f"[{k!r}]", v) for k, v in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        inner = ((f".{field}", part) for field, part in zip(value._fields, value, strict=True))
+    elif isinstance(value, (list, tuple)):
+        inner = ((f"[{place}]", part) for place, part in enumerate(value))
+    else:
+        inner = ((f".{k}", v) for k, v in (attributes_of(value) or {}).items())
+    for step, part in inner:
+        yield from _named(part, name + step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +84,14 @@ class Captured:
     def left_out(self) -> LeftOut:
         """The state of the model on which the graph does not depend."""
         return frozenset((id(a.owner), a.name) for a in self.attributes if not a.read)
+
+    def names(self) -> dict[int, str]:
+        """The names of the tensors among its results, by their number."""
+        found = self.structure.names("result")
+        for attribute in self.attributes:
+            if attribute.structure is not None:
+                found |= attribute.structure.names(attribute.label.removeprefix("model."))
+        return found
 
     def dimensions(self, sizes: Iterable[str]) -> frozenset[tuple[int, int]]:
         """The dimensions, (argument, dimension), whose extents involve these symbolic sizes."""

@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,9 @@ from attngraph.ir import budgets
 
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
+_MODULES_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
+_NAMING = ("_parameters", "_buffers", "_modules")
+"""Of a module's tables those whose entries are read as attributes of it."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _HEAP_TYPE = 1 << 9
@@ -91,11 +94,13 @@ class Place(NamedTuple):
 
 
 class Snapshot:
-    """The containers, attributes and variables reachable from the targets, so that they can be restored."""
+    """The containers, attributes and variables reachable from the targets, and the hooks of modules, so that
+    they can be restored."""
 
     def __init__(self, targets: Iterable[Any]) -> None:
         walk = _walk(targets)
-        self._containers = [(place, c, c.copy()) for place, c in walk.containers]
+        found = (each for place, c in walk.containers for each in ((place, c), *_tables_of(place.owner, c)))
+        self._containers = [(place, c, c.copy()) for place, c in found]
         self._variables = walk.variables
 
     def restore(self) -> None:
@@ -142,6 +147,15 @@ class Snapshot:
             elif len(container) != len(copy) or not _same(container, copy):
                 return place
         return next((place for place, value in self._variables if _variable(place) is not value), None)
+
+
+def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:
+    """If these are the attributes of a module: its tables of weights, of submodules and of hooks."""
+    if isinstance(owner, nn.Module) and held is vars(owner):
+        for name in _MODULES_TABLES:
+            table = held.get(name)
+            if isinstance(table, (dict, set)):
+                yield Place(owner, "" if name in _NAMING else name), table
 
 
 def _same(container: Any, copy: Any) -> bool:
@@ -322,10 +336,8 @@ class _Walk:
                 found.append((name, order, tensor.dtype, tensor.device, shape, lazy, wants))
         for hooks in filter(None, map(own.__getitem__, _HOOKS)):
             found += map(id, hooks.values())
-        whole, around = Place(module, ""), self.at
-        self.containers += [
-            (whole, own), (whole, module._parameters), (whole, module._buffers), (whole, own["_modules"])
-        ]  # fmt: skip
+        self.containers.append((Place(module, ""), own))
+        around = self.at
         for name in _set_by_user(tuple(own)):
             if (id(module), name) not in self.left_out:
                 found.append(name)

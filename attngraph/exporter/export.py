@@ -104,8 +104,9 @@ def plain_options(options: Options, *more: str) -> Options:
     """The options with the passes alone that find attention; kernels are chosen by whoever runs the file."""
     left_out = (AbsorbMLA.name, ReassociateLinear.name, *more)
     return dataclasses.replace(
-        options, backend="reference", inductor=False, dump=None, disable=(*options.disable, *left_out)
-    )
+        options, backend="reference", inductor=False, dump=None, disable=(*options.disable, *left_out),
+        later=("attribute",),
+    )  # fmt: skip
 
 
 def _whole(

@@ -16,7 +16,7 @@ from attngraph.errors import ExportError
 from attngraph.exporter.limits import Limits
 from attngraph.exporter.lower import Lowering, Operands
 from attngraph.exporter.weights import Weights
-from attngraph.ir.graph.program_graph import ProgramGraph, is_assertion, is_random
+from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, is_assertion, is_random
 from attngraph.ir.ops import nodes
 
 
@@ -89,7 +89,7 @@ class Whole(nn.Module):
         self._lowering.begin()
         made = Rewritten(self._graph, self._lowering).run(*given)
         kinds = [o.kind for o in self._graph.outputs]
-        values = [v for v, kind in zip(made, kinds, strict=True) if kind in ("value", "attribute")]
+        values = [v for v, kind in zip(made, kinds, strict=True) if kind in RESULTS]
         results = tuple(values[place] for place in self._order)
         return results[0] if len(results) == 1 else results
 

@@ -14,6 +14,7 @@ import torch
 
 from attngraph.report.cache_entry import CacheEntry
 from attngraph.report.ranks import ContextEntry, RanksEntry
+from attngraph.report.units import binary
 from attngraph.report.user_code import UserCode
 
 
@@ -234,6 +235,22 @@ class TokenProgramEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class LaterEntry:
+    """Results that are computed together when somebody looks at one of them, by their names in what the call
+    returns, or of attributes. `what` (weights or scores) takes `bytes` then, and `multiplications` are made,
+    at the sizes of the first call."""
+
+    names: tuple[str, ...]
+    what: str
+    bytes: int
+    multiplications: int
+
+    @property
+    def cost(self) -> str:
+        return f"{self.what} of {binary(self.bytes)}, {self.multiplications:,} multiplications"
+
+
+@dataclasses.dataclass(frozen=True)
 class PassRecord:
     """One run of one pass. `before` and `after` count computing ops; `options` are the pass's own, as text;
     `text` is the whole graph after it, if it changed something."""
@@ -256,8 +273,8 @@ class Entries:
     `retraces`: why calls were traced again, and how often. `capture`: the seconds of `seconds` that tracing
     took. `small_calls`: how many calls ran the model itself because fusing gains nothing at their sizes.
     `captured` is the graph as it was traced, as text, `code` the user's lines that it comes from, `programs`
-    its token programs, equal ones once. `later` are attributes that are computed when somebody looks at them,
-    not in the call that sets them. Where there are several graphs, `parts` has the entries of each,
+    its token programs, equal ones once. `later` are results that are computed when somebody looks at them,
+    not in the call. Where there are several graphs, `parts` has the entries of each,
     including the graphs' texts. `taken_from`: the folder of files, if it was not compiled now; then times are
     those of when it was.
     """
@@ -280,7 +297,7 @@ class Entries:
     parts: tuple[Entries, ...] = dataclasses.field(default=(), repr=False)
     taken_from: str = ""
     programs: tuple[TokenProgramEntry, ...] = ()
-    later: tuple[str, ...] = ()
+    later: tuple[LaterEntry, ...] = ()
 
     @property
     def unfused(self) -> tuple[Missed, ...]:

@@ -7,7 +7,7 @@ import html
 import itertools
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from attngraph.report.entries import (
     AttentionEntry,
     Entries,
     LatentEntry,
+    LaterEntry,
     PassRecord,
     TokenProgramEntry,
     folded,
@@ -95,7 +96,7 @@ class CompileReport(Entries):
         for stop in self.numbers:
             lines += ["", f"  compiled again for other sizes   {stop.source}", f"      {stop.reason}"]
         if self.later:
-            lines += ["", "  computed when somebody looks at it", f"      {', '.join(self.later)}"]
+            lines += ["", "  computed when somebody looks at it", *_later_lines(self.later)]
         if self.retraces:
             lines += ["", *(f"  traced again x {count}   because of {what}" for what, count in self.retraces)]
         if self.small_calls:
@@ -188,6 +189,22 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
     ]
 
 
+def _later_lines(entries: Sequence[LaterEntry]) -> Iterator[str]:
+    """The names of results that wait, and what a look at them costs; those of equal costs together."""
+    costs: dict[str, list[LaterEntry]] = {}
+    for entry in entries:
+        costs.setdefault(entry.cost, []).append(entry)
+    for cost, alike in costs.items():
+        names = [name for entry in alike for name in entry.names]
+        yield f"      {', '.join(names) if len(names) <= _NAMES else f'{names[0]} .. {names[-1]}'}"
+        yield f"        {cost}{' each' if len(alike) > 1 else ''}, in a call like the first"
+    yield "      a look computes the scores once more: if you always look, twice in every call"
+
+
+_NAMES = 4
+"""Most names of results in a line."""
+
+
 def _program_lines(programs: Sequence[TokenProgramEntry]) -> list[str]:
     """What kernels say of how they computed token programs; nothing where they say nothing."""
     remarks = dict.fromkeys(remark for entry in programs for remark in entry.kernel.remarks)
@@ -217,7 +234,7 @@ def merge(reports: Sequence[CompileReport]) -> CompileReport:
         capture=sum(r.capture for r in reports),
         small_calls=sum(r.small_calls for r in reports),
         programs=tuple(p for r in reports for p in r.programs),
-        later=tuple(dict.fromkeys(name for r in reports for name in r.later)),
+        later=tuple(dict.fromkeys(entry for r in reports for entry in r.later)),
         parts=tuple(parts),
     )
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.structure import unflatten
-from attngraph.ir.graph.program_graph import ProgramGraph, Rate, is_assertion
+from attngraph.ir.graph.program_graph import RESULTS, ProgramGraph, Rate, is_assertion
 from attngraph.report.report import CompileReport
+from attngraph.runtime.layout import laid_out
 from attngraph.runtime.look import Looks
 from attngraph.runtime.machine import Machine, Run
 from attngraph.runtime.small_calls import scores_per_attention
@@ -64,9 +65,9 @@ class Executable:
         kept: dict[str, Tensor] = {}
         laid: dict[int, Tensor] = {}  # a tensor that is returned twice stays one tensor
         for result, output in zip(results, self.captured.graph.outputs, strict=True):
-            if output.kind in ("value", "attribute"):
+            if output.kind in RESULTS:
                 if id(result) not in laid:
-                    laid[id(result)] = _laid_out(result, output.order)
+                    laid[id(result)] = laid_out(result, output.order)
                 values.append(laid[id(result)])
             elif output.kind == Rate.LOOK.value:
                 kept[output.name] = result
@@ -95,14 +96,3 @@ class Executable:
             else:
                 leaves.append(value)
         return unflatten(leaves, structure.tree)
-
-
-def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The tensor with its dimensions in this order in memory; unchanged if they are already."""
-    if not order:
-        return tensor
-    dense = tensor.permute(order)
-    if dense.is_contiguous():
-        return tensor
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return dense.contiguous().permute(inverse)

@@ -135,7 +135,7 @@ def _beside(part: ProgramGraph, names: Mapping[str, str]) -> dict[str, Any]:
     nodes = [n for n in part.graph.nodes if n.op == "call_function" and not is_size(n)]
     return {
         "inputs": [[given.kind, given.name] for _, given in kept],
-        "outputs": [[o.kind, o.name, list(o.order), o.place] for o in part.outputs],
+        "outputs": [[o.kind, o.name, list(o.order), o.place, o.look] for o in part.outputs],
         "assumed": [[given.kind, given.name] for given in _assumed(part)],
         "sizes": _sizes(part, {node: place for place, (node, _) in enumerate(kept)}, names),
         "attention": [place for place, node in enumerate(_calls(nodes)) if "attention" in node.meta],
@@ -178,7 +178,7 @@ def _complete(part: ProgramGraph, about: Mapping[str, Any]) -> None:
         raise ValueError("other inputs or results than in the text")
     part.inputs = tuple(Input(kind, name) for kind, name in about["inputs"])
     part.outputs = tuple(
-        Output(kind, name, tuple(order), place) for kind, name, order, place in about["outputs"]
+        Output(kind, name, tuple(order), place, look) for kind, name, order, place, look in about["outputs"]
     )
     _assume(part, [Input(kind, name) for kind, name in about["assumed"]])
     calls = _calls(n for n in part.graph.nodes if n.op == "call_function" and not is_size(n))

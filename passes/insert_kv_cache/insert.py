@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import Level, Output, ProgramGraph, is_size, op_name
+from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, is_size, op_name
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -91,7 +91,7 @@ class InsertKVCache:
 def only_result(graph: ProgramGraph, result: int) -> None:
     """Of the model's results keep only the logits; attributes that its forward sets are not set, and
     conditions on values not checked. A model that writes to its inputs has no decoder."""
-    written = [o for o in graph.outputs if o.kind not in ("value", "attribute", "check")]
+    written = [o for o in graph.outputs if o.kind not in (*RESULTS, "check")]
     if written:
         raise NoDecoderError(f"the model writes to a {written[0].kind} ({written[0].name}) in its forward.")
     output = graph.graph.output_node()

@@ -30,16 +30,17 @@ EVIL = "</script><img src=x onerror=document.body.dataset.owned=1>\"'&`ünï\u20
 
 
 class Misses(nn.Module):
-    """One attention, one whose weights are a result too, and one softmax that is none."""
+    """One attention, one whose weights are added to the result, and one softmax that is none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.query = nn.Linear(16, 16)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         weights = (self.query(x) @ x.mT).softmax(-1)
         fused = ((self.query(x) @ x.mT) / 4).softmax(-1) @ x
-        return weights @ x + fused + x.softmax(-1), weights
+        found: Tensor = weights @ x + fused + x.softmax(-1) + weights.log().sum()
+        return found
 
 
 class Pieces(nn.Module):

@@ -15,15 +15,14 @@ Same = Callable[..., None]
 
 
 @pytest.mark.parametrize("batch_first", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["plain", "no weights", "padding", "causal"])
-def test_multihead_attention_answers_as_eager_and_fuses_unless_weights_are_wanted(
-    case: str, batch_first: bool, same: Same
-) -> None:
+@pytest.mark.parametrize("case", ["plain", "each head", "no weights", "padding", "causal"])
+def test_multihead_attention_answers_as_eager_and_fuses(case: str, batch_first: bool, same: Same) -> None:
     layer = nn.MultiheadAttention(32, 4, batch_first=batch_first).eval()
     compiled = attngraph.compile(layer)
     x = torch.randn(2, 7, 32) if batch_first else torch.randn(7, 2, 32)
     named: dict[str, dict[str, Any]] = {
         "plain": {},
+        "each head": {"average_attn_weights": False},
         "no weights": {"need_weights": False},
         "padding": {
             "need_weights": False,
@@ -32,11 +31,9 @@ def test_multihead_attention_answers_as_eager_and_fuses_unless_weights_are_wante
         "causal": {"need_weights": False, "attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1)},
     }
     same(compiled(x, x, x, **named[case]), layer(x, x, x, **named[case]))
-    if case == "plain":
-        assert not compiled.report.attention
-        assert "weights are also used" in compiled.report.missed[0].reason
-    else:
-        assert len(compiled.report.attention) == 1
+    assert (len(compiled.report.attention), compiled.report.missed) == (1, ())
+    wanted = [] if case in ("no weights", "padding", "causal") else [("result[1]",)]
+    assert [entry.names for entry in compiled.report.later] == wanted
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

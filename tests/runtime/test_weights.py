@@ -287,7 +287,11 @@ class Returning(nn.Module):
     def forward(self, x: Tensor) -> Any:
         y, _ = self.attend(x)
         z, weights = self.attend(y)
-        return (z, weights) if self.use == "all" else (z, weights.mean(1)) if self.use == "mean" else z
+        found = {
+            "all": (z, weights), "mean": (z, weights.mean(1)), "none": z,
+            "one result": z.sum() - weights.log().mean(),
+        }  # fmt: skip
+        return found[self.use]
 
 
 def test_weights_that_the_caller_does_not_use_cost_nothing() -> None:
@@ -302,7 +306,20 @@ def test_a_model_that_returns_its_weights_is_told_what_that_costs(use: str) -> N
     compiled = attngraph.compile(model)
     for found, expected in zip(compiled(x), model(x), strict=True):
         torch.testing.assert_close(found, expected)
-    assert len(compiled.report.attention) == 1
+    assert (len(compiled.report.attention), compiled.report.missed) == (2, ())
+    assert [(entry.names, entry.bytes, entry.multiplications) for entry in compiled.report.later] == [
+        (("result[1]",), 2 * 2 * 70 * 70 * 4, 2 * 2 * 70 * 70 * 8)
+    ]
+    text = str(compiled.report)
+    assert "computed when somebody looks at it\n      result[1]\n        weights of 76.6 KiB, " in text
+
+
+def test_a_result_that_is_computed_from_weights_and_values_does_not_wait() -> None:
+    """Nothing would be left that the call computes."""
+    model, x = Returning("one result").eval(), torch.randn(2, 70, 16)
+    compiled = attngraph.compile(model)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert (len(compiled.report.attention), compiled.report.later) == (1, ())
     (missed,) = compiled.report.missed
     assert "used in the model's results" in missed.reason
     assert f"{2 * 2 * 70 * 70 * 4 / 1024:.1f} KiB in this call" in missed.reason

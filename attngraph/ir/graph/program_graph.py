@@ -49,8 +49,12 @@ class Rate(enum.Enum):
 
     WEIGHTS = "weights"  # when a weight has changed
     PROMPT = "prompt"  # once for each prompt
-    LOOK = "look"  # when somebody looks at an attribute that forward set
+    LOOK = "look"  # when somebody looks at a result that waits
 
+
+RESULTS = "value", "attribute"
+"""The kinds of outputs that are results of a call: what it returns, and what attributes are set to. They may
+wait until somebody looks at them."""
 
 BEFORE = Rate.WEIGHTS, Rate.PROMPT
 """The stages that run before the graph."""
@@ -81,14 +85,15 @@ class Output:
     value, or what the stage "look" takes.
 
     `order`: the dimensions of the model's own result from slowest to fastest in memory, because the caller
-    may rely on its layout; empty if it is not dense. `place`: of an attribute that the stage "look" computes,
-    its number among the values and attributes of the call.
+    may rely on its layout; empty if it is not dense. `place`: of a result that the stage "look" computes, its
+    number among the values and attributes of the call, and `look`, the number of what is computed together.
     """
 
     kind: str
     name: str = ""
     order: tuple[int, ...] = ()
     place: int | None = None
+    look: int | None = None
 
 
 @dataclasses.dataclass
