@@ -110,8 +110,8 @@ class _Fusion:
                     # The reason for the sum itself is more helpful than that for a product with a gate.
                     if not (self.recogniser.is_product(node) and place in self.reasons):
                         self.reasons[place] = refused
-        self._fuse_beside_results()
         self._fuse_pieces()
+        self._fuse_beside_results()
         if self.later:
             self.outcome.notes += [
                 f"{name} is computed when somebody looks at it"
