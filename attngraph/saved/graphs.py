@@ -68,7 +68,7 @@ def write(graph: ProgramGraph, live: Mapping[str, str]) -> tuple[str, dict[str, 
         "hints": {names.get(n, n): hint for n, hint in graph.hints.items()},
         "constants": {n: encode(t) for n, t in graph.constants.items() if n in needed and n not in live},
         "live": {n: path for n, path in live.items() if n in needed},
-        "state": plain(_with_length(graph.state, names)),
+        "state": plain(_with_sizes(graph.state, names)),
     }
     try:
         again, back = read(text, beside, {n: graph.constants[n] for n in beside["live"]})
@@ -98,7 +98,7 @@ def read(
         part.constants, part.conditions, part.hints = constants, conditions, dict(hints)
     _link_stages(graph)
     if beside["state"] is not None:
-        graph.state = _with_length(made(CachePlan, beside["state"]), names)
+        graph.state = _with_sizes(made(CachePlan, beside["state"]), names)
     return graph, names
 
 
@@ -108,9 +108,12 @@ def _sizes_named(text: str) -> list[str]:
     return [part.partition(" = ")[0] for part in split(line.removeprefix("sizes "))]
 
 
-def _with_length(plan: CachePlan | None, names: Names) -> CachePlan | None:
-    """The plan with the other name of the size that it names."""
-    return None if plan is None else dataclasses.replace(plan, length=names.get(plan.length, plan.length))
+def _with_sizes(plan: CachePlan | None, names: Names) -> CachePlan | None:
+    """The plan with the other names of the sizes that it names."""
+    if plan is None:
+        return None
+    length, tokens = (names.get(name, name) for name in (plan.length, plan.step_tokens))
+    return dataclasses.replace(plan, length=length, step_tokens=tokens)
 
 
 def attention_nodes(graph: ProgramGraph) -> Iterator[fx.Node]:
@@ -233,7 +236,7 @@ def _difference(graph: ProgramGraph, again: ProgramGraph, names: Names, back: Na
     if format_named(graph)[:2] != format_named(again)[:2]:
         return "its text"
     forth = {new: old for old, new in back.items()}
-    if plain(_with_length(graph.state, names)) != plain(_with_length(again.state, forth)):
+    if plain(_with_sizes(graph.state, names)) != plain(_with_sizes(again.state, forth)):
         return "the plan of its cache"
     for title, part in first.items():
         ours, theirs = list(_lines(part)), list(_lines(second[title]))

@@ -80,8 +80,8 @@ def _is(extent: Any, number: int) -> bool:
     return bool(formula == number)
 
 
-def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx.Node, ...]) -> None:
-    """Make the number of tokens a symbol.
+def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx.Node, ...]) -> Any:
+    """Make the number of tokens a symbol, which is returned.
 
     Args:
         follow: inputs with an entry for every token in their first dimension.
@@ -104,3 +104,4 @@ def free_tokens(graph: ProgramGraph, ids: fx.Node, number: int, follow: tuple[fx
         if node.op != "call_function" or node is size:
             continue
         replace_number(node, number, size, mode)
+    return tokens

@@ -160,21 +160,23 @@ class _Insertion:
         pages = (Output("pages", self.stores[n].name) for n in kept)
         carried = (Output("carried", about.name) for about in self.carried.values())
         self.graph.outputs = (*self.graph.outputs, *pages, *carried)
+        self.graph.clean()
+        tokens = length = str(self.space.tokens.value)
+        if self.space.is_of_one_length:
+            vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
+            tokens = str(free_tokens(self.graph, self.ids, self.tokens.traced, vectors))
         self.graph.state = CachePlan(
             tuple(self.stores.values()),
             tuple(self.fixed.found.values()),
             self.expanded,
             len(attentions),
-            str(self.space.tokens.value),
+            length,
+            tokens,
             most_tokens,
             tuple(self.carried.values()),
             self.rounding,
             tuple(self.anew),
         )
-        self.graph.clean()
-        if self.space.is_of_one_length:
-            vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
-            free_tokens(self.graph, self.ids, self.tokens.traced, vectors)
         self.inputs.drop_unused()
         self._annotate()
         self._note(attentions)

@@ -177,15 +177,17 @@ class CachePlan:
     """What a decoder's graph keeps: `stores` of every token, `carried` of every row. `expanded`: bytes per
     token that keys and values of every query head would take; `attentions`: how many use the stores;
     `length`: the symbol for a sequence's length in the graph's conditions, or the only length that was
-    traced; `most_tokens`: the longest sequence that the model's position tables cover; `rounding`: of tables
-    that say how carried values decay, relative to their entries, 0 without such tables; `anew`: the lines of
-    values that every step computes anew from all tokens."""
+    traced; `step_tokens`: the symbol for the number of new tokens of a step; `most_tokens`: the longest
+    sequence that the model's position tables cover; `rounding`: of tables that say how carried values decay,
+    relative to their entries, 0 without such tables; `anew`: the lines of values that every step computes
+    anew from all tokens."""
 
     stores: tuple[Store, ...] = ()
     fixed: tuple[Fixed, ...] = ()
     expanded: int = 0
     attentions: int = 0
     length: str = ""
+    step_tokens: str = ""
     most_tokens: int | None = None
     carried: tuple[Carried, ...] = ()
     rounding: float = 0.0
