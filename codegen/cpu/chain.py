@@ -27,6 +27,8 @@ class Link:
         is_good: whether the last run was valid (no index was out of range).
         refresh: sets what depends on the rows' lengths.
         move_pages: makes it read keys and values from other pages: these, and their scales if they have any.
+        carry: makes it read what is carried from this tensor, and write what is carried on to the one that
+            is returned, in place of the last of its results.
     """
 
     function: Any
@@ -37,6 +39,7 @@ class Link:
     is_good: Callable[[], bool] = lambda: True
     refresh: Callable[[], None] = lambda: None
     move_pages: Callable[..., None] | None = None
+    carry: Callable[[Tensor], Tensor] | None = None
 
 
 class Chain:

@@ -25,6 +25,7 @@ from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, ex
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, argument
+from attngraph.passes.fuse_token_wise.windows import Windows
 
 SMALL_FOLD = 1 << 14
 """A sum of products that is no product with a weight is computed where a token has at most so many terms."""
@@ -43,8 +44,9 @@ class Formulas:
 
     def __init__(self, graph: ProgramGraph) -> None:
         assert graph.state is not None
-        one_sequence = [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.length)]
-        self.meaning = Meaning({}, [*graph.conditions, *one_sequence])
+        self.windows = Windows(graph)
+        one_sequence = [sympy.Eq(s, 1) for s in _batch_sizes(graph, graph.state.step_tokens)]
+        self.meaning = Meaning({}, [*graph.conditions, *one_sequence], along_tokens=bool(self.windows))
         self._shapes: dict[fx.Node, tuple[Expr, ...] | None] = {}
 
     def shape(self, node: fx.Node) -> tuple[Expr, ...] | None:
@@ -101,6 +103,7 @@ class Formulas:
         try:
             by_name = _NAMED.get(str(node.target))
             value = by_name(self.meaning, node, at) if by_name else self.meaning.element(node, at)
+            value = self.windows.rewritten(self.meaning, value, token, lambda n: self.tokens(n) is None)
         except (Unliftable, KeyError):
             return None
         if not self._is_supported(value, token, count):
@@ -205,7 +208,7 @@ def _renamed(value: Expr, token: Expr) -> Expr:
     return E.rebuild(value, leaf)
 
 
-def _batch_sizes(graph: ProgramGraph, length: str) -> set[Any]:
+def _batch_sizes(graph: ProgramGraph, tokens: str) -> set[Any]:
     """The symbols that count sequences: the first dimension of arguments whose second counts the tokens."""
     found: set[Any] = set()
     for node, given in zip(graph.placeholders(), graph.inputs, strict=True):
@@ -213,7 +216,7 @@ def _batch_sizes(graph: ProgramGraph, length: str) -> set[Any]:
         if (
             given.kind == "argument"
             and len(shape) >= 2
-            and str(shape[1]) == length
+            and str(shape[1]) == tokens
             and not isinstance(shape[0], int)
         ):
             found.add(shape[0].node.expr)

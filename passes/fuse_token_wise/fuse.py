@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
@@ -28,8 +28,6 @@ from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas
 from attngraph.passes.fuse_token_wise.program import Region
 from attngraph.pipeline import Outcome
 
-_JOINING = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
-"""Operations on tensors that must have equal sizes."""
 FEWEST = 3
 """A region of fewer operations, none of them a product, is left as it is."""
 
@@ -44,14 +42,15 @@ class FuseTokenWise:
         outcome = Outcome()
         if not op.RUNNERS:
             return outcome
+        before = graph.op_count()
         facts = Formulas(graph)
         formulas = {n: found for n in graph.graph.nodes if (found := facts.of(n)) is not None}
-        before = graph.op_count()
         replaced: dict[fx.Node, fx.Node] = {}
         regions = sum(_fuse(graph, facts, members, replaced) for members in _regions(graph, facts, formulas))
-        if regions:
+        if regions or facts.windows:
             _sort(graph)
             graph.clean()
+        if regions:
             fused = before - graph.op_count() + regions
             outcome.notes.append(f"{fused} operation(s) that compute each token by itself are now {regions}")
         return outcome
@@ -61,16 +60,17 @@ def _regions(
     graph: ProgramGraph, facts: Formulas, formulas: Mapping[fx.Node, Formula]
 ) -> list[dict[fx.Node, Formula]]:
     """The nodes with formulas, by how many other operations must have run before them, one after another. So
-    no path leaves a region and comes back."""
+    no path leaves a region and comes back. (What splits a value runs within the region of its parts.)"""
     depth: dict[fx.Node, int] = {}
     found: dict[tuple[int, Expr], dict[fx.Node, Formula]] = {}
+    within = {n for n in graph.graph.nodes if n in formulas or _only_splits(n, formulas)}
     for node in graph.graph.nodes:
-        own = node in formulas
         computed = node.op == "call_function" and not is_size(node)
         depth[node] = max(
-            (depth[n] + (n in formulas and not own and computed) for n in node.all_input_nodes), default=0
+            (depth[n] + (n in within and node not in within and computed) for n in node.all_input_nodes),
+            default=0,
         )
-        if own:
+        if node in formulas:
             place = facts.tokens(node)
             assert place is not None
             found.setdefault((depth[node], place[1]), {})[node] = formulas[node]
@@ -86,7 +86,7 @@ def _fuse(
     if len(computing) < FEWEST and not any(_multiplies(facts, n) for n in computing):
         return 0
     members = _without_views_of_given(members)
-    wanted = [n for n in members if any(u not in members for u in n.users)]
+    wanted = [n for n in members if any(u not in members and not _only_splits(u, members) for u in n.users)]
     region = Region(facts, members, wanted)
     program = region.program
     if not all(facts.counts_tokens(node) for node in (*wanted, *region.given)):
@@ -100,8 +100,7 @@ def _fuse(
     for place, node in enumerate(wanted):
         result = builder.call(operator.getitem, made, place)
         result.meta |= {key: value for key, value in node.meta.items() if key != "val"}
-        if any(user.target in _JOINING and user not in members for user in node.users):
-            result.meta["val"] = _of_the_same_sizes(result.meta["val"], node.meta["val"])
+        result.meta["val"] = _of_the_same_sizes(result.meta["val"], node.meta["val"])
         replaced[node] = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
     return 1
@@ -109,10 +108,15 @@ def _fuse(
 
 def _of_the_same_sizes(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """A result with the sizes that the value has in the types of the graph, where the number of sequences is
-    a size and not 1: what it is joined with has them too. A token's elements stay contiguous."""
+    a size and not 1: operations that follow were given such sizes. A token's elements stay contiguous."""
     place = next((d for d, n in enumerate(found.shape) if not isinstance(n, int)), 0)
     sizes = [wanted.shape[place], *(n for d, n in enumerate(wanted.shape) if d != place)]
     return found.new_empty(sizes).movedim(0, place)
+
+
+def _only_splits(node: fx.Node, members: Collection[fx.Node]) -> bool:
+    """Whether a node gives several values, and these are used by members alone."""
+    return isinstance(node.meta.get("val"), (list, tuple)) and all(user in members for user in node.users)
 
 
 def _multiplies(facts: Formulas, node: fx.Node) -> bool:

@@ -18,10 +18,12 @@ WIDTHS = {"4": ("-mno-avx512f", "-mno-avx"), "8": ("-mno-avx512f",)}
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the options are those of x86")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="clang sums vectors in another way")
 @pytest.mark.parametrize("width", ["4", pytest.param("8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("file", ["test_cpu_tokens.py", "conformance"])
+@pytest.mark.parametrize("file", ["test_cpu_tokens.py", "conformance", "test_cpu_carried.py"])
 def test_with_vectors_of(width: str, file: str, tmp_path: Path) -> None:
     """Runs tests of this folder again, with a compiler that may not use wider vectors."""
-    chosen = "products" if file == "test_cpu_tokens.py" else "decode"
+    chosen = {"test_cpu_tokens.py": "products", "conformance": "decode", "test_cpu_carried.py": "running"}[
+        file
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen]
     found = subprocess.run(
         [*command, str(HERE / file)],

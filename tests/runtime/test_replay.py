@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import attngraph
 from attngraph import CacheConfig, Decoder
 from attngraph.codegen.cpu import replay
+from attngraph.codegen.cpu.recording import Recording
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
@@ -77,14 +78,14 @@ MODELS = {
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Whether each run of a recording gave results."""
     runs: list[bool] = []
-    run = replay._Recording.run
+    run = Recording.run
 
     def counted(self: Any, inputs: Any) -> Any:
         found = run(self, inputs)
         runs.append(found is not None)
         return found
 
-    monkeypatch.setattr(replay._Recording, "run", counted)
+    monkeypatch.setattr(Recording, "run", counted)
     yield runs
 
 
@@ -296,8 +297,8 @@ def test_a_token_out_of_range_is_an_error_and_later_steps_are_right(replayed: li
 
 def test_a_recording_does_not_keep_the_pages_of_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    run = replay._Recording.run
-    monkeypatch.setattr(replay._Recording, "run", lambda self, inputs: seen.append(self) or run(self, inputs))
+    run = Recording.run
+    monkeypatch.setattr(Recording, "run", lambda self, inputs: seen.append(self) or run(self, inputs))
     _, decoder = made("rotary")
     tokens = ids(2, 10)
     state = decoder.prefill(tokens[:, :4])[1]

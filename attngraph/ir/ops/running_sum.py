@@ -26,6 +26,7 @@ Dao & Gu 2024, arXiv 2405.21060, section 6).
 from __future__ import annotations
 
 import itertools
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,19 @@ from attngraph.ir.ops.transforms import refuse_derivatives
 
 CHUNK, CHUNK_OF_VECTORS = 64, 16
 """Tokens computed at once; where every key digit has a decay of its own, products of decays are larger."""
+
+
+class Runner(Protocol):
+    """Computes running sums; returns None for a call that it does not support."""
+
+    def run(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
+        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None: ...  # fmt: skip
+
+
+RUNNERS: list[Runner] = []
+"""In order of preference; plain PyTorch computes what none supports."""
 
 torch.library.define(
     "attngraph::running_sum",
@@ -48,6 +62,10 @@ def _running_sum(
     q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor, starts: Tensor,
     inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    for runner in RUNNERS:
+        found = runner.run(q, k, v, decay, state, starts, inclusive, left, right)
+        if found is not None:
+            return found
     tokens = v.shape[0]
     lengths = [b - a for a, b in itertools.pairwise(numbers_of(starts))]
     if all(n == 1 for n in lengths):

@@ -1,0 +1,126 @@
+/* What a decoder's step computes from earlier tokens other than by attention: the last few tokens of each row, and
+   sums that are carried from token to token. Tokens starts[r] .. starts[r + 1] - 1 belong to row r. */
+
+/* ---- the last tokens ---- */
+
+enum { INNER = 4 };
+
+/* out[token][j] is the row's token `back - j` places before: zero before the row's first, from the row's pages if an
+   earlier call computed it, else from `fresh`. Each token has `size` elements, in at most INNER dimensions. */
+typedef struct {
+    const float *pages, *fresh;
+    float *out;
+    const int64_t *table, *starts, *first;
+    int64_t rows, columns, page, back, page_stride, slot_stride, token_stride;
+    int64_t size[INNER], page_strides[INNER], fresh_strides[INNER];
+    int64_t item;
+} LastTokens;
+
+INLINE void copy_token(const LastTokens *c, const float *from, const int64_t *stride, float *to) {
+    for (int64_t a = 0; a < c->size[0]; ++a)
+        for (int64_t b = 0; b < c->size[1]; ++b)
+            for (int64_t d = 0; d < c->size[2]; ++d, to += c->size[3]) {
+                const float *line = from + a * stride[0] + b * stride[1] + d * stride[2];
+                if (stride[3] == 1) memcpy(to, line, sizeof(float) * c->size[3]);
+                else for (int64_t e = 0; e < c->size[3]; ++e) to[e] = line[e * stride[3]];
+            }
+}
+
+void attngraph_last_tokens(LastTokens *c) {
+    int64_t each = c->size[0] * c->size[1] * c->size[2] * c->size[3];
+    for (int64_t item; (item = take(&c->item)) < c->starts[c->rows] * (c->back + 1);) {
+        int64_t r = 0, t = item / (c->back + 1), from = t - c->back + item % (c->back + 1);
+        float *to = c->out + item * each;
+        while (t >= c->starts[r + 1]) ++r;
+        int64_t position = c->first[r] + from - c->starts[r];
+        if (from >= c->starts[r]) copy_token(c, c->fresh + from * c->token_stride, c->fresh_strides, to);
+        else if (position < 0) memset(to, 0, sizeof(float) * each);
+        else {
+            int64_t slot = position % (c->columns * c->page), page = c->table[r * c->columns + slot / c->page];
+            copy_token(c, c->pages + page * c->page_stride + slot % c->page * c->slot_stride, c->page_strides, to);
+        }
+    }
+}
+
+/* ---- running sums ---- */
+
+enum { MOST_VECTORS = 8, BESIDE = 4 * LANES };
+
+/* For each row and head a matrix [depth][width] is carried from `state` to `after`,
+
+       S = decay S + left^T (right S) + k v^T          out = q S, with S as it was before if not `inclusive`
+
+   Absent operands are 0: q and k then count as 1 (depth is 1), decay as 1. left and right have `vectors` vectors. A
+   column of S depends on no other one, so threads share rows, heads, and columns, BESIDE at a time. */
+typedef struct {
+    const float *q, *k, *v, *decay, *left, *right, *state;
+    float *out, *after;
+    const int64_t *starts;
+    int64_t rows, heads, depth, width, vectors, inclusive;
+    int64_t q_stride[3], k_stride[3], v_stride[3], decay_stride[3], left_stride[4], right_stride[4];
+    int64_t item;
+} Sums;
+
+INLINE float at_depth(const float *p, const int64_t *stride, int64_t t, int64_t h, int64_t d) {
+    return p ? p[t * stride[0] + h * stride[1] + d * stride[2]] : 1;
+}
+
+/* Token t, columns first .. first + columns - 1 of a head, whose matrix is read at `from` and written to `to`. */
+INLINE void add_token(const Sums *c, int64_t t, int64_t h, const float *from, float *to, int64_t first,
+                      const int columns) {
+    float v[BESIDE], out[BESIDE], seen[MOST_VECTORS][BESIDE];
+    for (int e = 0; e < columns; ++e) {
+        v[e] = c->v[t * c->v_stride[0] + h * c->v_stride[1] + (first + e) * c->v_stride[2]];
+        out[e] = 0;
+    }
+    for (int64_t m = 0; m < c->vectors; ++m) {
+        const float *right = c->right + t * c->right_stride[0] + h * c->right_stride[1] + m * c->right_stride[2];
+        for (int e = 0; e < columns; ++e) seen[m][e] = 0;
+        for (int64_t d = 0; d < c->depth; ++d) {
+            float by = right[d * c->right_stride[3]];
+#pragma omp simd
+            for (int e = 0; e < columns; ++e) seen[m][e] += by * from[d * c->width + e];
+        }
+    }
+    for (int64_t d = 0; d < c->depth; ++d) {
+        float q = at_depth(c->q, c->q_stride, t, h, d), k = at_depth(c->k, c->k_stride, t, h, d);
+        float decay = at_depth(c->decay, c->decay_stride, t, h, d), sum[BESIDE];
+#pragma omp simd
+        for (int e = 0; e < columns; ++e) {
+            float old = from[d * c->width + e];
+            sum[e] = decay * old + k * v[e];
+            if (!c->inclusive) out[e] += q * old;
+        }
+        for (int64_t m = 0; m < c->vectors; ++m) {
+            float by = c->left[t * c->left_stride[0] + h * c->left_stride[1] + m * c->left_stride[2] +
+                               d * c->left_stride[3]];
+#pragma omp simd
+            for (int e = 0; e < columns; ++e) sum[e] += by * seen[m][e];
+        }
+#pragma omp simd
+        for (int e = 0; e < columns; ++e) {
+            to[d * c->width + e] = sum[e];
+            if (c->inclusive) out[e] += q * sum[e];
+        }
+    }
+    for (int e = 0; e < columns; ++e) c->out[(t * c->heads + h) * c->width + first + e] = out[e];
+}
+
+INLINE void add_tokens(const Sums *c, int64_t r, int64_t h, int64_t first, const int columns) {
+    int64_t place = (r * c->heads + h) * c->depth * c->width + first;
+    const float *from = c->state + place;
+    float *to = c->after + place;
+    for (int64_t t = c->starts[r]; t < c->starts[r + 1]; ++t, from = to) add_token(c, t, h, from, to, first, columns);
+    if (from == to) return;
+    for (int64_t d = 0; d < c->depth; ++d)
+        for (int e = 0; e < columns; ++e) to[d * c->width + e] = from[d * c->width + e];
+}
+
+void attngraph_sums(Sums *c) {
+    int64_t blocks = (c->width + BESIDE - 1) / BESIDE, count = c->rows * c->heads * blocks;
+    for (int64_t item; (item = take(&c->item)) < count;) {
+        int64_t first = item % blocks * BESIDE, head = item / blocks, columns = smaller(BESIDE, c->width - first);
+        if (columns == BESIDE) add_tokens(c, head / c->heads, head % c->heads, first, BESIDE);
+        else add_tokens(c, head / c->heads, head % c->heads, first, (int)columns);
+    }
+}

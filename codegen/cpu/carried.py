@@ -1,0 +1,160 @@
+"""What a decoder's step computes from earlier tokens other than by attention, by C (`c/carried.h`):
+`attngraph::running_sum` and `attngraph::last_tokens`. Float32; other dtypes are left to PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.source import header
+
+_log = logging.getLogger("attngraph.codegen.cpu")
+INNER, MOST_VECTORS = 4, 8
+"""Dimensions of a token, and vectors of a delta rule, as in c/carried.h."""
+_Strides = ctypes.c_int64 * INNER
+_Three, _Four = ctypes.c_int64 * 3, ctypes.c_int64 * 4
+
+
+class _LastTokens(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("pages", "fresh", "out", "table", "starts", "first")),
+        *((name, ctypes.c_int64) for name in
+          ("rows", "columns", "page", "back", "page_stride", "slot_stride", "token_stride")),
+        *((name, _Strides) for name in ("size", "page_strides", "fresh_strides")),
+        ("item", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Sums(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in
+          ("q", "k", "v", "decay", "left", "right", "state", "out", "after", "starts")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "depth", "width", "vectors", "inclusive")),
+        *((f"{name}_stride", _Three) for name in ("q", "k", "v", "decay")),
+        ("left_stride", _Four), ("right_stride", _Four), ("item", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class LastTokens:
+    """`attngraph::last_tokens`."""
+
+    def run(
+        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
+        dim: int, back: int,
+    ) -> Tensor | None:  # fmt: skip
+        made = self.link(pages, new, table, starts, first, row_dim, dim, back)
+        if made is None:
+            return None
+        team.run(made.function, made.argument, torch.get_num_threads())
+        return made.results[0]
+
+    def link(
+        self, pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
+        dim: int, back: int,
+    ) -> Link | None:  # fmt: skip
+        """The call, ready to run; None if it is not supported."""
+        code = _code()
+        value = new.movedim((row_dim, dim), (0, 1))[0]  # [N, ...]
+        rows = (table, starts, first)
+        inner = value.shape[1:]
+        if code is None or len(inner) > INNER or not _are_floats(pages, new) or not _are_whole(rows):
+            return None
+        out = value.new_empty((value.shape[0], back + 1, *inner))
+        call = _LastTokens(
+            fresh=value.data_ptr(), out=out.data_ptr(), table=table.data_ptr(), starts=starts.data_ptr(),
+            first=first.data_ptr(), rows=first.shape[0], columns=table.shape[1], back=back,
+            token_stride=value.stride(0),
+        )  # fmt: skip
+        missing = INNER - len(inner)
+        call.size = _Strides(*(1,) * missing, *inner)
+        call.fresh_strides = _Strides(*(0,) * missing, *value.stride()[1:])
+
+        def move(pages: Tensor) -> None:
+            store = pages.movedim((row_dim, dim), (0, 1))
+            call.pages, call.page = store.data_ptr(), store.shape[1]
+            call.page_stride, call.slot_stride = store.stride()[:2]
+            call.page_strides = _Strides(*(0,) * missing, *store.stride()[2:])
+
+        move(pages)
+        counters = [(ctypes.addressof(call) + _LastTokens.item.offset, 8)]
+        return Link(code.attngraph_last_tokens, call, counters, [out], [value, *rows], move_pages=move)
+
+
+class RunningSum:
+    """`attngraph::running_sum`."""
+
+    def run(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
+        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        made = self.link(q, k, v, decay, state, starts, inclusive, left, right)
+        if made is None:
+            return None
+        team.run(made.function, made.argument, torch.get_num_threads())
+        out, after = made.results
+        return out, after
+
+    def link(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
+        starts: Tensor, inclusive: bool = True, left: Tensor | None = None, right: Tensor | None = None,
+    ) -> Link | None:  # fmt: skip
+        """The call, ready to run; None if it is not supported."""
+        code = _code()
+        given: dict[str, Tensor | None] = {
+            "q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right,
+        }  # fmt: skip
+        present = [t for t in given.values() if t is not None]
+        vectors = 0 if left is None else left.shape[2]
+        if code is None or not _are_floats(*present, state) or vectors > MOST_VECTORS:
+            return None
+        if not state.is_contiguous() or not _are_whole([starts]):
+            return None
+        rows, heads, depth, width = state.shape
+        out, after = v.new_empty(v.shape), torch.empty_like(state)
+        call = _Sums(
+            state=state.data_ptr(), out=out.data_ptr(), after=after.data_ptr(), starts=starts.data_ptr(),
+            rows=rows, heads=heads, depth=depth, width=width, vectors=vectors, inclusive=inclusive,
+        )  # fmt: skip
+        for name, tensor in given.items():
+            if tensor is not None:
+                setattr(call, name, tensor.data_ptr())
+                strides = [0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+                setattr(call, f"{name}_stride", (_Three if len(strides) == 3 else _Four)(*strides))
+
+        def carry(before: Tensor) -> Tensor:
+            following = torch.empty_like(before)
+            call.state, call.after = before.data_ptr(), following.data_ptr()
+            return following
+
+        counters = [(ctypes.addressof(call) + _Sums.item.offset, 8)]
+        held = [*present, state, starts]
+        return Link(code.attngraph_sums, call, counters, [out, after], held, carry=carry)
+
+
+@functools.cache
+def _code() -> Any:
+    """The compiled functions; None where there is no compiler."""
+    try:
+        return toolchain.build("\n".join(["#define FLOAT32", header("functions.h"), header("carried.h")]))[0]
+    except toolchain.CompilerError as error:
+        _log.warning("running sums and windows of tokens are computed by PyTorch: %s", error)
+        return None
+
+
+def _are_floats(*tensors: Tensor) -> bool:
+    return all(t.is_cpu and t.dtype is torch.float32 for t in tensors)
+
+
+def _are_whole(tensors: Sequence[Tensor]) -> bool:
+    return all(t.is_cpu and t.dtype is torch.int64 and t.is_contiguous() for t in tensors)
+
+
+LAST_TOKENS, RUNNING_SUM = LastTokens(), RunningSum()

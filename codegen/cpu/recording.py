@@ -1,0 +1,393 @@
+"""One recorded step of a decoder: its compiled calls in chains, and PyTorch's operations between them.
+
+The calls of compiled functions are made with memory that stays theirs, and stand one after another
+(`chain.py`); views of their results need nothing. Other operations run between the chains, first of all those
+that need no result of compiled code, and their results are copied to where compiled code reads them. What
+rows carry is read where it lies and written to new memory, since earlier states may be kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
+from attngraph.codegen.cpu.chain import Chain, Link
+from attngraph.codegen.cpu.decode import Decode
+from attngraph.codegen.cpu.tokens.run import TOKENS
+from attngraph.ir.graph.program_graph import ProgramGraph, Rate
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.cached_attention import Rows
+from attngraph.ir.ops.last_tokens import last_tokens
+from attngraph.ir.ops.running_sum import running_sum
+
+_CHANGING = ("argument", "rows", "carried")
+"""Kinds of inputs that are copied at every call, but for carried values that compiled code alone reads; all
+others are read where they lie."""
+_SEVERAL = (torch.ops.attngraph.token_program.default, running_sum)
+"""Ops with several results."""
+
+
+class Kinds:
+    """A decoder's graph, and which of its inputs change in what way, by number.
+
+    Attributes:
+        changing: new at every call.
+        pages: of the cache, which may move.
+        fixed: computed once for a prompt.
+        still: weights and all others, which lie where they lay.
+        tokens: the tokens of a call.
+        shorten: makes a module cheaper to call.
+    """
+
+    def __init__(self, graph: ProgramGraph, shorten: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
+        self.graph, self.shorten = graph, shorten
+        placeholders = graph.placeholders()
+        self.changing = [n for n, given in enumerate(graph.inputs) if given.kind in _CHANGING]
+        self.pages = [n for n, given in enumerate(graph.inputs) if given.kind == "pages"]
+        self.fixed = [n for n, given in enumerate(graph.inputs) if given.kind == Rate.PROMPT.value]
+        moving = {*self.changing, *self.pages}
+        self.still = [n for n in range(len(graph.inputs)) if n not in moving]
+        arguments = (n for n in self.changing if graph.inputs[n].kind == "argument")
+        self.tokens = next((n for n in arguments if _rank(placeholders[n]) > 1), None)
+
+
+class NotRecorded(Exception):
+    """The step has no compiled calls that could be recorded."""
+
+
+@dataclasses.dataclass
+class _Between:
+    """Operations that run in PyTorch, between two chains: `module` takes and gives these values of the
+    recording; results with memory of their own are copied there."""
+
+    module: Callable[..., Sequence[Any]]
+    takes: list[fx.Node]
+    gives: list[fx.Node]
+
+
+class _Carry(NamedTuple):
+    """A call that reads a carried input where it lies, and writes what is carried on to memory of its own at
+    every run: `state`, the input's number, and `after`, the node of what is carried on."""
+
+    link: Link
+    state: int
+    after: fx.Node
+
+
+class Recording:
+    """One recorded step."""
+
+    def __init__(self, kinds: Kinds, inputs: Sequence[Tensor]) -> None:
+        self.kinds, graph = kinds, kinds.graph
+        self.placeholders = graph.placeholders()
+        self.still = _where([inputs[n] for n in kinds.still])
+        self.where = places([inputs[n] for n in kinds.pages])
+        self.values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
+        self.own: dict[fx.Node, Tensor] = {}
+        for n in kinds.changing:
+            node = self.placeholders[n]
+            self.own[node] = self.values[node] = inputs[n].clone()
+        self.fresh: set[fx.Node] = set()
+        self.pages = {self.placeholders[n] for n in kinds.pages}
+        self.growing = set(self.pages)
+        self.pieces: list[_Between | Chain] = []
+        self.readers: list[tuple[Link, list[fx.Node]]] = []
+        self.carries: list[_Carry] = []
+        self._waiting: list[fx.Node] = []
+        self._links: list[Link] = []
+        for node in _early_first(graph.graph):
+            self._add(node)
+        self._end_links()
+        self.results: list[Any] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        self._end_waiting([n for n in self.results if isinstance(n, fx.Node)])
+        if not self.readers and not self.carries:
+            raise NotRecorded
+        fresh = {carry.after for carry in self.carries}
+        self.copied = [
+            output.kind != "pages" and value not in fresh
+            for output, value in zip(graph.outputs, self.results, strict=True)
+        ]
+        self._keep_what_is_needed()
+
+    # --- recording ---
+
+    def _add(self, node: fx.Node) -> None:
+        link = self._link(node)
+        if link is not None:
+            self._end_waiting(node.all_input_nodes)
+            self._links.append(link)
+            self.values[node] = link.results if node.target in _SEVERAL else link.results[0]
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        operands = node.all_input_nodes
+        if self._links and any(self._is_computed(n) for n in operands) and not _only_moves(node):
+            self._end_links()
+        self.values[node] = found = node.target(*args, **kwargs)  # type: ignore[operator]
+        if not isinstance(found, (Tensor, list, tuple)):
+            of_tensors = [n for n in operands if isinstance(self.values[n], Tensor)]
+            is_size = str(node.target).startswith("aten.sym_") and self.growing.isdisjoint(of_tensors)
+            if of_tensors and not is_size:
+                raise NotRecorded
+            return  # a size, which is the same in all calls with these shapes
+        if not self.growing.isdisjoint(operands) and nodes.view(node) is None:
+            self.growing.add(node)
+        moves = self.pages.union(self.fresh)
+        if moves.isdisjoint(operands) and _is_view(found, args):
+            return
+        self.fresh.add(node)
+        self._waiting.append(node)
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        """Whether a value depends on links that have not run yet."""
+        results = {t.untyped_storage().data_ptr() for link in self._links for t in link.results}
+        value = self.values[node]
+        return any(
+            t.untyped_storage().data_ptr() in results
+            for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Tensor)
+        )  # fmt: skip
+
+    def _link(self, node: fx.Node) -> Link | None:
+        """The compiled call of a node; None if PyTorch computes it."""
+        if node.target is torch.ops.attngraph.token_program.default:
+            if not self.growing.isdisjoint(node.all_input_nodes):
+                return None
+            given = [self._settled(n) for n in cast("Sequence[fx.Node]", node.args[0])]
+            return _TOKENS.link(str(node.args[1]), given)
+        if node.target is last_tokens:
+            return self._link_of_windows(node)
+        if node.target is running_sum:
+            return self._link_of_sums(node)
+        view = nodes.view(node)
+        if not isinstance(view, nodes.CachedAttention) or view.by not in ("", "cpu", _DECODE.name):
+            return None
+        pages = [view.k_pages, view.v_pages, *(s for s in (view.k_scales, view.v_scales) if s is not None)]
+        moving = {n for n in node.all_input_nodes if n in self.growing}
+        if not moving <= set(pages) or not all(map(self._is_settled_or_moves, pages)):
+            return None
+        q, k, v, k_pages, v_pages, table, starts, first, held = (
+            self._settled(n) for n in (
+                view.q, view.k, view.v, view.k_pages, view.v_pages,
+                view.table, view.starts, view.first, view.held,
+            )
+        )  # fmt: skip
+        sizes = [self.values[s] if isinstance(s, fx.Node) else s for s in view.sizes]
+        reads = [self._settled(r) for r in view.reads]
+        scales = [None if s is None else self._settled(s) for s in (view.k_scales, view.v_scales)]
+        link = _DECODE.link(
+            view.program, q, (k, v), (k_pages, v_pages), reads, sizes, Rows(table, starts, first, held),
+            (scales[0], scales[1]),
+        )  # fmt: skip
+        if link is not None:
+            self.readers.append((link, pages))
+        return link
+
+    def _link_of_windows(self, node: fx.Node) -> Link | None:
+        pages, new, table, starts, first, _, row_dim, dim, back = cast("tuple[Any, ...]", node.args)
+        if new in self.growing or not self._is_settled_or_moves(pages):
+            return None
+        tensors = [self._settled(n) for n in (pages, new, table, starts, first)]
+        link = LAST_TOKENS.link(*tensors, row_dim, dim, back)  # type: ignore[call-arg, arg-type]
+        if link is not None:
+            self.readers.append((link, [pages]))
+        return link
+
+    def _link_of_sums(self, node: fx.Node) -> Link | None:
+        if not self.growing.isdisjoint(node.all_input_nodes):
+            return None
+        args = [self._settled(a) if isinstance(a, fx.Node) else a for a in node.args]
+        link = RUNNING_SUM.link(*args)  # type: ignore[arg-type]
+        state = cast("fx.Node", node.args[4])
+        after = next((u for u in node.users if u.args[1] == 1), None)
+        alone = after is not None and len(state.users) == 1 and all(u.op == "output" for u in after.users)
+        if link is not None and after is not None and alone and state in self.placeholders:
+            self.carries.append(_Carry(link, self.placeholders.index(state), after))
+        return link
+
+    def _is_settled_or_moves(self, node: fx.Node) -> bool:
+        """Whether pages lie where they lay, or are an input: compiled code can be told where it is."""
+        return node not in self.growing or node in self.pages
+
+    def _settled(self, node: fx.Node) -> Tensor:
+        """A value in memory that stays: results of PyTorch's operations get memory of their own."""
+        if node in self.fresh and node not in self.own:
+            value = self.values[node]
+            self.own[node] = value.clone()
+            self.values[node] = self.own[node]
+        found: Tensor = self.values[node]
+        return found
+
+    def _end_links(self) -> None:
+        if self._links:
+            chain = Chain(self._links)
+            if not chain.run():
+                raise NotRecorded
+            self.pieces.append(chain)
+            self._links = []
+
+    def _end_waiting(self, needed: Sequence[fx.Node]) -> None:
+        """Make a piece of the operations in PyTorch since the last one, if one of their results is needed
+        now."""
+        inside = set(self._waiting)
+        if inside.isdisjoint(needed):
+            return
+        self._end_links()
+        gives = [n for n in self._waiting if any(u not in inside for u in n.users)]
+        takes = list(dict.fromkeys(n for w in self._waiting for n in w.all_input_nodes if n not in inside))
+        takes = [n for n in takes if isinstance(self.values[n], (Tensor, list, tuple))]
+        copy = fx.Graph()
+        places: dict[fx.Node, Any] = {n: copy.placeholder(f"v{p}") for p, n in enumerate(takes)}
+
+        def place(node: fx.Node) -> Any:
+            return places[node] if node in places else self.values[node]
+
+        for node in self._waiting:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), place)
+            places[node] = copy.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.output(tuple(places[n] for n in gives))
+        self.pieces.append(_Between(self.kinds.shorten(fx.GraphModule({}, copy)), takes, gives))
+        self._waiting = []
+
+    def _keep_what_is_needed(self) -> None:
+        """Forget values that no run needs, and those of this call's pages: they may be large."""
+        between = [piece for piece in self.pieces if isinstance(piece, _Between)]
+        made = {n for piece in between for n in piece.gives if n not in self.own}
+        self.passing = [*self.pages, *made, *(carry.after for carry in self.carries)]
+        given = {carry.state for carry in self.carries}
+        self.copies = [n for n in self.kinds.changing if n not in given]
+        needed = {n for piece in between for n in piece.takes} | {*self.results} - {None}
+        self.values = {n: v for n, v in self.values.items() if n in needed}
+        self.taken = [n for n in (*self.kinds.still, *self.kinds.pages) if self.placeholders[n] in needed]
+        self._forget()
+
+    def _forget(self) -> None:
+        for node in self.passing:
+            self.values[node] = None
+
+    # --- running ---
+
+    def is_valid(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the weights lie where they lay, and calls read present pages."""
+        if _where([inputs[n] for n in self.kinds.still]) != self.still:
+            return False
+        where = places([inputs[n] for n in self.kinds.pages])
+        if where != self.where:
+            if where.dtypes != self.where.dtypes or _ranks(where) != _ranks(self.where):
+                return False
+            now = dict(zip(self.placeholders, inputs, strict=True))
+            for link, pages in self.readers:
+                here = [now[n] for n in pages if n in now]
+                if len(here) == len(pages) and link.move_pages is not None:
+                    if any(t.stride(-1) != 1 for t in here):
+                        return False
+                    link.move_pages(*here)
+                elif here:
+                    return False
+            self.where = where
+        return True
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Any] | None:
+        """The results; None where a compiled function found an index out of range."""
+        if not all(inputs[carry.state].is_contiguous() for carry in self.carries):
+            return None
+        for n in self.copies:
+            self.own[self.placeholders[n]].copy_(inputs[n])
+        for carry in self.carries:
+            assert carry.link.carry is not None
+            self.values[carry.after] = carry.link.carry(inputs[carry.state])
+        for n in self.taken:
+            self.values[self.placeholders[n]] = inputs[n]
+        try:
+            return self._run()
+        finally:
+            self._forget()
+
+    def _run(self) -> list[Any] | None:
+        values = self.values
+        for piece in self.pieces:
+            if isinstance(piece, Chain):
+                if not piece.run():
+                    return None
+                continue
+            found = piece.module(*(values[n] for n in piece.takes))
+            for node, value in zip(piece.gives, found, strict=True):
+                if node in self.own:
+                    self.own[node].copy_(value)
+                else:
+                    values[node] = value
+        results = [values[n] if isinstance(n, fx.Node) else n for n in self.results]
+        return [
+            value.clone() if copied and isinstance(value, Tensor) else value
+            for value, copied in zip(results, self.copied, strict=True)
+        ]
+
+
+_TOKENS, _DECODE = TOKENS, Decode()
+
+
+def _early_first(graph: fx.Graph) -> list[fx.Node]:
+    """The operations, first those that need none of what compiled code computes: chains are then not cut for
+    them."""
+    late: set[fx.Node] = set()
+    order: tuple[list[fx.Node], list[fx.Node]] = [], []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if _may_be_compiled(node) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        order[node in late].append(node)
+    return [*order[0], *order[1]]
+
+
+def _may_be_compiled(node: fx.Node) -> bool:
+    if node.target in _SEVERAL or node.target is last_tokens:
+        return True
+    return isinstance(nodes.view(node), nodes.CachedAttention)
+
+
+def _only_moves(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem" or bool(getattr(node.target, "is_view", False))
+
+
+def _is_view(value: Any, args: Any) -> bool:
+    """Whether a value shares memory with an operand, so that it follows what is written there."""
+    if isinstance(value, (list, tuple)):
+        return False
+    storages = {
+        t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)
+    }
+    return value.untyped_storage().data_ptr() in storages
+
+
+class _Places(NamedTuple):
+    """Where tensors lie and what they are. Made by functions of C, because a step has hundreds of weights."""
+
+    addresses: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def places(tensors: Sequence[Tensor]) -> _Places:
+    return _Places(*_where(tensors), tuple(map(Tensor.size, tensors)), tuple(map(_DTYPE, tensors)))
+
+
+def _where(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    return tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.stride, tensors))
+
+
+_DTYPE = operator.attrgetter("dtype")
+
+
+def _ranks(places: _Places) -> list[int]:
+    return list(map(len, places.shapes))
+
+
+def _rank(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.ndim if isinstance(value, Tensor) else 0

@@ -1,0 +1,151 @@
+"""What is computed from the last few tokens, as a formula of each token's own window.
+
+A decoder's step runs a causal convolution on all rows' tokens in order, with the few before them
+(`attngraph::with_earlier`), and picks the new tokens' results. An element of such a result reads the longer
+sequence at the token's place and a few places before. `attngraph::last_tokens` gives each token these as
+values of its own, so with them the result is computed from each token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.expr import Expr
+from attngraph.ir.ops.last_tokens import last_tokens
+from attngraph.ir.ops.with_earlier import with_earlier
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.element import Meaning
+from attngraph.meaning.rule import Unliftable
+from attngraph.passes.build import Builder
+
+MOST_TERMS = 16
+"""A sum over at most so many places of a window is written out."""
+_PLACE, _ROW_DIM, _DIM, _BACK = 5, 6, 7, 8
+"""Arguments of `attngraph::with_earlier`."""
+
+
+class Windows:
+    """The windows of a graph.
+
+    Args:
+        graph: gets an `attngraph::last_tokens` beside each `attngraph::with_earlier`; those that stay unused
+            are removed with the graph's other dead nodes.
+    """
+
+    def __init__(self, graph: ProgramGraph) -> None:
+        self._own: dict[fx.Node, fx.Node] = {}
+        for node in graph.graph.find_nodes(op="call_function", target=with_earlier):
+            builder = Builder(graph, node.next)
+            self._own[node] = builder.call(last_tokens, *node.args)
+        self._after = _computed_from(self._own)
+        places = _computed_from([cast("fx.Node", n.args[_PLACE]) for n in self._own])
+        self._places = {n for n in places if _is_index(n.meta.get("val"))}
+
+    def __bool__(self) -> bool:
+        return bool(self._own)
+
+    def rewritten(
+        self, meaning: Meaning, value: Expr, token: Expr, is_longer: Callable[[fx.Node], bool]
+    ) -> Expr:
+        """A formula that reads what is computed from a longer sequence, in terms of the token's windows.
+
+        Args:
+            is_longer: whether a value has other dimensions than those of the step's tokens.
+
+        Raises:
+            Unliftable: it reads other places, or all of them.
+        """
+
+        def is_between(read: Expr) -> bool:
+            return read.value in self._places or (read.value in self._after and is_longer(read.value))
+
+        if not any(n.op == "read" and (n.value in self._own or is_between(n)) for n in E.walk(value)):
+            return value
+        value = meaning.lift(value, is_between)
+        for node, own in self._own.items():
+            if any(n.op == "read" and n.value is node for n in E.walk(value)):
+                value = self._of_one(meaning, value, token, node, own)
+        return value
+
+    def _of_one(self, meaning: Meaning, value: Expr, token: Expr, node: fx.Node, own: fx.Node) -> Expr:
+        back, dim, row_dim = (node.args[n] for n in (_BACK, _DIM, _ROW_DIM))
+        assert isinstance(back, int) and isinstance(dim, int) and isinstance(row_dim, int)
+        place = E.var("place", _with_extents(M.sub(meaning.shape(node)[dim], E.const(back))))
+        at_token = E.read(node.args[_PLACE], (token,), "int")
+
+        def leaf(found: Expr, args: tuple[Expr, ...]) -> Expr:
+            if found is at_token:
+                return M.add(place, E.const(back))
+            if found.op == "size":
+                return _with_extents(found)
+            if found.op == "sum" and _reads(args[1], node) and _terms(found) <= MOST_TERMS:
+                variable, body = args
+                terms = [_at(body, variable, E.const(n)) for n in range(_terms(found))]
+                return E.make("add", tuple(terms), None, "float") if len(terms) > 1 else terms[0]
+            if found.op == "var" or not found.args:
+                return found
+            return M.construct(found, args) if args != found.args else found
+
+        def window(found: Expr, args: tuple[Expr, ...]) -> Expr:
+            if found.op == "read" and found.value is node:
+                steps = M.sub(args[dim], place)
+                if steps.op != "const" or not 0 <= steps.value <= back or args[row_dim] is not E.ZERO:
+                    raise Unliftable("it reads places that are not in its window")
+                inner = [a for d, a in enumerate(args) if d not in (row_dim, dim)]
+                return E.read(own, (token, steps, *inner), "float")
+            return M.construct(found, args) if args != found.args else found
+
+        return E.rebuild(E.rebuild(value, leaf), window)
+
+
+def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [user for node in nodes for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.users
+    return found
+
+
+def _with_extents(value: Expr) -> Expr:
+    """A size under a name for extents. All sizes here are extents of a step's inputs, so they are at least 1,
+    which is not known of sizes that torch counts as data (`meaning/algebra/ranges.py`)."""
+
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node.op == "size":
+            return E.size(f"extent of {node.value}")
+        return M.construct(node, args) if args and args != node.args else node
+
+    return E.rebuild(value, leaf)
+
+
+def _reads(value: Expr, node: fx.Node) -> bool:
+    return any(n.op == "read" and n.value is node for n in E.walk(value))
+
+
+def _terms(fold: Expr) -> int:
+    extent = fold.args[0].args[0]
+    return int(extent.value) if extent.op == "const" else MOST_TERMS + 1
+
+
+def _at(body: Expr, variable: Expr, index: Expr) -> Expr:
+    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        if node is variable:
+            return index
+        if node.op == "var" or not node.args:
+            return node
+        return M.construct(node, args) if args != node.args else node
+
+    return E.rebuild(body, leaf)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64
