@@ -106,7 +106,7 @@ class Recording:
         self._end_links()
         self.results: list[Any] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
         self._end_waiting([n for n in self.results if isinstance(n, fx.Node)])
-        if not self.readers and not self.carries:
+        if not any(isinstance(piece, Chain) for piece in self.pieces):
             raise NotRecorded
         fresh = {carry.after for carry in self.carries}
         self.copied = [
@@ -292,7 +292,8 @@ class Recording:
         return True
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any] | None:
-        """The results; None where a compiled function found an index out of range."""
+        """The results; None where they have to be computed in another way: a compiled function found an index
+        out of range, or a value has another size than when it was recorded."""
         if not all(inputs[carry.state].is_contiguous() for carry in self.carries):
             return None
         for n in self.copies:
@@ -317,6 +318,8 @@ class Recording:
             found = piece.module(*(values[n] for n in piece.takes))
             for node, value in zip(piece.gives, found, strict=True):
                 if node in self.own:
+                    if self.own[node].shape != value.shape:
+                        return None  # it follows data, not the call's shapes
                     self.own[node].copy_(value)
                 else:
                     values[node] = value

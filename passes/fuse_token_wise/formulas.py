@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
@@ -29,6 +30,9 @@ from attngraph.passes.fuse_token_wise.windows import Windows
 
 SMALL_FOLD = 1 << 14
 """A sum of products that is no product with a weight is computed where a token has at most so many terms."""
+
+LONGEST = budgets.STATEMENT_WORDS // 4
+"""Words of an operation's formula: several of them together are a definition."""
 
 
 class Formula(NamedTuple):
@@ -106,7 +110,7 @@ class Formulas:
             value = self.windows.rewritten(self.meaning, value, token, lambda n: self.tokens(n) is None)
         except (Unliftable, KeyError):
             return None
-        if not self._is_supported(value, token, count):
+        if value.words > LONGEST or not self._is_supported(value, token, count):
             return None
         return Formula(tuple(TOKEN if a is token else a for a in at), _renamed(value, token))
 

@@ -89,8 +89,6 @@ def _fuse(
     wanted = [n for n in members if any(u not in members and not _only_splits(u, members) for u in n.users)]
     region = Region(facts, members, wanted)
     program = region.program
-    if not all(facts.counts_tokens(node) for node in (*wanted, *region.given)):
-        return 0
     if not op.is_supported(program):
         return 0
     last = max(members, key=_order(graph).__getitem__)

@@ -90,7 +90,7 @@ class Region:
         found = split_product(body, over, self.facts.is_weight)
         if found is not None and fold.op == "sum":
             left, weight = found
-            if not (left.op == "read" and left.args == (over,) and not isinstance(left.value, fx.Node)):
+            if not self._is_whole(left, (over,)):
                 number = self._define((over,), left)
                 left = E.read(("defined", number), (over,), "float")
             body = E.make("mul", (left, weight), None, "float")
@@ -118,15 +118,20 @@ class Region:
             names[over] = language.index("j", language.extent(over))
         value = placed(value, names)
         made = tuple(names[i] for i in indices)
-        whole = value.op == "read" and value.args == made and isinstance(value.value, tuple) and not fold
-        if whole and self._definitions[value.value[1]].extents == tuple(map(language.extent, made)):
-            number: int = value.value[1]  # it is an earlier definition, whole
+        if self._is_whole(value, made) and not fold:
+            number: int = value.value[1]
             return number
         key = (made, value, fold, None if over is None else names[over])
         if key not in self._made:
             self._made[key] = len(self._definitions)
             self._definitions.append(Definition(made, value, fold, None if over is None else names[over]))
         return self._made[key]
+
+    def _is_whole(self, value: Expr, indices: tuple[Expr, ...]) -> bool:
+        """Whether it is an earlier definition, all of it (and not the first of its elements)."""
+        if value.op != "read" or value.args != indices or not isinstance(value.value, tuple):
+            return False
+        return self._definitions[value.value[1]].extents == tuple(map(language.extent, indices))
 
     def _numbered(self, results: Sequence[Result]) -> TokenProgram:
         """The program, its values numbered: given tensors first."""

@@ -84,7 +84,7 @@ class Windows:
                 return M.add(place, E.const(back))
             if found.op == "size":
                 return _with_extents(found)
-            if found.op == "sum" and _reads(args[1], node) and _terms(found) <= MOST_TERMS:
+            if found.op == "sum" and _terms(found) <= MOST_TERMS and _is_step(args[0], args[1], node, dim):
                 variable, body = args
                 terms = [_at(body, variable, E.const(n)) for n in range(_terms(found))]
                 return E.make("add", tuple(terms), None, "float") if len(terms) > 1 else terms[0]
@@ -127,8 +127,10 @@ def _with_extents(value: Expr) -> Expr:
     return E.rebuild(value, leaf)
 
 
-def _reads(value: Expr, node: fx.Node) -> bool:
-    return any(n.op == "read" and n.value is node for n in E.walk(value))
+def _is_step(variable: Expr, body: Expr, node: fx.Node, dim: int) -> bool:
+    """Whether it counts the places of a window."""
+    reads = (n for n in E.walk(body) if n.op == "read" and n.value is node)
+    return any(variable in n.args[dim].free for n in reads)
 
 
 def _terms(fold: Expr) -> int:

@@ -325,7 +325,7 @@ def test_what_else_is_kept_stays_as_it_is_computed() -> None:
     assert dtypes == {"torch.int8", "torch.float32"}
     notes = [n for p in decoder.report.passes if p.name == "quantise-cache" for n in p.notes]
     assert notes[0] == "2 value(s) are kept as int8 with scales: approximate"
-    assert any("kept as it is computed: with_earlier" in n for n in notes[1:])
+    assert any("kept as it is computed: last_tokens" in n for n in notes[1:])
     assert "1 value(s) kept as computed, not in 8 bits" in str(decoder.report)
 
 

@@ -76,6 +76,17 @@ def test_products(depth: int, width: int, turned: bool, tokens: int) -> None:
     check(product(depth, width, turned), tokens)
 
 
+@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("weight", ["12, 16", "12, 40", "20, 16"])
+def test_sums_over_some_of_the_elements(weight: str, tokens: int) -> None:
+    """Of a value, or of a matrix: no product of whole ones."""
+    text = (
+        f"r0[1, t, 40]\nr1[{weight}]\nr2[i0 < 40] = r0[0, t, i0] * 2.0\n"
+        "r3[i0 < 12] = sum[j < 16] r2[j] * r1[i0, j]\nreturn r3[1, t, 12]"
+    )
+    check(text, tokens)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 5, 32, 33, 600])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -172,6 +172,24 @@ def _defines(program: TokenProgram, number: int) -> bool:
     return len(program.given) <= number < len(program.given) + len(program.definitions)
 
 
+class FirstPart(nn.Module):
+    """A narrow projection of the first elements of a wider one, as Mamba's of its time steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(16, 24), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, rest = self.wide(x).split([8, 16], -1)
+        return self.back(first) * rest
+
+
+def test_a_product_with_the_first_part_of_a_value() -> None:
+    model = Model(FirstPart(), Gelu())
+    decoder, _ = decoded(model)
+    check(model, decoder)
+
+
 def test_what_mixes_tokens_stays() -> None:
     _, graph = decoded(MODELS["running mean"]())
     targets = [str(n.target) for n in graph.graph.nodes]

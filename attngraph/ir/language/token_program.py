@@ -147,13 +147,20 @@ class TokenProgram:
         if made is None or made.fold != "sum" or made.value.op != "mul" or len(made.indices) != 1:
             return None
         (out,), over = made.indices, made.over
+        assert over is not None
         for left, factor in (made.value.args, made.value.args[::-1]):
             found = weight_of(factor)
-            if found is None or left.op != "read" or self.definition(left.value) is None:
+            vector = None if left.op != "read" else self.definition(left.value)
+            if found is None or vector is None or left.args != (over,):
                 continue
             weight = found.matrix
-            if left.args != (over,) or self.definition(weight.value) is not None:
+            if self.definition(weight.value) is not None:
                 continue
+            if weight.args not in ((out, over), (over, out)):
+                continue
+            shape = self.given[weight.value].shape
+            if vector.extents != (extent(over),) or shape != tuple(map(extent, weight.args)):
+                continue  # with some of the elements only
             if found.scale is not None and self._group(found, out, over) is None:
                 continue
             if weight.args == (out, over) or (weight.args == (over, out) and found.scale is None):
