@@ -189,13 +189,10 @@ class Pages:
             slot = positions % self.capacity
             places = self.table()[row, slot // self.page], slot % self.page
         for members, arena in self.arenas.values():
-            first = members[0]
-            stacked = torch.stack([news[store.name] for store in members])
-            dims = (1 + first.row_dim, 1 + first.token_dim)
-            value = stacked.movedim(dims, (1, 2)).select(1, 0)
-            if keep is not None:
-                value = value[:, keep]
-            held = arena.movedim(dims, (1, 2))
+            dims = members[0].row_dim, members[0].token_dim
+            values = [news[store.name].movedim(dims, (0, 1))[0] for store in members]
+            value = torch.stack(values if keep is None else [v[keep] for v in values])
+            held = arena.movedim((1 + dims[0], 1 + dims[1]), (1, 2))
             if isinstance(places, list):
                 for n, (page, place) in enumerate(places):
                     held[:, page, place].copy_(value[:, n])

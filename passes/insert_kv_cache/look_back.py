@@ -52,8 +52,21 @@ class LookBack:
         longer = {n: self._longer(builder, n, place, fact.scan.width - 1) for n in fact.scan.operands}
         if fact.scan.formula is None:
             return self._rerun(builder, node, fact.scan, longer, place)
-        plain = dataclasses.replace(fact, formula=fact.scan.formula)
+        plain = dataclasses.replace(fact, formula=self._without_beginning(fact.scan.formula))
         return _WithEarlier(self, builder, node, plain, longer, place).emit()
+
+    def _without_beginning(self, formula: Expr) -> Expr:
+        """The formula without what chooses zero before the first token: a longer sequence has zeros there."""
+        token = self.tokens.space.token
+
+        def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
+            if node.op == "where" and args[2].op == "read" and E.is_const(args[1], 0):
+                steps = (M.sub(token, index) for index in args[2].args if token in index.free)
+                if any(n.op == "const" and args[0] is M.lt(token, n) for n in steps):
+                    return args[2]
+            return M.construct(node, args) if args and args != node.args else node
+
+        return E.rebuild(formula, leaf)
 
     def _place(self, builder: Builder, back: int) -> fx.Node:
         """Where each new token stands in the longer sequence, `[N]`."""

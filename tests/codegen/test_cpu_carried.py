@@ -129,7 +129,7 @@ def targets_of(model: nn.Module) -> set[str]:
 
 
 class Window(nn.Module):
-    """A causal convolution."""
+    """A causal convolution, or a shift by a token."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -140,11 +140,14 @@ class Window(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        mixed = self.convolve(x.mT)[..., : ids.shape[1]].mT
+        if self.kind == "a shift":
+            mixed = x.sigmoid() * functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        else:
+            mixed = self.convolve(x.mT)[..., : ids.shape[1]].mT
         return self.out(functional.gelu(x + mixed))
 
 
-@pytest.mark.parametrize("kind", ["each channel", "dilated", "groups", "all channels"])
+@pytest.mark.parametrize("kind", ["each channel", "dilated", "groups", "all channels", "a shift"])
 def test_windows_are_part_of_token_programs(kind: str) -> None:
     left = targets_of(Window(kind))
     assert "attngraph.last_tokens.default" in left
