@@ -22,32 +22,33 @@ GPT2 = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 32}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "GPT2LMHeadModel": (GPT2, (128, 64)),
-    "LlamaForCausalLM": (LLAMA, (64, 64)),
+    "LlamaForCausalLM": (LLAMA, (64, 32)),
     "GPTNeoXForCausalLM": ({**SIZES, "rotary_pct": 0.5}, (128, 64)),
     "BloomForCausalLM": ({"n_layer": 1, "hidden_size": 32, "n_head": 4}, (128, 64)),
     "OPTForCausalLM": ({**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}, (128, 64)),
     "MptForCausalLM": ({"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 32}, (128, 64)),
     "FalconForCausalLM": (
-        {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, (64, 64)),
+        {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, (32, 16)),
     "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (64, 64)),
-    "Qwen2ForCausalLM": (LLAMA, (64, 64)),
-    "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (64, 64)),
-    "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (64, 64)),
-    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 128)),
+    "Qwen2ForCausalLM": (LLAMA, (64, 32)),
+    "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (64, 32)),
+    "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (32, 16)),
+    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 96)),
     "PhiForCausalLM": ({**LLAMA, "num_key_value_heads": 4}, (128, 64)),
-    "Phi3ForCausalLM": (LLAMA, (64, 64)),
-    "OlmoForCausalLM": (LLAMA, (64, 64)),
-    "Olmo2ForCausalLM": (LLAMA, (64, 64)),
-    "CohereForCausalLM": ({**LLAMA, "use_qk_norm": True}, (64, 64)),
-    "StableLmForCausalLM": ({**LLAMA, "qk_layernorm": True}, (64, 64)),
-    "GraniteForCausalLM": (LLAMA, (64, 64)),
-    "Starcoder2ForCausalLM": (LLAMA, (64, 64)),
+    "Phi3ForCausalLM": (LLAMA, (64, 32)),
+    "OlmoForCausalLM": (LLAMA, (64, 32)),
+    "Olmo2ForCausalLM": (LLAMA, (64, 32)),
+    "CohereForCausalLM": ({**LLAMA, "use_qk_norm": True}, (64, 32)),
+    "StableLmForCausalLM": ({**LLAMA, "qk_layernorm": True}, (64, 32)),
+    "GraniteForCausalLM": (LLAMA, (64, 32)),
+    "Starcoder2ForCausalLM": (LLAMA, (64, 32)),
     "PersimmonForCausalLM": ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, (128, 64)),
-    "GPTBigCodeForCausalLM": (GPT2, (64, 64)),
-    "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (64, 64)),
+    "GPTBigCodeForCausalLM": (GPT2, (32, 16)),
+    "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (64, 32)),
 }  # fmt: skip
 """The class, its sizes, and bytes that one of 2 and of 4 ranks keeps of a token: those of its key/value heads
-(4 heads of 8 values, are 256 bytes with keys and values), of which no rank has less than one."""
+(4 heads of 8 values, are 256 bytes with keys and values). Ranks that attend to one head divide its tokens,
+but for those of a window."""
 FAST = ("LlamaForCausalLM",)
 
 

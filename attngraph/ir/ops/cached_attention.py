@@ -121,7 +121,8 @@ class Store:
     `shape` is the shape of its pages, with 0 for the number of pages (dimension `row_dim`) and for the tokens
     in a page (dimension `token_dim`). `window`: how many of the latest tokens are needed (None: all). `label`
     describes the value in the report; `uses` is the number of operands that are views of it. `scales_of`: the
-    name of the store whose numbers of 8 bits these are the scales of.
+    name of the store whose numbers of 8 bits these are the scales of. `team`: how many ranks divide its
+    tokens, and `member`: which of them this is (`divided_attention.py`).
     """
 
     name: str
@@ -133,16 +134,24 @@ class Store:
     label: str
     uses: int = 1
     scales_of: str = ""
+    team: int = 1
+    member: int = 0
+
+    @property
+    def table(self) -> str:
+        """The name of the input that is its page table."""
+        return f"table.{self.window or 'all'}" + f".{self.team}" * (self.team > 1)
 
     @property
     def bytes_per_token(self) -> int:
         return self.bytes_in(None)
 
     def bytes_in(self, dtype: torch.dtype | None) -> int:
-        """Bytes per token where floating values are cached in another dtype (None: as computed)."""
+        """Bytes per token where floating values are cached in another dtype (None: as computed): on one rank,
+        in the mean over tokens, rounded up."""
         dims = [n for place, n in enumerate(self.shape) if place not in (self.row_dim, self.token_dim)]
         kept = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
-        return math.prod(dims) * kept.itemsize
+        return -(-math.prod(dims) * kept.itemsize // self.team)
 
 
 @dataclasses.dataclass(frozen=True)
