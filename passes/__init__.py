@@ -14,6 +14,7 @@ from attngraph.ir.graph.program_graph import RESULTS, Level
 from attngraph.ir.graph.ranks import Axis
 from attngraph.passes.absorb_mla.absorb import AbsorbMLA
 from attngraph.passes.canonicalize import Canonicalize
+from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.fuse_attention import FuseAttention
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
@@ -31,14 +32,14 @@ from attngraph.pipeline import Pass
 
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
-    heads: Axis | None = None, tokens: Axis | None = None,
+    heads: Axis | None = None, tokens: Axis | None = None, cache: str = "auto",
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
     `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
-    both, tokens of what each rank has of the heads.
+    both, tokens of what each rank has of the heads. `cache`: as in `ShardConfig`.
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
@@ -48,7 +49,8 @@ def order(
         shard += (ShardTokens(tokens.count, tokens.group),)
     rest: tuple[Pass, ...] = (ReassociateLinear(), *shard)
     if decoder:
-        rest = (*shard, InsertKVCache(), Tidy(), QuantisedLinear(), FuseTokenWise())
+        divide = (DivideCache(cache),) if shard and cache != "heads" else ()
+        rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(),
         FuseAttention(() if shard else RESULTS),
@@ -72,7 +74,7 @@ def waiting_at_most(passes: Sequence[Pass], kinds: Kinds = ()) -> tuple[Pass, ..
 DEFAULT_PIPELINE = order()
 """The passes of a model that is run on whole sequences."""
 PASSES: tuple[Pass, ...] = (
-    *DEFAULT_PIPELINE, ShardHeads(), ShardTokens(), InsertKVCache(), Tidy(), QuantisedLinear(),
+    *DEFAULT_PIPELINE, ShardHeads(), ShardTokens(), InsertKVCache(), DivideCache(), Tidy(), QuantisedLinear(),
     FuseTokenWise(), QuantiseCache(),
 )  # fmt: skip
 """Every pass that can be run by itself on a graph."""

@@ -24,6 +24,7 @@ from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.meaning.algebra.sizes import example_size
+from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.free_tokens import computed_with
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.quantise_cache import QuantiseCache
@@ -58,7 +59,8 @@ def derive_decoder(
     shared = mesh is not None and not mesh.is_simulated
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
-    later = [step for step in later if step.name != QuantiseCache.name]
+    divide = [step for step in later if step.name == DivideCache.name]
+    later = [step for step in later if step.name not in (QuantiseCache.name, DivideCache.name)]
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     place = names.index(name)
     tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
@@ -69,7 +71,7 @@ def derive_decoder(
             check=functools.partial(_require_no_others, number=distinct, multiples=multiples),
         )  # fmt: skip
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
-        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct),), options)
+        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct), *divide), options)
         captured, result, graph = made.captured, made.result, made.captured.graph
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)

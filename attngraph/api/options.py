@@ -95,9 +95,9 @@ class Options:
             raise ValueError(
                 f"a cache of {rounded} and mesh do not go together yet: leave CacheConfig's dtype out."
             )
-        return without(
-            order(self.backend, self.absorb, decoder=True, rounded=rounded, **self._ranks), self.disable
-        )
+        cache = "auto" if self.mesh is None else self.mesh.config.cache
+        steps = order(self.backend, self.absorb, decoder=True, rounded=rounded, cache=cache, **self._ranks)
+        return without(steps, self.disable)
 
 
 def _as_pass(step: Any) -> Pass:

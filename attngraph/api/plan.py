@@ -32,6 +32,7 @@ from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.check.region import shape_at
 from attngraph.meaning.masks.needed import pairs_of_ranks
 from attngraph.passes import order, waiting_at_most
+from attngraph.passes.divide_cache import DivideCache
 from attngraph.passes.insert_kv_cache.insert import InsertKVCache
 from attngraph.passes.select_kernels import SelectKernels
 from attngraph.passes.shard_heads.shard import ShardHeads
@@ -192,7 +193,7 @@ class Planner:
             return None, 0
         try:
             graph = _divided(self.decoder, heads, 1, self.proves)
-            run_passes(graph, (InsertKVCache(),))
+            run_passes(graph, (InsertKVCache(), DivideCache()))
         except (_NotDividedError, NoDecoderError) as problem:
             self.remarks.append(f"no cache on tensor {heads}: {str(problem).splitlines()[0]}")
             return None, 0

@@ -18,7 +18,7 @@ from attngraph.runtime.parallel.agree import agree_on_graph
 from attngraph.runtime.parallel.mesh import RankMesh
 from attngraph.runtime.parallel.parameters import Own, distribute
 from attngraph.runtime.parallel.simulated import on_all_ranks
-from attngraph.runtime.parallel.states import AllRanks, OneRank
+from attngraph.runtime.parallel.states import AllRanks, OneRank, of_rank
 
 Runner = Callable[[ProgramGraph], Callable[..., Any]]
 """Makes the function that computes a graph's results from its inputs."""
@@ -66,7 +66,7 @@ def step_on_ranks(graph: ProgramGraph, owner: nn.Module, options: Options) -> tu
     if mesh.tensor is not None and mesh.holds_parts:
         distribute(graph, owner, mesh.tensor)
     plain = runner_of(options) if options.inductor else lambda graph: shortened(graph.module)
-    return plain, OneRank(graph.state, own, (mesh.rank, mesh.count))
+    return plain, OneRank(of_rank(graph.state, mesh.rank), own, (mesh.rank, mesh.count))
 
 
 def require_whole_parameters(mesh: RankMesh | None) -> None:

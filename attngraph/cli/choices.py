@@ -7,8 +7,8 @@ BACKENDS = ("auto", "cpu", "triton", "reference")
 ABSORB = ("auto", "always", "never", "fold")
 PASSES = (
     "canonicalize", "fuse-attention", "merge-heads", "absorb-mla", "reassociate-linear", "select-kernels",
-    "shard-heads", "shard-tokens", "insert-kv-cache", "tidy", "quantised-linear", "fuse-token-wise",
-    "quantise-cache",
+    "shard-heads", "shard-tokens", "insert-kv-cache", "divide-cache", "tidy", "quantised-linear",
+    "fuse-token-wise", "quantise-cache",
 )  # fmt: skip
 FORMATS = ("pt2", "onnx")
 FALLBACKS = ("sdpa", "eager")

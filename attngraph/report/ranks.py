@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +157,14 @@ class CacheRanksEntry:
 
     `heads`: for every attention that is divided, the key/value heads that a rank keeps and those that there
     are. `alike` lists (what, bytes, per, reason) of values that all ranks keep alike; `per`: "token", or
-    "sequence" for carried values.
+    "sequence" for carried values. `tokens` lists (what, bytes, team) of values of which each of `team` ranks
+    keeps a part of the tokens: in the mean so many bytes of each token.
     """
 
     count: int
     heads: tuple[tuple[int, int], ...] = ()
     alike: tuple[tuple[str, int, str, str], ...] = ()
+    tokens: tuple[tuple[str, int, int], ...] = ()
 
     def lines(self) -> list[str]:
         """Lines of text, below those of the whole cache."""
@@ -170,9 +173,16 @@ class CacheRanksEntry:
             shared = kept * self.count // of
             more = f"; {shared} ranks keep the same" if shared > 1 else ""
             found.append(f"      {len(list(group))} x a rank keeps {kept} of {of} key/value heads{more}")
+        for (size, team), divided in itertools.groupby(self.tokens, key=lambda t: t[1:]):
+            names = [name for name, *_ in divided]
+            what = f"{len(names)} value(s) of {size:,} bytes a token in the mean   {_from_to(names)}"
+            found.append(f"      a rank keeps 1 of {team} tokens: {what}")
         for (size, per, reason), same in itertools.groupby(self.alike, key=lambda a: a[1:]):
             names = [name for name, *_ in same]
-            to = f" .. {names[-1]}" if len(names) > 1 else ""
-            what = f"{len(names)} value(s) of {size:,} bytes a {per}   {names[0]}{to}"
+            what = f"{len(names)} value(s) of {size:,} bytes a {per}   {_from_to(names)}"
             found.append(f"      kept by every rank: {what}: {reason}")
         return found
+
+
+def _from_to(names: Sequence[str]) -> str:
+    return f"{names[0]} .. {names[-1]}" if len(names) > 1 else names[0]

@@ -19,10 +19,11 @@ from attngraph.errors import CacheError
 from attngraph.ir.ops.cached_attention import CachePlan, Carried, Fixed, Store, tell
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.carried import CarriedValues
+from attngraph.runtime.divided_pages import make_pages
 from attngraph.runtime.pages import Pages, sent
 from attngraph.runtime.serving_mode import serving
 
-SAVED = "attngraph cache 2"
+SAVED = "attngraph cache 3"
 
 
 class KVCache:
@@ -47,12 +48,12 @@ class KVCache:
         self._ones: tuple[Tensor, Tensor] | None = None
         self.fixed: dict[str, Tensor] = {}
         self.carried = CarriedValues(plan.carried, rows, config, device)
-        self.groups: dict[int | None, Pages] = {}
-        windows = dict.fromkeys(store.window for store in plan.stores)
-        for window in windows:
-            members = [s for s in plan.stores if s.window == window]
-            self.groups[window] = Pages(window, members, config, device)
-            self.groups[window].rows = [[] for _ in range(rows)]
+        self.groups: dict[str, Pages] = {}
+        """By the name of their page table, and where ranks divide the tokens, which of them this is."""
+        for name in dict.fromkeys(map(_table, plan.stores)):
+            stores = [s for s in plan.stores if _table(s) == name]
+            self.groups[name] = make_pages(stores, config, device)
+            self.groups[name].rows = [[] for _ in range(rows)]
 
     @property
     def rows(self) -> int:
@@ -97,11 +98,12 @@ class KVCache:
                 f"{self.limit} fit (max_length, or the model's own limit). Nothing was written."
             )
         for group in self.groups.values():
-            if longest > group.page and not group.paged:
-                wanted = max(longest, 2 * group.page, 64) if self.limit is None else max(
-                    longest, min(2 * group.page, self.limit))  # fmt: skip
+            most = group.own(longest)
+            if most > group.page and not group.paged:
+                wanted = max(most, 2 * group.page, 64) if self.limit is None else max(
+                    most, min(2 * group.page, group.own(self.limit)))  # fmt: skip
                 if self.config.max_length is not None:
-                    wanted = self.config.max_length
+                    wanted = group.own(self.config.max_length)
                 group.stretch(wanted)
             group.reserve(self.lengths, counts)
 
@@ -124,9 +126,7 @@ class KVCache:
     def _with_tables(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.device.type != "cpu":
             found = {name: sent(t, self.device) for name, t in found.items()}
-        for window, group in self.groups.items():
-            found[f"table.{window or 'all'}"] = group.table()
-        return found
+        return found | {name: group.table() for name, group in self.groups.items()}
 
     def write(self, news: Mapping[str, Tensor], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
         """Write what a step computed for its new tokens; `reserve` has made room for it."""
@@ -210,8 +210,8 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         groups = {
-            window: {**vars(group), "_table": None, "arenas": [a for _, a in group.arenas.values()]}
-            for window, group in self.groups.items()
+            name: {**vars(group), "_table": None, "arenas": [a for _, a in group.arenas.values()]}
+            for name, group in self.groups.items()
         }
         for group in groups.values():
             group.pop("config")
@@ -232,8 +232,8 @@ class KVCache:
         self.lengths, self.lost, self.fixed = state["lengths"], state["lost"], dict(state["fixed"])
         self.carried.restore(state["carried"])
         self.rank = tuple(state.get("rank", self.rank))
-        for window, kept in state["groups"].items():
-            group = self.groups[window]
+        for name, kept in state["groups"].items():
+            group = self.groups[name]
             for (kind, (members, _)), arena in zip(group.arenas.items(), kept["arenas"], strict=True):
                 group.arenas[kind] = members, arena
             group.page, group.rows = kept["page"], kept["rows"]
@@ -256,6 +256,10 @@ class KVCache:
         state = cls.__new__(cls)
         state.__setstate__(found["state"])
         return state
+
+
+def _table(store: Store) -> str:
+    return store.table if store.team == 1 else f"{store.table}@{store.member}"
 
 
 def select_rows(value: Tensor, about: Fixed, rows: Sequence[int]) -> Tensor:

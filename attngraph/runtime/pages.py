@@ -62,6 +62,10 @@ class Pages:
         dtype = floating if floating and first.dtype.is_floating_point else first.dtype
         return torch.empty((len(members), *shape), dtype=dtype, device=self.device)
 
+    def own(self, length: int) -> int:
+        """How many of a row's first `length` tokens are kept here."""
+        return length
+
     @property
     def columns(self) -> int:
         """The most pages that any row has; in a ring buffer the fixed number of pages."""

@@ -211,8 +211,9 @@ def poison(state: KVCache) -> None:
     for group in state.groups.values():
         kept = []
         for length, lost in zip(state.lengths, state.lost, strict=True):
-            longest = max(length, lost + smallest) if group.ring else length
-            kept.append(range(max(0, longest - group.capacity), length))
+            own = group.own(length)
+            longest = max(own, lost + smallest) if group.ring else own
+            kept.append(range(max(0, longest - group.capacity), own))
         row = torch.tensor([row for row, positions in enumerate(kept) for _ in positions], dtype=torch.int64)
         position = torch.tensor([p for positions in kept for p in positions], dtype=torch.int64)
         row, slot = row.to(state.device), position.to(state.device) % group.capacity

@@ -109,8 +109,8 @@ class Step:
         rows = state.inputs(counts)
         if picked is None:
             picked = torch.arange(rows["row"].shape[0], device=state.device)
-        kept = self.ranks.taken({**state.stores(), **state.carried.values, **state.fixed})
-        result, *news = self._step(arguments, {**rows, "picked": picked, **kept, **self.ranks.own()}, run)
+        kept = self.ranks.taken({**rows, **state.stores(), **state.carried.values, **state.fixed})
+        result, *news = self._step(arguments, {"picked": picked, **kept, **self.ranks.own()}, run)
         keeps = self._keeps
         names = [*(about.name for about in keeps.stores), *(about.name for about in keeps.carried)]
         state.write(self.ranks.kept(dict(zip(names, news, strict=True))), rows, counts)

@@ -25,7 +25,7 @@ from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import UNSCALED, Rows, Scales, counts, row_by_row
+from attngraph.ir.ops.cached_attention import UNSCALED, Rows, Scales, counts, only, row_by_row
 from attngraph.ir.ops.quantised import LARGEST
 from attngraph.meaning.masks.causal import examine
 
@@ -48,6 +48,7 @@ class Decode:
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
+        lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         if not q.is_cpu or 0 in q.shape[2:]:  # dots of no width are zero: left to the general way
             return None
@@ -59,21 +60,24 @@ class Decode:
         if made is None:
             return None
         if not any(are_long):
-            return made.attend(q, new, pages, reads, tuple(sizes), about, scales)
+            return made.attend(q, new, pages, reads, tuple(sizes), about, scales, lse)
         out = _empty(q, pages[1].shape[3])
         for is_long in (False, True):
-            tokens, own = _only([is_long == one for one in are_long], rows)
+            tokens, own = only([is_long == one for one in are_long], rows)
             here = q.index_select(2, tokens)
+            sums = None if lse is None else lse.new_empty(here.shape[:3])
             k, v = (n if n.shape[2] == 0 else n.index_select(2, tokens) for n in new)
             if is_long:
                 part: Tensor | None = row_by_row(
-                    program, here, (k, v), pages, reads, sizes, own, "cpu", scales
+                    program, here, (k, v), pages, reads, sizes, own, "cpu", scales, sums
                 )
             else:
-                part = made.attend(here, (k, v), pages, reads, tuple(sizes), _Rows(own), scales)
+                part = made.attend(here, (k, v), pages, reads, tuple(sizes), _Rows(own), scales, sums)
             if part is None:
                 return None
             out.index_copy_(2, tokens, part)
+            if lse is not None and sums is not None:
+                lse.index_copy_(2, tokens, sums)
         return out
 
     def link(
@@ -120,14 +124,6 @@ def _empty(q: Tensor, width: int) -> Tensor:
     return q.new_empty_strided((1, heads, tokens, width), (tokens * heads * width, width, heads * width, 1))
 
 
-def _only(wanted: Sequence[bool], rows: Rows) -> tuple[Tensor, Rows]:
-    """The places of these rows' tokens, and the same rows where the others have no tokens."""
-    new = counts(rows).new
-    kept = torch.tensor([n if want else 0 for n, want in zip(new, wanted, strict=True)])
-    tokens = torch.repeat_interleave(torch.tensor(wanted), torch.tensor(new)).nonzero().squeeze(1)
-    return tokens, rows._replace(starts=torch.cat([kept.new_zeros(1), kept.cumsum(0)]))
-
-
 class _Prepared:
     """What calls of one program with operands of the same dtypes and widths share."""
 
@@ -139,12 +135,14 @@ class _Prepared:
 
     def attend(
         self, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
-        sizes: tuple[int, ...], rows: _Rows, scales: Scales,
+        sizes: tuple[int, ...], rows: _Rows, scales: Scales, lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         made = self.link(q, new, pages, reads, sizes, rows, scales)
         if made is None:
             return None
         call = made.argument
+        if lse is not None:
+            call.lse = lse.data_ptr()
         team.run(self.function, call, min(_threads(), self.items(q, pages[0], rows) * call.parts))
         return None if call.bad else made.results[0]
 
@@ -181,7 +179,7 @@ class _Prepared:
         call.q, call.out = q.data_ptr(), out.data_ptr()
         call.q_stride = Three(*q.stride()[:3])
         call.out_stride = Three(*out.stride()[:3])
-        call.B, call.H, call.Hkv, call.D, call.Dv = rows.count, h, k.shape[1], d, dv
+        call.B, call.H, call.Hkv, call.Sq, call.D, call.Dv = rows.count, h, k.shape[1], q.shape[2], d, dv
         call.wide, call.scale = -(-dv // self.made.lanes) * self.made.lanes, self.scale
         if new[0].shape[2] > 0:
             k_new, v_new = (t if t.stride(3) == 1 else t.contiguous() for t in new)

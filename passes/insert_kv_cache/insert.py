@@ -379,7 +379,7 @@ class _Insertion:
             table=table, starts=self.inputs.rows("starts"), first=self.inputs.rows("first"), held=held,
         )  # fmt: skip
         made = builder.attention(cached)
-        made.meta["attention"] = node.meta["attention"]
+        made.meta.update((key, node.meta[key]) for key in ("attention", "key_heads") if key in node.meta)
         for user in [n for n in node.users if n.target is operator.getitem] or [node]:
             user.replace_all_uses_with(made)
             if user is not node:

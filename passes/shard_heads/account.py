@@ -58,6 +58,8 @@ def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksE
     names = {n: i.name for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "pages"}
     for node in graph.graph.nodes:
         match nodes.view(node):
+            case nodes.DividedAttention():
+                pass  # counted by tokens
             case nodes.CachedAttention(k_pages=pages) if pages in own:
                 heads.append((int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads))
             case nodes.CachedLatentAttention(pages=pages):
@@ -66,15 +68,17 @@ def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksE
                 shared |= {names[n] for n in computed_from([k]) | computed_from([v]) if n in names}
     results = zip(graph.graph.output_node().args[0], graph.outputs, strict=True)  # type: ignore[arg-type]
     differs = {told.name: n in own for n, told in results}
+    stays = graph.ranks.undivided
     alike = [
         (s.label, s.bytes_in(dtype), "token",
-         "all heads share it" if s.name in latents
+         ("all heads share it" if s.name in latents
          else "the heads of every rank attend to it" if s.name in shared
-         else "what it is kept for is not divided")
-        for s in graph.state.stores if not differs[s.name]
+         else "what it is kept for is not divided") + (f"; {stays[s.name]}" if s.name in stays else ""))
+        for s in graph.state.stores if not differs[s.name] and s.team == 1
     ]  # fmt: skip
     alike += [
         (c.label, c.bytes_per_row, "sequence", "what it is carried for is not divided")
         for c in graph.state.carried if not differs[c.name]
     ]  # fmt: skip
-    return CacheRanksEntry(graph.ranks.count, tuple(heads), tuple(alike))
+    tokens = ((s.label, s.bytes_in(dtype), s.team) for s in graph.state.stores if s.team > 1)
+    return CacheRanksEntry(graph.ranks.count, tuple(heads), tuple(alike), tuple(tokens))

@@ -163,7 +163,10 @@ class Parts(Entering):
         program = reindexed(attention.program, "h", E.read(len(reads), (_H,)), local)
         if program is not attention.program:
             reads.append(self.number("heads", heads.places))
-        return builder.attention(attention.replace(**made, reads=tuple(reads), program=program))
+        node = builder.attention(attention.replace(**made, reads=tuple(reads), program=program))
+        if isinstance(attention, nodes.Attention):
+            node.meta["key_heads"] = part.uses[1].cut[1].places.tolist()
+        return node
 
     # --- operands ---
 

@@ -171,14 +171,14 @@ def assert_nan_alike(found: Tensor, wanted: Tensor) -> None:
 
 def test_expanding_needs_no_memory_that_grows_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    expanded = latent._Node.expanded
+    expanded = latent.LatentNode.expanded
 
-    def watched(self: latent._Node, shared: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(self: latent.LatentNode, shared: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(shared.shape[2])
         return expanded(self, shared)
 
     monkeypatch.setattr(latent, "BLOCK", 16)
-    monkeypatch.setattr(latent._Node, "expanded", watched)
+    monkeypatch.setattr(latent.LatentNode, "expanded", watched)
     Case([(150, 7)], 16, 0, (4, 2), torch.float64).cached("keep k <= q", "never")
     assert max(seen) == 16
     assert sum(seen) == 157
@@ -230,13 +230,13 @@ def test_a_decoder_is_proved_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> 
     attngraph.compile(model, cache=True).generate(ids, 1)
     for order in ("absorbed_query", "expanded"):
         with monkeypatch.context() as patch:
-            right = getattr(latent._Node, order)
+            right = getattr(latent.LatentNode, order)
 
-            def wrong(self: latent._Node, x: Tensor, right: Any = right) -> Any:
+            def wrong(self: latent.LatentNode, x: Tensor, right: Any = right) -> Any:
                 found = right(self, x)
                 return found * 1.01 if isinstance(found, Tensor) else (found[0], found[1] * 1.01)
 
-            patch.setattr(latent._Node, order, wrong)
+            patch.setattr(latent.LatentNode, order, wrong)
             # The check of the pass would refuse it first.
             patch.setattr(check, "same_value", lambda *_: check.Verdict(0.0, ()))
             with pytest.raises(attngraph.NoDecoderError, match="do not give"):

@@ -22,32 +22,33 @@ GPT2 = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 32}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "GPT2LMHeadModel": (GPT2, (128, 64)),
-    "LlamaForCausalLM": (LLAMA, (64, 64)),
+    "LlamaForCausalLM": (LLAMA, (64, 32)),
     "GPTNeoXForCausalLM": ({**SIZES, "rotary_pct": 0.5}, (128, 64)),
     "BloomForCausalLM": ({"n_layer": 1, "hidden_size": 32, "n_head": 4}, (128, 64)),
     "OPTForCausalLM": ({**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}, (128, 64)),
     "MptForCausalLM": ({"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 32}, (128, 64)),
     "FalconForCausalLM": (
-        {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, (64, 64)),
+        {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, (32, 16)),
     "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (64, 64)),
-    "Qwen2ForCausalLM": (LLAMA, (64, 64)),
-    "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (64, 64)),
-    "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (64, 64)),
-    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 128)),
+    "Qwen2ForCausalLM": (LLAMA, (64, 32)),
+    "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (64, 32)),
+    "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (32, 16)),
+    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 96)),
     "PhiForCausalLM": ({**LLAMA, "num_key_value_heads": 4}, (128, 64)),
-    "Phi3ForCausalLM": (LLAMA, (64, 64)),
-    "OlmoForCausalLM": (LLAMA, (64, 64)),
-    "Olmo2ForCausalLM": (LLAMA, (64, 64)),
-    "CohereForCausalLM": ({**LLAMA, "use_qk_norm": True}, (64, 64)),
-    "StableLmForCausalLM": ({**LLAMA, "qk_layernorm": True}, (64, 64)),
-    "GraniteForCausalLM": (LLAMA, (64, 64)),
-    "Starcoder2ForCausalLM": (LLAMA, (64, 64)),
+    "Phi3ForCausalLM": (LLAMA, (64, 32)),
+    "OlmoForCausalLM": (LLAMA, (64, 32)),
+    "Olmo2ForCausalLM": (LLAMA, (64, 32)),
+    "CohereForCausalLM": ({**LLAMA, "use_qk_norm": True}, (64, 32)),
+    "StableLmForCausalLM": ({**LLAMA, "qk_layernorm": True}, (64, 32)),
+    "GraniteForCausalLM": (LLAMA, (64, 32)),
+    "Starcoder2ForCausalLM": (LLAMA, (64, 32)),
     "PersimmonForCausalLM": ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, (128, 64)),
-    "GPTBigCodeForCausalLM": (GPT2, (64, 64)),
-    "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (64, 64)),
+    "GPTBigCodeForCausalLM": (GPT2, (32, 16)),
+    "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (64, 32)),
 }  # fmt: skip
 """The class, its sizes, and bytes that one of 2 and of 4 ranks keeps of a token: those of its key/value heads
-(4 heads of 8 values, are 256 bytes with keys and values), of which no rank has less than one."""
+(4 heads of 8 values, are 256 bytes with keys and values). Ranks that attend to one head divide its tokens,
+but for those of a window."""
 FAST = ("LlamaForCausalLM",)
 
 
@@ -192,22 +193,78 @@ class Latent(nn.Module):
         return found
 
 
-def test_a_latent_is_kept_by_every_rank_and_its_heads_are_divided() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_divide_the_tokens_of_a_latent(ranks: int) -> None:
     torch.manual_seed(0)
     model = Latent().eval()
-    decoder = _on(2, model)
+    decoder = _on(ranks, model)
+    ids = torch.randint(0, 64, (2, 5))
+    assert torch.equal(decoder.generate(ids, 24), attngraph.compile(model, cache=True).generate(ids, 24))
+    cache, told = decoder.report.cache, decoder.report.ranks
+    assert cache is not None and cache.ranks is not None and told is not None
+    assert cache.bytes_per_token == 8 * 4 // ranks and ("heads", 4) in {
+        (e.what, e.count) for e in told.divided
+    }
+    assert [(size, team) for _, size, team in cache.ranks.tokens] == [(8 * 4 // ranks, ranks)]
+    assert not cache.ranks.alike and "exchange over the cache" in {sent.what for sent in told.sent}
+    assert f"a rank keeps 1 of {ranks} tokens" in str(decoder.report)
+
+
+def test_a_latent_is_kept_by_every_rank_where_heads_alone_are_divided() -> None:
+    torch.manual_seed(0)
+    model = Latent().eval()
+    mesh = attngraph.SimulatedMesh(tensor=2)
+    decoder = attngraph.compile(model, cache=True, mesh=mesh, shard=attngraph.ShardConfig(cache="heads"))
     ids = torch.randint(0, 64, (2, 5))
     assert torch.equal(decoder.generate(ids, 4), attngraph.compile(model, cache=True).generate(ids, 4))
-    cache, ranks = decoder.report.cache, decoder.report.ranks
-    assert cache is not None and cache.ranks is not None and ranks is not None
-    assert cache.bytes_per_token == 8 * 4 and ("heads", 4) in {(e.what, e.count) for e in ranks.divided}
+    cache = decoder.report.cache
+    assert cache is not None and cache.ranks is not None and cache.bytes_per_token == 8 * 4
     assert [(size, per, why) for _, size, per, why in cache.ranks.alike] == [
         (32, "token", "all heads share it")
     ]
 
 
+def test_a_state_with_divided_tokens_is_arranged_as_any_other() -> None:
+    """Rows of other lengths, chunks of a prompt, copies, another order of rows, and tokens taken back."""
+    torch.manual_seed(0)
+    model = Latent().eval()
+    ids = torch.randint(0, 64, (3, 40))
+    mask = torch.ones(3, 9, dtype=torch.int64)
+    mask[1, :4], mask[2, 7:] = 0, 0
+    order = torch.tensor([2, 0, 1])
+    found = []
+    for decoder in (attngraph.compile(model, cache=True), _on(4, model)):
+        steps = []
+        with torch.no_grad():
+            logits, state = decoder.prefill(ids[:, :9], attention_mask=mask)
+            steps.append(logits[mask.bool()])
+            steps.append(decoder.decode(ids[:, 9:30], state))
+            before = state.copy()
+            steps += [decoder.decode(ids[:, t : t + 1], state) for t in range(30, 36)]
+            state.crop(20)
+            steps.append(decoder.decode(ids[:, 36:38], state))
+            before.reorder(order)
+            steps += [decoder.decode(ids[order, t : t + 1], before) for t in range(30, 34)]
+        found.append(torch.cat([step.flatten(0, -2) for step in steps]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_that_cannot_be_divided_are_refused_where_asked_for() -> None:
+    decoder = attngraph.compile(
+        _lm(), cache=True, mesh=attngraph.SimulatedMesh(tensor=2), shard=attngraph.ShardConfig(cache="tokens")
+    )
+    with pytest.raises(attngraph.NoDecoderError, match="every rank keeps heads of its own"):
+        decoder.prefill(torch.randint(0, 256, (1, 5)))
+    with pytest.raises(ValueError, match="cache must be"):
+        attngraph.ShardConfig(cache="pages")
+
+
 def test_shared_key_heads_are_told() -> None:
     decoder = _on(4, _stock("LlamaForCausalLM"), proof=False)
+    decoder.prefill(torch.randint(3, 64, (1, 5)))
+    assert "a rank keeps 1 of 2 tokens" in str(decoder.report)
+    mesh, shard = attngraph.SimulatedMesh(tensor=4), attngraph.ShardConfig(cache="heads")
+    decoder = attngraph.compile(_stock("LlamaForCausalLM"), cache=True, mesh=mesh, shard=shard)
     decoder.prefill(torch.randint(3, 64, (1, 5)))
     assert "1 x a rank keeps 1 of 2 key/value heads; 2 ranks keep the same" in str(decoder.report)
 

@@ -128,11 +128,11 @@ def test_decoders_give_the_tokens_of_one_device_and_a_rank_keeps_its_heads(tmp_p
         kept, rest = said.split(" held ")
         held, reported = rest.split(" reported ")
         whole, part = (int(n) for n in reported.strip("()").split(", "))
-        assert kept == "bytes [128, 64]" and int(held) == part < 0.8 * whole
+        assert kept == "bytes [128, 32]" and int(held) == part < 0.8 * whole
 
 
 def test_decoders_on_whole_parameters(tmp_path: Path) -> None:
-    assert all(said.startswith("bytes [128, 64]") for said in _run("decode_whole", tmp_path))
+    assert all(said.startswith("bytes [128, 32]") for said in _run("decode_whole", tmp_path))
 
 
 def test_ranks_with_other_prompts_all_say_so(tmp_path: Path) -> None:

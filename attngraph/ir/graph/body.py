@@ -30,7 +30,9 @@ Places = Mapping[str, tuple[int, int]]
 """For names of sizes the input, by number, and its dimension that they are taken from."""
 _BETWEEN_PARTS = ("rows", "pages", "carried", Rate.PROMPT.value, Rate.LOOK.value)
 _KINDS = ("buffer", "constant", Rate.WEIGHTS.value, "parameter", *_BETWEEN_PARTS)
-_CACHED = ("cached_attention", "cached_latent_attention")
+_CACHED = (
+    "cached_attention", "cached_latent_attention", "divided_attention", "divided_latent_attention",
+)  # fmt: skip
 _WORDS = ("kernel", "values", "absorb", "family", "by")
 """Arguments of attention nodes that are keywords, not values."""
 

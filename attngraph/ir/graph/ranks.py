@@ -61,6 +61,7 @@ class Ranks:
         places: numbers that differ by rank, by the name of the input.
         trusts: bytes of a check above which there is none (None: there is always one), and `unproved`: how
             many parts that concerned.
+        undivided: why ranks do not divide the tokens of a value that a decoder keeps, by its name.
         entry, context: what the report says about them (`report.ranks.RanksEntry`, `ContextEntry`).
     """
 
@@ -69,6 +70,7 @@ class Ranks:
     places: dict[str, Numbers] = dataclasses.field(default_factory=dict)
     trusts: int | None = None
     unproved: int = 0
+    undivided: dict[str, str] = dataclasses.field(default_factory=dict)
     entry: Any = None
     context: Any = None
 

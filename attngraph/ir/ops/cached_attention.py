@@ -14,10 +14,6 @@ Pages are `[pages, heads, page, width]`; position p of row r lies in page table[
 where s = p % (columns * page): if a row has more tokens than its pages can hold, the latest are kept. Pages
 of 8 bits have scales, `[pages, heads, page]` (`quantised.py`); pages of any other dtype have none. Whatever
 their dtype, keys and values are computed with in that of the new tokens'.
-
-    attngraph::history(pages, new, table, starts, held, dim, as_long=None) -> [rows, positions, ...]
-
-gives a stored value at every position of every row; rows shorter than the longest are padded with zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,21 +33,17 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.parser import operation, parse
 from attngraph.ir.language.score import Keep, Score, ScoreProgram, Sink, Statement, Weight
 from attngraph.ir.ops import kernels
+from attngraph.ir.ops.partial_attention import cleared
 from attngraph.ir.ops.quantised import widened
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 from attngraph.ir.versions import version_of
 
-torch.library.define(
-    "attngraph::cached_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor[] reads, SymInt[] sizes, "
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor[] reads, SymInt[] sizes, "
     "str program, Tensor table, Tensor starts, Tensor first, Tensor held, str by='', Tensor? k_scales=None, "
-    "Tensor? v_scales=None) -> Tensor",
+    "Tensor? v_scales=None"
 )
-torch.library.define(
-    "attngraph::history",
-    "(Tensor pages, Tensor new, Tensor table, Tensor starts, Tensor held, int dim, Tensor? as_long=None) "
-    "-> Tensor",
-)
+torch.library.define("attngraph::cached_attention", f"({ARGUMENTS}) -> Tensor")
 INSTEAD = "a decoder has no gradients: differentiate the model itself"
 """What to do where a derivative is asked for."""
 
@@ -114,6 +106,14 @@ def counts(rows: Rows) -> Counts:
     return known[2]
 
 
+def only(wanted: Sequence[bool], rows: Rows) -> tuple[Tensor, Rows]:
+    """The places of these rows' tokens, and the same rows where the others have no tokens."""
+    new, device = counts(rows).new, rows.starts.device
+    tokens = torch.repeat_interleave(torch.tensor(wanted), torch.tensor(new)).nonzero().squeeze(1)
+    starts = [0, *itertools.accumulate(n if want else 0 for n, want in zip(new, wanted, strict=True))]
+    return tokens.to(device), rows._replace(starts=tell(torch.tensor(starts).to(device), starts))
+
+
 @dataclasses.dataclass(frozen=True)
 class Store:
     """A value of the graph that is cached for every token.
@@ -121,7 +121,8 @@ class Store:
     `shape` is the shape of its pages, with 0 for the number of pages (dimension `row_dim`) and for the tokens
     in a page (dimension `token_dim`). `window`: how many of the latest tokens are needed (None: all). `label`
     describes the value in the report; `uses` is the number of operands that are views of it. `scales_of`: the
-    name of the store whose numbers of 8 bits these are the scales of.
+    name of the store whose numbers of 8 bits these are the scales of. `team`: how many ranks divide its
+    tokens, and `member`: which of them this is (`divided_attention.py`).
     """
 
     name: str
@@ -133,16 +134,24 @@ class Store:
     label: str
     uses: int = 1
     scales_of: str = ""
+    team: int = 1
+    member: int = 0
+
+    @property
+    def table(self) -> str:
+        """The name of the input that is its page table."""
+        return f"table.{self.window or 'all'}" + f".{self.team}" * (self.team > 1)
 
     @property
     def bytes_per_token(self) -> int:
         return self.bytes_in(None)
 
     def bytes_in(self, dtype: torch.dtype | None) -> int:
-        """Bytes per token where floating values are cached in another dtype (None: as computed)."""
+        """Bytes per token where floating values are cached in another dtype (None: as computed): on one rank,
+        in the mean over tokens, rounded up."""
         dims = [n for place, n in enumerate(self.shape) if place not in (self.row_dim, self.token_dim)]
         kept = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
-        return math.prod(dims) * kept.itemsize
+        return -(-math.prod(dims) * kept.itemsize // self.team)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +220,9 @@ class CachedKernel(Protocol):
     def attend(
         self, program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
-    ) -> Tensor | None: ...  # fmt: skip
+        lse: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """The result. `lse`, `[1, heads, N]` in the dtype of sums, is where the log-sum-exps are written."""
 
     def source(
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor],
@@ -224,7 +235,8 @@ CACHED: list[CachedKernel] = []
 """Kernels in order of preference; calls that none supports are computed row by row by those of `KERNELS`."""
 
 
-def _candidates(by: str) -> list[CachedKernel]:
+def kernels_named(by: str) -> list[CachedKernel]:
+    """Those of this name or family; all of them if it is empty."""
     return [c for c in CACHED if by in ("", c.name, c.name.partition(".")[0])]
 
 
@@ -233,7 +245,7 @@ def source_for_short_queries(
 ) -> tuple[str, str]:
     """The kernel for calls with one new token per row, and the source compiled for them; both empty if no
     kernel that is generated from source supports them."""
-    texts = ((c.name, c.source(program, q, pages, reads)) for c in _candidates(by))
+    texts = ((c.name, c.source(program, q, pages, reads)) for c in kernels_named(by))
     return next((found for found in texts if found[1]), ("", ""))
 
 
@@ -247,7 +259,7 @@ def cached_attention(
     require_no_derivative("cached_attention", INSTEAD, (q, k, v, reads))  # decoders call this directly
     parsed = parse(program)
     rows, scales = Rows(table, starts, first, held), (k_scales, v_scales)
-    for candidate in _candidates(by):
+    for candidate in kernels_named(by):
         out = candidate.attend(parsed, q, (k, v), (k_pages, v_pages), reads, sizes, rows, scales)
         if out is not None:
             return out
@@ -262,7 +274,7 @@ def _cached_attention(*args: Any) -> Tensor:
 
 
 @torch.library.register_fake("attngraph::cached_attention")  # type: ignore[untyped-decorator]
-def _cached_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def fake_cached_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     rows, heads, tokens = q.shape[:3]  # rows: 1 at run time; a symbol in a graph traced with several
     return v.new_empty((rows, tokens, heads, v.shape[3])).transpose(1, 2)
 
@@ -270,15 +282,19 @@ def _cached_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 def row_by_row(
     program: ScoreProgram, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
     reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, family: str = "", scales: Scales = UNSCALED,
+    lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute each row separately: its kept and new keys are concatenated, and its positions count from the
-    first of them. If no row has kept tokens and all are equally long, they are computed together."""
+    first of them. If no row has kept tokens and all are equally long, they are computed together. The
+    log-sum-exps are written to `lse`, `[1, heads, N]`."""
     lengths, first, held = counts(rows)
     starts = [0, *itertools.accumulate(lengths)]
     fixed = new[0].shape[2] == 0 and q.shape[2] > 0
     if not fixed and not any(held) and not any(first) and len(set(lengths)) == 1 and lengths[0] > 0:
         batch = [t[0].reshape(t.shape[1], len(lengths), lengths[0], -1).transpose(0, 1) for t in (q, *new)]
-        out = _attend(program, batch, reads, sizes, family)
+        out, sums = _attend(program, batch, reads, sizes, family)
+        if lse is not None:
+            lse.copy_(cleared(out, sums, (*batch, *reads)).lse.transpose(0, 1).flatten(1)[None])
         return packed([out[row : row + 1] for row in range(len(lengths))], q, pages[1].shape[3])
     outs: list[Tensor] = []
     for row, length in enumerate(lengths):
@@ -295,19 +311,22 @@ def row_by_row(
         )
         shifted, count = shift(program)
         moved = [*sizes, *([0] * (count - len(sizes))), row, first[row], oldest]
-        outs.append(_attend(shifted, [q[:, :, place], keys, values], reads, moved, family))
+        out, sums = _attend(shifted, [q[:, :, place], keys, values], reads, moved, family)
+        if lse is not None:
+            lse[:, :, place] = cleared(out, sums, (q, keys, values, *reads)).lse
+        outs.append(out)
     return packed(outs, q, pages[1].shape[3])
 
 
 def _attend(
     program: ScoreProgram, operands: Sequence[Tensor], reads: Sequence[Tensor], sizes: Sequence[int],
     family: str,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = operands
     if q.shape[2] == 0:
-        return v.new_empty((*q.shape[:3], v.shape[3]))
+        return v.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
     chosen = kernels.choose(program, (q, k, v), family)
-    return chosen.forward(program, (q, k, v), reads, sizes)[0]
+    return chosen.forward(program, (q, k, v), reads, sizes)
 
 
 def packed(outs: Sequence[Tensor], q: Tensor, width: int) -> Tensor:
@@ -323,7 +342,7 @@ def gather(
     """The contents of one row's pages at these positions, in a floating dtype: `[1, heads, positions,
     width]`."""
     page = pages.shape[2]
-    slots = positions % (table.shape[0] * page)
+    slots = positions % max(1, table.shape[0] * page)  # where there are no pages, there are no positions
     places = table[slots // page], slots % page
     picked = pages[places[0], :, places[1]]
     picked = picked.to(dtype) if scales is None else widened(picked, scales[places[0], :, places[1]], dtype)
@@ -336,11 +355,13 @@ def shift(program: ScoreProgram) -> tuple[ScoreProgram, int]:
     three more follow them, the row, the first query's position and the first key's."""
     count = program.sizes
     row, first, oldest = (E.size(f"n{count + n}") for n in range(3))
-    moved = {
-        E.var("b"): operation("add", E.var("b"), row),
-        E.var("q"): operation("add", E.var("q"), first),
-        E.var("k"): operation("add", E.var("k"), oldest),
-    }
+    b, q, k = map(E.var, "bqk")
+    moved = {b: operation("add", b, row), q: operation("add", q, first), k: operation("add", k, oldest)}
+    return replaced(program.statements, moved), count
+
+
+def replaced(statements: Sequence[Statement], moved: Mapping[E.Expr, E.Expr]) -> ScoreProgram:
+    """The program of these statements with other expressions in place of variables."""
 
     def change(node: E.Expr) -> E.Expr:
         def leaf(current: E.Expr, args: tuple[E.Expr, ...]) -> E.Expr:
@@ -350,52 +371,18 @@ def shift(program: ScoreProgram) -> tuple[ScoreProgram, int]:
 
         return E.rebuild(node, leaf)
 
-    statements: list[Statement] = []
-    for statement in program.statements:
+    made: list[Statement] = []
+    for statement in statements:
         match statement:
             case Score(value):
-                statements.append(Score(change(value)))
+                made.append(Score(change(value)))
             case Keep(predicate, fill):
-                statements.append(Keep(change(predicate), change(fill)))
+                made.append(Keep(change(predicate), change(fill)))
             case Sink(value):
-                statements.append(Sink(change(value)))
+                made.append(Sink(change(value)))
             case Weight(value):
-                statements.append(Weight(change(value)))
-    return parse(str(ScoreProgram(tuple(statements)))), count
-
-
-@torch.library.impl("attngraph::history", "CompositeExplicitAutograd")
-def _history(
-    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
-    as_long: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    begins, lengths = numbers_of(starts), numbers_of(held)
-    page = pages.shape[dim]
-    news = new.squeeze(0).movedim(dim - 1, 0)
-    store = pages.movedim(dim, 1)
-    counts = [b - a for a, b in itertools.pairwise(begins)]
-    longest = max((h + n for h, n in zip(lengths, counts, strict=True)), default=0)
-    found = news.new_zeros((len(counts), longest, *news.shape[1:]))
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        capacity = table.shape[1] * page
-        positions = torch.arange(max(0, length - capacity), length, device=pages.device)
-        slots = positions % capacity
-        found[row, positions] = store[table[row, slots // page], slots % page]
-        found[row, length : length + count] = news[begins[row] : begins[row] + count]
-    return found.movedim(1, dim)
-
-
-@torch.library.register_fake("attngraph::history")  # type: ignore[untyped-decorator]
-def _history_fake(
-    pages: Tensor, new: Tensor, table: Tensor, starts: Tensor, held: Tensor, dim: int,
-    as_long: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    shape = list(new.shape)
-    shape[0] = table.shape[0]
-    longest: Any = torch.library.get_ctx().new_dynamic_size(min=2) if as_long is None else as_long.shape[0]
-    shape[dim] = longest
-    return new.new_empty(shape)
+                made.append(Weight(change(value)))
+    return parse(str(ScoreProgram(tuple(made))))
 
 
 refuse_derivatives("cached_attention", INSTEAD)
-refuse_derivatives("history", INSTEAD)

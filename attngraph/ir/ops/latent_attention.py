@@ -28,9 +28,8 @@ once).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +39,7 @@ from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import kernels
 from attngraph.ir.ops.cached_attention import INSTEAD, Rows, cached_attention, counts, gather, packed, shift
 from attngraph.ir.ops.cost import LatentSizes, absorbing_pays
+from attngraph.ir.ops.partial_attention import Part, can_be_joined, cleared, joined, tell_shares
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
 ABSORB = ("auto", "always", "never")
@@ -51,11 +51,12 @@ torch.library.define(
     "attngraph::latent_attention",
     f"(Tensor q, Tensor latent, {_OPERANDS}, str absorb='auto', str family='') -> Tensor",
 )
-torch.library.define(
-    "attngraph::cached_latent_attention",
-    f"(Tensor q, Tensor latent, Tensor pages, {_OPERANDS}, Tensor table, Tensor starts, Tensor first, "
-    "Tensor held, str absorb='auto', str family='', Tensor? scales=None) -> Tensor",
+ARGUMENTS = (
+    f"Tensor q, Tensor latent, Tensor pages, {_OPERANDS}, Tensor table, Tensor starts, Tensor first, "
+    "Tensor held, str absorb='auto', str family='', Tensor? scales=None"
 )
+"""Over a cache."""
+torch.library.define("attngraph::cached_latent_attention", f"({ARGUMENTS}) -> Tensor")
 
 
 def sizes_of(
@@ -69,7 +70,7 @@ def sizes_of(
     return LatentSizes(heads, kv_heads, nope, width - nope, value, rank, value_rank, int(latent.shape[3]))
 
 
-class _Node:
+class LatentNode:
     """One node's weights and sizes, and its operands in both forms."""
 
     def __init__(
@@ -123,7 +124,7 @@ def absorbed_operands(
     q: Tensor, latent: Tensor, key_up: Tensor | None, value_up: Tensor | None, values: Sequence[int]
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The query, and the keys and values, of the absorbed form."""
-    node = _Node(q, latent, key_up, value_up, values)
+    node = LatentNode(q, latent, key_up, value_up, values)
     return node.absorbed_query(q), node.shared(latent)
 
 
@@ -132,7 +133,7 @@ def latent_attention(
     reads: list[Tensor], sizes: list[int], program: str, absorb: str = "auto", family: str = "",
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
-    node = _Node(q, latent, key_up, value_up, values)
+    node = LatentNode(q, latent, key_up, value_up, values)
     new, keys = q.shape[2], latent.shape[2]
     absorbed = node.absorbs(absorb, [(new, max(0, keys - new))] * q.shape[0], q)
     query = node.absorbed_query(q) if absorbed else q
@@ -145,10 +146,10 @@ def latent_attention(
 @torch.library.impl("attngraph::latent_attention", "CompositeExplicitAutograd")
 def _latent_attention(*args: Any) -> Tensor:
     with torch.no_grad():
-        return _token_major(latent_attention(*args))
+        return token_major(latent_attention(*args))
 
 
-def _token_major(out: Tensor) -> Tensor:
+def token_major(out: Tensor) -> Tensor:
     """The tensor with the heads of a token contiguous in memory, so that joining them needs no copy."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -169,7 +170,7 @@ def cached_latent_attention(
 ) -> Tensor:  # fmt: skip
     """What the op computes; without gradients."""
     require_no_derivative("cached_latent_attention", INSTEAD, (q, latent, reads))
-    node = _Node(q, latent, key_up, value_up, values)
+    node = LatentNode(q, latent, key_up, value_up, values)
     rows = Rows(table, starts, first, held)
     news, _, kept = counts(rows)
     if node.absorbs(absorb, list(zip(news, kept, strict=True)), q):
@@ -189,7 +190,7 @@ def cached_latent_attention(
 
 
 def _expanded_by_blocks(
-    node: _Node, q: Tensor, latent: Tensor, pages: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
+    node: LatentNode, q: Tensor, latent: Tensor, pages: Tensor, reads: Sequence[Tensor], sizes: Sequence[int],
     program: ScoreProgram, rows: Rows, family: str, scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The expanded form, row by row; kept tokens are projected up a block at a time."""
@@ -201,76 +202,36 @@ def _expanded_by_blocks(
         query, new = q[:, :, begin:end], latent[:, :, begin:end]  # where keys are fixed, none are new
         oldest, total = max(0, held[row] - rows.table.shape[1] * pages.shape[2]), held[row] + new.shape[2]
 
-        def attend(start: int, until: int, row: int = row, query: Tensor = query, new: Tensor = new) -> _Part:
+        def attend(start: int, until: int, row: int = row, query: Tensor = query, new: Tensor = new) -> Part:
             old = torch.arange(start, max(start, min(until, held[row])), device=q.device)
             fresh = new[:, :, max(0, start - held[row]) : max(0, until - held[row])]
             kept = gather(pages, rows.table[row], old, scales, fresh.dtype)
             k, v = node.expanded(torch.cat([kept, fresh], 2))
             numbers = [*sizes, *([0] * (count - len(sizes))), row, first[row], start]
             chosen = kernels.choose(moved, (query, k, v), family)
-            out, lse = chosen.forward(moved, (query, k, v), reads, numbers)
-            hidden = lse.isnan()
-            if not bool(hidden.any()) or all(map(_is_a_number, (query, k, v, *reads))):
-                return _Part(out, lse.masked_fill(hidden, -math.inf), True)
-            return _Part(out, lse, False)
+            return cleared(*chosen.forward(moved, (query, k, v), reads, numbers), (query, k, v, *reads))
 
         if begin == end:
             continue
-        length = BLOCK if _joins(program) else max(1, total)
+        length = BLOCK if can_be_joined(program) else max(1, total)
         parts = [attend(start, min(start + length, total)) for start in range(oldest, total, length)]
         if len(parts) > 1:
-            joins = all(part.is_clear for part in parts) and _tell_shares(parts)
-            out = _joined(parts) if joins else attend(oldest, total).out
+            joins = all(part.is_clear for part in parts) and tell_shares(parts)
+            out = joined(parts).out if joins else attend(oldest, total).out
         else:
             out = parts[0].out if parts else attend(oldest, total).out
         outs.append(out)
     return packed(outs, q, node.sizes.value)
 
 
-class _Part(NamedTuple):
-    """Attention of some queries to a block of keys. `lse` is minus infinity for a query that sees no key of
-    the block; `is_clear` is False if a NaN in `lse` may instead come from NaN scores."""
-
-    out: Tensor
-    lse: Tensor
-    is_clear: bool
-
-
-def _is_a_number(tensor: Tensor) -> bool:
-    """Whether no element can make a score NaN: no NaN and no +inf (masks contain -inf)."""
-    return not tensor.is_floating_point() or bool((tensor < math.inf).all())
-
-
-def _tell_shares(parts: Sequence[_Part]) -> bool:
-    """Whether the log-sum-exps are precise enough to weight the blocks: not for a row whose scores are all
-    far from zero, such as one masked everywhere with a finite fill."""
-    top = torch.stack([part.lse for part in parts]).amax(0).abs()
-    return not bool(((top > kernels.TRUSTED) & top.isfinite()).any())
-
-
-def _joined(parts: Sequence[_Part]) -> Tensor:
-    """Merge attention to blocks of keys: each is weighted by its share of the normaliser. A row that sees no
-    key in any block is NaN."""
-    lse = torch.stack([part.lse for part in parts])
-    outs = torch.stack([part.out for part in parts])
-    weights = torch.softmax(lse, 0).to(outs.dtype)
-    return torch.where((lse > -math.inf)[..., None], outs, 0.0).mul(weights[..., None]).sum(0)
-
-
-def _joins(program: ScoreProgram) -> bool:
-    """Whether attention to blocks of keys can be merged afterwards: a sink would be counted once per block,
-    and changes to the weights apply to weights normalised over all keys."""
-    return program.sink is None and not program.changes_weights
-
-
 @torch.library.impl("attngraph::cached_latent_attention", "CompositeExplicitAutograd")
 def _cached_latent_attention(*args: Any) -> Tensor:
     with torch.no_grad():
-        return _token_major(cached_latent_attention(*args))
+        return token_major(cached_latent_attention(*args))
 
 
 @torch.library.register_fake("attngraph::cached_latent_attention")  # type: ignore[untyped-decorator]
-def _cached_latent_attention_fake(q: Tensor, latent: Tensor, pages: Tensor, *rest: Any) -> Tensor:
+def fake_cached_latent_attention(q: Tensor, latent: Tensor, pages: Tensor, *rest: Any) -> Tensor:
     found: Tensor = _latent_attention_fake(q, latent, *rest)
     return found
 

@@ -16,9 +16,11 @@ from torch import fx
 
 from attngraph.ir.language.parser import parse
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops import attention, latent_attention
+from attngraph.ir.ops import attention, divided_attention, history, latent_attention
 
-assert attention and latent_attention  # imported for the ops that they register
+assert (
+    attention and divided_attention and history and latent_attention
+)  # imported for the ops that they register
 Value = Any
 """A graph node, or the value passed for it in a call."""
 
@@ -193,3 +195,21 @@ class CachedLatentAttention(Cached, LatentAttention):
     page_names, scale_names = ("pages",), ("scales",)
     pages: Value
     scales: Value | None = None
+
+
+@_views(torch.ops.attngraph.divided_attention.default)
+class DividedAttention(CachedAttention):
+    """`ir/ops/divided_attention.py`"""
+
+    team: int = 1
+    ranks: int = 1
+    group: str = ""
+
+
+@_views(torch.ops.attngraph.divided_latent_attention.default)
+class DividedLatentAttention(CachedLatentAttention):
+    """`ir/ops/divided_attention.py`"""
+
+    team: int = 1
+    ranks: int = 1
+    group: str = ""

@@ -7,6 +7,7 @@ computed from the same tensors by every rank is computed once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from attngraph.ir import budgets
 from attngraph.ir.graph.program_graph import Input, ProgramGraph
 from attngraph.ir.graph.ranks import Ranks, Shard
 from attngraph.ir.ops.collectives import COLLECTIVES
+from attngraph.ir.ops.exchange import EXCHANGING, together
 from attngraph.meaning.check.check import TOLERANCE, Verdict, _gradients, _one_thread
 from attngraph.meaning.check.comparison import compare, elementwise, largest
 from attngraph.meaning.check.once import Checks
@@ -58,6 +60,8 @@ def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ran
     differ = any(isinstance(found[n], PerRank) for n in node.all_input_nodes)
     if node.target in COLLECTIVES:
         return _together(node, found, ranks)
+    if node.target in EXCHANGING:
+        return _exchanging(node, found, compute, ranks)
     if not differ:
         return compute(node, *fx.map_arg((node.args, node.kwargs), found.__getitem__))
     results = PerRank()
@@ -66,10 +70,26 @@ def _computed(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ran
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             torch.set_rng_state(before)  # ranks draw the same numbers
 
-        def mine(n: fx.Node, rank: int = rank) -> Any:
-            return found[n][rank] if isinstance(found[n], PerRank) else found[n]
+        results.append(compute(node, *_own(node, found, rank)))
+    return results
 
-        results.append(compute(node, *fx.map_arg((node.args, node.kwargs), mine)))
+
+def _own(node: fx.Node, found: Mapping[fx.Node, Any], rank: int) -> Any:
+    """The arguments and keyword arguments that one rank has."""
+
+    def mine(n: fx.Node) -> Any:
+        return found[n][rank] if isinstance(found[n], PerRank) else found[n]
+
+    return fx.map_arg((node.args, node.kwargs), mine)
+
+
+def _exchanging(node: fx.Node, found: Mapping[fx.Node, Any], compute: Compute, ranks: Ranks) -> PerRank:
+    """An operation in which ranks exchange values: of those of one process group after the other."""
+    results = PerRank([None] * ranks.count)
+    for line in ranks.lines(str(node.args[-1])):
+        runs = [functools.partial(compute, node, *_own(node, found, rank)) for rank in line]
+        for rank, result in zip(line, together(runs), strict=True):
+            results[rank] = result
     return results
 
 

@@ -19,17 +19,23 @@ class ShardConfig:
         context: the axis along which tokens are divided; None: along none.
         parameters: "sharded": the model's parameters become DTensors, each rank holding its part; "whole":
             every rank keeps all of them and takes its part in each call.
+        cache: what ranks that divide heads divide of a decoder's cache: "heads": every rank keeps what its
+            heads attend to; "tokens": of what several of them attend to (latents, key/value heads that are
+            fewer than ranks) each keeps a part of the tokens; "auto": tokens where that saves bytes.
         agree: whether ranks compare what they are called with before each call.
     """
 
     tensor: str | None = "tensor"
     context: str | None = "context"
     parameters: str = "sharded"
+    cache: str = "auto"
     agree: bool = True
 
     def __post_init__(self) -> None:
         if self.parameters not in ("sharded", "whole"):
             raise ValueError(f'parameters must be "sharded" or "whole", found {self.parameters!r}.')
+        if self.cache not in ("auto", "heads", "tokens"):
+            raise ValueError(f'cache must be "auto", "heads" or "tokens", found {self.cache!r}.')
 
 
 class SimulatedMesh:

@@ -33,13 +33,19 @@ class OneRank:
     own: Callable[[], Mapping[str, Any]] = dict
     rank: tuple[int, int] = (0, 1)
 
+    def __post_init__(self) -> None:
+        divided = (s for s in self.plan.stores if s.team > 1)
+        self._tables = {store.table: f"{store.table}@{store.member}" for store in divided}
+
     def exact(self, module: fx.GraphModule) -> Any:
         """An interpreter that computes a graph in float64."""
         return Exact(module)
 
     def taken(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a state keeps, as inputs of the graph."""
-        return kept
+        """What a state keeps, and where, as inputs of the graph."""
+        if not self._tables:
+            return kept
+        return {**kept, **{name: kept[own] for name, own in self._tables.items()}}
 
     def kept(self, results: Mapping[str, Any]) -> Mapping[str, Any]:
         """Results of the graph as a state keeps them."""
@@ -56,6 +62,7 @@ class AllRanks(OneRank):
     def __init__(self, plan: CachePlan, own: Callable[[], Mapping[str, Any]], ranks: Ranks) -> None:
         lists: tuple[Sequence[Any], ...] = (plan.stores, plan.carried, plan.fixed)
         self._names: list[str] = [about.name for every in lists for about in every]
+        self._teams = {store.table: store.team for store in plan.stores if store.team > 1}
         self._ranks, self._count = ranks, ranks.count
         super().__init__(_of_all(plan, ranks.count), own)
 
@@ -63,11 +70,16 @@ class AllRanks(OneRank):
         return _ExactOnRanks(module, self._ranks)
 
     def taken(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {
+        own = {
             name: PerRank(kept[_named(name, rank)] for rank in range(self._count))
             for name in self._names
             if _named(name, 0) in kept
         }
+        tables = {
+            name: PerRank(kept[f"{name}@{rank % team}"] for rank in range(self._count))
+            for name, team in self._teams.items()
+        }
+        return {**kept, **own, **tables}
 
     def kept(self, results: Mapping[str, Any]) -> Mapping[str, Any]:
         return {
@@ -84,15 +96,21 @@ def _named(name: str, rank: int) -> str:
     return f"{name}@{rank}"
 
 
+def of_rank(plan: CachePlan, rank: int) -> CachePlan:
+    """What one rank keeps, of ranks that may divide tokens."""
+    stores = tuple(dataclasses.replace(s, member=rank % s.team) for s in plan.stores)
+    return dataclasses.replace(plan, stores=stores)
+
+
 def _of_all(plan: CachePlan, count: int) -> CachePlan:
     """What all ranks keep together."""
+    of_each = [of_rank(plan, rank) for rank in range(count)]
 
-    def every(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(dataclasses.replace(v, name=_named(v.name, r)) for v in values for r in range(count))
+    def every(field: str) -> tuple[Any, ...]:
+        same = zip(*(getattr(of, field) for of in of_each), strict=True)
+        return tuple(dataclasses.replace(v, name=_named(v.name, r)) for of in same for r, v in enumerate(of))
 
-    return dataclasses.replace(
-        plan, stores=every(plan.stores), fixed=every(plan.fixed), carried=every(plan.carried)
-    )
+    return dataclasses.replace(plan, stores=every("stores"), fixed=every("fixed"), carried=every("carried"))
 
 
 class _ExactOnRanks:

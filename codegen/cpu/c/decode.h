@@ -286,6 +286,7 @@ static void write_few(Call *c, const Few *at, Block *t, int64_t first_query) {
         t->top[i] = joint;
 #endif
         by = t->top[i] == -INFINITY ? NAN : by / total;
+        if (c->lse) c->lse[head * c->Sq + token] = t->top[i] == -INFINITY ? -INFINITY : t->top[i] + logf(total);
         Element *out = (Element *)c->out + head * c->out_stride[1] + token * c->out_stride[2];
         for (int64_t d = 0; d < c->Dv; ++d) out[d] = narrow(t->O[i * c->wide + d] * by);
     }

@@ -1,0 +1,274 @@
+"""DivideCache: ranks divide the tokens of what a decoder keeps, where they would keep the same.
+
+Runs where ranks divide heads. What the heads of several of them share (a latent, key/value heads that are
+fewer than ranks) each of them would keep whole. Matches such values that attention alone reads: each rank of
+the team that shares them keeps every team-th token, and attention becomes `attngraph::divided_attention`
+(`ir/ops/divided_attention.py`), right because attention to parts of the keys is merged by log-sum-exp. The
+decoder's proof runs it on all ranks. By "auto" tokens are divided where the bytes of the longest sequence
+that a rank then need not keep are more than those it sends for a new token. What is left stays as it is, and
+the report says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.errors import NoDecoderError
+from attngraph.ir.graph.infer import infer
+from attngraph.ir.graph.program_graph import Input, Level, ProgramGraph, computed_from, is_size, op_name
+from attngraph.ir.graph.source import source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import nodes
+from attngraph.ir.ops.cached_attention import Store
+from attngraph.ir.ops.divided_attention import bytes_exchanged
+from attngraph.ir.ops.latent_attention import sizes_of
+from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.masks.fold import seen
+from attngraph.meaning.placement.differing import differing
+from attngraph.meaning.rule import Category, category_of
+from attngraph.pipeline import Outcome
+from attngraph.report.ranks import SentEntry
+
+DIVIDED: dict[type[nodes.Cached], type[nodes.DividedAttention | nodes.DividedLatentAttention]] = {
+    nodes.CachedAttention: nodes.DividedAttention, nodes.CachedLatentAttention: nodes.DividedLatentAttention,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DivideCache:
+    """`by`: "auto", or "tokens" wherever it can be done.
+
+    Raises:
+        NoDecoderError: "tokens" was asked for, and nothing can be divided so.
+    """
+
+    by: str = "auto"
+    name: str = "divide-cache"
+    requires: Level = Level.CACHED
+    yields: Level = Level.CACHED
+
+    def run(self, graph: ProgramGraph) -> Outcome:
+        outcome = Outcome()
+        if graph.ranks is None or graph.state is None:
+            outcome.notes.append("one device keeps everything")
+            return outcome
+        found = _Dividing(graph, self.by).run()
+        reasons = graph.ranks.undivided
+        if self.by == "tokens" and not found:
+            why = next(iter(reasons.values()), "no rank keeps what another keeps")
+            raise NoDecoderError(
+                f"no rank can keep a part of the tokens: {why}.\n"
+                'What to do: leave ShardConfig(cache="tokens") out.'
+            )
+        if found:
+            outcome.notes.append(
+                f"the tokens of {len(found)} value(s) are divided among ranks; "
+                f"{len(reasons)} stay with every rank that needs them"
+            )
+        return outcome
+
+
+class _Stays(Exception):
+    """Tokens of what is kept are not divided; says why."""
+
+
+class _Dividing:
+    def __init__(self, graph: ProgramGraph, by: str) -> None:
+        assert graph.ranks is not None and graph.state is not None
+        self.graph, self.by, self.ranks = graph, by, graph.ranks
+        self.axis = graph.ranks.axes[-1]
+        self.stores = {store.name: store for store in graph.state.stores}
+        given = zip(graph.placeholders(), graph.inputs, strict=True)
+        self.pages = {told.name: node for node, told in given if told.kind == "pages"}
+        self.names = {node: name for name, node in self.pages.items()}
+        self.own = differing(graph)
+        self.reasons = graph.ranks.undivided
+
+    def run(self) -> list[str]:
+        """Divide what can be; the names of the values."""
+        readers, teams = dict[str, list[fx.Node]](), dict[fx.Node, int]()
+        for name, store in self.stores.items():
+            try:
+                readers[name] = self._readers(store)
+                for node in readers[name]:
+                    teams[node] = self._team(node)
+                if len({teams[node] for node in readers[name]}) > 1:
+                    raise _Stays("several attentions read it that different ranks share")
+            except _Stays as reason:
+                self.reasons[name] = str(reason)
+        while self._spread(readers, teams):
+            pass
+        divided = [name for name in readers if name not in self.reasons]
+        self._divide({name: teams[readers[name][0]] for name in divided})
+        return divided
+
+    def _spread(self, readers: Mapping[str, Sequence[fx.Node]], teams: Mapping[fx.Node, int]) -> bool:
+        """Values that one attention reads are divided together, if that pays; whether another one stays."""
+        before = len(self.reasons)
+        for name, users in readers.items():
+            if name in self.reasons:
+                continue
+            beside = {other for node in users for other in self._kept_by(node)}
+            stays = next((self.reasons[other] for other in beside if other in self.reasons), None)
+            if stays is None and self.by == "auto":
+                stays = self._does_not_pay(users, teams[users[0]])
+            if stays is not None:
+                self.reasons[name] = stays
+        return len(self.reasons) > before
+
+    # --- what can be divided ---
+
+    def _readers(self, store: Store) -> list[fx.Node]:
+        """The attentions that read what is kept."""
+        if store.window is not None:
+            raise _Stays("the last tokens of a window lie in a ring")
+        found: dict[fx.Node, None] = {}
+        stack = [self.pages[store.name]] if store.name in self.pages else []
+        while stack:
+            value = stack.pop()
+            for user in (u for u in value.users if not is_size(u)):
+                view = nodes.view(user)
+                if isinstance(view, nodes.Cached) and value not in view.reads:
+                    found[user] = None
+                elif user.op == "call_function" and category_of(user) is Category.MOVEMENT:
+                    stack.append(user)
+                else:
+                    raise _Stays(f"{op_name(user)} at {source_of(user)} reads all tokens of it")
+        if not found:
+            raise _Stays("no attention reads it")
+        return list(found)
+
+    def _kept_by(self, node: fx.Node) -> set[str]:
+        """The names of the values whose pages an attention reads."""
+        view: Any = nodes.view(node)
+        pages = [getattr(view, name) for name in view.page_names]
+        return {self.names[n] for n in computed_from(pages) if n in self.names}
+
+    def _team(self, node: fx.Node) -> int:
+        """How many neighbouring ranks attend to the same keys."""
+        view = nodes.view(node)
+        assert isinstance(view, nodes.Cached)
+        if view.q not in self.own:
+            raise _Stays("its heads are not divided, and neither is what they attend to")
+        if any(read in self.own for read in view.reads):
+            raise _Stays("scores read what every rank has of its own")
+        if view.program.changes_weights:
+            raise _Stays("scores change weights that are normalised over all keys")
+        if not _sees_a_number(view.program):
+            raise _Stays("a finite fill may hide all that a query sees")
+        if isinstance(view, nodes.CachedLatentAttention):
+            return self.axis.count
+        heads = [tuple(row) for row in node.meta.get("key_heads", ())]
+        team = heads.count(heads[0]) if heads else 1
+        same = [heads[n - n % team] for n in range(len(heads))]
+        if team == 1 or heads != same or len(set(heads)) * team != len(heads):
+            raise _Stays("every rank keeps heads of its own")
+        if len(heads[0]) > 1:
+            raise _Stays("ranks share several key/value heads")
+        return team
+
+    # --- bytes ---
+
+    def _does_not_pay(self, users: Sequence[fx.Node], team: int) -> str | None:
+        """Why the tokens of what these attentions read should stay together; None if they should not."""
+        assert self.graph.state is not None
+        names = {name for node in users for name in self._kept_by(node)}
+        saved = sum(self.stores[n].bytes_per_token * (team - 1) // team for n in names)
+        sent, longest = sum(sum(self._sent(node, team)) for node in users), self.graph.state.most_tokens
+        if longest is None or saved * longest > sent:
+            return None
+        return f"of {longest:,} tokens {saved * longest:,} bytes less are no more than {sent:,} sent for each"
+
+    def _sent(self, node: fx.Node, team: int) -> tuple[int, int]:
+        """The bytes of queries and of results that a rank sends for a new token."""
+        view: Any = nodes.view(node)
+        q = view.q.meta["val"]
+        heads, width, value = q.shape[1], q.shape[3], node.meta["val"].shape[3]
+        if isinstance(view, nodes.CachedLatentAttention):
+            up, down = (None if w is None else w.meta["val"] for w in (view.key_up, view.value_up))
+            about = sizes_of(q, view.latent.meta["val"], up, down, view.values)
+            width, value = about.latent + about.shared, view.values[1]
+        return bytes_exchanged(int(heads), int(width), int(value), q.dtype, team)
+
+    # --- dividing ---
+
+    def _divide(self, teams: Mapping[str, int]) -> None:
+        assert self.graph.state is not None
+        self.stores |= {n: dataclasses.replace(self.stores[n], team=team) for n, team in teams.items()}
+        self._infer_pages(teams)
+        attentions = {node for name in teams for node in self.graph.graph.nodes if self._reads(node, name)}
+        sent = []
+        for node in (n for n in self.graph.graph.nodes if n in attentions):
+            view, name = nodes.AttentionOp.of(node), next(iter(self._kept_by(node)))
+            team = teams[name]
+            made = DIVIDED[type(view)](  # type: ignore[index]
+                **{**vars(view), "table": self._table(self.stores[name])}, team=team, ranks=self.axis.count,
+                group=self.axis.group,
+            )  # fmt: skip
+            size = sum(self._sent(node, team))
+            sent.append(SentEntry("exchange over the cache", source_of(node), size, size))
+            node.target, node.args = made.target, made.args
+        self.graph.state = dataclasses.replace(self.graph.state, stores=tuple(self.stores.values()))
+        if self.ranks.entry is not None:
+            entry = self.ranks.entry
+            self.ranks.entry = dataclasses.replace(entry, sent=(*entry.sent, *sent))
+        self.graph.clean()
+        self.graph.drop_inputs(lambda node, given: given.kind == "rows" and not node.users)
+
+    def _reads(self, node: fx.Node, name: str) -> bool:
+        return isinstance(nodes.view(node), nodes.Cached) and name in self._kept_by(node)
+
+    def _table(self, store: Store) -> fx.Node:
+        """The page table of what one rank keeps."""
+        made = zip(self.graph.placeholders(), self.graph.inputs, strict=True)
+        found = next((node for node, told in made if told.name == store.table), None)
+        if found is not None:
+            return found
+        first = next(n for n, told in zip(self.graph.placeholders(), self.graph.inputs, strict=True)
+                     if told.kind == "rows" and told.name == "first")  # fmt: skip
+        with self.graph.graph.inserting_after(self.graph.placeholders()[-1]):
+            node: fx.Node = self.graph.graph.placeholder(f"rows_{store.table.replace('.', '_')}")
+        node.meta["val"] = self._empty([None, None], first.meta["val"])
+        self.graph.inputs = (*self.graph.inputs, Input("rows", store.table))
+        return node
+
+    def _infer_pages(self, teams: Mapping[str, int]) -> None:
+        """Values that are divided have pages of another size than those that are not: new symbols for it."""
+        page, anew = dict[int, Any](), set[fx.Node]()
+        for name, team in teams.items():
+            store, value = self.stores[name], self.pages[name].meta["val"]
+            shape: list[Any] = list(value.shape)
+            shape[store.row_dim], shape[store.token_dim] = None, page.get(team)
+            self.pages[name].meta["val"] = self._empty(shape, value)
+            page[team] = self.pages[name].meta["val"].shape[store.token_dim]
+            anew.add(self.pages[name])
+        for node in self.graph.graph.nodes:
+            if node.op == "call_function" and not anew.isdisjoint(node.all_input_nodes):
+                if nodes.view(node) is None:
+                    anew.add(node)
+                node.meta["val"] = infer(node.target, node.args, node.kwargs, self.graph.fake_mode())
+
+    def _empty(self, shape: Sequence[Any], like: Any) -> Any:
+        """A tensor without data; None in the shape is a new size."""
+        mode = self.graph.fake_mode()
+        with mode:
+            sizes = [mode.shape_env.create_unbacked_symint() if n is None else n for n in shape]
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    torch._check(size >= 2)
+            return torch.empty(sizes, dtype=like.dtype, device=like.device)
+
+
+def _sees_a_number(program: ScoreProgram) -> bool:
+    """Whether every query is shown to see a key that no finite fill hides, itself, or no fill is finite: the
+    log-sum-exp of keys that are all filled does not tell how many they are."""
+    kept = seen(program.statements, lambda fill: True)
+    if kept is seen(program.statements):
+        return True
+    return M.substitute(M.canonical(kept), {E.var("k"): E.var("q")}) is E.TRUE
