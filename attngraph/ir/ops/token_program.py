@@ -19,7 +19,7 @@ from torch import Tensor
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.token_program import TOKEN, Definition, Result, TokenProgram, extent, parse
+from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops.linear_q import dequantised
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
@@ -126,7 +126,7 @@ def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
     like = floating(given)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     given = [t.to(dtype) if t.is_floating_point() else t for t in given]
-    found = [_token_first(t, about.token_dim) for t, about in zip(given, program.given, strict=True)]
+    found = [_known(t, about) for t, about in zip(given, program.given, strict=True)]
     tokens = tokens_in(program, given)
     for number, made in enumerate(program.definitions, start=len(given)):
         product = program.product(number)
@@ -150,7 +150,9 @@ def weight_rows(
     """The weight of a product in a floating dtype; of one `[out, in]` only some rows, if that is said."""
     product, by = program.product(number), program.scales(number)
     assert product is not None
-    weight, part = given[product.weight], slice(None) if rows is None else rows
+    about, weight, part = program.given[product.weight], given[product.weight], rows or slice(None)
+    if about.packed is not None:
+        weight = about.packed.unpacked(weight, int(about.shape[0] or 0))
     if weight.is_floating_point():
         return weight[part]
     if by is None:
@@ -159,8 +161,11 @@ def weight_rows(
     return dequantised(weight[part], given[by.scales][part], zeros, dtype)
 
 
-def _token_first(tensor: Tensor, dim: int | None) -> Tensor:
-    return tensor if dim is None else tensor.movedim(dim, 0)
+def _known(tensor: Tensor, about: Given) -> Tensor:
+    """A given tensor with the tokens first, or with its packed elements apart."""
+    if about.packed is not None:
+        return about.packed.unpacked(tensor, int(about.shape[0] or 0))
+    return tensor if about.token_dim is None else tensor.movedim(about.token_dim, 0)
 
 
 class _Evaluation:

@@ -20,8 +20,28 @@ enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 2 };
 #endif
 
 /* Element (out, d) of a weight is (w - zero) * scale: `scale` and `zero` are [out][groups], with one for each
-   `group` of d. A group is whole vectors, unless there is only one. */
-typedef struct { const float *scale; const void *zero; int64_t group, groups; } Scales;
+   `group` of d. A group is whole vectors, unless there is only one. Of two elements in a byte, which are `run` apart,
+   the first may have the high bits. */
+typedef struct { const float *scale; const void *zero; int64_t group, groups, run, high_first; } Scales;
+
+/* Which d is element `n` of byte `at` of a row, where bits count n: 0 for the low ones. */
+INLINE int64_t place_in_row(int64_t at, const int n, Scales of, const int type) {
+    if (elements_in(type) == 1) return at;
+    return (at / of.run * 2 + (n ^ of.high_first)) * of.run + at % of.run;
+}
+
+/* Rows of x in the order in which the elements of a weight lie in bytes: those in low bits, then those in high bits. */
+static void arrange(const float *x, int64_t ldx, int64_t rows, int64_t depth, Scales of, float *to) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int n = 0; n < 2; ++n, to += depth / 2) {
+            const float *from = x + r * ldx + (n ^ of.high_first) * of.run;
+            if (of.run == 1)
+#pragma omp simd
+                for (int64_t b = 0; b < depth / 2; ++b) to[b] = from[2 * b];
+            else
+                for (int64_t b = 0; b < depth / 2; b += of.run) memcpy(to + b, from + 2 * b, sizeof(float) * of.run);
+        }
+}
 
 /* ---- w is [out][depth] ---- */
 
@@ -37,10 +57,38 @@ INLINE Vector weights_of(const void *w, int64_t at, const int type, const int ze
     return found;
 }
 
-/* `rows` times `outs` dots, from d on as far as `end`; returns where they end. */
-INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t d, int64_t end,
+/* A vector of each of the rows times one of each of the outs. */
+INLINE void add_products(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t at,
+                         Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, const int type,
+                         const int zeros, const float *less) {
+    Vector left[TILE_ROWS], right[STREAMS];
+    if (rows < outs) {                  /* the fewer of the two are kept in registers */
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx);
+#pragma GCC unroll 8
+        for (int o = 0; o < outs; ++o) {
+            right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right[o];
+        }
+    } else {
+#pragma GCC unroll 8
+        for (int o = 0; o < outs; ++o) right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            left[r] = *(const Vector *)(x + r * ldx);
+            IN_REGISTER(left[r]);
+#pragma GCC unroll 8
+            for (int o = 0; o < outs; ++o) sum[r][o] += left[r] * right[o];
+        }
+    }
+}
+
+/* `rows` times `outs` dots, from place d of the rows as far as `end`; returns where they end. If there are two
+   elements at each place, x has those of the second kind `apart` from those of the first. */
+INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t d, int64_t end, int64_t apart,
                         Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, Fetch *fetch, const int type,
-                        const int zeros, const float *less, const int vectors) {
+                        const int both, const int zeros, const float *less, const int vectors) {
     for (; d + vectors * LANES <= end; d += vectors * LANES) {
         if (fetch->wait-- == 0) {
             fetch->wait = fetch->every - 1;
@@ -49,73 +97,91 @@ INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw,
         }
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) {
-            Vector left[TILE_ROWS], right[STREAMS];
             int64_t at = d + v * LANES;
-            if (rows < outs) {          /* the fewer of the two are kept in registers */
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx + at);
-#pragma GCC unroll 8
-                for (int o = 0; o < outs; ++o) {
-                    right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
-#pragma GCC unroll 8
-                    for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right[o];
-                }
-            } else {
-#pragma GCC unroll 8
-                for (int o = 0; o < outs; ++o) right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) {
-                    left[r] = *(const Vector *)(x + r * ldx + at);
-                    IN_REGISTER(left[r]);
-#pragma GCC unroll 8
-                    for (int o = 0; o < outs; ++o) sum[r][o] += left[r] * right[o];
-                }
-            }
+            add_products(x + at, ldx, w, ldw, at, sum, rows, outs, type, zeros, less);
+            if (both) add_products(x + apart + at, ldx, w, ldw, at, sum, rows, outs, type + HIGH, zeros, less);
         }
     }
     return d;
+}
+
+/* A piece of a row, and what its elements have in common: a piece of integers has one group, or, if it is not
+   `together`, those in low and those in high bits have one each. */
+INLINE int64_t piece_of(int64_t row, Scales scales, const int scaled, const int type, int *together) {
+    *together = 1;
+    if (!scaled || scales.groups == 1) return row;
+    if (elements_in(type) == 1) return scales.group;
+    *together = scales.group % (2 * scales.run) == 0;
+    return *together ? scales.group / 2 : smaller(scales.run, scales.group);
+}
+
+typedef struct { float by[STREAMS], less[STREAMS]; } Group;
+
+/* What the integers of a group of some rows are multiplied by, and what is subtracted from them. */
+INLINE Group group_of(Scales scales, int64_t first, int64_t d, const int outs, const int scaled, const int zeros) {
+    Group found;
+#pragma GCC unroll 8
+    for (int o = 0; o < outs; ++o) {
+        int64_t at = scaled ? (first + o) * scales.groups + d / scales.group : 0;
+        found.by[o] = scaled ? scales.scale[at] : 1;
+        found.less[o] = zeros ? number(scales.zero, at, zeros) : 0;
+    }
+    return found;
+}
+
+INLINE void add_sums(Vector whole[TILE_ROWS][STREAMS], Vector sum[TILE_ROWS][STREAMS], const Group *group,
+                     const int rows, const int outs) {
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+        for (int o = 0; o < outs; ++o) whole[r][o] += sum[r][o] * group->by[o], sum[r][o] = (Vector){0};
 }
 
 /* `rows` times `outs` dots at a time. The sum over a group is multiplied by the group's scale. */
 INLINE void dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, int64_t first,
                  float *y, int64_t ldy, const int rows, const int outs, Fetch fetch, const int type, const int scaled,
                  const int zeros) {
-    const int vectors = (int)(LINE / LANES / size_of(type));
-    Vector whole[TILE_ROWS][STREAMS];
-    float by[STREAMS], less[STREAMS];
-    int64_t d = 0, groups = scaled ? scales.groups : 1;
+    const int vectors = (int)(LINE / LANES / size_of(type)), each = elements_in(type);
+    Vector whole[TILE_ROWS][STREAMS], sum[TILE_ROWS][STREAMS];
+    Group group;
+    int together;
+    int64_t row = depth / each, piece = piece_of(row, scales, scaled, type, &together), d = 0;
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-        for (int o = 0; o < outs; ++o) whole[r][o] = (Vector){0};
-    for (int64_t g = 0; g < groups; ++g) {
-        int64_t end = g + 1 < groups ? (g + 1) * scales.group : depth;
-        Vector sum[TILE_ROWS][STREAMS];
-#pragma GCC unroll 8
-        for (int o = 0; o < outs; ++o) {
-            by[o] = scaled ? scales.scale[(first + o) * groups + g] : 1;
-            less[o] = zeros ? number(scales.zero, (first + o) * groups + g, zeros) : 0;
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) sum[r][o] = (Vector){0};
+        for (int o = 0; o < outs; ++o) whole[r][o] = sum[r][o] = (Vector){0};
+#define ADD_DOTS(X, TYPE, BOTH, VECTORS) \
+    d = add_dots(X, ldx, w, ldw, d, at + piece, row, sum, rows, outs, &fetch, TYPE, BOTH, zeros, group.less, VECTORS)
+#define ADD_PIECE(N, BOTH)                                                                              \
+    do {                                                                                                \
+        group = group_of(scales, first, place_in_row(at, N, scales, type), outs, scaled, zeros);        \
+        d = at;                                                                                         \
+        if (vectors > 1) ADD_DOTS(x + N * row, type + N * HIGH, BOTH, vectors);                         \
+        ADD_DOTS(x + N * row, type + N * HIGH, BOTH, 1);                                                \
+        add_sums(whole, sum, &group, rows, outs);                                                       \
+    } while (0)
+    for (int64_t at = 0; at < row; at += piece) {
+        if (each == 1 || together) {
+            ADD_PIECE(0, each == 2);
+        } else {
+            ADD_PIECE(0, 0);
+            ADD_PIECE(1, 0);
         }
-        d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, &fetch, type, zeros, less, vectors);
-        if (vectors > 1) d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, &fetch, type, zeros, less, 1);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 8
-            for (int o = 0; o < outs; ++o) whole[r][o] += sum[r][o] * by[o];
     }
+#undef ADD_PIECE
+#undef ADD_DOTS
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
         float total[STREAMS];
         totals(whole[r], total, outs);
 #pragma GCC unroll 8
         for (int o = 0; o < outs; ++o) {
-            for (int64_t e = d; e < depth; ++e) {
-                float right = number(w, o * ldw + e, type);
-                if (scaled) right = (right - less[o]) * by[o];
-                total[o] += x[r * ldx + e] * right;
-            }
+            for (int64_t e = d; e < row; ++e)
+                for (int n = 0; n < each; ++n) {
+                    float right = number(w, o * ldw + e, type + n * HIGH);
+                    if (scaled) right = (right - group.less[o]) * group.by[o];
+                    total[o] += x[r * ldx + n * row + e] * right;
+                }
             y[r * ldy + o] = total[o];
         }
     }
