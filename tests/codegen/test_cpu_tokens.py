@@ -208,7 +208,8 @@ def test_packed_integers_are_read_in_containers_of_any_size(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(("words", "group"), [
-    ("low first by 1", 16), ("low first by 8", 192), ("low first by 32", 48), ("low first by 1 of outputs", 192),
+    ("low first by 1", 16), ("low first by 8", 192), ("low first by 32", 48),
+    ("low first by 1 of outputs", 192),
 ])  # fmt: skip
 def test_packed_integers_that_are_no_whole_vectors_are_left_to_pytorch(words: str, group: int) -> None:
     text = packed_product(words, 192, 52, "scales", group)

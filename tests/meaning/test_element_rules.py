@@ -577,7 +577,7 @@ ROWS: list[Row] = [
             i(9, low=0, high=256).to(torch.uint8),
             i(9, low=-999, high=999).to(torch.int16),
         )
-    ],  # fmt: skip
+    ],
     *[
         T(n, lambda x, n=n: getattr(torch.ops.aten, n).Tensor(x[:, None], torch.arange(0, 8, 4)), numbers)
         for n in ("__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift")

@@ -63,7 +63,7 @@ class Packed:
             return True
         if group % (2 * self.run) == 0:
             return group // 2 % vector == 0
-        return group % vector == 0 and 0 in (group % self.run, self.run % group)
+        return group % vector == 0 and self.run % group == 0
 
     def unpacked(self, data: Tensor, outs: int) -> Tensor:
         """The matrix `[outs, in]` of int8 whose bytes `data` has in the order of its elements; an integer of

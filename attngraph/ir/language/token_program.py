@@ -42,8 +42,9 @@ Extent = int | None
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A tensor that a program is given: its extents, and the name of its dtype; if elements are `packed`, the
-    extents are those of the matrix of elements, and the tensor has them in integers of any shape and dtype."""
+    """A tensor that a program is given: its extents, and the name of its dtype. If elements are `packed`, the
+    extents are those of the matrix of elements, and the tensor has them in integers of any shape and dtype.
+    """
 
     shape: tuple[Extent, ...]
     dtype: str = "float32"

@@ -1,9 +1,9 @@
 """Elements of a matrix that are digits of 4 bits of an integer: how they lie in it.
 
-An element is known as a formula of integers that are read, `b[o, d // 2] // 2**(4 * (d % 2)) % 16 - 8` say. One
-index is taken apart, `d = (block * count + n) * run + place`: if all elements that differ in n alone read the
-same integer, the formula for each n is a function of that one integer, and its values say which digit it is
-and what the digit stands for. So it does not matter how the model writes that.
+An element is known as a formula of integers that are read, `b[o, d // 2] // 2**(4 * (d % 2)) % 16 - 8` say.
+One index is taken apart, `d = (block * count + n) * run + place`: if all elements that differ in n alone read
+the same integer, the formula for each n is a function of that one integer, and its values say which digit it
+is and what the digit stands for. So it does not matter how the model writes that.
 """
 
 from __future__ import annotations

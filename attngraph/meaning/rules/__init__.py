@@ -13,5 +13,6 @@ from attngraph.meaning.rules import (
 )
 
 __all__ = [
-    "assignment", "bits", "collectives", "contraction", "index", "movement", "pointwise", "reduction", "writes",
+    "assignment", "bits", "collectives", "contraction", "index", "movement", "pointwise", "reduction",
+    "writes",
 ]  # fmt: skip

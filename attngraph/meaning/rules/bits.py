@@ -2,7 +2,8 @@
 
 In two's complement `x >> n` is `x // 2**n`, and `x & (2**n - 1)` is `x % 2**n`, for negative numbers too: so
 digits of packed integers are written by quotients and remainders, whatever the model wrote. A mask of
-neighbouring bits is one digit in its place; other masks, and operations on the bits of two tensors, have no rule.
+neighbouring bits is one digit in its place; other masks, and operations on the bits of two tensors, have no
+rule.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
    value, `[tokens][width]`. PANELS: the address of room for panels, for each thread, or 0 for few tokens. ARRANGED:
    for few tokens, that of room for as many rows, for each thread. */
 
-enum { TOKENS, MEMBERS, PHASE, MEMBER, ARRIVED, PANELS, ARRANGED, COUNTERS = 8 };
+enum { TOKENS, MEMBERS, PANELS, ARRANGED, PHASE, MEMBER, ARRIVED, COUNTERS = 8 };
 
 static int64_t rounded_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 

@@ -251,8 +251,8 @@ class _Prepared:
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_PHASE, _MEMBER, _PANELS, _ARRANGED = 2, 3, 5, 6
-"""Places in a call, as in c/tokens.h."""
+_PANELS, _ARRANGED, _PHASE, _MEMBER = 2, 3, 4, 5
+"""Places in a call, as in c/tokens.h: from `_PHASE` on they are counters."""
 _NO_STRIDES = [0] * source.RANKS
 
 TOKENS = Tokens()

@@ -265,7 +265,7 @@ class _Emitter:
         function, _ = self._product_function(number)
         packed = self._weight(number).packed
         ldw = width if about.turned else depth if packed is None else depth // 2
-        by, parts = self.program.scales(number), ["0", "0", "1", "1"]
+        by, parts = self.program.scales(number), ["0", "0", str(depth), "1"]
         if by is not None:
             zero = "0" if by.zeros is None else self._given(by.zeros)
             parts = [self._given(by.scales), zero, str(by.group), str(depth // by.group)]
