@@ -3,12 +3,12 @@
 Matches products whose one factor is computed from a matrix of integers among the model's own tensors, element
 by element: the integer itself or a digit of 4 bits of it, or (integer - zero) * scale with a scale for each
 output or for each group of inputs. Found by the element rules, so it does not matter how the model writes
-that: rows or columns, groups as a dimension of their own or scales repeated, digits by shifts or by quotients,
+that: rows or columns, groups as a dimension of their own or scales repeated, digits by shifts or quotients,
 in one expression or an operation of torchao. Digits become `attngraph::unpack` of the integers. Right because
 it is the same formula, with the integers read where they lie; each claim is checked in float64. What follows
 the product, a scale for each output included, stays as it is. Refuses a weight whose scales differ from input
-to input, and integers that are computed otherwise: nothing would be gained by reading them instead of floating
-values.
+to input, and integers that are computed otherwise: nothing would be gained by reading them in place of
+floating values.
 """
 
 from __future__ import annotations

@@ -65,11 +65,16 @@ class Packed:
             return group // 2 % vector == 0
         return group % vector == 0 and self.run % group == 0
 
-    def unpacked(self, data: Tensor, outs: int) -> Tensor:
-        """The matrix `[outs, in]` of int8 whose bytes `data` has in the order of its elements; an integer of
-        several bytes begins with its lowest, as on every machine that PyTorch runs on."""
-        rows = outs // 2 if self.of_outputs else outs
-        data = data.contiguous().view(torch.uint8).reshape(rows, -1)
+    def unpacked(self, data: Tensor, outs: int, rows: slice = slice(None)) -> Tensor:
+        """The matrix `[outs, in]` of int8 whose bytes `data` has in the order of its elements, or some of its
+        rows; an integer of several bytes begins with its lowest, as wherever PyTorch runs."""
+        data = data.contiguous().view(torch.uint8)
+        if self.of_outputs:
+            return self._whole(data.reshape(outs // 2, -1), outs)[rows]
+        data = data.reshape(outs, -1)[rows]
+        return self._whole(data, data.shape[0])
+
+    def _whole(self, data: Tensor, outs: int) -> Tensor:
         low, high = data & 15, data >> BITS
         halves = (high, low) if self.high_first else (low, high)
         if self.of_outputs:
@@ -77,6 +82,6 @@ class Packed:
             whole = torch.stack(runs, 1).reshape(outs, -1)
         else:
             whole = torch.stack([half.reshape(outs, -1, self.run) for half in halves], 2).reshape(outs, -1)
-        if self.signed:
-            whole = whole ^ 8
-        return whole.to(torch.int8) - (self.less + 8 * self.signed)
+        whole = (whole ^ 8 if self.signed else whole).view(torch.int8)
+        less = self.less + 8 * self.signed
+        return whole - less if less else whole

@@ -126,7 +126,7 @@ def reference(program: TokenProgram, given: Sequence[Tensor]) -> list[Tensor]:
     like = floating(given)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     given = [t.to(dtype) if t.is_floating_point() else t for t in given]
-    found = [_known(t, about) for t, about in zip(given, program.given, strict=True)]
+    found = [_token_first(t, about.token_dim) for t, about in zip(given, program.given, strict=True)]
     tokens = tokens_in(program, given)
     for number, made in enumerate(program.definitions, start=len(given)):
         product = program.product(number)
@@ -150,22 +150,23 @@ def weight_rows(
     """The weight of a product in a floating dtype; of one `[out, in]` only some rows, if that is said."""
     product, by = program.product(number), program.scales(number)
     assert product is not None
-    about, weight, part = program.given[product.weight], given[product.weight], rows or slice(None)
-    if about.packed is not None:
-        weight = about.packed.unpacked(weight, int(about.shape[0] or 0))
-    if weight.is_floating_point():
-        return weight[part]
+    part = rows or slice(None)
+    weight = _some_rows(given[product.weight], program.given[product.weight], part)
     if by is None:
-        return weight[part].to(dtype)
+        return weight if weight.is_floating_point() else weight.to(dtype)
     zeros = None if by.zeros is None else given[by.zeros][part]
-    return dequantised(weight[part], given[by.scales][part], zeros, dtype)
+    return dequantised(weight, given[by.scales][part], zeros, dtype)
 
 
-def _known(tensor: Tensor, about: Given) -> Tensor:
-    """A given tensor with the tokens first, or with its packed elements apart."""
+def _token_first(tensor: Tensor, dim: int | None) -> Tensor:
+    return tensor if dim is None else tensor.movedim(dim, 0)
+
+
+def _some_rows(tensor: Tensor, about: Given, rows: slice) -> Tensor:
+    """Rows of a given tensor that all tokens share, with their elements apart if they are packed."""
     if about.packed is not None:
-        return about.packed.unpacked(tensor, int(about.shape[0] or 0))
-    return tensor if about.token_dim is None else tensor.movedim(about.token_dim, 0)
+        return about.packed.unpacked(tensor, int(about.shape[0] or 0), rows)
+    return tensor[rows]
 
 
 class _Evaluation:
@@ -225,6 +226,8 @@ class _Evaluation:
         indices = list(node.args)
         if self.program.definition(node.value) is not None:
             indices.insert(0, TOKEN)
+        elif self.program.given[node.value].packed is not None:
+            tensor = _some_rows(tensor, self.program.given[node.value], slice(None))
         elif self.program.given[node.value].token_dim is not None:
             indices.insert(0, indices.pop(self.program.given[node.value].token_dim))
         if not indices:
