@@ -1,12 +1,14 @@
 """QuantisedLinear: products with a weight of integers become `attngraph::linear_q`.
 
 Matches products whose one factor is computed from a matrix of integers among the model's own tensors, element
-by element: the integer itself, or (integer - zero) * scale with a scale for each output or for each group of
-inputs. Found by the element rules, so it does not matter how the model writes that: rows or columns, groups
-as a dimension of their own or scales repeated, in one expression or an operation of torchao. Right because it
-is the same formula, with the integers read where they lie; each claim is checked in float64. What follows the
-product, a scale for each output included, stays as it is. Refuses a weight whose scales differ from input to
-input, and integers that are computed: nothing would be gained by reading them instead of floating values.
+by element: the integer itself or a digit of 4 bits of it, or (integer - zero) * scale with a scale for each
+output or for each group of inputs. Found by the element rules, so it does not matter how the model writes
+that: rows or columns, groups as a dimension of their own or scales repeated, digits by shifts or quotients,
+in one expression or an operation of torchao. Digits become `attngraph::unpack` of the integers. Right because
+it is the same formula, with the integers read where they lie; each claim is checked in float64. What follows
+the product, a scale for each output included, stays as it is. Refuses a weight whose scales differ from input
+to input, and integers that are computed otherwise: nothing would be gained by reading them in place of
+floating values.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from attngraph.ir.graph.program_graph import Level, ProgramGraph
 from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.ir.ops.linear_q import linear_q
+from attngraph.ir.language.packed import Packed
+from attngraph.ir.ops.linear_q import linear_q, unpack
 from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.algebra.digits import recombined, split_digits
+from attngraph.meaning.algebra.packed import find_digits
 from attngraph.meaning.attention import layout
 from attngraph.meaning.attention.layout import NoView, ViewOp
 from attngraph.meaning.check.once import Checks
@@ -35,13 +40,19 @@ from attngraph.pipeline import Outcome
 
 log = logging.getLogger(__name__)
 _INTEGERS = (torch.int8, torch.uint8)
+_CONTAINERS = (*_INTEGERS, torch.int16, torch.int32, torch.int64)
+"""Of digits of 4 bits."""
+_KEEPS_ORDER = ("unflatten", "unsqueeze", "reshape")
+_TABLE = 16
+"""So many integers at most may say by how much others are shifted."""
 
 
 class _Seen(NamedTuple):
-    """A tensor of the graph, and the views that present it as wanted."""
+    """A tensor of the graph, and the views that present it as wanted; `packed`: the matrix of its digits."""
 
     base: fx.Node
     steps: tuple[ViewOp, ...]
+    packed: Packed | None = None
 
 
 class _Claim(NamedTuple):
@@ -53,6 +64,10 @@ class _Claim(NamedTuple):
     scales: _Seen | None
     zeros: _Seen | None
     bias: _Seen | None
+
+    @property
+    def outs(self) -> int:
+        return int(self.node.meta["val"].shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +91,7 @@ class QuantisedLinear:
             if claim is None:
                 continue
             reason = _replace(graph, claim, checks)
+            graph.assumed |= {n.name for n in found.meaning.assumed}
             done += not reason
             if reason:
                 outcome.notes.append(f"left as it is: {source_of(node)}: {reason}")
@@ -89,10 +105,12 @@ class _Products:
     """Finds the products of a graph."""
 
     def __init__(self, graph: ProgramGraph) -> None:
-        self.meaning = Meaning({}, graph.conditions)
+        values = graph.known_values().items()
+        tables = {n: v for n, v in values if v.numel() <= _TABLE and not v.is_floating_point()}
+        self.meaning = Meaning(tables, graph.conditions)
         given = zip(graph.placeholders(), graph.inputs, strict=True)
         self.own = {n for n, i in given if i.kind in ("parameter", "buffer", "constant")}
-        self.has_integers = any(_dtype(n) in _INTEGERS for n in self.own)
+        self.has_integers = any(_dtype(n) in _CONTAINERS for n in self.own)
 
     def claim(self, node: fx.Node) -> _Claim | None:
         """What a node is, if it is a product with a weight of integers."""
@@ -135,24 +153,40 @@ class _Products:
     def _factors(self, read: Expr, out: Expr, over: Expr) -> tuple[_Seen, _Seen | None, _Seen | None] | None:
         """The weight, its scales and its zeros, if an element of it is `(integer - zero) * scale`."""
         value = self.meaning.elementwise(read)
-        if any(n.op == "read" and n.value not in self.own for n in E.walk(value)):
-            return None
         parts = list(value.args) if value.op == "mul" else [value]
-        whole, *scales = sorted(parts, key=lambda p: not any(map(self._is_weight, _terms(p))))
-        integer, *zeros = sorted(_terms(whole), key=lambda t: not self._is_weight(t))
-        if not self._is_weight(integer) or integer.free != {out, over} or len(scales) > 1 or len(zeros) > 1:
+        whole, *scales = sorted(parts, key=lambda p: not any(map(self._is_whole, _terms(p))))
+        if len(scales) > 1 or any(not _is_read(p, torch.float32) or p.value not in self.own for p in scales):
             return None
         scale = scales[0] if scales else None
-        zero = _subtracted(zeros[0]) if zeros else None
-        if not (scale is None or _is_read(scale, torch.float32)) or (
-            zeros and (zero is None or scale is None)
-        ):
+        found = self._integers(whole, out, over)
+        if found is None:
             return None
-        if not (zero is None or _is_read(zero, torch.float32, torch.int32, *_INTEGERS)):
+        weight, zeros = found
+        zero = _subtracted(zeros[0]) if zeros else None
+        if len(zeros) > 1 or (zeros and (zero is None or scale is None)):
+            return None
+        dtypes = (torch.float32, torch.int32, *_INTEGERS)
+        if zero is not None and not (_is_read(zero, *dtypes) and zero.value in self.own):
             return None
         digit = _digit([part for part in (scale, zero) if part is not None], over)
-        weight = self._seen(integer, ((out,), (over,)))
         return weight, *(None if p is None else self._by_group(p, out, digit) for p in (scale, zero))  # type: ignore[return-value]
+
+    def _integers(self, whole: Expr, out: Expr, over: Expr) -> tuple[_Seen, list[Expr]] | None:
+        """The matrix of integers in a sum, and the other terms of it."""
+        integer, *others = sorted(_terms(whole), key=lambda t: not self._is_weight(t))
+        if self._is_weight(integer):
+            return (self._seen(integer, ((out,), (over,))), others) if integer.free == {out, over} else None
+        sources = {n.value for n in _reads(whole) if _is_read(n, *_CONTAINERS) and n.value in self.own}
+        source = max(sources, key=lambda n: int(n.meta["val"].numel()), default=None)
+        own = [t for t in _terms(whole) if t.op == "const" or any(n.value is source for n in _reads(t))]
+        dtype = None if source is None else _dtype(source)
+        digits = None if dtype is None else find_digits(M.add(*own), out, over, dtype)
+        if digits is None or digits.read.value is not source:
+            return None
+        bytes_ = self._seen(digits.read, (digits.rows, digits.columns))
+        if any(step.op not in _KEEPS_ORDER for step in bytes_.steps):
+            return None
+        return _Seen(bytes_.base, (), digits.packed), [t for t in _terms(whole) if t not in own]
 
     def _is_narrowed(self, node: fx.Node) -> bool:
         """Whether a value was rounded to 16 bits on its way from the model's own tensors: formulas do not
@@ -163,7 +197,13 @@ class _Products:
         return node not in self.own and any(map(self._is_narrowed, node.all_input_nodes))
 
     def _is_weight(self, node: Expr) -> bool:
-        return _is_read(node, *_INTEGERS) and len(node.free) == 2
+        return _is_read(node, *_INTEGERS) and node.value in self.own and len(node.free) == 2
+
+    def _is_whole(self, node: Expr) -> bool:
+        """Whether a term is made of integers of a weight."""
+        return self._is_weight(node) or (
+            node.op != "read" and any(_is_read(n, *_CONTAINERS) and len(node.free) == 2 for n in E.walk(node))
+        )
 
     def _by_group(self, read: Expr, out: Expr, digit: Expr | None) -> _Seen:
         """A tensor as `[out, groups]`."""
@@ -177,7 +217,14 @@ class _Products:
         """The tensor of a read, with a dimension for each of the roles."""
         if not read.free <= {variable for role in roles for variable in role}:
             raise NoView
-        return _Seen(read.value, layout.solve(self.meaning.shape(read.value), read.args, roles))
+        digits = split_digits(read.free, read.args) or {}
+        index = tuple(M.substitute(i, {v: recombined(d) for v, d in digits.items()}) for i in read.args)
+        roles = tuple(tuple(d for v in role for d in digits.get(v, (v,))) for role in roles)
+        return _Seen(read.value, layout.solve(self.meaning.shape(read.value), index, roles))
+
+
+def _reads(value: Expr) -> list[Expr]:
+    return [n for n in E.walk(value) if n.op == "read"]
 
 
 def _terms(value: Expr) -> Sequence[Expr]:
@@ -216,12 +263,20 @@ def _dtype(node: Any) -> torch.dtype | None:
     return getattr(node.meta.get("val"), "dtype", None)
 
 
+def _built(builder: Builder, seen: _Seen, outs: int) -> fx.Node:
+    if seen.packed is not None:
+        return builder.call(unpack, seen.base, outs, str(seen.packed))
+    return builder.view(seen.base, seen.steps)
+
+
 def _replace(graph: ProgramGraph, claim: _Claim, checks: Checks) -> str:
     """Apply a claim; returns the reason if it does not hold."""
     builder = Builder(graph, claim.node)
     operands = claim[1:]
     try:
-        new = builder.call(linear_q, *(None if o is None else builder.view(*o) for o in operands))
+        new = builder.call(
+            linear_q, *(None if o is None else _built(builder, o, claim.outs) for o in operands)
+        )
     except NoSize as problem:
         builder.discard()
         return str(problem)

@@ -1,11 +1,12 @@
-"""Decoding with int8 weights on the CPU: attngraph's decoders of a model in float32 and quantised by torchao.
+"""Decoding with weights of integers on the CPU: attngraph's decoders of a model in float32, in int8 by
+torchao, and with integers of 4 bits by hand, two in a byte (torchao packs none on a CPU).
 
     python -m attngraph.benchmark.quantised [--models gpt2 llama] [--batches 1 8] [--small] [--json F]
 
-Random weights. GPT-2's layers are converted to `nn.Linear` first, because torchao quantises no others. Both
+Random weights. GPT-2's layers are converted to `nn.Linear` first, because torchao quantises no others. All
 decoders are timed in turns within one run, beside their floors: the bytes of all weights that a token reads,
-over the speed at which this machine reads memory in the same run. Greedy tokens of the quantised decoder are
-compared with those of the quantised model itself.
+over the speed at which this machine reads memory in the same run. Greedy tokens of the quantised decoders are
+compared with those of the quantised models themselves.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attngraph
 from attngraph.benchmark.decoding import gpt2, llama
 
 PROMPT, TOKENS, SKIPPED, COMPARED = 128, 60, 5, 16
+GROUP = 128
+"""So many inputs have one scale in 4 bits; fewer, if a layer has no more."""
 
 
 def small() -> nn.Module:
@@ -46,6 +50,29 @@ def small() -> nn.Module:
 MODELS: Mapping[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "small": small}
 
 
+class PackedLinear(nn.Module):
+    """A layer with integers of 4 bits: inputs 0 and 1 in the first byte, the first in its low bits."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.group = min(GROUP, source.in_features)
+        parts = source.weight.detach().view(source.out_features, -1, self.group)
+        scale = parts.abs().amax(-1, keepdim=True) / 7
+        whole = (parts / scale).round().add(8).flatten(1).to(torch.uint8)
+        self.weight = nn.Buffer(whole[:, ::2] | whole[:, 1::2] << 4)
+        self.scale, self.bias = nn.Buffer(scale), source.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(1)
+        parts = (whole.to(x.dtype) - 8).view(len(whole), -1, self.group)
+        return F.linear(x, (parts * self.scale).flatten(1), self.bias)
+
+
+def packed(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model with all its linear layers in packed integers of 4 bits."""
+    return _replaced(_with_linears(make()), "Linear", PackedLinear).requires_grad_(False)
+
+
 def quantised(make: Callable[[], nn.Module]) -> nn.Module:
     """The model with all its linear layers in int8, by torchao.
 
@@ -63,23 +90,40 @@ def quantised(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _with_linears(model: nn.Module) -> nn.Module:
     """Transformers' Conv1D, which has a weight `[in, out]`, as nn.Linear."""
+
+    def linear(source: Any) -> nn.Linear:
+        made = nn.Linear(*source.weight.shape)
+        made.weight, made.bias = nn.Parameter(source.weight.detach().T.contiguous()), source.bias
+        return made
+
+    return _replaced(model, "Conv1D", linear)
+
+
+def _replaced(model: nn.Module, kind: str, by: Callable[[Any], nn.Module]) -> nn.Module:
+    """The model with other modules in place of those of a class."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child).__name__ == "Conv1D":
-                weight: Any = child.weight
-                made = nn.Linear(*weight.shape)
-                made.weight, made.bias = nn.Parameter(weight.detach().T.contiguous()), child.bias  # type: ignore[assignment]
-                setattr(module, name, made)
+            if type(child).__name__ == kind:
+                setattr(module, name, by(child))
     return model
+
+
+KINDS: Mapping[str, Callable[[Callable[[], nn.Module]], nn.Module]] = {
+    "float32": lambda make: make(), "int8": quantised, "int4": packed,
+}  # fmt: skip
+QUANTISED = ("int8", "int4")
 
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of the weights of all linear layers, which one token of each row reads once."""
-    layers = (m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
-    return sum(_bytes(m.weight) for m in layers)
+    kinds = ("Linear", "Conv1D", "PackedLinear")
+    layers = [m for m in model.modules() if type(m).__name__ in kinds]
+    return sum(_bytes(m.weight) + _bytes(getattr(m, "scale", None)) for m in layers)
 
 
 def _bytes(weight: Any) -> int:
+    if weight is None:
+        return 0
     if hasattr(weight, "__tensor_flatten__"):
         return sum(_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
     return int(weight.numel() * weight.element_size())
@@ -117,13 +161,12 @@ def agreement(model: Any, decoder: attngraph.Decoder, ids: Tensor, count: int) -
 
 def measure(name: str, batches: Sequence[int], prompt: int, count: int) -> dict[str, Any]:
     """The figures of one model, printed as well."""
-    torch.manual_seed(0)
-    plain = MODELS[name]()
-    torch.manual_seed(0)
-    int8 = quantised(MODELS[name])
-    models = {"float32": plain, "int8": int8}
+    models: dict[str, Any] = {}
+    for kind, make in KINDS.items():
+        torch.manual_seed(0)
+        models[kind] = make(MODELS[name])
     decoders = {kind: attngraph.compile(model, cache=True) for kind, model in models.items()}
-    vocabulary = int(plain.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    vocabulary = int(models["float32"].config.vocab_size)
     found: dict[str, Any] = {"weight bytes": {kind: weight_bytes(model) for kind, model in models.items()}}
     for rows in batches:
         ids = torch.randint(0, vocabulary, (rows, prompt))
@@ -133,10 +176,13 @@ def measure(name: str, batches: Sequence[int], prompt: int, count: int) -> dict[
         print(f"{name}, batch {rows}, milliseconds of one token after {prompt}, at {speed / 1e9:.1f} GB/s:")
         for kind, spent in times.items():
             print(f"  {kind:8} {spent:8.2f}   floor {floors[kind]:8.2f}   {spent / floors[kind]:.2f} of it")
-        print(f"  int8 is {times['float32'] / times['int8']:.2f} times as fast", flush=True)
+        for kind in QUANTISED:
+            print(f"  {kind} is {times['float32'] / times[kind]:.2f} times as fast", flush=True)
         found[f"batch {rows}"] = {"one token": times, "floor": floors, "bytes per second": speed}
-    same = agreement(int8, decoders["int8"], torch.randint(0, vocabulary, (1, 16)), COMPARED)
-    print(f"{name}: {same:.0%} of {COMPARED} greedy tokens are the quantised model's own", flush=True)
+    ids = torch.randint(0, vocabulary, (1, 16))
+    same = {kind: agreement(models[kind], decoders[kind], ids, COMPARED) for kind in QUANTISED}
+    for kind, part in same.items():
+        print(f"{name}, {kind}: {part:.0%} of {COMPARED} greedy tokens are the model's own", flush=True)
     return {**found, "agreement": same}
 
 

@@ -37,14 +37,16 @@ _UNSAID = (
     "sum_to_size",
 )
 """Composite ops whose results may be views of operands, which their schemas do not state."""
+_OWN_OPS = ("aten", "attngraph")
+"""Libraries whose composite ops have element rules or kernels of their own."""
 RECURRENT = [aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input]
 """Operations that are loops over tokens."""
 
 
 @contextlib.contextmanager
 def views_taken_apart() -> Iterator[None]:
-    """Let torch.export decompose composite views while it traces."""
-    traced = functools.partial(make_fx, decomposition_table=_composite_views())
+    """Let torch.export decompose composite views, and composite ops of other libraries, while it traces."""
+    traced = functools.partial(make_fx, decomposition_table=_composite_views() | _composite_of_others())
     with replaced("torch.export._trace", "make_fx", traced):
         yield
 
@@ -76,6 +78,21 @@ def _unrolled(unroll: Callable[..., Any], x: Any, *args: Any) -> Any:
     operation in other traces, and where it also runs backwards."""
     number, is_backwards = example_number(), args[6]
     return unroll(x, *args) if number and number in x.shape[:2] and not is_backwards else NotImplemented
+
+
+def _composite_of_others() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of the composite ops that other libraries have registered (torchao's of integers with
+    scales): what they compute is written in torch's ops, which have element rules."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+        space, _, overload = name.partition("::")
+        packet, _, which = overload.partition(".")
+        if space in _OWN_OPS or not hasattr(getattr(torch.ops, space), packet):
+            continue
+        op = getattr(getattr(getattr(torch.ops, space), packet), which or "default")
+        if not op._schema.is_mutable:
+            found[op] = op.decompose
+    return found
 
 
 @functools.cache

@@ -21,8 +21,10 @@ from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
+from attngraph.ir.language.packed import Packed
 from attngraph.ir.language.parser import operation
 from attngraph.ir.language.token_program import DTYPES, FLOATS, GROUP, TOKEN, extent, weight_of
+from attngraph.ir.ops.linear_q import unpack
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Category, Unliftable, argument
@@ -314,11 +316,13 @@ def _linear_q(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
     over, out = context.fresh(depth), at[-1]
     one = scales is not None and zeros is None and E.is_const(context.shape(scales)[1], 1)
     element = operation("float", _where_it_lies(context, weight, (out, over), scales is None or one))
+    groups = E.ONE if scales is None else context.shape(scales)[1]
+    size, packed = M.floordiv(depth, groups), packing(weight)
+    if groups is not E.ONE and (size.op != "const" or size.value % GROUP):
+        raise Unliftable("groups that are no whole vectors")
+    if packed is not None and not packed.splits(int(depth.value), int(size.value), GROUP):
+        raise Unliftable("digits that are no whole vectors")
     if scales is not None and not one:
-        groups = context.shape(scales)[1]
-        size = M.floordiv(depth, groups)
-        if groups is not E.ONE and (size.op != "const" or size.value % GROUP):
-            raise Unliftable("groups that are no whole vectors")
         group = E.ZERO if groups is E.ONE else M.floordiv(over, size)
         if zeros is not None:
             zero = _where_it_lies(context, zeros, (out, group))
@@ -330,6 +334,11 @@ def _linear_q(context: Meaning, node: fx.Node, at: tuple[Expr, ...]) -> Expr:
         scale = context.lift(context.read(scales, (out, E.ZERO)), lambda r: _only_moves(context, r))
         value = operation("mul", value, scale)
     return value if bias is None else operation("add", value, context.read(bias, at[-1:]))
+
+
+def packing(node: Any) -> Packed | None:
+    """How the elements of a matrix lie in the integers that it is unpacked from; None if it is another."""
+    return Packed.of(str(node.args[2])) if node.target is unpack else None
 
 
 def _where_it_lies(context: Meaning, tensor: Any, at: tuple[Expr, ...], turned: bool = False) -> Expr:

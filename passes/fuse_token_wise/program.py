@@ -14,8 +14,16 @@ from torch import fx
 from attngraph.ir.language import expr as E
 from attngraph.ir.language import token_program as language
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram
-from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas, placed, spelled, split_product
+from attngraph.passes.fuse_token_wise.formulas import (
+    Formula,
+    Formulas,
+    packing,
+    placed,
+    spelled,
+    split_product,
+)
 
 
 class Region:
@@ -157,7 +165,10 @@ class Region:
             shape = self.facts.weight_shape(node) or self.facts.shape(node)
             assert shape is not None
             extents = tuple(int(n.value) if n.op == "const" else None for n in shape)
-            given.append(Given(extents, str(node.meta["val"].dtype).removeprefix("torch.")))
+            packed = packing(node)
+            dtype = str(node.meta["val"].dtype).removeprefix("torch.") if packed is None else WORD
+            given.append(Given(extents, dtype, packed))
+        self.given = [node if packing(node) is None else node.all_input_nodes[0] for node in self.given]
         named = [Result(places["defined", r.number], r.shape, r.dtype) for r in results]
         return TokenProgram(tuple(given), tuple(definitions), tuple(named))
 

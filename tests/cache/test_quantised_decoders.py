@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir.language.token_program import parse
-from attngraph.ir.ops.linear_q import linear_q
+from attngraph.ir.ops.linear_q import linear_q, unpack
 from attngraph.passes.fuse_token_wise.fuse import FuseTokenWise
 
 WIDTH, VOCABULARY = 32, 61
@@ -48,6 +48,64 @@ class GroupedLinear(Int8Linear):
     def forward(self, x: Tensor) -> Tensor:
         parts = self.weight.unflatten(1, (-1, self.group)).to(x.dtype)
         return F.linear(x, ((parts - self.zero) * self.scale).flatten(1), self.bias)
+
+
+class PackedLinear(GroupedLinear):
+    """The same with two integers in a byte: neighbours, the first in its low bits."""
+
+    group = 32
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__(source)
+        self.weight = self.packed(self.weight)
+
+    def packed(self, whole: Tensor) -> Tensor:
+        return whole[:, ::2] | whole[:, 1::2] << 4
+
+    def integers(self) -> Tensor:
+        return torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.integers().unflatten(1, (-1, self.group)).to(x.dtype)
+        return F.linear(x, ((parts - self.zero) * self.scale).flatten(1), self.bias)
+
+
+class HalvesLinear(PackedLinear):
+    """The second half of a row in the high bits."""
+
+    group = 16
+
+    def packed(self, whole: Tensor) -> Tensor:
+        low, high = whole.chunk(2, 1)
+        return low | high << 4
+
+    def integers(self) -> Tensor:
+        return torch.cat([self.weight & 15, self.weight >> 4], 1)
+
+
+class WordsLinear(PackedLinear):
+    """Eight integers in a word of 32 bits, each less 8."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__(source)
+        self.weight, self.zero = self.weight.view(torch.int32), nn.Buffer(torch.zeros_like(self.zero))
+        self.by = nn.Buffer(torch.arange(0, 32, 4, dtype=torch.int32))
+
+    def integers(self) -> Tensor:
+        return ((self.weight[..., None] >> self.by) & 15).flatten(1) - 8
+
+
+class OutputsLinear(PackedLinear):
+    """Two outputs in a byte: PyTorch multiplies."""
+
+    def packed(self, whole: Tensor) -> Tensor:
+        self.odd = len(whole) % 2
+        whole = F.pad(whole, (0, 0, 0, self.odd))
+        return whole[::2] | whole[1::2] << 4
+
+    def integers(self) -> Tensor:
+        whole = torch.stack([self.weight & 15, self.weight >> 4], 1).flatten(0, 1)
+        return whole[: len(whole) - self.odd]
 
 
 class SmallGroups(GroupedLinear):
@@ -159,7 +217,24 @@ def note_of(decoder: Any) -> str:
     return " ".join(n for p in decoder.report.passes if p.name == "quantised-linear" for n in p.notes)
 
 
-@pytest.mark.parametrize("convert", [Int8Linear, TurnedLinear, GroupedLinear, SmallGroups, wrapped])
+def fused_graph(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The graph of the model's decoder after tokens' operations were fused."""
+    graphs: list[Any] = []
+    run = FuseTokenWise.run
+
+    def seen(self: FuseTokenWise, graph: Any) -> Any:
+        found = run(self, graph)
+        graphs.append(graph)
+        return found
+
+    monkeypatch.setattr(FuseTokenWise, "run", seen)
+    attngraph.compile(model, cache=True).prefill(torch.randint(0, VOCABULARY, (1, 6)))
+    return graphs[-1]
+
+
+@pytest.mark.parametrize("convert", [
+    Int8Linear, TurnedLinear, GroupedLinear, SmallGroups, PackedLinear, HalvesLinear, WordsLinear, wrapped,
+])  # fmt: skip
 def test_greedy_tokens_are_those_of_the_quantised_model(convert: Any) -> None:
     model = quantised(convert)
     ids = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -193,26 +268,60 @@ def test_new_weights_are_read_at_the_next_token() -> None:
 
 def test_c_reads_the_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """No product is left to PyTorch: every weight of integers is a tensor of a token program."""
-    model = quantised(wrapped)
-    graphs: list[Any] = []
-    run = FuseTokenWise.run
-
-    def seen(self: FuseTokenWise, graph: Any) -> Any:
-        found = run(self, graph)
-        graphs.append(graph)
-        return found
-
-    monkeypatch.setattr(FuseTokenWise, "run", seen)
-    decoder = attngraph.compile(model, cache=True)
-    decoder.prefill(torch.randint(0, VOCABULARY, (1, 6)))
-    graph = graphs[-1].graph
+    whole = fused_graph(quantised(wrapped), monkeypatch)
+    graph = whole.graph
     assert not graph.find_nodes(op="call_function", target=linear_q)
     programs = graph.find_nodes(op="call_function", target=torch.ops.attngraph.token_program.default)
     given = [g for node in programs for g in parse(str(node.args[1])).given]
     assert sum(g.dtype == "int8" for g in given) == 9
-    assert {i.name for i in graphs[-1].inputs if "head" in i.name} == {
+    assert {i.name for i in whole.inputs if "head" in i.name} == {
         "model.head.weight.integers", "model.head.weight.scales"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("convert", [PackedLinear, HalvesLinear, WordsLinear])
+def test_c_reads_packed_integers(convert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they lie: nothing is unpacked, and no byte is copied to another tensor."""
+    model = quantised(convert)
+    graph = fused_graph(model, monkeypatch).graph
+    assert not graph.find_nodes(op="call_function", target=linear_q)
+    assert not graph.find_nodes(op="call_function", target=unpack)
+    programs = graph.find_nodes(op="call_function", target=torch.ops.attngraph.token_program.default)
+    given = [pair for n in programs for pair in zip(n.args[0], parse(str(n.args[1])).given, strict=True)]
+    packed = [node for node, about in given if about.packed is not None]
+    assert len(packed) == 9 and all(node.op == "placeholder" for node in packed)
+
+
+def test_packed_outputs_are_left_to_pytorch() -> None:
+    model = quantised(OutputsLinear)
+    ids = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
+    decoder = attngraph.compile(model, cache=True)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=6), greedy(model, ids, 6))
+
+
+def test_another_table_of_shifts_is_another_formula() -> None:
+    """What a small table held when the decoder was made is part of its formulas."""
+    model = quantised(WordsLinear)
+    ids = torch.randint(0, VOCABULARY, (1, 6), generator=torch.Generator().manual_seed(3))
+    decoder = attngraph.compile(model, cache=True)
+    before = decoder.generate(ids, max_new_tokens=8)
+    for module in model.modules():
+        if isinstance(module, WordsLinear):
+            module.by.copy_(module.by.flip(0))
+    after = decoder.generate(ids, max_new_tokens=8)
+    assert torch.equal(after, greedy(model, ids, 8)) and not torch.equal(before, after)
+
+
+def test_torchao_intx() -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    granularity = pytest.importorskip("torchao.quantization.granularity").PerGroup(16)
+    torch.manual_seed(0)
+    model = Model().eval().requires_grad_(False)
+    torchao.quantize_(model, torchao.IntxWeightOnlyConfig(torch.int4, granularity=granularity))
+    ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    decoder = attngraph.compile(model, cache=True)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=10), greedy(model, ids, 10))
+    assert note_of(decoder) == "9 product(s) read the weight's integers"
 
 
 def test_torchao_int8() -> None:

@@ -53,6 +53,9 @@ def check(text: str, tokens: int, given: list[Tensor] | None = None) -> None:
 
 def integers(about: Given, generator: torch.Generator) -> Tensor:
     """All values of the dtype."""
+    if about.packed is not None:
+        outs, depth = (n or 1 for n in about.shape)
+        return torch.randint(0, 256, (outs, depth // 2), dtype=torch.uint8, generator=generator)
     dtype: torch.dtype = getattr(torch, about.dtype)
     limits = torch.iinfo(torch.int8 if dtype == torch.int32 else dtype)
     shape = [n for n in about.shape if n is not None]
@@ -161,6 +164,68 @@ def test_products_with_groups_of_integers(dtype: str, kind: str, tokens: int) ->
     found = parse(text).scales(len(parse(text).given) + 1)
     assert found is not None and found.group == 32
     check(text, tokens)
+
+
+PACKED = ("low first by 1", "high first by 1 less 8", "low first by 1 signed", "high first by 32",
+          "low first by 32 signed less -3", "low first by 96 less 8")  # fmt: skip
+
+
+def packed_product(words: str, depth: int, width: int, kind: str, group: int) -> str:
+    text = integer_product(depth, width, kind + " by 32" * (group < depth), f"int4 {words}")
+    return text.replace(" int4 " + words, " int8").replace(" int8", f" int4 {words}", 1).replace(
+        "// 32", f"// {group}").replace(f", {depth // 32}]", f", {depth // group}]")  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 9, 32, 33, 600])
+@pytest.mark.parametrize("words", PACKED)
+@pytest.mark.parametrize("kind", ["plain", "scales", "scales and zeros"])
+@pytest.mark.parametrize("width", [53, 129])
+@pytest.mark.covering
+def test_products_with_packed_integers(words: str, width: int, kind: str, tokens: int) -> None:
+    text = packed_product(words, 192, width, kind, 192)
+    program = parse(text)
+    assert program.product(len(program.given) + 1) is not None and str(program.given[1].packed) == words
+    check(text, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 33, 600])
+@pytest.mark.parametrize("words", PACKED)
+@pytest.mark.parametrize("group", [32, 64, 96])
+@pytest.mark.parametrize("kind", ["scales", "scales and zeros"])
+@pytest.mark.covering
+def test_products_with_groups_of_packed_integers(words: str, group: int, kind: str, tokens: int) -> None:
+    text = packed_product(words, 192, 53, kind, group)
+    found = parse(text).scales(len(parse(text).given) + 1)
+    assert found is not None and found.group == group
+    check(text, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("words", ["low first by 1", "high first by 37 less 8"])
+def test_products_with_packed_rows_that_are_no_whole_vectors(words: str, tokens: int) -> None:
+    check(packed_product(words, 74, 41, "scales and zeros", 74), tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_packed_integers_are_read_in_containers_of_any_size(dtype: torch.dtype) -> None:
+    text = packed_product("low first by 1", 192, 53, "scales", 64)
+    given = [torch.randn(1, 3, 192), integers(parse(text).given[1], torch.Generator().manual_seed(0)),
+             torch.rand(53, 3)]  # fmt: skip
+    (wanted,), (found,) = (
+        run.Tokens().run(text.replace(", r4[t, 53]", ""), [given[0], bytes_, given[2]]) or []
+        for bytes_ in (given[1], given[1].view(dtype))
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("words", "group"), [
+    ("low first by 1", 16), ("low first by 8", 192), ("low first by 32", 48),
+    ("low first by 1 of outputs", 192),
+])  # fmt: skip
+def test_packed_integers_that_are_no_whole_vectors_are_left_to_pytorch(words: str, group: int) -> None:
+    text = packed_product(words, 192, 52, "scales", group)
+    assert parse(text).scales(4) == (2, None, group)
+    assert run.Tokens().source(parse(text)) == ""
 
 
 def test_groups_that_are_no_whole_vectors_are_left_to_pytorch() -> None:

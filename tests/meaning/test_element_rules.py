@@ -556,6 +556,35 @@ ROWS: list[Row] = [
         for n in ("bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__")
         for b in (True, False)
     ],
+    *[
+        H(f"{n}.Scalar", numbers, mask)
+        for n in ("bitwise_and", "__and__")
+        for numbers in (i(9, low=-40, high=40), i(9, low=-128, high=128).to(torch.int8))
+        for mask in (15, 112, -16, 1)
+    ],
+    *[H(f"{n}.Scalar", i(9, low=-40, high=40), bit) for n in ("bitwise_xor", "__xor__") for bit in (1, 8)],
+    *[
+        H(f"{n}.{overload}", numbers, 3)
+        for n, overload in (
+            ("bitwise_right_shift", "Tensor_Scalar"),
+            ("__rshift__", "Scalar"),
+            ("bitwise_left_shift", "Tensor_Scalar"),
+            ("__lshift__", "Scalar"),
+        )
+        for numbers in (
+            i(9, low=-40, high=40),
+            i(9, low=-128, high=128).to(torch.int8),
+            i(9, low=0, high=256).to(torch.uint8),
+            i(9, low=-999, high=999).to(torch.int16),
+        )
+    ],
+    *[
+        T(n, lambda x, n=n: getattr(torch.ops.aten, n).Tensor(x[:, None], torch.arange(0, 8, 4)), numbers)
+        for n in ("__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift")
+        for numbers in (i(5, low=-40, high=40), i(5, low=0, high=256).to(torch.uint8))
+    ],
+    T("mul", lambda x: x * 5 - 3, i(9, low=-128, high=128).to(torch.int8)),
+    T("add", lambda x: 7 - x, i(9, low=0, high=256).to(torch.uint8)),
     H("where.self", m(2, 3), f(3), f(2, 1)),
     H("where.ScalarOther", m(4), f(4), 0.0),
     H("where.ScalarSelf", m(4), -1.0, f(4)),
@@ -1063,7 +1092,9 @@ UNLIFTABLE = {
     "place of a maximum": lambda x, mask: x.max(0).indices,
     "norm of another order": lambda x, mask: torch.linalg.vector_norm(x, 3, dim=0),
     "second difference": lambda x, mask: x.diff(n=2),
-    "bitwise on integers": lambda x, mask: (x > 0).long() & 3,
+    "a mask with gaps": lambda x, mask: (x > 0).long() & 5,
+    "bits of two numbers": lambda x, mask: (x > 0).long() | (x > 1).long(),
+    "a shift by data": lambda x, mask: (x > 0).long() << (x > 1).long(),
 }
 
 

@@ -3,6 +3,7 @@
     r0[1, t, 768]                               a tensor that is given; t counts the tokens
     r1[768]                                     one that all tokens share, a weight
     r1[768, 768] int8                           of another dtype; without a word, elements are float32
+    r1[768, 768] int4 low first by 1            of 4 bits, in the bytes of integers (`packed.py`)
     r2[] = sum[j < 768] r0[0, t, j]             a value of each token; this one is a single number
     r3[i0 < 768] = r0[0, t, i0] - r2[] / 768    one with an element for each i0
     return r3[1, t, 768]                        results, with their shapes, and with the dtype as above
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.packed import WORD, Packed
 from attngraph.ir.language.parser import expression
 
 TOKEN = E.var("t")
@@ -40,10 +42,17 @@ Extent = int | None
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A tensor that a program is given: its extents, and the name of its dtype."""
+    """A tensor that a program is given: its extents, and the name of its dtype. If elements are `packed`, the
+    extents are those of the matrix of elements, and the tensor has them in integers of any shape and dtype.
+    """
 
     shape: tuple[Extent, ...]
     dtype: str = "float32"
+    packed: Packed | None = None
+
+    @property
+    def word(self) -> str:
+        return _word(self.dtype) if self.packed is None else f" {WORD} {self.packed}"
 
     @property
     def token_dim(self) -> int | None:
@@ -202,9 +211,7 @@ class TokenProgram:
 
     @functools.cached_property
     def text(self) -> str:
-        lines = [
-            f"r{number}[{_shape(given.shape)}]{_word(given.dtype)}" for number, given in enumerate(self.given)
-        ]
+        lines = [f"r{number}[{_shape(given.shape)}]{given.word}" for number, given in enumerate(self.given)]
         for number, made in enumerate(self.definitions, start=len(self.given)):
             indices = ", ".join(_index(i) for i in made.indices)
             fold = f"{made.fold}[{_index(made.over)}] " if made.over is not None else ""
@@ -245,7 +252,7 @@ class TokenProgramError(ValueError):
 
 
 _LINE = re.compile(
-    r"r(\d+)\[([^\]]*)\](?:\s*=\s*(?:(sum|amax)\[\s*(\w+)\s*<\s*(\d+)\s*\]\s*)?(.+)|\s+(\w+))?"
+    r"r(\d+)\[([^\]]*)\](?:\s*=\s*(?:(sum|amax)\[\s*(\w+)\s*<\s*(\d+)\s*\]\s*)?(.+)|\s+(\w[\w -]*))?"
 )
 _RESULT = re.compile(r"r(\d+)\[([^\]]*)\](?:\s+(\w+))?")
 
@@ -272,12 +279,7 @@ def parse(text: str) -> TokenProgram:
         if found[6] is None:
             if definitions:
                 raise TokenProgramError(f"given tensors stand before definitions: {line}")
-            shape, dtype = _extents(found[2], line), found[7] or DTYPES[0]
-            if dtype not in (FLOATS if None in shape else DTYPES):
-                raise TokenProgramError(
-                    f"weights may be {', '.join(DTYPES)}, other tensors {', '.join(FLOATS)}: {line}"
-                )
-            given.append(Given(shape, dtype))
+            given.append(_given(_extents(found[2], line), found[7] or DTYPES[0], line))
             continue
         indices = tuple(_variable(part, line) for part in found[2].split(",") if part.strip())
         over = index(found[4], int(found[5])) if found[3] else None
@@ -291,6 +293,18 @@ def parse(text: str) -> TokenProgram:
     if not results:
         raise TokenProgramError("it returns nothing")
     return TokenProgram(tuple(given), tuple(definitions), tuple(results))
+
+
+def _given(shape: tuple[Extent, ...], words: str, line: str) -> Given:
+    if words.startswith(f"{WORD} ") and len(shape) == 2 and None not in shape:
+        try:
+            return Given(shape, WORD, Packed.of(words.removeprefix(f"{WORD} ")))
+        except ValueError as problem:
+            raise TokenProgramError(f"{problem}: {line}") from None
+    if words not in (FLOATS if None in shape else DTYPES):
+        allowed = f"weights may be {', '.join(DTYPES)}, other tensors {', '.join(FLOATS)}"
+        raise TokenProgramError(f"{allowed}: {line}")
+    return Given(shape, words)
 
 
 def _variable(part: str, line: str) -> Expr:

@@ -1,6 +1,7 @@
-"""The attngraph dialect: a product with a weight of integers.
+"""The attngraph dialect: a product with a weight of integers, and integers of 4 bits in bytes.
 
     attngraph::linear_q(x, w, scales?, zeros?, bias?) -> out
+    attngraph::unpack(w, outs, packed) -> whole
 
     out[.., o] = sum over d of x[.., d] * (w[o, d] - zeros[o, d // group]) * scales[o, d // group] + bias[o]
 
@@ -8,6 +9,9 @@
 group is a scale for each output. Without zeros nothing is subtracted, without scales nothing is multiplied.
 Activations are not rounded. It consists of differentiable ops, so it needs no backward of its own; integers
 have no gradient. A decoder on the CPU computes it in C that reads the integers (`passes/fuse_token_wise`).
+
+`whole` is the matrix `[outs, in]` of int8 whose elements lie in the bytes of `w` as the words in `packed` say
+(`ir/language/packed.py`). C reads the bytes in its place.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attngraph.ir.language.packed import Packed
+
+torch.library.define("attngraph::unpack", "(Tensor w, int outs, str packed) -> Tensor")
 torch.library.define(
     "attngraph::linear_q", "(Tensor x, Tensor w, Tensor? scales, Tensor? zeros, Tensor? bias) -> Tensor"
 )
@@ -42,4 +49,10 @@ def dequantised(w: Tensor, scales: Tensor | None, zeros: Tensor | None, dtype: t
     return parts.reshape(whole.shape)
 
 
+@torch.library.impl("attngraph::unpack", "CompositeImplicitAutograd")
+def _unpack(w: Tensor, outs: int, packed: str) -> Tensor:
+    return Packed.of(packed).unpacked(w, outs)
+
+
 linear_q = torch.ops.attngraph.linear_q.default
+unpack = torch.ops.attngraph.unpack.default

@@ -19,7 +19,7 @@ from torch import Tensor
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
-from attngraph.ir.language.token_program import TOKEN, Definition, Result, TokenProgram, extent, parse
+from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
 from attngraph.ir.ops.linear_q import dequantised
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
@@ -150,17 +150,23 @@ def weight_rows(
     """The weight of a product in a floating dtype; of one `[out, in]` only some rows, if that is said."""
     product, by = program.product(number), program.scales(number)
     assert product is not None
-    weight, part = given[product.weight], slice(None) if rows is None else rows
-    if weight.is_floating_point():
-        return weight[part]
+    part = rows or slice(None)
+    weight = _some_rows(given[product.weight], program.given[product.weight], part)
     if by is None:
-        return weight[part].to(dtype)
+        return weight if weight.is_floating_point() else weight.to(dtype)
     zeros = None if by.zeros is None else given[by.zeros][part]
-    return dequantised(weight[part], given[by.scales][part], zeros, dtype)
+    return dequantised(weight, given[by.scales][part], zeros, dtype)
 
 
 def _token_first(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor if dim is None else tensor.movedim(dim, 0)
+
+
+def _some_rows(tensor: Tensor, about: Given, rows: slice) -> Tensor:
+    """Rows of a given tensor that all tokens share, with their elements apart if they are packed."""
+    if about.packed is not None:
+        return about.packed.unpacked(tensor, int(about.shape[0] or 0), rows)
+    return tensor[rows]
 
 
 class _Evaluation:
@@ -220,6 +226,8 @@ class _Evaluation:
         indices = list(node.args)
         if self.program.definition(node.value) is not None:
             indices.insert(0, TOKEN)
+        elif self.program.given[node.value].packed is not None:
+            tensor = _some_rows(tensor, self.program.given[node.value], slice(None))
         elif self.program.given[node.value].token_dim is not None:
             indices.insert(0, indices.pop(self.program.given[node.value].token_dim))
         if not indices:

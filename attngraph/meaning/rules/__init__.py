@@ -2,6 +2,7 @@
 
 from attngraph.meaning.rules import (
     assignment,
+    bits,
     collectives,
     contraction,
     index,
@@ -12,5 +13,6 @@ from attngraph.meaning.rules import (
 )
 
 __all__ = [
-    "assignment", "collectives", "contraction", "index", "movement", "pointwise", "reduction", "writes",
+    "assignment", "bits", "collectives", "contraction", "index", "movement", "pointwise", "reduction",
+    "writes",
 ]  # fmt: skip

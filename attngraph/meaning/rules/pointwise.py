@@ -36,15 +36,6 @@ def _names(*names: str) -> tuple[str, ...]:
     return tuple(f"{n}.{overload}" for n in names for overload in ("Tensor", "Scalar"))
 
 
-def _bitwise(junction: Callable[..., Expr]) -> Callable[[Expr, Expr], Expr]:
-    def build(a: Expr, b: Expr) -> Expr:
-        if a.kind != "bool" or b.kind != "bool":
-            raise Unliftable("bitwise operation on integers")
-        return junction(a, b)
-
-    return build
-
-
 def _truth(value: Expr) -> Expr:
     return value if value.kind == "bool" else M.ne(value, E.ZERO)
 
@@ -93,9 +84,6 @@ _register(("clamp_max.default", "clamp_max.Tensor"), _minimum, 2)
 _register(("logical_and.default",), lambda a, b: M.and_(_truth(a), _truth(b)), 2)
 _register(("logical_or.default",), lambda a, b: M.or_(_truth(a), _truth(b)), 2)
 _register(("logical_xor.default",), lambda a, b: M.where(_truth(a), M.not_(_truth(b)), _truth(b)), 2)
-_register((*_names("bitwise_and", "__and__"),), _bitwise(M.and_), 2)
-_register((*_names("bitwise_or", "__or__"),), _bitwise(M.or_), 2)
-_register((*_names("bitwise_xor", "__xor__"),), _bitwise(lambda a, b: M.where(a, M.not_(b), b)), 2)
 _register(("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"), M.where, 3)
 _register(("masked_fill.Scalar", "masked_fill.Tensor"), lambda x, mask, value: M.where(mask, value, x), 3)
 

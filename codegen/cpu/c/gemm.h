@@ -42,28 +42,38 @@ static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t m
 /* The elements of panels of an item. */
 static int64_t room_of(int64_t depth) { return larger(PANEL * depth, NEAR); }
 
+/* LANES places of some rows of a weight, from d on: `deep` times `wide` elements, one of each place. */
+INLINE void copy_square(const void *w, int64_t ldw, Scales scales, int64_t first, int64_t d, int64_t deep, int64_t wide,
+                        float *panel, const int n, const int type, const int scaled, const int zeros) {
+    Vector part[LANES];
+    int64_t to = place_in_row(d, n, scales, type), step = elements_in(type) == 2 && scales.run == 1 ? 2 : 1;
+    int64_t group = scaled ? to / scales.group : 0;
+    for (int64_t o = 0; o < wide; ++o) {
+        int64_t at = (first + o) * ldw + d, of = (first + o) * scales.groups + group;
+        part[o] = (Vector){0};
+        if (deep == LANES) part[o] = vector(w, at, type);
+        else for (int64_t e = 0; e < deep; ++e) part[o][e] = number(w, at + e, type);
+        if (zeros) part[o] -= number(scales.zero, of, zeros);
+        if (scaled) part[o] *= scales.scale[of];
+    }
+    if (deep == LANES && wide == LANES)
+        store_turned(part, panel + to * PANEL, step * PANEL);
+    else
+        for (int64_t e = 0; e < deep; ++e)
+            for (int64_t o = 0; o < wide; ++o) panel[(to + e * step) * PANEL + o] = part[o][e];
+}
+
 /* `outs` rows of a weight [out][depth] from `first` on, at most PANEL; what is missing to PANEL becomes zero. */
 INLINE void copy_panel(const void *w, int64_t ldw, int64_t depth, Scales scales, int64_t first, int64_t outs,
                        float *panel, const int type, const int scaled, const int zeros) {
     if (outs < PANEL) memset(panel, 0, sizeof(float) * PANEL * depth);
-    for (int64_t from = 0; from < outs; from += LANES)
-        for (int64_t d = 0; d < depth; d += LANES) {
-            Vector part[LANES];
-            int64_t deep = smaller(LANES, depth - d), wide = smaller(LANES, outs - from);
-            int64_t group = scaled ? d / scales.group : 0;
-            for (int64_t o = 0; o < wide; ++o) {
-                int64_t out = first + from + o, at = out * ldw + d, of = out * scales.groups + group;
-                part[o] = (Vector){0};
-                if (deep == LANES) part[o] = vector(w, at, type);
-                else for (int64_t e = 0; e < deep; ++e) part[o][e] = number(w, at + e, type);
-                if (zeros) part[o] -= number(scales.zero, of, zeros);
-                if (scaled) part[o] *= scales.scale[of];
-            }
-            if (deep == LANES && wide == LANES)
-                store_turned(part, panel + d * PANEL + from, PANEL);
-            else
-                for (int64_t e = 0; e < deep; ++e)
-                    for (int64_t o = 0; o < wide; ++o) panel[(d + e) * PANEL + from + o] = part[o][e];
+    int64_t row = depth / elements_in(type);
+    for (int64_t o = 0; o < outs; o += LANES)
+        for (int64_t d = 0; d < row; d += LANES) {
+            int64_t deep = smaller(LANES, row - d), wide = smaller(LANES, outs - o);
+            copy_square(w, ldw, scales, first + o, d, deep, wide, panel + o, 0, type, scaled, zeros);
+            if (elements_in(type) == 2)
+                copy_square(w, ldw, scales, first + o, d, deep, wide, panel + o, 1, type + HIGH, scaled, zeros);
         }
 }
 
@@ -128,7 +138,7 @@ INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t 
                 soon = (Soon){place(w, at + wide, type), ldw * size, more ? depth : 0, more * size};
             } else if (!t) {
                 copy_panel(w, ldw, depth, scales, at, wide, panel, type, scaled, zeros);
-                soon = (Soon){place(w, (at + wide) * ldw, type), ldw * size, more, depth * size};
+                soon = (Soon){place(w, (at + wide) * ldw, type), ldw * size, more, ldw * size};
             }
             multiply_by_panel(x, ldx, panel, depth, y + o, ldy, rows, tiles, t, smaller(t + block, tiles), wide, soon);
         }

@@ -20,8 +20,28 @@ enum { TILE_ROWS = 4, DEEP = 4, VECTORS = 2 };
 #endif
 
 /* Element (out, d) of a weight is (w - zero) * scale: `scale` and `zero` are [out][groups], with one for each
-   `group` of d. A group is whole vectors, unless there is only one. */
-typedef struct { const float *scale; const void *zero; int64_t group, groups; } Scales;
+   `group` of d. A group is whole vectors, unless there is only one. Of two elements in a byte, which are `run` apart,
+   the first may have the high bits. */
+typedef struct { const float *scale; const void *zero; int64_t group, groups, run, high_first; } Scales;
+
+/* Which d is element `n` of byte `at` of a row, where bits count n: 0 for the low ones. */
+INLINE int64_t place_in_row(int64_t at, const int n, Scales of, const int type) {
+    if (elements_in(type) == 1) return at;
+    return (at / of.run * 2 + (n ^ of.high_first)) * of.run + at % of.run;
+}
+
+/* Rows of x in the order in which the elements of a weight lie in bytes: those in low bits, then those in high bits. */
+static void arrange(const float *x, int64_t ldx, int64_t rows, int64_t depth, Scales of, float *to) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int n = 0; n < 2; ++n, to += depth / 2) {
+            const float *from = x + r * ldx + (n ^ of.high_first) * of.run;
+            if (of.run == 1)
+#pragma omp simd
+                for (int64_t b = 0; b < depth / 2; ++b) to[b] = from[2 * b];
+            else
+                for (int64_t b = 0; b < depth / 2; b += of.run) memcpy(to + b, from + 2 * b, sizeof(float) * of.run);
+        }
+}
 
 /* ---- w is [out][depth] ---- */
 
@@ -30,94 +50,147 @@ enum { WHOLE_TILES = 24 };              /* a multiple of the outs of all tiles *
 /* What the dots of some rows fetch: every `every`th line of the rows of `next`, from the `wait`th on. */
 typedef struct { const void *next; int64_t every, wait; } Fetch;
 
-INLINE Vector weights_of(const void *w, int64_t at, const int type, const int zeros, float less) {
+/* What the integers of a group of some rows are multiplied by, and what is subtracted from them. */
+typedef struct { float by[STREAMS], less[STREAMS]; } Group;
+
+INLINE Group group_of(Scales scales, int64_t first, int64_t g, const int outs, const int scaled, const int zeros) {
+    Group found;
+#pragma GCC unroll 8
+    for (int o = 0; o < outs; ++o) {
+        int64_t at = (first + o) * scales.groups + g;
+        found.by[o] = scaled ? scales.scale[at] : 1;
+        found.less[o] = zeros ? number(scales.zero, at, zeros) : 0;
+    }
+    return found;
+}
+
+/* Elements of row `o` of a weight, multiplied by the scale if there are so many rows of x that it is cheaper than to
+   multiply sums. */
+INLINE Vector weights_of(const void *w, int64_t at, int o, const Group *group, const int type, const int scaled,
+                         const int zeros) {
     Vector found = vector(w, at, type);
-    if (zeros) found -= less;
+    if (zeros) found -= group->less[o];
+    if (scaled) found *= group->by[o];
     IN_REGISTER(found);
     return found;
 }
 
-/* `rows` times `outs` dots, from d on as far as `end`; returns where they end. */
-INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t d, int64_t end,
-                        Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, Fetch *fetch, const int type,
-                        const int zeros, const float *less, const int vectors) {
+/* A vector of each of the rows times one of each of the outs. */
+INLINE void add_products(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t at, const Group *group,
+                         Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs, const int type,
+                         const int scaled, const int zeros) {
+    Vector left[TILE_ROWS], right[STREAMS];
+    if (rows < outs) {                  /* the fewer of the two are kept in registers */
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx);
+#pragma GCC unroll 8
+        for (int o = 0; o < outs; ++o) {
+            right[o] = weights_of(w, o * ldw + at, o, group, type, scaled, zeros);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right[o];
+        }
+    } else {
+#pragma GCC unroll 8
+        for (int o = 0; o < outs; ++o) right[o] = weights_of(w, o * ldw + at, o, group, type, scaled, zeros);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            left[r] = *(const Vector *)(x + r * ldx);
+            IN_REGISTER(left[r]);
+#pragma GCC unroll 8
+            for (int o = 0; o < outs; ++o) sum[r][o] += left[r] * right[o];
+        }
+    }
+}
+
+/* `rows` times `outs` dots of one group, from place d of the rows as far as `end`; returns where they end. If there are
+   two elements at each place, x has those of the second kind `apart` from those of the first. */
+INLINE int64_t add_dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t d, int64_t end, int64_t apart,
+                        const Group *group, Vector sum[TILE_ROWS][STREAMS], const int rows, const int outs,
+                        Fetch *fetch, const int type, const int both, const int scaled, const int zeros,
+                        const int vectors) {
     for (; d + vectors * LANES <= end; d += vectors * LANES) {
-        if (fetch->wait-- == 0) {
+        if (d * size_of(type) % LINE == 0 && fetch->wait-- == 0) {
             fetch->wait = fetch->every - 1;
 #pragma GCC unroll 8
             for (int o = 0; o < outs; ++o) PREFETCH(place(fetch->next, o * ldw + d, type));
         }
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) {
-            Vector left[TILE_ROWS], right[STREAMS];
             int64_t at = d + v * LANES;
-            if (rows < outs) {          /* the fewer of the two are kept in registers */
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) left[r] = *(const Vector *)(x + r * ldx + at);
-#pragma GCC unroll 8
-                for (int o = 0; o < outs; ++o) {
-                    right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
-#pragma GCC unroll 8
-                    for (int r = 0; r < rows; ++r) sum[r][o] += left[r] * right[o];
-                }
-            } else {
-#pragma GCC unroll 8
-                for (int o = 0; o < outs; ++o) right[o] = weights_of(w, o * ldw + at, type, zeros, less[o]);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) {
-                    left[r] = *(const Vector *)(x + r * ldx + at);
-                    IN_REGISTER(left[r]);
-#pragma GCC unroll 8
-                    for (int o = 0; o < outs; ++o) sum[r][o] += left[r] * right[o];
-                }
-            }
+            add_products(x + at, ldx, w, ldw, at, group, sum, rows, outs, type, scaled, zeros);
+            if (both)
+                add_products(x + apart + at, ldx, w, ldw, at, group, sum, rows, outs, type + HIGH, scaled, zeros);
         }
     }
     return d;
 }
 
-/* `rows` times `outs` dots at a time. The sum over a group is multiplied by the group's scale. */
+/* What is left of rows whose elements have one scale, element by element, from place d on. */
+INLINE float dot_of_rest(const float *x, const void *w, int64_t d, int64_t row, int o, const Group *group,
+                         const int type, const int scaled, const int zeros) {
+    float total = 0;
+    for (; d < row; ++d)
+        for (int n = 0; n < elements_in(type); ++n) {
+            float right = number(w, d, type + n * HIGH);
+            if (zeros) right -= group->less[o];
+            total += x[n * row + d] * (scaled ? right * group->by[o] : right);
+        }
+    return total;
+}
+
+/* `rows` times `outs` dots at a time, by pieces of the rows: of whole elements, those of a group. Where a place has two
+   elements, a piece has those of one group, or of one for each half of a byte. */
 INLINE void dots(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, int64_t first,
                  float *y, int64_t ldy, const int rows, const int outs, Fetch fetch, const int type, const int scaled,
                  const int zeros) {
-    const int vectors = (int)(LINE / LANES / size_of(type));
-    Vector whole[TILE_ROWS][STREAMS];
-    float by[STREAMS], less[STREAMS];
-    int64_t d = 0, groups = scaled ? scales.groups : 1;
+    const int vectors = (int)(LINE / LANES / size_of(type)), each = elements_in(type);
+    const int few = vectors > 4 ? vectors / 4 : 1;  /* the least piece of bytes: a loop of single vectors is slow */
+    const int early = scaled && rows > 1;
+    const int together = each == 1 || scales.group % (2 * scales.run) == 0;
+    int64_t row = depth / each, piece = together ? scales.group / each : scales.group, d = 0, g = 0;
+    int64_t halves = together ? 0 : scales.run / scales.group;
+    Vector whole[TILE_ROWS][STREAMS], sum[TILE_ROWS][STREAMS];
+    Group group;
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-        for (int o = 0; o < outs; ++o) whole[r][o] = (Vector){0};
-    for (int64_t g = 0; g < groups; ++g) {
-        int64_t end = g + 1 < groups ? (g + 1) * scales.group : depth;
-        Vector sum[TILE_ROWS][STREAMS];
-#pragma GCC unroll 8
-        for (int o = 0; o < outs; ++o) {
-            by[o] = scaled ? scales.scale[(first + o) * groups + g] : 1;
-            less[o] = zeros ? number(scales.zero, (first + o) * groups + g, zeros) : 0;
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; ++r) sum[r][o] = (Vector){0};
+        for (int o = 0; o < outs; ++o) whole[r][o] = sum[r][o] = (Vector){0};
+#define ADD_DOTS(N, BOTH, VECTORS)                                                                             \
+    add_dots(x + N * row, ldx, w, ldw, d, at + piece, row, &group, sum, rows, outs, &fetch, type + N * HIGH, BOTH, \
+             early, zeros, VECTORS)
+#define ADD_PIECE(N, G, BOTH)                                           \
+    do {                                                                \
+        group = group_of(scales, first, G, outs, scaled, zeros);        \
+        d = at;                                                         \
+        if (vectors > 1) d = ADD_DOTS(N, BOTH, vectors);                \
+        if (each == 2) d = ADD_DOTS(N, BOTH, 2 * few);                  \
+        d = ADD_DOTS(N, BOTH, few);                                     \
+        if (scaled && !early) ADD_SUMS;                                 \
+    } while (0)
+#define ADD_SUMS                                                                                \
+    _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)                                      \
+    _Pragma("GCC unroll 8") for (int o = 0; o < outs; ++o)                                      \
+        whole[r][o] += sum[r][o] * group.by[o], sum[r][o] = (Vector){0}
+    for (int64_t at = 0; at < row; at += piece, ++g) {
+        if (together) {
+            ADD_PIECE(0, g, each == 2);
+        } else {                        /* g counts the pieces of runs, each of which has two groups */
+            int64_t low = g + g / halves * halves;
+            ADD_PIECE(0, low + (scales.high_first ? halves : 0), 0);
+            ADD_PIECE(1, low + (scales.high_first ? 0 : halves), 0);
         }
-        d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, &fetch, type, zeros, less, vectors);
-        if (vectors > 1) d = add_dots(x, ldx, w, ldw, d, end, sum, rows, outs, &fetch, type, zeros, less, 1);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 8
-            for (int o = 0; o < outs; ++o) whole[r][o] += sum[r][o] * by[o];
     }
+#undef ADD_SUMS
+#undef ADD_PIECE
+#undef ADD_DOTS
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
         float total[STREAMS];
-        totals(whole[r], total, outs);
+        totals(scaled && !early ? whole[r] : sum[r], total, outs);
 #pragma GCC unroll 8
-        for (int o = 0; o < outs; ++o) {
-            for (int64_t e = d; e < depth; ++e) {
-                float right = number(w, o * ldw + e, type);
-                if (scaled) right = (right - less[o]) * by[o];
-                total[o] += x[r * ldx + e] * right;
-            }
-            y[r * ldy + o] = total[o];
-        }
+        for (int o = 0; o < outs; ++o)
+            y[r * ldy + o] = total[o] + dot_of_rest(x + r * ldx, place(w, o * ldw, type), d, row, o, &group, type,
+                                                    scaled, zeros);
     }
 }
 

@@ -1,8 +1,9 @@
 /* A token program: its arguments, and how threads share the work. The call is an array of 64-bit integers: the
    numbers below, a counter for each phase, the address of each given tensor and its strides, the address of each
-   value, `[tokens][width]`. PANELS: the address of room for panels, for each thread, or 0 for few tokens. */
+   value, `[tokens][width]`. PANELS: the address of room for panels, for each thread, or 0 for few tokens. ARRANGED:
+   for few tokens, that of room for as many rows, for each thread. */
 
-enum { TOKENS, MEMBERS, PHASE, MEMBER, ARRIVED, PANELS, COUNTERS = 8 };
+enum { TOKENS, MEMBERS, PANELS, ARRANGED, PHASE, MEMBER, ARRIVED, COUNTERS = 8 };
 
 static int64_t rounded_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 
@@ -30,13 +31,21 @@ static void meet(int64_t *c, int64_t number) {
     wait_for(c + ARRIVED, number * c[MEMBERS]);
 }
 
-/* A function of its own for each way in which a program's weights are given. Many rows have `panels`. */
+/* A function of its own for each way in which a program's weights are given. Many rows have `panels`; few that meet
+   packed elements, room to be `arranged` in. */
 #define PRODUCT(NAME, TYPE, SCALED, ZEROS, TURNED)                                                         \
     static void NAME(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, \
-                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels) {    \
-        if (panels)                                                                                        \
+                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,      \
+                     float *arranged) {                                                                    \
+        if (panels) {                                                                                      \
             product_of_many(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, panels, TYPE, SCALED, \
                             ZEROS, TURNED);                                                                \
-        else if (TURNED) product_turned_of(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, TYPE);        \
+            return;                                                                                        \
+        }                                                                                                  \
+        if (elements_in(TYPE) == 2 && (2 * scales.run < depth || scales.high_first)) {                     \
+            arrange(x, ldx, rows, depth, scales, arranged);                                                \
+            x = arranged, ldx = depth;                                                                     \
+        }                                                                                                  \
+        if (TURNED) product_turned_of(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, TYPE);             \
         else product_of(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, TYPE, SCALED, ZEROS);    \
     }

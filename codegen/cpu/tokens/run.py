@@ -95,7 +95,7 @@ class _Prepared:
         self.first = len(program.given)
         self.widths = [math.prod(d.extents) for d in program.definitions]
         self.rows = source.row_lengths(program)
-        self.dtypes: list[torch.dtype] = [getattr(torch, about.dtype) for about in program.given]
+        self.dtypes = [None if g.packed is not None else getattr(torch, g.dtype) for g in program.given]
         self.shared = [about.token_dim is None for about in program.given]
         self.short = source.short_results(program)
         returned = {r.number - self.first for r in program.results if r.dtype == "float32"}
@@ -109,6 +109,8 @@ class _Prepared:
         self.multiplications = sum(math.prod(n or 1 for n in w.shape) for w in weights)
         code.attngraph_room.restype = ctypes.c_int64
         self.room: int = code.attngraph_room()
+        code.attngraph_arranged.restype = ctypes.c_int64
+        self.arranged: int = code.attngraph_arranged()
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if not self.has_types(given):
@@ -153,7 +155,10 @@ class _Prepared:
 
     def has_types(self, given: Sequence[Tensor]) -> bool:
         """Whether the given tensors are on the CPU, with the elements that the C reads."""
-        return all(t.is_cpu and t.dtype is dtype for t, dtype in zip(given, self.dtypes, strict=True))
+        return all(
+            t.is_cpu and (t.dtype is dtype or (dtype is None and not t.is_floating_point()))
+            for t, dtype in zip(given, self.dtypes, strict=True)
+        )
 
     def is_usable(self, number: int, tensor: Tensor) -> bool:
         """Whether the C can read a given tensor where it lies."""
@@ -183,12 +188,13 @@ class _Prepared:
             values[len(self.widths) + self.short.index(key) if key in self.short else place] = (
                 result.data_ptr()
             )
-        room = 0 if tokens <= FEW else self.room * members
-        scratch = torch.empty(self.total * tokens) if tokens <= FEW else workspace(self.total * tokens + room)
+        few = tokens <= FEW
+        room = (self.arranged * tokens if few else self.room) * members
+        scratch = torch.empty(self.total * tokens + room) if few else workspace(self.total * tokens + room)
         for number, at in self.between.items():
             values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         if room:
-            places[_PANELS] = scratch.data_ptr() + self.total * tokens * 4
+            places[_ARRANGED if few else _PANELS] = scratch.data_ptr() + self.total * tokens * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
         counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
         return Link(self.whole, call, [counters], list(results), [scratch, *held])
@@ -229,7 +235,7 @@ class _Prepared:
         """A product by PyTorch, in the weight's own floating dtype. Integers are widened some rows at a time,
         for all tokens of the block."""
         factors, out = self.products[product], values[product - self.first]
-        weight = given[factors.weight]
+        weight, about = given[factors.weight], self.program.given[factors.weight]
         if weight.dtype in (torch.bfloat16, torch.float16):
             out.copy_(torch.mm(left.to(weight.dtype), weight if factors.turned else weight.T))
             return
@@ -237,15 +243,16 @@ class _Prepared:
             whole = weight_rows(self.program, product, given, left.dtype)
             torch.mm(left, whole if factors.turned else whole.T, out=out)
             return
-        step = max(1, WIDENED // weight.shape[1])
-        for start in range(0, weight.shape[0], step):
+        outs, depth = (n or 1 for n in about.shape)
+        step = max(1, WIDENED // depth)
+        for start in range(0, outs, step):
             rows = slice(start, start + step)
             part = weight_rows(self.program, product, given, left.dtype, rows)
             torch.mm(left, part.T, out=out[:, rows])
 
 
-_PHASE, _MEMBER, _PANELS = 2, 3, 5
-"""Places in a call, as in c/tokens.h."""
+_PANELS, _ARRANGED, _PHASE, _MEMBER = 2, 3, 4, 5
+"""Places in a call, as in c/tokens.h: from `_PHASE` on they are counters."""
 _NO_STRIDES = [0] * source.RANKS
 
 TOKENS = Tokens()

@@ -14,8 +14,9 @@ from attngraph.codegen.cpu.tokens.schedule import Group, Phase, phases
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import GROUP, Definition, TokenProgram, extent, index, parse
+from attngraph.ir.language.token_program import GROUP, Definition, Given, TokenProgram, extent, index, parse
 
 RANKS = 8
 """The most dimensions of a given tensor."""
@@ -23,7 +24,7 @@ COUNTERS = 8
 """Where the counters of the phases begin in a call, as in c/tokens.h."""
 _ELEMENTS = {
     "float32": "float", "bfloat16": "uint16_t", "float16": "_Float16", "int8": "int8_t", "uint8": "uint8_t",
-    "int32": "int32_t",
+    "int32": "int32_t", WORD: "uint8_t",
 }  # fmt: skip
 _TYPES = {
     "float32": "FLOAT", "bfloat16": "BF16", "float16": "F16", "int8": "INT8", "uint8": "UINT8",
@@ -107,16 +108,30 @@ def _require_whole_groups(program: TokenProgram) -> None:
         about, by = program.product(number), program.scales(number)
         if about is None:
             continue
-        if program.given[about.weight].dtype == "int32":
+        weight, depth = program.given[about.weight], extent(_over(program, number))
+        group = depth if by is None else by.group
+        if weight.dtype == "int32":
             raise UnsupportedError("a product with a weight of int32")
-        if by is not None and by.group % GROUP and by.group != extent(_over(program, number)):
-            raise UnsupportedError(f"a scale for each {by.group} elements of a weight")
+        if group % GROUP and group != depth:
+            raise UnsupportedError(f"a scale for each {group} elements of a weight")
+        if weight.packed is not None and (about.turned or not weight.packed.splits(depth, group, GROUP)):
+            raise UnsupportedError(f"a weight of {weight.word}, a scale for each {group} elements")
 
 
 def _over(program: TokenProgram, number: int) -> Expr:
     made = program.definition(number)
     assert made is not None and made.over is not None
     return made.over
+
+
+def _type_of(weight: Given) -> tuple[str, str]:
+    """The type of a weight's elements in C, and a word for it in names."""
+    packed = weight.packed
+    if packed is None:
+        return _TYPES[weight.dtype], _TYPES[weight.dtype]
+    sign, less = packed.signed * "SIGNED + ", f"{packed.less} + NOTHING_LESS"
+    word = f"PACKED_{'SIGNED_' * packed.signed}{str(packed.less).replace('-', 'M')}"
+    return f"(PACKED + {sign}({less}) * LESS)", word
 
 
 class _Emitter:
@@ -128,7 +143,7 @@ class _Emitter:
     def functions(self) -> Iterator[str]:
         products = [n for phase in self.phases for group in phase.groups for n in group.products]
         yield from sorted({self._product_function(number)[1] for number in products})
-        yield self._room(products)
+        yield from self._room(products)
         for number, phase in enumerate(self.phases):
             if phase.groups:
                 for place, group in enumerate(phase.groups):
@@ -140,11 +155,20 @@ class _Emitter:
         yield self._all()
         yield self._part()
 
-    def _room(self, products: Sequence[int]) -> str:
-        """A function that tells how many elements a thread needs for panels."""
-        factors = (self.program.product(n) for n in products)
-        depth = max((self._width(f.left) for f in factors if f is not None), default=0)
-        return f"int64_t attngraph_room(void) {{ return {f'room_of({depth})' if depth else '0'}; }}\n"
+    def _room(self, products: Sequence[int]) -> Iterator[str]:
+        """Functions that tell how many elements a thread needs for panels, and for a token's row that is
+        arranged as packed elements lie."""
+        depths = {n: self._width(f.left) for n in products if (f := self.program.product(n)) is not None}
+        depth = max(depths.values(), default=0)
+        packed = [d for n, d in depths.items() if self._weight(n).packed is not None]
+        yield f"int64_t attngraph_room(void) {{ return {f'room_of({depth})' if depth else '0'}; }}\n"
+        yield f"int64_t attngraph_arranged(void) {{ return {max(packed, default=0)}; }}\n"
+
+    def _weight(self, number: int) -> Given:
+        """The weight of a product."""
+        about = self.program.product(number)
+        assert about is not None
+        return self.program.given[about.weight]
 
     # --- phases ---
 
@@ -207,6 +231,7 @@ class _Emitter:
         lines = [
             f"static void columns_{number}(int64_t *c, int64_t member) {{",
             "    float *panels = c[PANELS] ? (float *)c[PANELS] + member * attngraph_room() : 0;",
+            "    float *arranged = (float *)c[ARRANGED] + member * c[TOKENS] * attngraph_arranged();",
             "    const int64_t tokens = c[TOKENS];",
         ]
         for place, group in enumerate(phase.groups):
@@ -238,28 +263,32 @@ class _Emitter:
         assert about is not None
         width, depth = self._width(number), self._width(about.left)
         function, _ = self._product_function(number)
-        ldw = width if about.turned else depth
-        by, scales = self.program.scales(number), "(Scales){0}"
+        packed = self._weight(number).packed
+        ldw = width if about.turned else depth if packed is None else depth // 2
+        by, parts = self.program.scales(number), ["0", "0", str(depth), "1"]
         if by is not None:
             zero = "0" if by.zeros is None else self._given(by.zeros)
-            scales = f"(Scales){{{self._given(by.scales)}, {zero}, {by.group}, {depth // by.group}}}"
+            parts = [self._given(by.scales), zero, str(by.group), str(depth // by.group)]
+        if packed is not None:
+            parts += [str(packed.run), str(int(packed.high_first))]
+        scales = f"(Scales){{{', '.join(parts)}}}"
         ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
         x, y = f"{self._value(about.left)} + t0 * {ldx}", f"{self._value(number)} + t0 * {ldy} + c0"
         return (
             f"{function}({x}, {ldx}, {self._given(about.weight)}, {ldw}, {depth}, {scales}, c0, "
-            f"{y}, {ldy}, t1 - t0, c1 - c0, panels);"
+            f"{y}, {ldy}, t1 - t0, c1 - c0, panels, arranged);"
         )
 
     def _product_function(self, number: int) -> tuple[str, str]:
         """The function that computes a product, and the line that defines it."""
         about, by = self.program.product(number), self.program.scales(number)
         assert about is not None
-        type_ = _TYPES[self.program.given[about.weight].dtype]
+        type_, word = _type_of(self._weight(number))
         if about.turned:
-            return f"product_turned_{type_}", f"PRODUCT(product_turned_{type_}, {type_}, 0, NONE, 1)\n"
+            return f"product_turned_{word}", f"PRODUCT(product_turned_{word}, {type_}, 0, NONE, 1)\n"
         zeros = "NONE" if by is None or by.zeros is None else _TYPES[self.program.given[by.zeros].dtype]
         scaled = int(by is not None)
-        name = f"product_{type_}_{zeros}_{scaled}"
+        name = f"product_{word}_{zeros}_{scaled}"
         return name, f"PRODUCT({name}, {type_}, {scaled}, {zeros}, 0)\n"
 
     def _all(self) -> str:
@@ -376,6 +405,8 @@ class _Emitter:
         if number >= self.first:
             return self._element(number, [_flattened(indices, self._definition(number).extents)])
         about = self.program.given[number]
+        if about.packed is not None:
+            raise UnsupportedError("single elements of 4 bits")
         widened = "{}" if about.dtype not in ("bfloat16", "float16") else f"from_{about.dtype}({{}})"
         if about.token_dim is None:
             shape = [n for n in about.shape if n is not None]
