@@ -34,8 +34,8 @@ FLOORS = (
 FLOORS_INSIDE = {
     "ir": ({"budgets", "versions", "cache_folder"}, {"language"}, {"ops"}, {"graph"}),
     "meaning": (
-        {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding"}, {"element"}, {"rules"},
-        {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
+        {"rule"}, {"algebra"}, {"masks", "constants"}, {"constant_folding", "wrapping"}, {"element"},
+        {"rules"}, {"attention"}, {"check"}, {"tokens", "placement"}, {"__init__"},
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (

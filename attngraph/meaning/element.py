@@ -37,9 +37,9 @@ from attngraph.meaning.rule import (
     category_of,
     is_part,
 )
+from attngraph.meaning.wrapping import NARROW, wrapped
 
 Indices = tuple[Expr, ...]
-_NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -244,8 +244,8 @@ class Meaning:
         found = self._by_rule(node, at)
         dtype = node.meta["val"].dtype
         moved = found.op == "read" and found.value.meta["val"].dtype == dtype
-        if dtype in _NARROW and not moved and node.op != "placeholder":
-            return _wrapped(found, self.elementwise(found), torch.iinfo(dtype))
+        if dtype in NARROW and not moved and node.op != "placeholder":
+            return wrapped(found, self.elementwise(found), torch.iinfo(dtype))
         return found
 
     def _by_rule(self, node: fx.Node, at: Indices) -> Expr:
@@ -400,38 +400,6 @@ class Meaning:
             self._long.add(node)
             return None
         return None if has_data(lifted) else lifted
-
-
-def _wrapped(value: Expr, in_full: Expr, limits: torch.iinfo) -> Expr:
-    """A whole number as an integer of 8 or 16 bits has it, where `in_full` is its formula.
-
-    Raises:
-        Unliftable: it may be a number that such an integer does not have, and was no integer before.
-    """
-    low, high = ranges.bounds(ranges.polynomial(_with_bounds(in_full)))
-    numbers = [(x or {}).get((), 0) for x in (low, high) if x is not None and set(x) <= {()}]
-    if len(numbers) == 2 and numbers[0] >= limits.min and numbers[1] <= limits.max:
-        return value
-    if value.kind != "int" or any(n.op == "int" for n in E.walk(in_full)):
-        raise Unliftable("integers that may wrap around")
-    least, count = E.const(limits.min), E.const(limits.max - limits.min + 1)
-    return M.add(M.mod(M.sub(value, least), count), least)
-
-
-def _with_bounds(value: Expr) -> Expr:
-    """A formula with variables that run over what its integers of 8 and 16 bits can be."""
-
-    def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-        dtype = (
-            node.value.meta["val"].dtype if node.op == "read" and isinstance(node.value, fx.Node) else None
-        )
-        if dtype not in _NARROW:
-            return node if node.op == "var" else M.construct(node, args)
-        limits = torch.iinfo(dtype)
-        element = E.var(f"element {node.serial}", E.const(limits.max - limits.min + 1))
-        return M.add(element, E.const(limits.min))
-
-    return E.rebuild(value, leaf)
 
 
 def is_exact(node: Expr, dtype: torch.dtype) -> bool:

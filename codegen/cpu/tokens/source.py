@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.tokens import products
 from attngraph.codegen.cpu.tokens.formula import Formula
 from attngraph.codegen.cpu.tokens.ranges import divided
 from attngraph.codegen.cpu.tokens.schedule import Group, Phase, phases
@@ -16,7 +17,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.packed import WORD
 from attngraph.ir.language.parser import operation
-from attngraph.ir.language.token_program import GROUP, Definition, Given, TokenProgram, extent, index, parse
+from attngraph.ir.language.token_program import Definition, TokenProgram, extent, index, parse
 
 RANKS = 8
 """The most dimensions of a given tensor."""
@@ -26,11 +27,7 @@ _ELEMENTS = {
     "float32": "float", "bfloat16": "uint16_t", "float16": "_Float16", "int8": "int8_t", "uint8": "uint8_t",
     "int32": "int32_t", WORD: "uint8_t",
 }  # fmt: skip
-_TYPES = {
-    "float32": "FLOAT", "bfloat16": "BF16", "float16": "F16", "int8": "INT8", "uint8": "UINT8",
-    "int32": "INT32",
-}  # fmt: skip
-"""The types of given tensors as C and as c/elements.h name them."""
+"""The types of given tensors in C."""
 _HEADERS = ("functions", "elements", "tile", "product", "gemm", "tokens")
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
@@ -93,45 +90,13 @@ def write(text: str) -> str:
         UnsupportedError: the program has an operation that cannot be emitted as C.
     """
     program = parse(text)
-    _require_whole_groups(program)
+    products.require_whole_groups(program)
     emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
     headers = (header(f"{name}.h") for name in _HEADERS)
     dtypes = {g.dtype for g in program.given} | {r.dtype for r in program.results}
     short = "#define SHORT_ELEMENTS\n" if dtypes != {"float32"} else ""
     return "\n".join([f"{head}#define FLOAT32\n{short}", *headers, *emitter.functions()])
-
-
-def _require_whole_groups(program: TokenProgram) -> None:
-    """Raise where a product has groups that are no whole vectors, or a weight that cannot be read."""
-    for number in range(len(program.given), len(program.given) + len(program.definitions)):
-        about, by = program.product(number), program.scales(number)
-        if about is None:
-            continue
-        weight, depth = program.given[about.weight], extent(_over(program, number))
-        group = depth if by is None else by.group
-        if weight.dtype == "int32":
-            raise UnsupportedError("a product with a weight of int32")
-        if group % GROUP and group != depth:
-            raise UnsupportedError(f"a scale for each {group} elements of a weight")
-        if weight.packed is not None and (about.turned or not weight.packed.splits(depth, group, GROUP)):
-            raise UnsupportedError(f"a weight of {weight.word}, a scale for each {group} elements")
-
-
-def _over(program: TokenProgram, number: int) -> Expr:
-    made = program.definition(number)
-    assert made is not None and made.over is not None
-    return made.over
-
-
-def _type_of(weight: Given) -> tuple[str, str]:
-    """The type of a weight's elements in C, and a word for it in names."""
-    packed = weight.packed
-    if packed is None:
-        return _TYPES[weight.dtype], _TYPES[weight.dtype]
-    sign, less = packed.signed * "SIGNED + ", f"{packed.less} + NOTHING_LESS"
-    word = f"PACKED_{'SIGNED_' * packed.signed}{str(packed.less).replace('-', 'M')}"
-    return f"(PACKED + {sign}({less}) * LESS)", word
 
 
 class _Emitter:
@@ -141,9 +106,9 @@ class _Emitter:
         self.rows = row_lengths(program)
 
     def functions(self) -> Iterator[str]:
-        products = [n for phase in self.phases for group in phase.groups for n in group.products]
-        yield from sorted({self._product_function(number)[1] for number in products})
-        yield from self._room(products)
+        numbers = [n for phase in self.phases for group in phase.groups for n in group.products]
+        yield from sorted({products.function(self.program, number)[1] for number in numbers})
+        yield from self._room(numbers)
         for number, phase in enumerate(self.phases):
             if phase.groups:
                 for place, group in enumerate(phase.groups):
@@ -155,20 +120,14 @@ class _Emitter:
         yield self._all()
         yield self._part()
 
-    def _room(self, products: Sequence[int]) -> Iterator[str]:
+    def _room(self, numbers: Sequence[int]) -> Iterator[str]:
         """Functions that tell how many elements a thread needs for panels, and for a token's row that is
         arranged as packed elements lie."""
-        depths = {n: self._width(f.left) for n in products if (f := self.program.product(n)) is not None}
+        depths = {n: self._width(f.left) for n in numbers if (f := self.program.product(n)) is not None}
         depth = max(depths.values(), default=0)
-        packed = [d for n, d in depths.items() if self._weight(n).packed is not None]
+        packed = [d for n, d in depths.items() if products.weight(self.program, n).packed is not None]
         yield f"int64_t attngraph_room(void) {{ return {f'room_of({depth})' if depth else '0'}; }}\n"
         yield f"int64_t attngraph_arranged(void) {{ return {max(packed, default=0)}; }}\n"
-
-    def _weight(self, number: int) -> Given:
-        """The weight of a product."""
-        about = self.program.product(number)
-        assert about is not None
-        return self.program.given[about.weight]
 
     # --- phases ---
 
@@ -261,35 +220,15 @@ class _Emitter:
     def _product(self, number: int) -> str:
         about = self.program.product(number)
         assert about is not None
-        width, depth = self._width(number), self._width(about.left)
-        function, _ = self._product_function(number)
-        packed = self._weight(number).packed
-        ldw = width if about.turned else depth if packed is None else depth // 2
-        by, parts = self.program.scales(number), ["0", "0", str(depth), "1"]
-        if by is not None:
-            zero = "0" if by.zeros is None else self._given(by.zeros)
-            parts = [self._given(by.scales), zero, str(by.group), str(depth // by.group)]
-        if packed is not None:
-            parts += [str(packed.run), str(int(packed.high_first))]
-        scales = f"(Scales){{{', '.join(parts)}}}"
+        function, _ = products.function(self.program, number)
+        ldw = products.row_length(self.program, number)
+        scales = products.scales(self.program, number, self._given)
         ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
         x, y = f"{self._value(about.left)} + t0 * {ldx}", f"{self._value(number)} + t0 * {ldy} + c0"
         return (
-            f"{function}({x}, {ldx}, {self._given(about.weight)}, {ldw}, {depth}, {scales}, c0, "
-            f"{y}, {ldy}, t1 - t0, c1 - c0, panels, arranged);"
+            f"{function}({x}, {ldx}, {self._given(about.weight)}, {ldw}, {self._width(about.left)}, "
+            f"{scales}, c0, {y}, {ldy}, t1 - t0, c1 - c0, panels, arranged);"
         )
-
-    def _product_function(self, number: int) -> tuple[str, str]:
-        """The function that computes a product, and the line that defines it."""
-        about, by = self.program.product(number), self.program.scales(number)
-        assert about is not None
-        type_, word = _type_of(self._weight(number))
-        if about.turned:
-            return f"product_turned_{word}", f"PRODUCT(product_turned_{word}, {type_}, 0, NONE, 1)\n"
-        zeros = "NONE" if by is None or by.zeros is None else _TYPES[self.program.given[by.zeros].dtype]
-        scaled = int(by is not None)
-        name = f"product_{word}_{zeros}_{scaled}"
-        return name, f"PRODUCT({name}, {type_}, {scaled}, {zeros}, 0)\n"
 
     def _all(self) -> str:
         """The function that each thread runs."""
