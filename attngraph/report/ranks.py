@@ -155,23 +155,25 @@ class ContextEntry:
 class CacheRanksEntry:
     """What each of `count` ranks keeps of what a decoder keeps.
 
-    `heads`: for every attention that is divided, the key/value heads that a rank keeps and those that there
-    are. `alike` lists (what, bytes, per, reason) of values that all ranks keep alike; `per`: "token", or
-    "sequence" for carried values. `tokens` lists (what, bytes, team) of values of which each of `team` ranks
-    keeps a part of the tokens: in the mean so many bytes of each token.
+    `heads`: for every attention that is divided, the key/value heads that a rank keeps, those that there
+    are, and why ranks that keep the same do not divide its tokens ("": no others keep the same, or that was
+    not asked for). `alike` lists (what, bytes, per, reason) of values that all ranks keep alike; `per`:
+    "token", or "sequence" for carried values. `tokens` lists (what, bytes, team) of values of which each of
+    `team` ranks keeps a part of the tokens: in the mean so many bytes of each token.
     """
 
     count: int
-    heads: tuple[tuple[int, int], ...] = ()
+    heads: tuple[tuple[int, int, str], ...] = ()
     alike: tuple[tuple[str, int, str, str], ...] = ()
     tokens: tuple[tuple[str, int, int], ...] = ()
 
     def lines(self) -> list[str]:
         """Lines of text, below those of the whole cache."""
         found = []
-        for (kept, of), group in itertools.groupby(self.heads):
+        for (kept, of, reason), group in itertools.groupby(self.heads):
             shared = kept * self.count // of
             more = f"; {shared} ranks keep the same" if shared > 1 else ""
+            more += f": {reason}" if reason else ""
             found.append(f"      {len(list(group))} x a rank keeps {kept} of {of} key/value heads{more}")
         for (size, team), divided in itertools.groupby(self.tokens, key=lambda t: t[1:]):
             names = [name for name, *_ in divided]

@@ -53,22 +53,23 @@ def _sent(node: fx.Node, ranks: int) -> SentEntry:
 def account_cache(graph: ProgramGraph, dtype: torch.dtype | None) -> CacheRanksEntry:
     """What each rank keeps of what a decoder keeps; `dtype`: of cached values, None: as computed."""
     assert graph.ranks is not None and graph.state is not None
-    own, heads = differing(graph), []
-    latents, shared = set[str](), set[str]()
+    own, heads, stays = differing(graph), [], graph.ranks.undivided
+    latents, shared, ranks = set[str](), set[str](), graph.ranks.count
     names = {n: i.name for n, i in zip(graph.placeholders(), graph.inputs, strict=True) if i.kind == "pages"}
     for node in graph.graph.nodes:
         match nodes.view(node):
             case nodes.DividedAttention():
                 pass  # counted by tokens
             case nodes.CachedAttention(k_pages=pages) if pages in own:
-                heads.append((int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads))
+                kept, of = int(pages.meta["val"].shape[1]), node.meta["attention"].kv_heads
+                reasons = [stays[names[n]] for n in computed_from([pages]) if names.get(n) in stays]
+                heads.append((kept, of, reasons[0] if reasons and kept * ranks > of else ""))
             case nodes.CachedLatentAttention(pages=pages):
                 latents |= {names[n] for n in computed_from([pages]) if n in names}
             case nodes.CachedAttention(q=q, k_pages=k, v_pages=v) if q in own:
                 shared |= {names[n] for n in computed_from([k]) | computed_from([v]) if n in names}
     results = zip(graph.graph.output_node().args[0], graph.outputs, strict=True)  # type: ignore[arg-type]
     differs = {told.name: n in own for n, told in results}
-    stays = graph.ranks.undivided
     alike = [
         (s.label, s.bytes_in(dtype), "token",
          ("all heads share it" if s.name in latents

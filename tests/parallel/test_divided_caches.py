@@ -1,0 +1,185 @@
+"""Caches whose tokens simulated ranks divide: what a rank holds and sends, and rows that are moved."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attngraph
+from attngraph.ir.ops import exchange
+
+
+class Shared(nn.Module):
+    """A decoder of which groups of heads share keys and values of 8 numbers. `latent`: every head has its
+    own, made from 8 numbers for all."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 1, most: int = 64, latent: bool = False) -> None:
+        super().__init__()
+        self.table, self.places, self.q = (
+            nn.Embedding(64, 32),
+            nn.Embedding(most, 32),
+            nn.Linear(32, 8 * heads),
+        )
+        kept = 8 if latent else 16 * key_heads
+        self.down = nn.Linear(32, kept)
+        self.up = nn.Linear(8, 16 * heads, bias=False) if latent else nn.Identity()
+        self.out, self.head = nn.Linear(8 * heads, 32), nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.places(torch.arange(ids.shape[1]))
+        k, v = self.up(self.down(x)).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
+        q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        found: Tensor = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        return found
+
+
+def _shared(**sizes: Any) -> Shared:
+    torch.manual_seed(0)
+    return Shared(**sizes).eval()
+
+
+def _on(ranks: int, model: nn.Module, **config: Any) -> attngraph.Decoder:
+    found = attngraph.compile(
+        model, cache=attngraph.CacheConfig(**config), mesh=attngraph.SimulatedMesh(tensor=ranks)
+    )
+    assert isinstance(found, attngraph.Decoder)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize(
+    "ranks, team, sizes",
+    [
+        pytest.param(2, 2, {"latent": True}, id="latent on 2"),
+        pytest.param(3, 3, {"latent": True, "heads": 6}, id="latent on 3"),
+        pytest.param(2, 2, {}, id="one key head on 2"),
+        pytest.param(3, 3, {"heads": 3}, id="one key head on 3"),
+        pytest.param(4, 2, {"key_heads": 2}, id="two key heads on 4"),
+    ],
+)
+def test_rows_that_differ_in_length_are_moved_as_on_one_device(
+    ranks: int, team: int, sizes: dict[str, Any], layout: str
+) -> None:
+    """Rows shorter than the team, others that grow, are cut, copied and put in another order."""
+    options: dict[str, Any] = {"layout": layout, "page": 2} if layout == "paged" else {}
+    model = _shared(**sizes)
+    one = attngraph.compile(model, cache=attngraph.CacheConfig(**options))
+    many = _on(ranks, model, **options)
+    ids = torch.randint(3, 64, (3, 7))
+    states = [decoder.prefill([ids[0], ids[1, :1], ids[2, :4]])[1] for decoder in (one, many)]
+
+    def step(tokens: Tensor) -> None:
+        found = [decoder.decode(tokens, state) for decoder, state in zip((one, many), states, strict=True)]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+    step(ids[:, 0])
+    step(ids[:, :3])
+    for state in states:
+        state.crop([6, 5, 1])
+        state.reorder([2, 0, 1, 0])
+    step(ids[[0, 1, 2, 0], :2])
+    copies = [state.copy() for state in states]
+    step(ids[[2, 1, 0, 0], :1])
+    states = copies
+    step(ids[[0, 0, 1, 2], :4])
+    cache = many.report.cache
+    assert cache is not None and cache.ranks is not None and not cache.ranks.heads and not cache.ranks.alike
+    assert {of for *_, of in cache.ranks.tokens} == {team}
+    assert states[1].bytes_per_token == ranks * cache.bytes_per_token
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_the_bytes_that_the_report_tells(ranks: int) -> None:
+    """64 tokens of each of 2 rows, in pages that hold just what a rank keeps of them."""
+    decoder = _on(ranks, _shared(latent=True), max_length=64)
+    _, state = decoder.prefill(torch.randint(0, 64, (2, 64)))
+    cache = decoder.report.cache
+    assert cache is not None and cache.bytes_per_token == 32 // ranks
+    assert state.nbytes == ranks * cache.bytes_per_token * 2 * 64
+    assert len(state.groups) == ranks
+
+
+def test_ranks_send_what_the_report_says_and_nothing_for_a_first_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Simulated ranks wait once in each exchange."""
+    decoder, sent, wait = _on(2, _shared(latent=True)), list[int](), exchange._Waits.__init__
+
+    def counted(self: Any, parts: Tensor, team: exchange.Team) -> None:
+        sent.append(parts.nbytes * (team.size - 1) // team.size)
+        wait(self, parts, team)
+
+    ids = torch.randint(0, 64, (2, 5))
+    decoder.prefill(ids)  # compiles, with its proof
+    monkeypatch.setattr(exchange._Waits, "__init__", counted)
+    _, state = decoder.prefill(ids)
+    assert sent == []
+    decoder.decode(ids[:, :3], state)
+    ranks = decoder.report.ranks
+    assert ranks is not None
+    told = [e.sent_per_token for e in ranks.sent if e.what == "exchange over the cache"]
+    assert told == [2 * 8 * 4 + 2 * (8 * 4 + 4)]  # queries; results and log-sum-exps
+    assert sum(sent) == 2 * 6 * sum(told)
+
+
+@pytest.mark.parametrize("most, kept", [(17, 64), (18, 32)])
+def test_the_length_of_a_sequence_decides_whether_tokens_are_divided(most: int, kept: int) -> None:
+    """8 heads of a rank send 544 bytes for a token; of each token that is kept 32 bytes less are."""
+    model = _shared(heads=16, most=most)
+    decoder = _on(2, model)
+    ids = torch.randint(0, 64, (1, 5))
+    torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))
+    cache = decoder.report.cache
+    assert cache is not None and cache.bytes_per_token == kept and cache.ranks is not None
+    assert {why.split("; ")[1] for *_, why in cache.ranks.alike} == (
+        {"of 17 tokens 544 bytes less are no more than 544 sent for each"} if kept == 64 else set()
+    )
+
+
+def test_a_divided_state_is_saved_and_loaded(tmp_path: Any) -> None:
+    decoder = _on(2, _shared(latent=True))
+    ids = torch.randint(0, 64, (2, 5))
+    _, state = decoder.prefill(ids)
+    state.save(tmp_path / "state")
+    loaded = attngraph.KVCache.load(tmp_path / "state")
+    assert torch.equal(decoder.decode(ids[:, 0], loaded), decoder.decode(ids[:, 0], state))
+
+
+def test_an_engine_serves_a_divided_cache() -> None:
+    model, told = _shared(latent=True), []
+    for decoder in (attngraph.compile(model, cache=True), _on(2, model)):
+        engine = attngraph.Engine(decoder, max_batch=2, chunk=3)
+        ids = torch.arange(3, 13).view(2, 5)
+        requests = [engine.submit(ids[n % 2, : 2 + n], 4) for n in range(4)]
+        engine.run()
+        told.append([request.result() for request in requests])
+    assert told[0] == told[1]
+
+
+class Windowed(Shared):
+    """Each token sees itself and the two before it."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, n = self.table(ids), torch.arange(ids.shape[1])
+        k, v = self.down(x).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
+        q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        sees = (n[:, None] >= n) & (n[:, None] < n + 3)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, sees, enable_gqa=True)
+        found: Tensor = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        return found
+
+
+def test_shared_key_heads_of_a_window_stay_whole_and_the_report_says_why() -> None:
+    """Its ring is not divided by tokens."""
+    torch.manual_seed(0)
+    model = Windowed(key_heads=2).eval()
+    decoder = _on(4, model)
+    ids = torch.randint(0, 64, (2, 5))
+    assert torch.equal(decoder.generate(ids, 6), attngraph.compile(model, cache=True).generate(ids, 6))
+    cache = decoder.report.cache
+    assert cache is not None and cache.ranks is not None and cache.ranks.tokens == ()
+    assert cache.ranks.heads == ((1, 2, "the last tokens of a window lie in a ring"),)
+    wanted = "1 of 2 key/value heads; 2 ranks keep the same: the last tokens of a window lie in a ring"
+    assert wanted in str(decoder.report)
