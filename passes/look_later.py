@@ -75,6 +75,8 @@ def take_results(graph: ProgramGraph, kinds: Kinds, weights: Weights, seeds: See
     if not waiting:
         return []
     own = {n for n in computed_from(results[n] for n in waiting) - needed if n.op == "call_function"}
+    # One of several results of a node that is computed in the call is a value of the call.
+    own -= {n for n in own if n.target is operator.getitem and n.args[0] not in own}
     stage = _Stage(graph, own, weights, seeds)
     of_call = [n for n, o in enumerate(graph.outputs) if o.kind in RESULTS]
     looks = _together([results[n] for n in sorted(waiting)], own, weights)

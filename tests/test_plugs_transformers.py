@@ -504,7 +504,8 @@ def test_attentions_and_hidden_states_are_collected_once_a_layer(name: str, look
             found = called(**prompts("right"), **asked)
             torch.testing.assert_close(found.attentions, wanted.attentions)
             torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
-    assert len(wanted.attentions) == 2
+    assert len(wanted.attentions) == len(compiled.report.attention) == 2
+    assert not compiled.report.breaks
     counts = [[len(m._forward_hooks) for m in each.modules()] for each in (model, eager)]
     assert counts[0] == counts[1]
     assert sum(counts[1]) > 0

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from attngraph.capture.code import code_digest, digest, functions_of, globals_in, nested
 from attngraph.capture.executed import TOOLS
 from attngraph.capture.state import (
-    _HOOKS,
+    _BACKWARD_HOOKS,
+    _FORWARD_HOOKS,
     _MODULES_OWN,
     _PLAIN,
     _has_value,
@@ -156,7 +157,7 @@ class Content:
                 self.put(where, f"{kind} {tensor.dtype} {shape} {tensor.device}{' wants' * wants}{same}")
                 if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                     self.doubt(where, tensor)
-        for hooks in _HOOKS:
+        for hooks in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
             for number, hook in enumerate(getattr(module, hooks).values()):
                 self.visit(f"{path}.{hooks}.{number}", hook, depth)
         for name, value in tuple(vars(module).items()):

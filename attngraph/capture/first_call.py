@@ -86,11 +86,12 @@ def fills_a_table(
 
 class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses tensors with data, of which torch's FakeTensorMode computes with, and writes to, those of one
-    element."""
+    element. (One that the code has just made of Python numbers is `lifted`: replaced by a fake tensor.)"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        if not all(isinstance(t, FakeTensor) for t in tensors):
+        lifted = func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
+        if not lifted and not all(isinstance(t, FakeTensor) for t in tensors):
             raise ValueError("a tensor with data")
         return func(*args, **(kwargs or {}))
 

@@ -112,10 +112,13 @@ class SideEffects:
         return found
 
 
-def refusal(what: str, line: str = "", lasting: bool = True, changes_state: bool = False) -> CaptureError:
+def refusal(
+    what: str, line: str = "", lasting: bool = True, changes_state: bool = False,
+    advice: str = "return what changes",
+) -> CaptureError:  # fmt: skip
     return CaptureError(
         f"a graph of the model would lose a side effect: {what}{f' at {line}' if line else ''}.\n"
-        "What to do: return what changes, or compile without strict=True.",
+        f"What to do: {advice}, or compile without strict=True.",
         what,
         line,
         lasting=lasting,
@@ -131,7 +134,7 @@ def name_of(place: Place, target: Callable[..., Any]) -> str:
         path = next((p for p, m in _modules(target) if m is owner), type(owner).__name__)
         return f"the attribute {f'{path}.' if path else ''}{name} of the model"
     if isinstance(owner, types.FunctionType):
-        return f"the global variable {name}"
+        return f"the {'local' if name in owner.__code__.co_freevars else 'global'} variable {name}"
     if isinstance(owner, type):
         return f"the attribute {name} of the class {owner.__name__}"
     if isinstance(owner, types.ModuleType):

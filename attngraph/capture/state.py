@@ -31,7 +31,8 @@ _MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
 _MODULES_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
 _NAMING = ("_parameters", "_buffers", "_modules")
 """Of a module's tables those whose entries are read as attributes of it."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 
 _HEAP_TYPE = 1 << 9
 """CPython's flag of types made by a class statement: all state of their objects is in attributes."""
@@ -73,16 +74,18 @@ def fingerprint(
     return tuple(_walk(targets, weights, left_out).found)
 
 
-def has_hooks(model: nn.Module) -> bool:
-    """Whether any module of the model has hooks that a call would run, or its backward pass if gradients are
-    recorded."""
-    return any(getattr(module, name) for module in model.modules() for name in hooks_that_run())
-
-
-def hooks_that_run() -> list[str]:
-    """The attributes of a module that hold the hooks which a call runs, or its backward pass if gradients are
-    recorded."""
-    return [name for name in _HOOKS if torch.is_grad_enabled() or "backward" not in name]
+def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The hooks that a call runs, or its backward pass if gradients are recorded, and a trace does not: the
+    path of each one's module, its kind, and itself. Other forward hooks are code of the forward. Those of
+    torch.distributed move weights between devices."""
+    for path, module in model.named_modules():
+        for name in _FORWARD_HOOKS:
+            for hook in getattr(module, name).values():
+                if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+                    yield path, "hook", hook
+        for name in _BACKWARD_HOOKS if torch.is_grad_enabled() else ():
+            for hook in getattr(module, name).values():
+                yield path, "backward hook", hook
 
 
 class Place(NamedTuple):
@@ -334,10 +337,15 @@ class _Walk:
                 shape = () if lazy else tuple(tensor.shape)
                 wants = store is module._buffers and tensor.requires_grad
                 found.append((name, order, tensor.dtype, tensor.device, shape, lazy, wants))
-        for hooks in filter(None, map(own.__getitem__, _HOOKS)):
-            found += map(id, hooks.values())
+        for name in _BACKWARD_HOOKS:
+            found += map(Same, own[name].values())
         self.containers.append((Place(module, ""), own))
         around = self.at
+        for name in _FORWARD_HOOKS:
+            for hook in tuple(own[name].values()):
+                found.append(name)
+                self.at = Place(module, name)
+                self.visit(hook, 0)
         for name in _set_by_user(tuple(own)):
             if (id(module), name) not in self.left_out:
                 found.append(name)
@@ -355,11 +363,14 @@ class _Walk:
             self.visit(function.__dict__, depth)
         self.visit(function.__defaults__, depth)
         self.visit(function.__kwdefaults__, depth)
-        for cell in function.__closure__ or ():
+        around = self.at
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.at = Place(function, name)
             try:
                 self.visit(cell.cell_contents, depth)
             except ValueError:
                 self.found.append("empty")
+        self.at = around
         names = function.__code__.co_names
         for name in globals_in(function.__code__):
             if name in function.__globals__:

@@ -42,7 +42,7 @@ from attngraph.capture.replaced import replaced
 from attngraph.capture.side_effects import refusal
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
 from attngraph.capture.stack_traces import whole_stack_traces
-from attngraph.capture.state import Snapshot, has_hooks, hooks_that_run
+from attngraph.capture.state import Snapshot, hooks_not_traced
 from attngraph.capture.structure import flatten
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
@@ -217,21 +217,12 @@ def _name_outputs(graph: ProgramGraph, kinds: Mapping[int, tuple[str, str]]) -> 
 def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
     """Raise if torch.export would silently drop something."""
     modules = [target] if isinstance(target, nn.Module) else closed_over_modules(target)
-    for module in modules:
-        if has_hooks(module):
-            raise refusal(_hook_of(module))
+    for path, kind, hook in (found for module in modules for found in hooks_not_traced(module)):
+        function = getattr(hook, "__qualname__", type(hook).__qualname__)
+        where = f"the module {path}" if path else "the model"
+        raise refusal(f"the {kind} {function} of {where} would not run", advice="remove the hook")
     if any(is_lazy(p) for module in modules for p in module.parameters()):
         raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
-
-
-def _hook_of(model: nn.Module) -> str:
-    """The first hook that a call, or its backward pass, would run, and the module that has it."""
-    for path, module in model.named_modules():
-        for name in hooks_that_run():
-            for hook in getattr(module, name).values():
-                function = getattr(hook, "__qualname__", type(hook).__qualname__)
-                return f"the hook {function} of {f'the module {path}' if path else 'the model'} would not run"
-    return "modules have hooks"
 
 
 def _dynamic_dimensions(tensor: Tensor, target: Callable[..., Any]) -> dict[int, Any]:

@@ -133,6 +133,18 @@ def test_a_result_and_the_attribute_of_the_same_weights_are_one_tensor() -> None
     assert found is model.kept and type(found) is Unseen
 
 
+def test_a_look_may_need_a_part_of_a_split_that_the_call_does_not(same: Same) -> None:
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, w = x.split(8, -1)
+        p = (q @ k.mT).softmax(-1)
+        return p @ v, q.sort(-1).values, p * w.sum(-1, keepdim=True)
+
+    x = torch.randn(2, 5, 32)
+    compiled = attngraph.compile(forward)
+    same(compiled(x), forward(x))
+    assert names(compiled) == [("result[2]",)]
+
+
 def test_a_look_at_one_layers_weights_computes_no_others() -> None:
     _, first, second = attngraph.compile(Model(RESULTS["a tuple"][0]))(torch.randn(2, 5, 8))
     assert float(first.detach().sum()) > 0

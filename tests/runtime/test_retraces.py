@@ -109,13 +109,14 @@ def test_a_call_that_the_model_does_not_take_is_its_own_error_and_nothing_else(
     assert compiled.report.attention and not compiled.report.breaks
 
 
-def test_going_on_in_pieces_is_said_once_with_the_hook_that_is_why(
+def test_going_on_in_pieces_is_said_once_with_what_a_hook_changes(
     x: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model().eval()
+    seen = []
 
-    def look(*_: Any) -> None:
-        pass
+    def look(*given: Any) -> None:
+        seen.append(given)
 
     model.inner.register_forward_hook(look)
     compiled = attngraph.compile(model)
@@ -123,5 +124,7 @@ def test_going_on_in_pieces_is_said_once_with_the_hook_that_is_why(
         compiled(x)
     (record,) = (r for r in caplog.records if r.name.startswith(LOGGER))
     text = record.getMessage()
-    assert "look of the module inner would not run. Continuing in pieces" in text
+    assert len(seen) == 2
+    assert "forward() changes the local variable seen at tests/runtime/test_retraces.py:" in text
+    assert "Continuing in pieces" in text
     assert "strict" not in text

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.errors import CaptureError
 
 Same = Callable[..., None]
 Function = Callable[..., Any]
@@ -679,100 +678,6 @@ def test_side_effects_outside_the_model_happen_at_every_call(
     assert len(seen) == 3
     assert notes["n"] == 3
     assert capsys.readouterr().out.count("called") == 3
-
-
-def test_forward_hooks_of_submodules_run_at_every_call_as_under_torch_compile(
-    layer: type[nn.Module], x: Tensor, same: Same
-) -> None:
-    model = nn.Sequential(layer(), layer())
-    seen: list[torch.Size] = []
-    model[0].register_forward_hook(lambda module, args, result: result * 2)
-    model[1].register_forward_hook(lambda module, args, result: seen.append(result.shape))
-    compiled = attngraph.compile(model)
-    for calls in (1, 2, 3):
-        found = compiled(x)
-        assert len(seen) == calls
-        assert seen[-1] == found.shape
-    expected = model(x)
-    same(found, expected)
-    assert len(compiled.report.attention) >= 2
-
-
-def _twice(module: nn.Module, args: tuple[Tensor, ...], *result: Tensor) -> Any:
-    """A hook for either side of a forward."""
-    return (result or args)[0] * 2
-
-
-class Hooking(nn.Module):
-    """Its first call installs a hook that changes what it returns. (Hooks of transformers' models collect
-    their attentions.)"""
-
-    def __init__(self, layer: type[nn.Module], register: str, marked: bool) -> None:
-        super().__init__()
-        self.layer, self.register, self.marked = layer(), register, marked
-        self.hooked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.hooked if self.marked else self.layer._forward_hooks or self.layer._forward_pre_hooks):
-            getattr(self.layer, self.register)(_twice)
-            if self.marked:
-                self.hooked = True
-        result: Tensor = self.layer(x)
-        return result
-
-
-HOOKS = [name for name, held in vars(nn.Module()).items() if "hook" in name and isinstance(held, dict)]
-
-
-def hooks_of(model: nn.Module) -> dict[str, int]:
-    """How many hooks of each kind each module has."""
-    return {f"{path}.{name}": len(getattr(m, name)) for path, m in model.named_modules() for name in HOOKS}
-
-
-@pytest.mark.parametrize("marked", [True, False], ids=["marked", "by its hooks"])
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("strict", [False, True], ids=["in pieces", "strict"])
-def test_hooks_that_the_first_call_installs_are_installed_once(
-    register: str, marked: bool, strict: bool, layer: type[nn.Module], x: Tensor, same: Same
-) -> None:
-    model = Hooking(layer, register, marked)
-    model.eval()
-    other = copy.deepcopy(model)
-    compiled = attngraph.compile(other, strict=strict)
-    if strict:  # the first call may have run, as one that fills a table
-        with pytest.raises(CaptureError, match="would lose a side effect"):
-            compiled(x)
-        compiled = other
-    with torch.no_grad():
-        for _ in range(3):
-            same(compiled(x), model(x))
-            assert hooks_of(other) == hooks_of(model)
-        same(other(x), model(x))
-    assert sum(hooks_of(other).values()) == 1
-    assert other.hooked == marked
-
-
-def test_backward_hooks_of_submodules_run(layer: type[nn.Module], x: Tensor) -> None:
-    model = nn.Sequential(layer(), layer())
-    seen: list[int] = []
-    model[1].register_full_backward_hook(lambda *_: seen.append(1))
-    compiled = attngraph.compile(model)
-    for calls in (1, 2):
-        compiled(x.requires_grad_()).sum().backward()
-        assert len(seen) == calls
-
-
-@pytest.mark.slow
-def test_hooks_on_the_compiled_model_and_on_parameters_run(layer: type[nn.Module], x: Tensor) -> None:
-    model = layer()
-    compiled = attngraph.compile(model)
-    seen: list[int] = []
-    compiled.register_forward_hook(lambda *_: seen.append(1))
-    model.qkv.weight.register_hook(lambda gradient: gradient * 0)
-    for _ in range(2):
-        compiled(x).sum().backward()
-    assert len(seen) == 2
-    assert (model.qkv.weight.grad == 0).all()
 
 
 @pytest.mark.slow
