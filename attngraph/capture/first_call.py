@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.guards import things
+from attngraph.capture.replaced import replaced
 from attngraph.capture.state import Snapshot, fingerprint
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
@@ -98,9 +99,10 @@ class _NoData(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def settles(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the target changes its state in its first call alone, as code does that keeps a table for later
-    calls. Runs it twice on tensors without data; the state is restored."""
+    calls. Runs it twice on tensors without data, as a trace would; the state is restored."""
+    exporting = (replaced(torch.compiler, f"_is_{what}_flag", True) for what in ("compiling", "exporting"))
     try:
-        with without_data(target, args, kwargs) as run:
+        with next(exporting), next(exporting), without_data(target, args, kwargs) as run:
             run()
             once = fingerprint([target]), _weights(target)
             run()

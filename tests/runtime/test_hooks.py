@@ -169,3 +169,20 @@ def test_a_backward_hook_is_refused_with_its_name(layer: type[nn.Module], x: Ten
         attngraph.compile(model, strict=True)(x)
     for part in ("the backward hook", "of the module 1 would not run", "remove the hook"):
         assert part in str(refused.value)
+
+
+class Careful(Hooking):
+    """Looks at values unless it is being compiled, as code does that has two ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and float(x.abs().sum()) < 0:
+            raise ValueError("never")
+        return super().forward(x)
+
+
+def test_a_first_call_is_judged_as_a_trace_runs_it(layer: type[nn.Module], x: Tensor, same: Same) -> None:
+    model = Careful(layer, "register_forward_hook", marked=True).eval()
+    compiled = attngraph.compile(model, strict=True)
+    with torch.no_grad():
+        same(compiled(x), model(x))
+    assert sum(hooks_of(model).values()) == 1
