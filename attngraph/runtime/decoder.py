@@ -144,7 +144,7 @@ class Decoder(ModelWrapper):
         if len(packed.counts) != state.rows:
             raise CacheError(f"tokens for {len(packed.counts)} row(s), but the state has {state.rows}.")
         if packed.ids.shape[1] == 0:
-            return step.nothing(state, packed.mask.shape)
+            return step.nothing(state, packed.shape)
         logits = step.advance(state, packed.counts, self._arguments(step, packed, inputs))
         return unpacked(logits, packed)
 
@@ -197,7 +197,7 @@ class Decoder(ModelWrapper):
         self.in_step.agree("generate", ids, attention_mask, context, inputs, given)
         ids = prompts_of(self._model, self._derived.argument({}), inputs) if ids is None else ids
         packed = self.pack(ids, self._mask(attention_mask, inputs))
-        options = read_options(packed.mask.shape[1], given, inputs, self._signature.parameters)
+        options = read_options(packed.shape[1], given, inputs, self._signature.parameters)
         if min(packed.counts, default=1) == 0:
             raise ValueError("a prompt has no tokens; give each at least one to begin with.")
         prompts = as_given(ids, packed, options.pad)
@@ -221,7 +221,7 @@ class Decoder(ModelWrapper):
         first, state = self._first(step, packed, inputs)
 
         def advance(tokens: Tensor, counts: list[int]) -> Tensor:
-            one = Packed(tokens.unsqueeze(0), counts, torch.ones(1))
+            one = Packed(tokens.unsqueeze(0), counts)
             return step.advance(state, counts, self._arguments(step, one, {}))[0]
 
         if options.num_beams > 1:
@@ -288,7 +288,7 @@ class Decoder(ModelWrapper):
         Raises:
             ValueError: the shapes do not fit.
         """
-        return pack(ids, mask, self._device())
+        return pack(ids, mask, self._device)
 
     def _device(self) -> torch.device:
         parameters = self._model.parameters() if isinstance(self._model, nn.Module) else iter(())
@@ -323,10 +323,8 @@ class Decoder(ModelWrapper):
                 found[name] = packed.ids
             elif name in inputs:
                 value = inputs[name].flatten(1) if name in step.spread else inputs[name]
-                if value.shape[:2] != packed.mask.shape:
-                    raise ValueError(
-                        f"{name} is {tuple(value.shape)}, the tokens {tuple(packed.mask.shape)}."
-                    )
+                if value.shape[:2] != packed.shape:
+                    raise ValueError(f"{name} is {tuple(value.shape)}, the tokens {packed.shape}.")
                 found[name] = value[packed.mask].unsqueeze(0)
             elif name == MASK:
                 found[name] = torch.ones(packed.ids.shape[:2], dtype=torch.int64, device=packed.ids.device)

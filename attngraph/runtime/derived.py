@@ -130,7 +130,7 @@ class DerivedSteps:
     def _derived(self, name: str, packed: Packed, inputs: Mapping[str, Any]) -> Step:
         """A new step. Inputs as long as the prompt are cut to the example's length. They may be that long by
         coincidence, so if deriving fails, it is tried again with an example as long as the prompt."""
-        width = packed.mask.shape[1]
+        width = packed.shape[1]
         inputs = {
             n: Spread(v.flatten(1), v.ndim - 2) if isinstance(v, Tensor) and _is_spread(v, width) else v
             for n, v in inputs.items()
@@ -191,7 +191,7 @@ class DerivedSteps:
         example: dict[str, Any] = {
             name: packed.ids[0, places].reshape(EXAMPLE_ROWS, tokens, *packed.ids.shape[2:])
         }
-        rows, width = packed.mask.shape
+        rows, width = packed.shape
         for other, given in inputs.items():
             value = given.tensor if isinstance(given, Spread) else given
             if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == rows:

@@ -237,7 +237,7 @@ class Engine:
         assert self.state is not None
         counts = [len(p) for p in parts]
         ids = torch.cat(list(parts)).unsqueeze(0).to(self.state.device)
-        packed = Packed(ids, counts, torch.ones(1))
+        packed = Packed(ids, counts)
         step = self.state.step
         logits: Tensor = step.advance(self.state, counts, {step.name: ids}, packed.last())[0]
         return logits

@@ -72,12 +72,7 @@ class KVCache:
 
     def stores(self) -> dict[str, Tensor]:
         """The pages of every cached value, by name."""
-        return {
-            store.name: pages
-            for group in self.groups.values()
-            for members, arena in group.arenas.values()
-            for store, pages in zip(members, arena.unbind(), strict=True)
-        }
+        return {name: pages for group in self.groups.values() for name, pages in group.views().items()}
 
     # --- a step ---
 
@@ -128,11 +123,14 @@ class KVCache:
             found = {name: sent(t, self.device) for name, t in found.items()}
         return found | {name: group.table() for name, group in self.groups.items()}
 
-    def write(self, news: Mapping[str, Tensor], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
-        """Write what a step computed for its new tokens; `reserve` has made room for it."""
+    def write(self, news: Mapping[str, Any], given: Mapping[str, Tensor], counts: Sequence[int]) -> None:
+        """Write what a step computed for its new tokens; `reserve` has made room for it. What is None is
+        written already."""
+        is_written = all(news[store.name] is None for store in self.plan.stores)
         after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
         for group in self.groups.values():
-            group.write(news, given["row"], given["positions"], self.lengths, counts)
+            if not is_written:
+                group.write(news, given["row"], given["positions"], self.lengths, counts)
             if group.ring:
                 self.lost = [max(a, b - group.capacity) for a, b in zip(self.lost, after, strict=True)]
         self.carried.write(news, self.lengths)
@@ -210,7 +208,12 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, Any]:
         groups = {
-            name: {**vars(group), "_table": None, "arenas": [a for _, a in group.arenas.values()]}
+            name: {
+                **vars(group),
+                "_table": None,
+                "_views": ([], {}),
+                "arenas": [a for _, a in group.arenas.values()],
+            }
             for name, group in self.groups.items()
         }
         for group in groups.values():

@@ -147,9 +147,9 @@ def _stamp(tensor: Tensor) -> object:
 
 def _without_autocast(inputs: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Disable autocast: its casts are already part of the graph."""
-    stack = contextlib.ExitStack()
     if not torch._C._is_any_autocast_enabled():
-        return stack
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
     for device in {t.device.type for t in inputs if isinstance(t, Tensor)}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))

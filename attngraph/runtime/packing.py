@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,24 @@ Ids = Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Packed tokens of several rows. `ids`: `[1, N]` (or `[1, N, C]`); `counts`: tokens of each row; `mask`:
-    their places in the caller's layout, `[B, T]`."""
+    """Packed tokens of several rows. `ids`: `[1, N]` (or `[1, N, C]`); `counts`: tokens of each row;
+    `places`: theirs in the caller's layout, `[B, T]`, None if they fill it."""
 
     ids: Tensor
     counts: list[int]
-    mask: Tensor
+    places: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The caller's layout, rows and tokens."""
+        return (len(self.counts), self.counts[0]) if self.places is None else tuple(self.places.shape)  # type: ignore[return-value]
+
+    @property
+    def mask(self) -> Tensor:
+        """The places of tokens in the caller's layout, `[B, T]`."""
+        if self.places is None:
+            return torch.ones(self.shape, dtype=torch.bool, device=self.ids.device)
+        return self.places
 
     def last(self) -> Tensor:
         """The packed index of each row's last token, for rows that have tokens."""
@@ -49,7 +61,7 @@ def as_ids(prompt: Any) -> Tensor:
     return found
 
 
-def pack(ids: Ids, mask: Tensor | None, device: torch.device) -> Packed:
+def pack(ids: Ids, mask: Tensor | None, device: Callable[[], torch.device]) -> Packed:
     """All real tokens, packed.
 
     Args:
@@ -69,15 +81,15 @@ def pack(ids: Ids, mask: Tensor | None, device: torch.device) -> Packed:
         if not rows:
             raise ValueError("there are no prompts.")
         kept = torch.arange(max(counts)) < torch.tensor(counts).unsqueeze(1)
-        return Packed(torch.cat(rows).unsqueeze(0).to(device), counts, kept.to(device))
+        return Packed(torch.cat(rows).unsqueeze(0).to(device()), counts, kept.to(device()))
     rank = 3 if ids.is_floating_point() else 2
     if ids.ndim == rank - 1:
         ids, mask = ids.unsqueeze(0), None if mask is None else mask.reshape(1, -1)
     if ids.ndim != rank or 0 in ids.shape[:1]:
         raise ValueError(f"tokens must be [batch, tokens], found {tuple(ids.shape)}.")
     if mask is None:
-        kept = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
-        return Packed(ids.flatten(0, 1).unsqueeze(0), [ids.shape[1]] * ids.shape[0], kept)
+        batch, width, *inner = ids.shape
+        return Packed(ids.reshape(1, batch * width, *inner), [width] * batch)
     if mask.ndim > 2 and mask.shape == (len(ids), *[1] * (mask.ndim - 2), ids.shape[1]):
         mask = _of_tokens(mask.flatten(1))
     if mask.shape != ids.shape[:2]:
@@ -95,9 +107,9 @@ def _of_tokens(mask: Tensor) -> Tensor:
 
 def unpacked(logits: Tensor, packed: Packed) -> Tensor:
     """The logits `[1, N, V]` in the caller's layout, `[B, T, V]`, with zeros at padding."""
-    rows, width = packed.mask.shape
-    if len(set(packed.counts)) == 1 and packed.counts[0] == width:
-        return logits[0].reshape(rows, width, *logits.shape[2:])
+    rows, width = packed.shape
+    if packed.places is None or (len(set(packed.counts)) == 1 and packed.counts[0] == width):
+        return logits.reshape(rows, width, *logits.shape[2:])
     found = logits.new_zeros((rows, width, *logits.shape[2:]))
     found[packed.mask] = logits[0]
     return found

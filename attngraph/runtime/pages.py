@@ -48,6 +48,7 @@ class Pages:
         self.free: list[int] = []
         self.arenas: dict[tuple[Any, ...], tuple[list[Store], Tensor]] = {}
         self._table: Tensor | None = None
+        self._views: tuple[list[Tensor], dict[str, Tensor]] = [], {}
         kinds: dict[tuple[Any, ...], list[Store]] = {}
         for store in stores:
             kinds.setdefault((store.shape, store.row_dim, store.token_dim, store.dtype), []).append(store)
@@ -61,6 +62,19 @@ class Pages:
         floating = self.config.floating
         dtype = floating if floating and first.dtype.is_floating_point else first.dtype
         return torch.empty((len(members), *shape), dtype=dtype, device=self.device)
+
+    def views(self) -> dict[str, Tensor]:
+        """The pages of every store, by name: the same tensors while they are where they were."""
+        arenas = [arena for _, arena in self.arenas.values()]
+        made, views = self._views
+        if len(made) != len(arenas) or any(a is not b for a, b in zip(made, arenas, strict=True)):
+            views = {
+                store.name: pages
+                for members, arena in self.arenas.values()
+                for store, pages in zip(members, arena.unbind(), strict=True)
+            }
+            self._views = arenas, views
+        return views
 
     def own(self, length: int) -> int:
         """How many of a row's first `length` tokens are kept here."""

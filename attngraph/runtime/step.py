@@ -107,8 +107,9 @@ class Step:
             )
         state.reserve(counts)
         rows = state.inputs(counts)
-        if picked is None:
-            picked = torch.arange(rows["row"].shape[0], device=state.device)
+        if picked is None:  # all: where each row has one token, its number is the row's
+            one_each = min(counts, default=0) == 1 == max(counts, default=0)
+            picked = rows["row"] if one_each else torch.arange(sum(counts), device=state.device)
         kept = self.ranks.taken({**rows, **state.stores(), **state.carried.values, **state.fixed})
         result, *news = self._step(arguments, {"picked": picked, **kept, **self.ranks.own()}, run)
         keeps = self._keeps

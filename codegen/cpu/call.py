@@ -50,7 +50,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("columns", "page", "window")),
         ("k_new", ctypes.c_void_p), ("v_new", ctypes.c_void_p),
         ("k_new_stride", ctypes.c_int64 * 2), ("v_new_stride", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int64) for name in ("step", "member", "parts")),
+        *((name, ctypes.c_int64) for name in ("step", "member", "parts", "most")),
         ("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p), ("gradients", ctypes.c_void_p),
         ("k_scale", ctypes.c_void_p), ("v_scale", ctypes.c_void_p),
         ("k_scale_stride", Three), ("v_scale_stride", Three),

@@ -24,11 +24,12 @@ class Link:
         counters: addresses and bytes of what must be zero when it starts.
         results: where it writes.
         held: what must stay alive.
-        is_good: whether the last run was valid (no index was out of range).
-        refresh: sets what depends on the rows' lengths.
+        bad: the address of a number that is not zero if the last run was not valid (an index was out of
+            range); 0: all runs are. It is one of the counters.
         move_pages: makes it read keys and values from other pages: these, and their scales if they have any.
         carry: makes it read what is carried from this tensor, and write what is carried on to the one that
             is returned, in place of the last of its results.
+        renew: makes it write a result, given by number, to new memory, which is returned; None if it cannot.
     """
 
     function: Any
@@ -36,10 +37,10 @@ class Link:
     counters: list[tuple[int, int]]
     results: list[Tensor]
     held: list[Any]
-    is_good: Callable[[], bool] = lambda: True
-    refresh: Callable[[], None] = lambda: None
+    bad: int = 0
     move_pages: Callable[..., None] | None = None
     carry: Callable[[Tensor], Tensor] | None = None
+    renew: Callable[[int], Tensor | None] | None = None
 
 
 class Chain:
@@ -53,25 +54,28 @@ class Chain:
         self.links = list(links)
         self.members = torch.get_num_threads()
         code = _library()
-        self._run, self._clear = code.attngraph_chain, code.attngraph_clear
+        self._run, self._clear, self._failed = (
+            code.attngraph_chain, code.attngraph_clear, code.attngraph_failed,
+        )  # fmt: skip
         addresses = [ctypes.cast(link.function, ctypes.c_void_p).value for link in links]
         self._table = (_Link * len(links))(
             *(_Link(a, ctypes.addressof(link.argument)) for a, link in zip(addresses, links, strict=True))
         )
         counters = [c for link in links for c in link.counters]
         self._counters = (_Counters * len(counters))(*(_Counters(*place) for place in counters))
+        bad = [link.bad for link in links if link.bad]
+        self._bad = (ctypes.c_void_p * len(bad))(*bad)
         self._call = _Chain(
-            len(links), len(counters), self.members, 0, ctypes.addressof(self._table),
-            ctypes.addressof(self._counters),
+            len(links), len(counters), len(bad), self.members, 0,
+            *(ctypes.addressof(array) for array in (self._table, self._counters, self._bad)),
         )  # fmt: skip
+        self._address = ctypes.byref(self._call)
 
     def run(self) -> bool:
         """Run all links; False where one of them found an index out of range."""
-        for link in self.links:
-            link.refresh()
-        self._clear(ctypes.byref(self._call))
+        self._clear(self._address)
         team.run(self._run, self._call, self.members)
-        return all(link.is_good() for link in self.links)
+        return not self._failed(self._address)
 
 
 class _Link(ctypes.Structure):
@@ -84,8 +88,8 @@ class _Counters(ctypes.Structure):
 
 class _Chain(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("links", "counters", "members", "arrived")),
-        ("link", ctypes.c_void_p), ("counter", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("links", "counters", "flags", "members", "arrived")),
+        *((name, ctypes.c_void_p) for name in ("link", "counter", "flag")),
     )  # fmt: skip
 
 

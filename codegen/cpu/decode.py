@@ -36,7 +36,7 @@ BATCHED = 128
 """New tokens of a row above which they do, where one call serves all rows: equally long, nothing kept."""
 WIDEST = 1024
 LEAST_KEYS = 256
-"""The fewest keys that a thread should get: with fewer, joining the parts costs more than it saves."""
+"""The fewest keys that a thread should get, as in c/decode.h."""
 _Two = ctypes.c_int64 * 2
 
 
@@ -189,30 +189,30 @@ class _Prepared:
             call.v_new_stride = _Two(*v_new.stride()[1:3])
         call.table, call.starts, call.first, call.held = rows.places
         call.columns, call.window = rows.columns, self.window
-        most, counters = self._share(call, q, k, rows, at_once, held)
+        counters = self._share(call, q, k, rows, at_once, held)
         if not at_once:
             held += [
                 k,
                 v,
                 *(by for by in scales if by is not None),
             ]  # a link that stays is told where they are
-        lengths = rows.held[-1]
         return Link(
-            self.function, call, counters, [out], [q, *held, *rows.held], lambda: not call.bad,
-            lambda: _refresh(call, most, lengths), lambda *pages: _move_pages(call, *pages),
+            self.function, call, counters, [out], [q, *held, *rows.held],
+            ctypes.addressof(call) + Call.bad.offset, lambda *pages: _move_pages(call, *pages),
         )  # fmt: skip
 
     def _share(
         self, call: Call, q: Tensor, k: Tensor, rows: _Rows, at_once: int | None, held: list[Tensor]
-    ) -> tuple[int, list[tuple[int, int]]]:
-        """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the most
-        parts of an item's keys, and the counters."""
+    ) -> list[tuple[int, int]]:
+        """Set how threads share the work, with memory for them, which `held` keeps alive. Returns the
+        counters."""
         threads = _threads()
         call.step = _queries_of_item(call.H // call.Hkv)
         items = self.items(q, k, rows, bool(at_once))
         most = -(-threads // items)
-        call.parts = _parts(most, rows.longest)
-        allocated = most if at_once else call.parts
+        call.parts = min(most, max(1, rows.longest // LEAST_KEYS))
+        call.most = most if at_once and most > 1 else 0
+        allocated = call.most or call.parts
         counters = [
             (ctypes.addressof(call) + getattr(Call, name).offset, 8) for name in ("slot", "bad", "member")
         ]
@@ -226,18 +226,12 @@ class _Prepared:
         scratch = torch.empty((at_once or min(threads, items * call.parts)) * area + 8, dtype=torch.float32)
         held.append(scratch)
         call.scratch_size, call.scratch = area, scratch.data_ptr()
-        return most, counters
+        return counters
 
 
 def _in_place(tensors: Sequence[Tensor]) -> bool:
     """Whether the C can read all of them where they lie."""
     return all(t.stride(3) == 1 for t in tensors)
-
-
-def _refresh(call: Call, most: int, lengths: Tensor) -> None:
-    """Divide the keys for the rows' present lengths."""
-    if most > 1:
-        call.parts = _parts(most, max(lengths.tolist(), default=0))
 
 
 def _move_pages(
@@ -253,11 +247,6 @@ def _move_pages(
 
 def _queries_of_item(group: int) -> int:
     return max(1, BLOCK_Q // min(group, BLOCK_Q))
-
-
-def _parts(most: int, longest: int) -> int:
-    """Into how many parts the keys are divided: at most so many, each of some length."""
-    return min(most, max(1, longest // LEAST_KEYS))
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,21 +3,26 @@
 The calls of compiled functions are made with memory that stays theirs, and stand one after another
 (`chain.py`); views of their results need nothing. Other operations run between the chains, first of all those
 that need no result of compiled code, and their results are copied to where compiled code reads them. What
-rows carry is read where it lies and written to new memory, since earlier states may be kept.
+rows carry is read where it lies and written to new memory, since earlier states may be kept. What a cache
+keeps of the new tokens is written to its pages: such results are None, as those that are written to buffers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import increment_version
 
 from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
 from attngraph.codegen.cpu.chain import Chain, Link
+from attngraph.codegen.cpu.copies import Keeping, link_of, may_be_copy
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
@@ -80,6 +85,15 @@ class _Carry(NamedTuple):
     after: fx.Node
 
 
+class _Renewed(NamedTuple):
+    """A result of the graph that a call writes to new memory at every run: number `place` of the graph's
+    results, `number` of the call's."""
+
+    place: int
+    link: Link
+    number: int
+
+
 class Recording:
     """One recorded step."""
 
@@ -88,11 +102,12 @@ class Recording:
         self.placeholders = graph.placeholders()
         self.still = _where([inputs[n] for n in kinds.still])
         self.where = places([inputs[n] for n in kinds.pages])
+        self.seen: list[weakref.ref[Tensor]] = []
         self.values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         self.own: dict[fx.Node, Tensor] = {}
         for n in kinds.changing:
             node = self.placeholders[n]
-            self.own[node] = self.values[node] = inputs[n].clone()
+            self.own[node] = self.values[node] = inputs[n].clone(memory_format=torch.contiguous_format)
         self.fresh: set[fx.Node] = set()
         self.pages = {self.placeholders[n] for n in kinds.pages}
         self.growing = set(self.pages)
@@ -108,7 +123,9 @@ class Recording:
         self._end_waiting([n for n in self.results if isinstance(n, fx.Node)])
         if not any(isinstance(piece, Chain) for piece in self.pieces):
             raise NotRecorded
-        fresh = {carry.after for carry in self.carries}
+        self.keeping, self.movers = self._kept()
+        self.renewed = self._renewed()
+        fresh = {carry.after for carry in self.carries} | {self.results[r.place] for r in self.renewed}
         self.copied = [
             output.kind != "pages" and value not in fresh
             for output, value in zip(graph.outputs, self.results, strict=True)
@@ -163,6 +180,8 @@ class Recording:
             return self._link_of_windows(node)
         if node.target is running_sum:
             return self._link_of_sums(node)
+        if may_be_copy(node):
+            return self._link_of_copy(node)
         view = nodes.view(node)
         if not isinstance(view, nodes.CachedAttention) or view.by not in ("", "cpu", _DECODE.name):
             return None
@@ -209,6 +228,20 @@ class Recording:
             self.carries.append(_Carry(link, self.placeholders.index(state), after))
         return link
 
+    def _link_of_copy(self, node: fx.Node) -> Link | None:
+        operands = node.all_input_nodes
+        if not self.growing.isdisjoint(operands):
+            return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        found = link_of(node.target, args, kwargs)
+        if found is None or self.fresh.isdisjoint(operands):
+            return found
+        tensors = {n for n in operands if isinstance(self.values[n], Tensor)}
+        settled = fx.map_arg(
+            (node.args, node.kwargs), lambda n: self._settled(n) if n in tensors else self.values[n]
+        )
+        return link_of(node.target, *settled)
+
     def _is_settled_or_moves(self, node: fx.Node) -> bool:
         """Whether pages lie where they lay, or are an input: compiled code can be told where it is."""
         return node not in self.growing or node in self.pages
@@ -253,17 +286,60 @@ class Recording:
         self.pieces.append(_Between(self.kinds.shorten(fx.GraphModule({}, copy)), takes, gives))
         self._waiting = []
 
+    def _kept(self) -> tuple[Keeping | None, list[Callable[[Tensor], bool]]]:
+        """What writes all results that a cache keeps to its pages, and what moves each of them, in the order
+        of these inputs; None where something is kept in another way."""
+        graph = self.kinds.graph
+        inputs = {given.name: node for given, node in zip(graph.inputs, self.placeholders, strict=True)}
+        stores = {store.name: store for store in graph.state.stores} if graph.state else {}
+        results = {o.name: n for o, n in zip(graph.outputs, self.results, strict=True) if o.kind == "pages"}
+        keeping, movers = Keeping(), []
+        for number in self.kinds.pages:
+            name = graph.inputs[number].name
+            store, result = stores.get(name), results.pop(name, None)
+            if store is None or result is None or store.team > 1 or (result in self.fresh - self.own.keys()):
+                return None, []
+            table, starts, first = (self.values[inputs[n]] for n in (store.table, "starts", "first"))
+            pages, dims = self.values[self.placeholders[number]], (store.row_dim, store.token_dim)
+            move = keeping.add(self.values[result], pages, table, starts, first, *dims)
+            if move is None:
+                return None, []
+            movers.append(move)
+        return (None, []) if results else (keeping, movers)
+
+    def _renewed(self) -> list[_Renewed]:
+        """The results that calls can write to new memory: nothing else reads them."""
+        links = [link for piece in self.pieces if isinstance(piece, Chain) for link in piece.links]
+        made = {id(t): (link, n) for link in links if link.renew for n, t in enumerate(link.results)}
+        found = []
+        for place, node in enumerate(self.results):
+            if isinstance(node, fx.Node) and id(self.values[node]) in made and len(node.users) == 1:
+                link, number = made[id(self.values[node])]
+                if self.results.count(node) == 1 and link.renew and link.renew(number) is not None:
+                    found.append(_Renewed(place, link, number))
+        return found
+
     def _keep_what_is_needed(self) -> None:
         """Forget values that no run needs, and those of this call's pages: they may be large."""
         between = [piece for piece in self.pieces if isinstance(piece, _Between)]
         made = {n for piece in between for n in piece.gives if n not in self.own}
         self.passing = [*self.pages, *made, *(carry.after for carry in self.carries)]
         given = {carry.state for carry in self.carries}
-        self.copies = [n for n in self.kinds.changing if n not in given]
-        needed = {n for piece in between for n in piece.takes} | {*self.results} - {None}
+        copied = {n: self.own[self.placeholders[n]] for n in self.kinds.changing if n not in given}
+        self.written = list(copied.values())
+        self.copies = [(n, own, own.data_ptr() if own.is_cpu else 0, own.nbytes) for n, own in copied.items()]
+        needed = {n for piece in between for n in piece.takes} | self._returned()
         self.values = {n: v for n, v in self.values.items() if n in needed}
         self.taken = [n for n in (*self.kinds.still, *self.kinds.pages) if self.placeholders[n] in needed]
         self._forget()
+
+    def _returned(self) -> set[fx.Node]:
+        """The nodes that are results as they are: not written to pages, nor to new memory."""
+        elsewhere = {self.results[r.place] for r in self.renewed}
+        if self.keeping is not None:
+            pairs = zip(self.kinds.graph.outputs, self.results, strict=True)
+            elsewhere |= {node for output, node in pairs if output.kind == "pages"}
+        return {n for n in self.results if isinstance(n, fx.Node)} - elsewhere
 
     def _forget(self) -> None:
         for node in self.passing:
@@ -275,20 +351,26 @@ class Recording:
         """Whether the weights lie where they lay, and calls read present pages."""
         if _where([inputs[n] for n in self.kinds.still]) != self.still:
             return False
-        where = places([inputs[n] for n in self.kinds.pages])
+        pages = [inputs[n] for n in self.kinds.pages]
+        if len(pages) == len(self.seen) and all(r() is t for r, t in zip(self.seen, pages, strict=True)):
+            return True
+        where = places(pages)
         if where != self.where:
             if where.dtypes != self.where.dtypes or _ranks(where) != _ranks(self.where):
                 return False
             now = dict(zip(self.placeholders, inputs, strict=True))
-            for link, pages in self.readers:
-                here = [now[n] for n in pages if n in now]
-                if len(here) == len(pages) and link.move_pages is not None:
+            for link, read in self.readers:
+                here = [now[n] for n in read if n in now]
+                if len(here) == len(read) and link.move_pages is not None:
                     if any(t.stride(-1) != 1 for t in here):
                         return False
                     link.move_pages(*here)
                 elif here:
                     return False
+            if not all(move(t) for move, t in zip(self.movers, pages, strict=False)):
+                return False
             self.where = where
+        self.seen = list(map(weakref.ref, pages))
         return True
 
     def run(self, inputs: Sequence[Tensor]) -> list[Any] | None:
@@ -296,17 +378,27 @@ class Recording:
         out of range, or a value has another size than when it was recorded."""
         if not all(inputs[carry.state].is_contiguous() for carry in self.carries):
             return None
-        for n in self.copies:
-            self.own[self.placeholders[n]].copy_(inputs[n])
+        for n, own, place, size in self.copies:
+            given = inputs[n]
+            if place and given.is_cpu and given.is_contiguous():
+                ctypes.memmove(place, given.data_ptr(), size)  # without PyTorch's way to its loops
+            else:
+                own.copy_(given)
+        increment_version(self.written)  # what is known of earlier values (`tell`) does not hold
         for carry in self.carries:
             assert carry.link.carry is not None
             self.values[carry.after] = carry.link.carry(inputs[carry.state])
         for n in self.taken:
             self.values[self.placeholders[n]] = inputs[n]
+        renewed = [link.renew(number) for _, link, number in self.renewed if link.renew]
         try:
-            return self._run()
+            found = self._run()
         finally:
             self._forget()
+        if found is not None:
+            for (place, _, _), value in zip(self.renewed, renewed, strict=True):
+                found[place] = value
+        return found
 
     def _run(self) -> list[Any] | None:
         values = self.values
@@ -323,7 +415,9 @@ class Recording:
                     self.own[node].copy_(value)
                 else:
                     values[node] = value
-        results = [values[n] if isinstance(n, fx.Node) else n for n in self.results]
+        if self.keeping is not None:
+            self.keeping.run()
+        results = [values.get(n) if isinstance(n, fx.Node) else n for n in self.results]
         return [
             value.clone() if copied and isinstance(value, Tensor) else value
             for value, copied in zip(results, self.copied, strict=True)
@@ -348,7 +442,7 @@ def _early_first(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _may_be_compiled(node: fx.Node) -> bool:
-    if node.target in _SEVERAL or node.target is last_tokens:
+    if node.target in _SEVERAL or node.target is last_tokens or may_be_copy(node):
         return True
     return isinstance(nodes.view(node), nodes.CachedAttention)
 

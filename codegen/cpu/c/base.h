@@ -39,6 +39,7 @@ typedef struct {
     int64_t k_new_stride[2], v_new_stride[2];
     int64_t step, member;               /* queries of an item; a shared counter */
     int64_t parts;                      /* parts of the keys, with a separate item each */
+    int64_t most;                       /* decode.h finds `parts` itself, at most so many; 0: it is given */
     float *partial;                     /* [item][part][BLOCK_Q * (wide + 2)] */
     int64_t *arrived;                   /* [item], zeros */
     const struct Gradients *gradients;  /* backward.h */

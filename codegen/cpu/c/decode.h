@@ -292,12 +292,23 @@ static void write_few(Call *c, const Few *at, Block *t, int64_t first_query) {
     }
 }
 
+/* The fewest keys that a thread should get: with fewer, joining the parts costs more than it saves. */
+enum { LEAST_KEYS = 256 };
+
+/* Into how many parts the keys of the longest row are divided. */
+static int64_t parts_of_longest(const Call *c) {
+    int64_t longest = 0;
+    for (int64_t row = 0; row < c->B; ++row) longest = larger(longest, c->held[row]);
+    return smaller(c->most, larger(1, longest / LEAST_KEYS));
+}
+
 /* Run by each thread. Items are (row, `step` queries, key head, heads that share it, part of the keys). */
 void attngraph_decode(Call *c) {
     int64_t group = c->H / c->Hkv, together = smaller(group, BLOCK_Q), shares = blocks(group, together);
     Block t;
     t.Q = c->scratch + take(&c->member) * c->scratch_size;
     t.O = t.Q + BLOCK_Q * c->D;
+    if (c->most) __atomic_store_n(&c->parts, parts_of_longest(c), __ATOMIC_RELAXED);  /* each thread finds the same */
     int64_t seen = 0, row = 0;
     for (int64_t item; (item = take(&c->slot)) >= 0;) {
         for (; row < c->B; ++row) {

@@ -23,7 +23,7 @@ from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
-from attngraph.ir.language.token_program import TokenProgram, parse
+from attngraph.ir.language.token_program import Result, TokenProgram, parse
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
 _log = logging.getLogger("attngraph.codegen.cpu")
@@ -182,12 +182,9 @@ class _Prepared:
         members = torch.get_num_threads()
         places, held = self._call(given, tokens, members)
         values = [0] * (len(self.widths) + len(self.short))
-        for result, about in zip(results, self.program.results, strict=True):
-            key = about.number, about.dtype
-            place = about.number - self.first
-            values[len(self.widths) + self.short.index(key) if key in self.short else place] = (
-                result.data_ptr()
-            )
+        where = [self._place_of(about) for about in self.program.results]
+        for place, result in zip(where, results, strict=True):
+            values[place] = result.data_ptr()
         few = tokens <= FEW
         room = (self.arranged * tokens if few else self.room) * members
         scratch = torch.empty(self.total * tokens + room) if few else workspace(self.total * tokens + room)
@@ -197,7 +194,20 @@ class _Prepared:
             places[_ARRANGED if few else _PANELS] = scratch.data_ptr() + self.total * tokens * 4
         call = (ctypes.c_int64 * self.layout.length)(*places, *values)
         counters = (ctypes.addressof(call) + _PHASE * 8, (self.layout.given_at - _PHASE) * 8)
-        return Link(self.whole, call, [counters], list(results), [scratch, *held])
+
+        def renew(number: int) -> Tensor | None:
+            if where.count(where[number]) > 1:
+                return None  # shared with another result
+            made = torch.empty_like(results[number])
+            call[len(places) + where[number]] = made.data_ptr()
+            return made
+
+        return Link(self.whole, call, [counters], list(results), [scratch, *held], renew=renew)
+
+    def _place_of(self, about: Result) -> int:
+        """Where a call has the address of a result, among those of values."""
+        key = about.number, about.dtype
+        return len(self.widths) + self.short.index(key) if key in self.short else about.number - self.first
 
     def _around_products(self, given: Sequence[Tensor], results: Sequence[Tensor], tokens: int) -> None:
         members = torch.get_num_threads()
