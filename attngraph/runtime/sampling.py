@@ -31,32 +31,73 @@ def sample(
     greedy = logits.argmax(-1)
     if uniform is None or not bool((temperature > 0).any()):
         return greedy
-    weights, order = kept_weights(logits, temperature, top_k, top_p, min_p)
-    rank = torch.arange(weights.shape[1], device=weights.device)
-    total = weights.cumsum(-1)
-    drawn = (uniform.double() * total[:, -1]).unsqueeze(1)
-    place = torch.searchsorted(total, drawn, right=True).clamp_max(weights.shape[1] - 1)
+    count = logits.shape[-1]
+    for most in (min(LIKELY, count), count):
+        weights, order, total = kept_weights(logits, temperature, top_k, top_p, min_p, most)
+        sums = weights.cumsum(-1)
+        drawn = uniform.double() * torch.where(temperature > 0, total, 0.0)
+        if most == count or bool((drawn < sums[:, -1]).all()):
+            break
+    place = torch.searchsorted(sums, drawn.unsqueeze(1), right=True).clamp_max(most - 1)
+    rank = torch.arange(most, device=weights.device)
     last = (weights > 0).long().mul(rank).amax(-1, keepdim=True)  # so that rounding picks no excluded token
     sampled = order.gather(1, torch.minimum(place, last)).squeeze(1)
     return torch.where(temperature > 0, sampled, greedy)
 
 
+LIKELY = 1024
+"""How many of the likeliest tokens are looked at first: the token that is drawn is nearly always one of them,
+and to sort all of them takes a good part of a token's time."""
+
+
 def kept_weights(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None,
-    min_p: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The probabilities of tokens, `[R, V]`, from the largest down, zero for those left out and not
-    normalised; and which token each belongs to."""
+    min_p: float | None = None, most: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The probabilities of the `most` likeliest tokens (None: of all), `[R, most]`, from the largest down,
+    zero for those left out; which token each belongs to; and the sum for all tokens that are not left out,
+    `[R]`, NaN where it needs more tokens."""
+    count = logits.shape[-1]
+    most = count if most is None else most
     scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0).double().unsqueeze(1)
-    values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    rank = torch.arange(values.shape[1], device=values.device)
+    values, order = _largest(scaled, most)
+    rank = torch.arange(most, device=values.device)
+    weights = (values - scaled.logsumexp(-1, keepdim=True)).exp()
+    of_all = torch.ones_like(weights[:, 0])  # the sum over tokens here and elsewhere, NaN if it is not known
     if top_k is not None:
-        limit = torch.where(top_k > 0, top_k, values.shape[1]).unsqueeze(1)
-        values = values.masked_fill(rank >= limit, -math.inf)
-    weights = values.softmax(-1)
+        limit = torch.where(top_k > 0, top_k, count).unsqueeze(1)
+        weights = weights.masked_fill(rank >= limit, 0.0)
+        known = torch.where(limit[:, 0] <= most, weights.sum(-1), math.nan)
+        of_all = torch.where(limit[:, 0] < count, known, of_all)
+    ends = weights[:, -1] == 0 if most < count else torch.ones_like(weights[:, 0], dtype=torch.bool)
     if top_p is not None:
+        part = top_p.double().unsqueeze(1) * of_all.unsqueeze(1)
         before = weights.cumsum(-1) - weights
-        weights = weights.masked_fill((before >= top_p.double().unsqueeze(1)) & (rank > 0), 0.0)
+        left_out = (before >= part) & (rank > 0) & (top_p < 1).unsqueeze(1)
+        weights = weights.masked_fill(left_out, 0.0)
+        ends, of_all = _cut(weights, left_out, ends, of_all, top_p < 1)
     if min_p is not None:
-        weights = weights.masked_fill(weights < min_p * weights[:, :1], 0.0)
-    return weights, order
+        left_out = weights < min_p * weights[:, :1]
+        weights = weights.masked_fill(left_out, 0.0)
+        ends, of_all = _cut(weights, left_out, ends, of_all, torch.ones_like(ends))
+    return weights, order, of_all
+
+
+def _cut(
+    weights: Tensor, left_out: Tensor, ends: Tensor, of_all: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Whether all tokens that are not left out are here, and their sum, after `rows` have left out some."""
+    ends = ends | (left_out[:, -1] & rows)
+    return ends, torch.where(rows, torch.where(ends, weights.sum(-1), math.nan), of_all)
+
+
+def _largest(values: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """So many of the values of each row from the largest down, equal ones in order, and their places."""
+    if most < values.shape[-1]:
+        found, order = values.topk(most + 1)
+        if not bool((found[:, -2] == found[:, -1]).any()):  # else it is not known which of them is next
+            order = order[:, :most].sort(dim=-1).values
+            found, places = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+            return found, order.gather(1, places)
+    found, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    return found[:, :most], order[:, :most]

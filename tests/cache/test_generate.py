@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
-from attngraph.runtime.sampling import kept_weights
+from attngraph.runtime.sampling import kept_weights, sample
 
 pytestmark = pytest.mark.usefixtures("graphs_of_this_run")
 
@@ -197,13 +197,53 @@ def test_filters_leave_what_those_of_transformers_leave_in_their_order(
     scores = logits.double()
     for warper in chain:
         scores = warper(torch.zeros(64, 1), scores)
-    weights, order = kept_weights(
+    weights, order, total = kept_weights(
         logits, torch.full((64,), 0.8, dtype=torch.float64),
         None if top_k is None else torch.full((64,), top_k),
         None if top_p is None else torch.full((64,), top_p), min_p,
     )  # fmt: skip
-    found = torch.zeros_like(weights).scatter(1, order, weights / weights.sum(-1, keepdim=True))
+    torch.testing.assert_close(weights.sum(-1), total)
+    found = torch.zeros_like(scores).scatter(1, order, weights / weights.sum(-1, keepdim=True))
     torch.testing.assert_close(found, scores.softmax(-1), rtol=1e-9, atol=1e-12)
+
+
+def _sorted_sample(logits: Tensor, temperature: Tensor, options: dict[str, Any], uniform: Tensor) -> Tensor:
+    """As `sample`, by sorting all tokens."""
+    weights, order, _ = kept_weights(logits, temperature, **options)
+    sums = weights.cumsum(-1)
+    place = torch.searchsorted(sums, (uniform * sums[:, -1]).unsqueeze(1), right=True)
+    place = torch.minimum(place, (weights > 0).sum(-1, keepdim=True) - 1)
+    return torch.where(temperature > 0, order.gather(1, place)[:, 0], order[:, 0])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize(
+    "names", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p"), ("top_k", "top_p", "min_p")]
+)
+def test_the_likeliest_tokens_decide_as_if_all_were_sorted(
+    names: tuple[str, ...], scale: float, ties: bool
+) -> None:
+    rows, made = 40, torch.Generator().manual_seed(1)
+    logits = scale * torch.randn(rows, 3000, generator=made)
+    logits = (logits * 4).round() / 4 if ties else logits
+    temperature = torch.where(torch.arange(rows) % 5 == 0, 0.0, 0.3 + torch.rand(rows, generator=made))
+    top_p = torch.where(torch.arange(rows) % 3 == 0, 1.0, 0.3 + 0.69 * torch.rand(rows, generator=made))
+    every = {"top_k": torch.arange(rows) * 7 % 90, "top_p": top_p, "min_p": 0.02}
+    options = {"top_k": None, "top_p": None} | {name: every[name] for name in names}
+    uniform = torch.rand(rows, generator=made, dtype=torch.float64)
+    uniform[:3] = torch.tensor([0.0, 0.999999, 0.999999], dtype=torch.float64)
+    found = sample(logits, temperature, uniform=uniform, **options)
+    wanted = _sorted_sample(logits, temperature, options, uniform)
+    assert (found != wanted).sum() <= 1  # a number drawn at the border of two tokens may fall on either side
+    each = [
+        sample(
+            logits[r : r + 1], temperature[r : r + 1], uniform=uniform[r : r + 1],
+            **{n: v[r : r + 1] if isinstance(v, Tensor) else v for n, v in options.items()},
+        )
+        for r in range(rows)
+    ]  # fmt: skip
+    assert torch.equal(found, torch.cat(each))
 
 
 # --- a context that rolls ---
