@@ -31,18 +31,23 @@ def generate(
     rows = logits.shape[0]
     generator = _generator(options)
     running = list(range(rows))
+    asked = (options.streamer, options.on_token)
+    may_stop = bool(options.ends or options.criteria) or asked != (None, None)
     found = torch.full((rows, options.max_new_tokens), options.pad, dtype=torch.int64, device=logits.device)
     if options.streamer is not None:
         options.streamer.put(prompts.cpu())
     for place in range(options.max_new_tokens):
         logits = without_ends(logits, place, options)
         chosen = lead(_choose(logits, rows, running, options, generator))
-        found[running, place] = chosen
-        stop = lead(torch.tensor(_told(found[:, : place + 1], prompts, options))).tolist()
-        over = [bool(stop[row]) for row in running]
-        if any(over):
-            kept = [n for n, is_over in enumerate(over) if not is_over]
-            running, chosen = [running[n] for n in kept], chosen[kept]
+        if len(running) == rows:
+            found[:, place] = chosen
+        else:
+            found[running, place] = chosen
+        if may_stop:
+            stop = lead(torch.tensor(_told(found[:, : place + 1], prompts, options))).tolist()
+            kept = [n for n, row in enumerate(running) if not stop[row]]
+            if len(kept) < len(running):
+                running, chosen = [running[n] for n in kept], chosen[kept]
         if not running or place + 1 == options.max_new_tokens:
             found = found[:, : place + 1]
             break
@@ -76,8 +81,6 @@ def _generator(options: Options) -> torch.Generator | None:
 def _told(found: Tensor, prompts: Tensor, options: Options) -> list[bool]:
     """Which rows stop after the last of the tokens found; tells the streamer and the caller's function."""
     last = found[:, -1]
-    if not options.ends and not options.criteria and options.streamer is None and options.on_token is None:
-        return [False] * len(last)
     if options.streamer is not None:
         options.streamer.put(last.cpu())
     if options.on_token is not None and options.on_token(last.clone()) is True:
