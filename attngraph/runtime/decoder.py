@@ -34,7 +34,6 @@ from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper
 
 
-
 class Decoder(ModelWrapper):
     """What `attngraph.compile(model, cache=True)` returns. Calling it runs the model on whole sequences.
 

@@ -123,7 +123,9 @@ class DerivedSteps:
 
     def _require_arguments(self, given: Collection[str]) -> None:
         """Raise TypeError if the model's forward needs arguments that are not given."""
-        needed = [n for n, p in self._signature.parameters.items() if p.default is p.empty and p.kind in _NAMED]
+        needed = [
+            n for n, p in self._signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
+        ]
         missing = [n for n in needed if n not in given]
         if MASK in missing:
             raise TypeError(
@@ -132,8 +134,7 @@ class DerivedSteps:
             )
         if missing:
             raise TypeError(
-                f"the model's forward needs {', '.join(missing)} as well: give it by name "
-                f"({missing[0]}=...)."
+                f"the model's forward needs {', '.join(missing)} as well: give it by name ({missing[0]}=...)."
             )
 
     def _valid(self, key: Callable[[LeftOut], Any]) -> Step | None:
