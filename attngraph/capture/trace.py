@@ -167,6 +167,7 @@ def _export(
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
         flags_of_sizes(),
+        exported.batches_left_first(),
         asked_sizes(flat.trace),
         equal_calls_inferred_once(),
         equal_formulas_computed_once(),

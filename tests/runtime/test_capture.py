@@ -392,3 +392,17 @@ def test_a_flag_of_torchs_attention_may_follow_from_sizes(same: Same) -> None:
     same(compiled(ids[:, :1]), model(ids[:, :1]))
     logits, _ = attngraph.compile(model, cache=True).prefill(ids)
     same(logits, model(ids).detach())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, -1])
+def test_heads_that_vmap_puts_in_any_dimension_are_captured_whole(place: int, same: Same) -> None:
+    def heads(x: Tensor, weights: Tensor) -> Tensor:
+        def head(weight: Tensor) -> Tensor:
+            return torch.softmax(x @ weight @ x.mT, -1) @ x
+
+        return torch.vmap(head, out_dims=place)(weights)
+
+    x, weights = torch.randn(2, 5, 8), torch.randn(3, 8, 8)
+    compiled = attngraph.compile(heads, strict=True, min_scores=0)
+    same(compiled(x, weights), heads(x, weights))
+    assert len(compiled.report.attention) == 1
