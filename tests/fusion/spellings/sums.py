@@ -47,12 +47,6 @@ def differential(q, k, v, q_less, k_less, less):
     return (first - (less.exp() + 0.2)[:, None, None] * second) @ v
 
 
-@spelling(lambda: (*two_scores(), normal(H)), count=2)
-def differential_by_an_exponential(q, k, v, q_less, k_less, less):
-    first, second = ((a @ b.mT).softmax(-1) for a, b in ((q, k), (q_less, k_less)))
-    return (first - less.exp()[:, None, None] * second) @ v
-
-
 @spelling(lambda: (normal(size.B, size.T, 3 * H * D), normal(5)), count=2)
 def differential_by_pairs_of_heads(x, less):
     q, k, v = x.unflatten(-1, (3, -1)).unbind(2)
