@@ -312,7 +312,10 @@ def _claims_of(found: Found, node: fx.Node) -> tuple[Attention, ...]:
 
 
 def _is_of_one_key(node: fx.Node) -> bool:
-    """Whether a softmax runs over a dimension of one element."""
+    """Whether a softmax, or that of torch's attention, runs over a dimension of one element."""
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        keys = node.args[1]
+        return isinstance(keys, fx.Node) and keys.meta["val"].shape[-2] == 1
     dim = node.args[1] if len(node.args) > 1 else None
     return isinstance(dim, int) and node.meta["val"].shape[dim] == 1
 

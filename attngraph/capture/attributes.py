@@ -3,7 +3,8 @@
 A first trace finds which attributes change. In a second one they are watched: if the forward does not read
 an attribute before it sets it, no call depends on the one before, so what it is set to is one more result of
 the graph, and the executable sets the attribute after each call. An attribute that is read first is state
-(a counter, a table for later calls) and remains a side effect. Used by `trace.py` and `side_effects.py`.
+(a counter, a table for later calls) and remains a side effect. The buffers of a module are watched as its
+attributes are, where they were registered before. Used by `trace.py` and `side_effects.py`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ Settings = Mapping[Place, Described]
 """What a trace found attributes to be set to."""
 
 
+def holder_of(owner: Any, name: str) -> dict[str, Any]:
+    """The dictionary that has the attribute: that of the object's attributes, or of a module's buffers."""
+    own: dict[str, Any] = vars(owner)
+    return owner._buffers if isinstance(owner, nn.Module) and name in owner._buffers else own
+
+
 def can_be_watched(place: Place) -> bool:
     """Whether reading and setting this attribute can be noticed: its class has nothing else of that name, and
     its methods do not look into the dictionary of attributes."""
@@ -95,13 +102,32 @@ class Watch:
 
     def __enter__(self) -> Watch:
         by_class: dict[tuple[type, str], dict[int, Place]] = {}
+        tables: dict[int, dict[str, Place]] = {}
         for place in self.places:
+            if holder_of(*place) is not vars(place.owner):
+                tables.setdefault(id(vars(place.owner)), {})[place.name] = place
+                continue
             # Stand-ins that torch.export makes of modules share the dictionary of the original.
             watched = by_class.setdefault((type(place.owner), place.name), {})
             watched[id(vars(place.owner))] = place
         for (kind, name), watched in by_class.items():
             self._open.enter_context(_in_class(kind, name, _Watched(name, kind, watched, self)))
+        for named in tables.values():
+            owner = next(iter(named.values())).owner
+            self._open.enter_context(_in_module(owner, _Buffers(owner._buffers, named, self)))
         return self
+
+    def look(self, place: Place) -> None:
+        """Note that an attribute is read.
+
+        Raises:
+            ReadFirst: it has not been set, and may not be read before.
+        """
+        if place not in self.found:
+            self.read.add(place)
+            if not self.reads:
+                self.refuse(place)
+                raise ReadFirst(place.name)
 
     def __exit__(self, *problem: object) -> None:
         self._open.close()
@@ -120,6 +146,24 @@ def _in_class(kind: type, name: str, descriptor: _Watched) -> Iterator[None]:
             setattr(kind, name, before)
 
 
+@contextlib.contextmanager
+def _in_module(owner: nn.Module, buffers: _Buffers) -> Iterator[None]:
+    def register(name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """nn.Module's own reads a buffer before it sets it."""
+        if name in buffers.watched:
+            buffers[name] = tensor
+        else:
+            nn.Module.register_buffer(owner, name, tensor, persistent)
+
+    attributes = vars(owner)
+    attributes |= {"_buffers": buffers, "register_buffer": register}
+    try:
+        yield
+    finally:
+        attributes["_buffers"] = buffers.held
+        del attributes["register_buffer"]
+
+
 class _Watched:
     """The attribute `name` of a class while some of its objects are watched."""
 
@@ -129,11 +173,8 @@ class _Watched:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         place = None if owner is None else self.watched.get(id(vars(owner)))
-        if place is not None and place not in self.watch.found:
-            self.watch.read.add(place)
-            if not self.watch.reads:
-                self.watch.refuse(place)
-                raise ReadFirst(self.name)
+        if place is not None:
+            self.watch.look(place)
         before = self.of_class if owner is None else vars(owner).get(self.name, self.of_class)
         found = before if place is None else self.watch.found.get(place, before)
         if found is _UNSET:
@@ -154,6 +195,43 @@ class _Watched:
             raise ReadFirst(self.name)
         if vars(owner).pop(self.name, _UNSET) is _UNSET:
             raise AttributeError(self.name)
+
+
+class _Buffers(dict[str, Any]):
+    """The buffers of a module while some are watched. Who looks at all at once is refused."""
+
+    def __init__(self, held: dict[str, Any], watched: Mapping[str, Place], watch: Watch) -> None:
+        super().__init__(held)
+        self.held, self.watched, self.watch = held, watched, watch
+
+    def __getitem__(self, name: str) -> Any:
+        place = self.watched.get(name)
+        if place is None:
+            return self.held[name]
+        self.watch.look(place)
+        return self.watch.found.get(place, self.held[name])
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        place = self.watched.get(name)
+        if place is None:
+            super().__setitem__(name, value)
+            self.held[name] = value
+        else:
+            self.watch.found[place] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse()
+
+    def values(self) -> Any:
+        return self._refuse()
+
+    def items(self) -> Any:
+        return self._refuse()
+
+    def _refuse(self) -> Any:
+        place = next(iter(self.watched.values()))
+        self.watch.refuse(place)
+        raise ReadFirst(place.name)
 
 
 def containers(value: Any) -> Iterator[int]:

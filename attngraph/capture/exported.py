@@ -7,6 +7,7 @@ conditions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from attngraph.capture.replaced import replaced
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.program_graph import Input, Level, Output, ProgramGraph, as_module
 
@@ -119,6 +121,18 @@ def written_out() -> dict[Any, Callable[..., Any]]:
 def _is_written_out(op: str) -> bool:
     namespace, name, *_ = op.split(".")
     return namespace == "aten" and name in _WRITTEN_OUT
+
+
+def batches_left_first() -> contextlib.AbstractContextManager[Any]:
+    """While it is active, torch.vmap leaves a level with the batch as the first dimension and moves it then
+    (`out_dims`): torch.export cannot record the other way."""
+    leave = torch._functorch.vmap._remove_batch_dim  # type: ignore[attr-defined]
+
+    def first(value: Tensor, level: int, size: Any, dim: int) -> Tensor:
+        left: Tensor = leave(value, level, size, 0)
+        return left.movedim(0, dim)
+
+    return replaced("torch._functorch.vmap", "_remove_batch_dim", first)
 
 
 def inline_vmap(program: ExportedProgram) -> None:

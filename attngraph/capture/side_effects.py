@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.attributes import Described, Settings, can_be_watched
+from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
 from attngraph.capture.state import Place, Snapshot, fingerprint
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
@@ -175,7 +175,7 @@ def _settings(places: Iterable[Place]) -> Settings:
     found = list(places)
     if not all(can_be_watched(place) for place in found):
         return {}
-    return {place: Described.of(vars(place.owner).get(place.name)) for place in found}
+    return {place: Described.of(holder_of(*place).get(place.name)) for place in found}
 
 
 def _named(kept: Snapshot, target: Callable[..., Any]) -> str:

@@ -127,12 +127,13 @@ class Snapshot:
                         container[name] = replacement(value)
 
     def changed_attributes(self) -> list[Place]:
-        """All attributes that are other objects now."""
+        """All attributes that are other objects now, and buffers that were there before."""
         found: list[Place] = []
         for (owner, whole), now, before in self._containers:
             held: Any = getattr(owner, "__dict__", None)
-            if not whole and now is held:
-                names = dict.fromkeys((*before, *now))
+            is_buffers = isinstance(owner, nn.Module) and now is owner._buffers
+            if not whole and (now is held or is_buffers):
+                names = dict.fromkeys(before if is_buffers else (*before, *now))
                 found += (Place(owner, n) for n in names if now.get(n, now) is not before.get(n, now))
         return found
 
@@ -329,6 +330,8 @@ class _Walk:
         self.kind(type(module))
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():
+                if (id(module), name) in self.left_out:
+                    continue
                 if tensor is None:
                     found.append((name, None))
                     continue

@@ -8,6 +8,7 @@ registering anything globally. Anything that holds no tensor is a leaf.
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def _spread(leaf: Any, inner: int) -> Any:
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves and the structure of a tree; objects that hold tensors are flattened too."""
     leaves, spec = pytree.tree_flatten(tree)
-    if any(_holds_tensors(leaf, set()) for leaf in leaves):
+    if any(map(_holds_tensors, leaves)):
         leaves, spec = pytree.tree_flatten(pytree.tree_map(lambda leaf: _open(leaf, frozenset()), tree))
     return leaves, spec
 
@@ -81,26 +82,37 @@ def is_value(leaf: Any) -> bool:
 
 def attributes_of(leaf: Any) -> dict[str, Any] | None:
     """The attributes of an object that has no other state; None for any other object."""
-    if is_value(leaf) or isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf):
+    if is_value(leaf) or isinstance(leaf, (Tensor, nn.Module, type, types.ModuleType)) or callable(leaf):
         return None
     if dataclasses.is_dataclass(leaf) and not hasattr(leaf, "__dict__"):
         return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
     return getattr(leaf, "__dict__", None)
 
 
-def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
-    """Whether a tensor is reachable through the object's attributes. `seen`: objects already visited."""
-    attributes = attributes_of(leaf)
-    if not attributes or id(leaf) in seen:
-        return False
-    seen.add(id(leaf))
-    inner = pytree.tree_leaves(list(attributes.values()))
-    return any(isinstance(x, Tensor) or _holds_tensors(x, seen) for x in inner)
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether a tensor is reachable through the object's attributes. Objects and containers may contain
+    themselves."""
+    seen: dict[int, Any] = {}
+    waiting = list((attributes_of(leaf) or {}).values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            return True
+        if id(value) not in seen:
+            seen[id(value)] = value
+            waiting += (attributes_of(value) or {}).values() or _items(value)
+    return False
+
+
+def _items(value: Any) -> list[Any]:
+    """What a container of a pytree holds itself; nothing for any other value."""
+    items = pytree.tree_leaves(value, is_leaf=lambda x: x is not value)
+    return [item for item in items if item is not value]
 
 
 def _open(leaf: Any, above: frozenset[int]) -> Any:
     """The flattened object, if it holds tensors; a reference to an object that contains it stays a leaf."""
-    if id(leaf) in above or not _holds_tensors(leaf, set()):
+    if id(leaf) in above or not _holds_tensors(leaf):
         return leaf
     above |= {id(leaf)}
     attributes = attributes_of(leaf) or {}

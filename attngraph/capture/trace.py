@@ -33,6 +33,7 @@ from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.equal_calls import equal_calls_inferred_once
 from attngraph.capture.equal_formulas import equal_formulas_computed_once
+from attngraph.capture.flags import flags_of_sizes
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
@@ -165,6 +166,8 @@ def _export(
         _without_looking_at_masks(),
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
+        flags_of_sizes(),
+        exported.batches_left_first(),
         asked_sizes(flat.trace),
         equal_calls_inferred_once(),
         equal_formulas_computed_once(),

@@ -21,7 +21,7 @@ from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
 from attngraph.runtime import beams
 from attngraph.runtime.cache_config import CacheConfig
-from attngraph.runtime.derived import DerivedSteps
+from attngraph.runtime.derived import MASK, DerivedSteps
 from attngraph.runtime.drift import drift_between
 from attngraph.runtime.generate import generate
 from attngraph.runtime.generation_options import DECODER_IDS, Options, prompts_of, read_options, tokens_of
@@ -32,8 +32,6 @@ from attngraph.runtime.rolling import rolling
 from attngraph.runtime.serving_mode import serving
 from attngraph.runtime.step import Step
 from attngraph.runtime.wrapper import ModelWrapper
-
-MASK = "attention_mask"
 
 
 class Decoder(ModelWrapper):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
 
 EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
+MASK = "attention_mask"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class DerivedSteps:
@@ -96,6 +98,7 @@ class DerivedSteps:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
         if unknown and not takes_any:
             raise TypeError(f"the model's forward takes no {', '.join(sorted(unknown))}.")
+        self._require_arguments({name, *inputs})
         leaves, spec = flatten({name: packed.ids, **dict(sorted(inputs.items()))})
         width = tuple(packed.ids.shape[2:])
 
@@ -117,6 +120,22 @@ class DerivedSteps:
                 while len(self._kept) > budgets.GRAPHS_KEPT:
                     self._kept.pop(next(iter(self._kept)))
             return found
+
+    def _require_arguments(self, given: Collection[str]) -> None:
+        """Raise TypeError if the model's forward needs arguments that are not given."""
+        needed = [
+            n for n, p in self._signature.parameters.items() if p.default is p.empty and p.kind in _NAMED
+        ]
+        missing = [n for n in needed if n not in given]
+        if MASK in missing:
+            raise TypeError(
+                f"the model's forward needs {MASK}, and a decoder gives it none: padding is removed before. "
+                f"Let forward do without ({MASK}=None)."
+            )
+        if missing:
+            raise TypeError(
+                f"the model's forward needs {', '.join(missing)} as well: give it by name ({missing[0]}=...)."
+            )
 
     def _valid(self, key: Callable[[LeftOut], Any]) -> Step | None:
         """A step that was derived for this call, if the buffers that it relies on are unchanged. `key`: of

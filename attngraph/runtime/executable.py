@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attngraph.capture.attributes import holder_of
 from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.guards import ShapeGuard, size_value
 from attngraph.capture.structure import unflatten
@@ -80,7 +81,7 @@ class Executable:
         for attribute in self.captured.attributes:
             structure = attribute.structure
             value = result if structure is None else self._assembled(structure, values, tensors)
-            vars(attribute.owner)[attribute.name] = value
+            holder_of(attribute.owner, attribute.name)[attribute.name] = value
         return result
 
     def _sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:

@@ -172,3 +172,12 @@ def test_the_list_of_heads_may_be_an_argument() -> None:
         pieces = [logits, compiled.decode(ids[:, 4:], state)]
         with torch.no_grad():
             torch.testing.assert_close(torch.cat(pieces, 1), model(ids, listed), rtol=1e-5, atol=1e-5)
+
+
+def test_a_width_that_no_weight_fixes_is_refused_with_that_reason() -> None:
+    def attend(x: Tensor) -> Tensor:
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return (x @ x.mT).masked_fill(later, -1e9).softmax(-1) @ x
+
+    with pytest.raises(attngraph.NoDecoderError, match="how many values a token has follows from"):
+        attngraph.compile(attend, cache=True).prefill(torch.randn(2, 7, 8))

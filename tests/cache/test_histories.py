@@ -142,3 +142,29 @@ def test_a_choice_that_depends_on_later_tokens_is_refused(count: int) -> None:
     decoder: Any = attngraph.compile(model, cache=True)
     with pytest.raises(attngraph.NoDecoderError, match="every token is read"):
         decoder.prefill(torch.randint(0, 24, (1, 9)))
+
+
+def test_positions_of_transformer_xl_leave_the_graph_of_the_step_whole(decodes: Any) -> None:
+    """Distances from the last token to the first are shifted by a reshape. Tests run copies of operations, in
+    graphs of their own; the step's operations must not count these among their users."""
+
+    class Relative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.qkv, self.out = nn.Embedding(24, 16), nn.Linear(16, 48), nn.Linear(16, 24)
+            self.relative, self.other = nn.Linear(16, 16), nn.Parameter(torch.randn(2, 1, 8))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x, length = self.embed(ids), ids.shape[1]
+            q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            far = torch.arange(length - 1, -1, -1.0)[:, None] / 10000 ** (torch.arange(8) / 8)
+            places = self.relative(torch.cat([far.sin(), far.cos()], -1)).unflatten(-1, (2, 8))
+            shifted = torch.einsum("bhqd,khd->bhqk", q + self.other, places)
+            shifted = torch.cat([torch.zeros(*shifted.shape[:3], 1), shifted], -1)
+            shifted = shifted.view(*shifted.shape[:2], length + 1, length)[:, :, 1:].reshape(*q.shape[:3], -1)
+            later = torch.ones(length, length, dtype=torch.bool).triu(1)
+            weights = ((q @ k.mT + shifted) / 8**0.5).masked_fill(later, -math.inf).softmax(-1)
+            return self.out(x + (weights @ v).transpose(1, 2).flatten(2))
+
+    decodes(Relative())

@@ -162,3 +162,54 @@ def test_state_that_is_no_table_has_no_decoder(kind: type[nn.Module]) -> None:
     decoder = attngraph.compile(Model(kind()).eval(), cache=True)
     with pytest.raises(CaptureError, match="forward\\(\\) changes the attribute positions"):
         decoder.prefill(torch.randint(0, 11, (2, 6)))
+
+
+class Registered(nn.Module):
+    """A mask in a buffer that is registered empty, and made where there is none or too small a one."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.again = nn.Embedding(24, 8), again
+        self.register_buffer("mask", None, persistent=False)
+
+    def hidden(self, tokens: int) -> Tensor:
+        if self.mask is not None and self.mask.shape[-1] >= tokens:
+            return self.mask[:tokens, :tokens]
+        mask = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        if self.again:
+            self.register_buffer("mask", mask, persistent=False)
+        else:
+            self.mask = mask
+        return mask
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + (x @ x.mT).masked_fill(self.hidden(ids.shape[1]), -1e9).softmax(-1) @ x
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_buffer_that_is_made_in_the_first_call_is_no_limit_of_a_decoder(again: bool) -> None:
+    model, own = Registered(again).eval(), Registered(again).eval()
+    decoder: Any = attngraph.compile(model, cache=True)
+    wanted = ids = torch.randint(0, 24, (2, 6))
+    for _ in range(40):
+        wanted = torch.cat([wanted, own(wanted)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(decoder.generate(ids, 40), wanted)
+    assert decoder.report.cache.unset == ("mask",) and model.mask is None
+
+
+def test_a_buffer_that_is_set_in_every_call_is_a_result() -> None:
+    class Setting(Registered):
+        def forward(self, ids: Tensor) -> Tensor:
+            self.mask = None
+            return super().forward(ids)
+
+    model, own = Setting(False).eval(), Setting(False).eval()
+    compiled = attngraph.compile(model, strict=True, min_scores=0)
+    for tokens in (5, 7):
+        ids = torch.randint(0, 24, (2, tokens))
+        torch.testing.assert_close(compiled(ids), own(ids))
+        assert torch.equal(model.mask, own.mask) and type(model._buffers) is dict
+    assert compiled.report.graphs == 1

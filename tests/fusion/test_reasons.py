@@ -180,3 +180,10 @@ def test_squared_distances_by_a_product_are_fused() -> None:
         return (2 * (q @ k.mT) - squares).softmax(-1) @ v
 
     assert len(attngraph.explain(model, *qkv()).attention) == 1
+
+
+def test_torchs_attention_to_one_key_is_told_as_that() -> None:
+    q = normal(2, 4, 1, 8)
+    one = ["it has one key, whose weight is 1 whatever its score"]
+    assert why(lambda q: F.scaled_dot_product_attention(q, q, q), q) == one
+    assert why(lambda q: (q @ q.mT).softmax(-1) @ q, q) == one

@@ -481,3 +481,18 @@ def test_distances_that_the_model_rounds_are_rounded(compare: Callable[..., Any]
     agreement = compare(model, compiled, tuple(torch.randn(3, 1, 1, 600, 4)), tolerance=2e-6)
     assert agreement, agreement.differences
     assert len(compiled.report.attention) == 1
+
+
+def test_a_factor_of_the_weights_may_be_written_as_an_exponential(compare: Compare) -> None:
+    """The algebra adds its exponent to that of the softmax."""
+
+    def differential(q: Tensor, k: Tensor, v: Tensor, less: Tensor) -> Tensor:
+        first, second = (q @ k.mT).softmax(-1), (k @ q.mT).softmax(-1)
+        return (first - less.exp()[:, None, None] * second) @ v
+
+    def inputs() -> tuple[Tensor, ...]:
+        size = spellings.size
+        return (*torch.randn(3, size.B, 4, size.T, 8, dtype=torch.float64).unbind(), torch.randn(4).double())
+
+    compiled = check_at_two_sizes("differential", differential, inputs, compare)
+    assert len(compiled.report.attention) == 2, compiled.report.missed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +118,56 @@ def test_a_call_of_a_library_is_shown_with_the_models_own_line(x: Tensor) -> Non
     assert f"called at {entry.caller}" in str(report)
     plain = attngraph.explain(attend, x).attention[0]
     assert (plain.caller, plain.code) == ("", "")
+
+
+def test_a_library_of_several_files_is_shown_with_the_models_own_line(
+    x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "strange_library"
+    library.mkdir()
+    (library / "__init__.py").write_text("from strange_library.outer import product\n")
+    (library / "outer.py").write_text("from .inner import run\n\ndef product(a, b):\n    return run(a, b)\n")
+    (library / "inner.py").write_text("def run(a, b):\n    return a @ b\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import strange_library  # type: ignore[import-not-found]
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (x @ x.mT).softmax(-1)
+            return strange_library.product(weights, x)  # type: ignore[no-any-return]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    (entry,) = attngraph.explain(Model(), x).attention
+    assert entry.source == "strange_library/inner.py:2"
+    assert "test_arguments.py" in entry.caller and entry.code.startswith("return strange_library.product")
+
+
+def test_a_number_that_is_asked_for_inside_of_torch_is_told_at_the_users_line(x: Tensor) -> None:
+    def in_blocks(x: Tensor) -> Tensor:
+        return torch.cat([torch.softmax(part @ x.mT, -1) @ x for part in x.split(2, 1)], 1)
+
+    (asked,) = attngraph.explain(in_blocks, x).numbers
+    assert "test_arguments.py" in asked.source and "x.split(2, 1)" in asked.reason
+
+
+def test_a_decoder_names_the_arguments_that_are_missing() -> None:
+    class Translating(Words):
+        def forward(self, ids: Tensor, source: Tensor) -> Tensor:  # type: ignore[override]
+            return torch.softmax(self.embed(ids) @ source.mT, -1) @ source
+
+    class Masked(Words):
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+            return attend(self.embed(ids) * attention_mask[..., None])
+
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"needs source as well: give it by name \(source=...\)"):
+        attngraph.compile(Translating().eval(), cache=True).prefill(ids)
+    with pytest.raises(TypeError, match=r"padding is removed before.*attention_mask=None"):
+        attngraph.compile(Masked().eval(), cache=True).prefill(ids, attention_mask=torch.ones(1, 5))

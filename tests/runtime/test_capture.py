@@ -366,3 +366,44 @@ def test_a_hook_of_the_backward_pass_matters_where_gradients_are_recorded(
     assert seen.count(2) == 3
     (stop,) = forward.report.breaks
     assert "forward() changes the local variable seen" in stop.reason
+
+
+class CausalFromTwoOn(nn.Module):
+    """The usual spelling: one token needs no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.logits = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)[:, None]
+        found = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 1)
+        logits: Tensor = self.logits(found[:, 0])
+        return logits
+
+
+def test_a_flag_of_torchs_attention_may_follow_from_sizes(same: Same) -> None:
+    model = CausalFromTwoOn().eval()
+    compiled = attngraph.compile(model, min_scores=0)
+    for tokens in (5, 6, 2):
+        ids = torch.randint(0, 9, (2, tokens))
+        same(compiled(ids), model(ids))
+    assert (compiled.report.graphs, compiled.report.numbers) == (1, ())
+    assert compiled.report.attention[0].mask == "causal"
+    same(compiled(ids[:, :1]), model(ids[:, :1]))
+    logits, _ = attngraph.compile(model, cache=True).prefill(ids)
+    same(logits, model(ids).detach())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, -1])
+def test_heads_that_vmap_puts_in_any_dimension_are_captured_whole(place: int, same: Same) -> None:
+    def heads(x: Tensor, weights: Tensor) -> Tensor:
+        def head(weight: Tensor) -> Tensor:
+            return torch.softmax(x @ weight @ x.mT, -1) @ x
+
+        return torch.vmap(head, out_dims=place)(weights)
+
+    x, weights = torch.randn(2, 5, 8), torch.randn(3, 8, 8)
+    compiled = attngraph.compile(heads, strict=True, min_scores=0)
+    same(compiled(x, weights), heads(x, weights))
+    assert len(compiled.report.attention) == 1

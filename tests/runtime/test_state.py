@@ -709,3 +709,32 @@ def test_modules_that_take_their_shape_from_the_first_input_do(layer: type[nn.Mo
         x = torch.randn(2, 5, 3)
         same(compiled(x), model(x))
     assert compiled.report.attention
+
+
+class Registry:
+    """Replaces what it holds in its first use, as libraries do that look for what is installed."""
+
+    def __init__(self) -> None:
+        self.held: Any = None
+
+    def look(self) -> None:
+        if self.held is None:
+            held: dict[str, Any] = {"torch": torch, "found": []}
+            held["found"].append(held)
+            self.held = types.SimpleNamespace(found=held)
+
+
+REGISTRY = Registry()
+
+
+def test_what_a_first_call_keeps_may_contain_itself_and_modules(same: Same) -> None:
+    def forward(x: Tensor) -> Tensor:
+        REGISTRY.look()
+        return attend(x)
+
+    compiled = attngraph.compile(forward, strict=True)
+    for tokens in (5, 7):
+        x = torch.randn(2, tokens, 8)
+        same(compiled(x), attend(x))
+    assert REGISTRY.held is not None
+    assert len(compiled.report.attention) == 1

@@ -42,6 +42,15 @@ def call_stack(trace: str) -> tuple[list[Frame], int]:
     """The lines outside of torch that call each other, the innermost last, and the place among them of the
     model's own line: the innermost of this module's forward that is in the file of the line which calls the
     module, so that it is not a library's."""
+    frames, entered = _frames(trace)
+    entered = min(entered, len(frames) - 1)
+    home = frames[max(entered - 1, 0)].path if frames else ""
+    inside = [n for n, f in enumerate(frames) if n >= entered and f.path == home]
+    return frames, inside[-1] if inside else entered
+
+
+def _frames(trace: str) -> tuple[list[Frame], int]:
+    """The lines outside of torch, and the place of the first one below the innermost call of a module."""
     frames, entered = list[Frame](), 0
     for path, line in _FRAME.findall(trace):
         if path.startswith(_LAYERS):  # the call of a module: its forward is below
@@ -50,10 +59,7 @@ def call_stack(trace: str) -> tuple[list[Frame], int]:
             frame = Frame(path, int(line))
             if len(frames) == entered or frames[-1] != frame:  # a generator's line calls itself
                 frames.append(frame)
-    entered = min(entered, len(frames) - 1)
-    home = frames[max(entered - 1, 0)].path if frames else ""
-    inside = [n for n, f in enumerate(frames) if n >= entered and f.path == home]
-    return frames, inside[-1] if inside else entered
+    return frames, entered
 
 
 def source_of(node: fx.Node) -> str:
@@ -76,17 +82,15 @@ def _source(trace: str) -> str:
 
 def caller_of(node: fx.Node) -> tuple[str, str]:
     """The line of the same forward, in another file, that called the code in which the node stands (a
-    model's call of a library's attention), and the text of that line; "" where there is none."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    inner = next((f for f in reversed(frames) if not f[0].startswith((_TORCH, *_OURS, "<"))), None)
-    if inner is None:
+    model's call of a library's attention), and the text of that line; "" where there is none. Where a library
+    calls itself, it is the model's own line, if that is known."""
+    trace = node.meta.get("stack_trace") or ""
+    (frames, own), (_, entered) = call_stack(trace), _frames(trace)
+    others = [n for n in range(entered, len(frames)) if frames[n].path != frames[-1].path]
+    if not others:
         return "", ""
-    for path, line in reversed(frames[: frames.index(inner)]):
-        if path.startswith((_LAYERS, *_OURS)):  # the call of this module: its forward is below
-            break
-        if path != inner[0] and not path.startswith((_TORCH, "<")):
-            return f"{short_path(path)}:{line}", linecache.getline(path, int(line)).strip()
-    return "", ""
+    caller = frames[own if own in others else others[-1]]
+    return caller.source, linecache.getline(caller.path, caller.line).strip()
 
 
 @functools.lru_cache(maxsize=4096)

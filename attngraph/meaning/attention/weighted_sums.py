@@ -32,6 +32,7 @@ from attngraph.meaning.attention.normaliser import (
     match_normaliser,
     open_sums,
     pieces_of,
+    split_by,
 )
 from attngraph.meaning.attention.not_normalised import why_not_normalised
 from attngraph.meaning.attention.refusal import Refusal
@@ -239,21 +240,40 @@ def _normalise(
         inverses = [f for f in product.args if f.op == "recip"]
         for weight in weights:
             for inverse in inverses:
-                matched = match_normaliser(weight.args[0], inverse.args[0], keys, look)
+                matched = _matched(weight.args[0], inverse.args[0], keys, look)
                 if isinstance(matched, Refusal):
                     return matched
                 if matched is None:
                     continue
-                return _replace(body, weight, inverse), matched[0], matched[1]
+                score, sink, factor = matched
+                return _replace(body, weight, inverse, factor), score, sink
     return None
 
 
-def _replace(body: Expr, weight: Expr, inverse: Expr) -> Expr:
-    """The body with p in the place of the weight times the inverse, wherever they stand together."""
+def _matched(
+    exponent: Expr, normaliser: Expr, keys: tuple[Expr, ...], look: Look
+) -> tuple[Expr, Expr | None, Expr] | Refusal | None:
+    """The score, the sink, and a factor of the weight. A factor that the model wrote as an exponential (a
+    learned one of each head, say) became a term of the exponent; unlike a shift by the row's maximum it does
+    not differ by row."""
+    matched = match_normaliser(exponent, normaliser, keys, look)
+    if not isinstance(matched, Refusal):
+        return None if matched is None else (*matched, E.ONE)
+    moving, fixed = split_by(exponent, keys)
+    of_row = moving.free - frozenset(keys)
+    factors = [t for t in (fixed.args if fixed.op == "add" else (fixed,)) if t.free < of_row]
+    rest = M.sub(exponent, M.add(*factors))
+    found = match_normaliser(rest, normaliser, keys, look) if factors else matched
+    return (*found, M.exp(M.add(*factors))) if isinstance(found, tuple) else matched
+
+
+def _replace(body: Expr, weight: Expr, inverse: Expr, factor: Expr = E.ONE) -> Expr:
+    """The body with p times a factor in the place of the weight times the inverse, wherever they stand
+    together."""
     found: dict[Expr, Expr] = {}
     for product in E.walk(body):
         if product.op == "mul" and weight in product.args and inverse in product.args:
-            found[product] = M.mul(WEIGHT, *(f for f in product.args if f not in (weight, inverse)))
+            found[product] = M.mul(WEIGHT, factor, *(f for f in product.args if f not in (weight, inverse)))
     return M.substitute(body, found)
 
 

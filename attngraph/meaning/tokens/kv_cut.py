@@ -16,6 +16,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
+from attngraph.errors import NoDecoderError
 from attngraph.meaning.rule import RULES, Category
 from attngraph.meaning.tokens.facts import Kind
 from attngraph.meaning.tokens.tokens import Tokens
@@ -23,9 +24,18 @@ from attngraph.meaning.tokens.tokens import Tokens
 _FEWER_STEPS = 1.0 / (1 << 20)
 """Of cuts with equal bytes, prefer the one nearest to the operands: least work remains when they are read."""
 
+UNKNOWN_WIDTH = (
+    "how many values a token has follows from the call alone, where attention reads the model's input "
+    "itself, so there is no knowing how much to keep"
+)
+
 
 def choose_kept(tokens: Tokens, operands: Iterable[fx.Node]) -> list[fx.Node]:
-    """The values to keep, in the graph's order, such that every operand is a view of them."""
+    """The values to keep, in the graph's order, such that every operand is a view of them.
+
+    Raises:
+        NoDecoderError: no set of values has a known number of bytes for each token.
+    """
     wanted = list(dict.fromkeys(operands))
     flow = nx.DiGraph()
     seen: set[fx.Node] = set()
@@ -50,7 +60,10 @@ def choose_kept(tokens: Tokens, operands: Iterable[fx.Node]) -> list[fx.Node]:
             stack.append((operand, depth + 1))
     if not wanted:
         return []
-    _, (reachable, _) = nx.minimum_cut(flow, "tokens", "operands")
+    try:
+        _, (reachable, _) = nx.minimum_cut(flow, "tokens", "operands")
+    except nx.NetworkXUnbounded as problem:
+        raise NoDecoderError(UNKNOWN_WIDTH) from problem
     kept = {n for n in seen if ("in", n) in reachable and ("out", n) not in reachable}
     return [n for n in tokens.graph.graph.nodes if n in kept]
 

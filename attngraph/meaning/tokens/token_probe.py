@@ -10,6 +10,7 @@ whole. Nothing here edits the graph.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -203,18 +204,18 @@ class TokenProbe:
         replaced: Mapping[int, int], louder: float,
     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
         """The node's value on all tokens and on a selection of them, for each selection."""
-        steps, at = (order, node) if not replaced else _with_numbers(order, leaves, node, replaced)
-        for seed, picks in enumerate(selections):
-            run, given = self._inputs(leaves, ROWS, tokens, seed)
-            if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
-                raise ValueError("it takes too much memory")
-            known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
-            given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
-            (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
-            some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
-            part, _ = self._inputs((), 1, len(picks), seed)
-            (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)
-            yield whole, found
+        with _with_numbers(order, leaves, node, replaced) as (steps, at):
+            for seed, picks in enumerate(selections):
+                run, given = self._inputs(leaves, ROWS, tokens, seed)
+                if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
+                    raise ValueError("it takes too much memory")
+                known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
+                given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
+                (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
+                some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
+                part, _ = self._inputs((), 1, len(picks), seed)
+                (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)
+                yield whole, found
 
     def _holds(self, runs: _Runs, axes: Axes, selections: Sequence[Sequence[Pick]], tokens: int) -> bool:
         """Whether a value with these axes has on each selection what it has for the same tokens among all."""
@@ -380,10 +381,15 @@ def _numbers(node: fx.Node) -> list[tuple[int, int]]:
     ]
 
 
+@contextlib.contextmanager
 def _with_numbers(
     order: Sequence[fx.Node], leaves: Sequence[fx.Node], node: fx.Node, numbers: Mapping[int, int]
-) -> tuple[list[fx.Node], fx.Node]:
-    """A copy of a region whose operations are given other numbers, on the same leaves; and its result."""
+) -> Iterator[tuple[Sequence[fx.Node], fx.Node]]:
+    """A copy of a region whose operations are given other numbers, on the same leaves; and its result. When
+    it is left, the leaves have no more users than before."""
+    if not numbers:
+        yield order, node
+        return
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for old in order:
         if old in leaves or is_size(old):
@@ -393,7 +399,11 @@ def _with_numbers(
         copies[old].meta = dict(old.meta)
         for given, place in _numbers(old):
             copies[old].update_arg(place, numbers.get(given, given))
-    return list(copies.values()), copies[node]
+    try:
+        yield list(copies.values()), copies[node]
+    finally:
+        for copy in graph.nodes:
+            copy.args, copy.kwargs = (), {}
 
 
 def _follows_from(node: fx.Node, values: set[fx.Node]) -> bool:
