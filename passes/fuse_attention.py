@@ -257,7 +257,7 @@ class _Fusion:
     def _adopt(self, node: fx.Node) -> None:
         """Report an attention op that the model itself calls like a fused one."""
         node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
-        node.meta["attention"] = describe(node, self.graph.hints)
+        node.meta["attention"] = describe(node, self.graph)
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import sympy
-from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorToInt, IntTrueDiv, ToFloat
+from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorDiv, FloorToInt, IntTrueDiv, ToFloat
 
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra import simplify
@@ -63,6 +63,8 @@ RELATED = {
         [sympy.Eq(M, 9 - sympy.Max(0, 9 - M)), sympy.Eq(M, N)], sympy.Max(0, 9 - M), 9 - N,
     ),
     "two symbols": ([sympy.Eq(M, N)], M * 3, N * 3),
+    "multiples of a number": ([sympy.Eq(8 * N, 72)], N + M, M + 9),
+    "multiples of a product": ([sympy.Eq(6 * M, 4 * M * N - 4 * M * N + 12 * N)], M, 2 * N),
     "a product of which no part is known": ([sympy.Eq(2 * N, 3 * M)], 2 * N, 3 * M),
 }  # fmt: skip
 
@@ -73,6 +75,12 @@ def test_sizes_that_are_equal_have_one_name(name: str) -> None:
     names = SizeNames(relations)
     assert names.of(from_sympy(formula)) is names.of(from_sympy(wanted))
     assert names.of(from_sympy(wanted)) is from_sympy(wanted)
+
+
+def test_a_name_never_contains_what_it_stands_for() -> None:
+    area, part = N * M, FloorDiv(N * M, sympy.Symbol("p", integer=True, positive=True))
+    names = SizeNames([sympy.Eq(area, part * sympy.Symbol("p", integer=True, positive=True))])
+    assert names.of(from_sympy(area)) is from_sympy(area)
 
 
 def test_what_no_relation_speaks_of_keeps_its_name() -> None:

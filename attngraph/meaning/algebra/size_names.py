@@ -8,6 +8,7 @@ replacing ends. What is no such relation (`2 * n == 3 * m`) renames only a formu
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,7 +38,7 @@ class SizeNames:
 
     def _learn(self, a: Expr, b: Expr) -> None:
         found = _named(a, b) or _named(b, a) or _solved(a, b)
-        if found is None and a is not b and a.op != "const":
+        if found is None and a.op != "const" and not _contains(b, a):
             found = a, b
         if found is not None:
             self._names[found[0]] = found[1]
@@ -56,14 +57,24 @@ class SizeNames:
 
 def _named(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
     """A symbol, and the formula without it that it equals."""
-    return (a, b) if a.op == "size" and all(n is not a for n in E.walk(b)) else None
+    return (a, b) if a.op == "size" and not _contains(b, a) else None
+
+
+def _contains(formula: Expr, part: Expr) -> bool:
+    return any(n is part for n in E.walk(formula))
 
 
 def _solved(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
-    """A part of the relation that is no symbol, and what it equals without such parts."""
-    difference = ranges.subtract(ranges.polynomial(a), ranges.polynomial(b))
-    parts = [atoms for atoms in difference if any(n.op != "size" for n in atoms)]
-    if len(parts) != 1 or len(parts[0]) != 1 or abs(difference[parts[0]]) != 1:
-        return None
-    sign = -difference.pop(parts[0])
-    return parts[0][0], M.from_polynomial({atoms: sign * n for atoms, n in difference.items()})
+    """A symbol that is a product of others, or else the only part of the relation that is no symbol, and what
+    it equals."""
+    terms = ranges.subtract(ranges.polynomial(a), ranges.polynomial(b))
+    common = math.gcd(*terms.values())
+    alone = {atoms[0]: n // common for atoms, n in terms.items() if len(atoms) == 1}
+    parts = [n for atoms in terms for n in atoms if n.op != "size"]
+    symbols = [n for n in alone if n.op == "size" and len(terms) <= 2]
+    for whole in (*symbols, *(parts if len(parts) == 1 else ())):
+        rest = {atoms: n // common for atoms, n in terms.items() if atoms != (whole,)}
+        found = M.from_polynomial({atoms: -alone.get(whole, 0) * n for atoms, n in rest.items()})
+        if abs(alone.get(whole, 0)) == 1 and not _contains(found, whole):
+            return whole, found
+    return None
