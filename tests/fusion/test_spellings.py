@@ -278,6 +278,7 @@ ADDED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a shift of whole rows": (lambda mask, table: mask[:, :1], "none"),
     "what is learned from it": (lambda mask, table: mask @ table, "none"),
     "a learned bias": (lambda mask, table: table, "none"),
+    "as long as the argument": (lambda mask, table: torch.arange(mask.shape[0]).double() ** 0.5, "none"),
 }
 
 

@@ -12,8 +12,9 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr, format_number
 from attngraph.ir.language.score import Keep, Score, ScoreProgram
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.masks.fold import is_of_row
 from attngraph.meaning.rule import ELEMENTWISE, category_of
+
+_K = E.var("k")
 
 
 def describe(program: ScoreProgram, hiding: Collection[int] = (), given: Collection[int] = ()) -> str:
@@ -23,16 +24,16 @@ def describe(program: ScoreProgram, hiding: Collection[int] = (), given: Collect
     asked = {n for k in program.keeps for n in E.walk(k.predicate)}
     read = dict.fromkeys(n for e in program.expressions for n in E.walk(e) if n.op == "read")
     words += [f"{format_expr(n)} > -inf" for n in read if n.value in hiding and n not in asked]
-    added = dict.fromkeys(n for t in _added(program) for n in E.walk(t) if n.op == "read")
+    added = dict.fromkeys(n for t in _added(program) for n in E.walk(t) if n.op == "read" and _K in n.args)
     words += [f"whatever {format_expr(n)} adds" for n in added if n.value in given and n not in asked]
     return " & ".join(words) or "none"
 
 
 def _added(program: ScoreProgram) -> Iterator[Expr]:
-    """The terms that are added to scores and differ by key."""
+    """The terms that are added to scores."""
     for value in (M.canonical(s.value) for s in program.statements if isinstance(s, Score)):
         for term in value.args if value.op == "add" else ():
-            if not is_of_row(term) and all(n.op not in ("dot", "s") for n in E.walk(term)):
+            if all(n.op not in ("dot", "s") for n in E.walk(term)):
                 yield term
 
 
@@ -54,10 +55,11 @@ def _is_given(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
         at = pending.pop()
         if at.op == "placeholder":
             sources.add(kinds[at])
-        elif isinstance(at.meta.get("val"), Tensor) and category_of(at) not in ELEMENTWISE:
+        elif category_of(at) not in ELEMENTWISE:
             return False
-        pending += [n for n in at.all_input_nodes if n not in seen]
-        seen.update(at.all_input_nodes)
+        read = {n for n in at.all_input_nodes if isinstance(n.meta.get("val"), Tensor)} - seen
+        pending += read
+        seen |= read
     return "argument" in sources and sources <= {"argument", "constant", "buffer"}
 
 
