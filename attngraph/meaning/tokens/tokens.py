@@ -316,6 +316,12 @@ class Tokens:
             return f"token t reads token {index!r}"
         if M.sub(index, self.space.tokens) is E.const(-1):
             return "only the last token is read; return the logits of all tokens"
+        places = [
+            v for v in index.free if str(v.value).startswith("own") and v.args[0] is not self.space.tokens
+        ]
+        if len(index.free) == len(places) == 1:
+            dim = str(places[0].value).removeprefix("own")
+            return f"its dimension {dim} holds tokens, but has not as many places as there are tokens"
         return "every token is read" if index.free else f"token {index!r} is read"
 
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
