@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +189,29 @@ def test_a_product_with_the_first_part_of_a_value() -> None:
     model = Model(FirstPart(), Gelu())
     decoder, _ = decoded(model)
     check(model, decoder)
+
+
+class PickedHeads(nn.Module):
+    """Parts of a projection, picked by a list or cut."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.first, self.second = nn.Linear(16, 24), nn.Linear(8, 16), first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = functional.silu(self.up(x)).unflatten(-1, (3, 8))
+        found: Tensor = self.down((parts[:, :, self.first] * parts[:, :, self.second]).flatten(2))
+        return found
+
+
+def test_a_list_of_one_head_cuts_no_region() -> None:
+    counts = []
+    for first, second in (([-3], [1]), (slice(0, 1), slice(1, 2))):
+        model = Model(PickedHeads(first, second), Gelu())
+        decoder, graph = decoded(model)
+        counts.append(len(programs(graph)))
+        check(model, decoder)
+    assert counts[0] == counts[1]
 
 
 class CountedBack(nn.Module):
