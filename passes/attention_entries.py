@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -40,16 +40,22 @@ def describe_claim(
         name=module_of(claim.node), program=str(claim.program), heads=heads,
         kv_heads=_number(claim.kv_heads, hints), head_dim=_number(claim.head_dim, hints),
         value_dim=_number(claim.value_dim, hints), source=source,
-        mask=masks.describe(claim.program, masks.hiding(claim.reads, graph.known_values())),
+        mask=in_words(claim.program, claim.reads, graph),
         caller=caller, code=code, kernel=KernelEntry(), error=verdict.error, call=call, warning=warning,
         axes=(_numbers(claim.axes[0], hints), _numbers(claim.axes[1], hints)),
     )  # fmt: skip
     return entry, [*notes, f"fused attention at {source}, {checked}"]
 
 
-def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
+def in_words(program: ScoreProgram, reads: Sequence[object], graph: ProgramGraph) -> str:
+    """The mask of a program whose tensors are these values of a graph."""
+    hiding = masks.hiding(reads, graph.known_values())
+    return masks.describe(program, hiding, masks.given(reads, graph))
+
+
+def describe(node: fx.Node, graph: ProgramGraph) -> AttentionEntry:
     """The report's entry for an attention node that is already in the graph."""
-    found = nodes.AttentionOp.of(node)
+    found, hints = nodes.AttentionOp.of(node), graph.hints
     q, k, v = (n.meta["val"].shape for n in (found.q, *found.keys))
     heads, kv_heads, head_dim, value_dim = (
         _number(size_expression(s), hints) for s in (q[1], k[1], q[3], v[3])
@@ -58,8 +64,8 @@ def describe(node: fx.Node, hints: Mapping[str, int]) -> AttentionEntry:
     caller, code = caller_of(node)
     return AttentionEntry(
         name=module_of(node), program=str(found.program), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        value_dim=value_dim, mask=masks.describe(found.program), source=source_of(node), kernel=KernelEntry(),
-        error=0.0, numerics="exact", call=call,
+        value_dim=value_dim, mask=in_words(found.program, found.reads, graph), source=source_of(node),
+        kernel=KernelEntry(), error=0.0, numerics="exact", call=call,
         warning=_warning(found.program, heads, call), caller=caller, code=code,
     )  # fmt: skip
 

@@ -8,7 +8,8 @@ so that later passes may change memory layouts. For the same reason a copy made 
 eval, in torch older than 2.15) is removed, because nothing writes to either. A `copy` into a tensor is
 replaced by the value that is copied. An einsum of more than two operands becomes einsums of two, the pair
 with the smallest result first, because an attention may be part of it. A triangular inverse that is written
-row by row becomes one operation (`join_rows.py`). Refuses nothing.
+row by row becomes one operation (`join_rows.py`), and picking places that follow each other a slice
+(`slice_lists.py`). Refuses nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.rules.contraction import subscripts
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.join_rows import join_rows
+from attngraph.passes.slice_lists import slice_lists
 from attngraph.pipeline import Outcome
 
 LETTERS = string.ascii_letters
@@ -76,9 +78,12 @@ class Canonicalize:
                 _take_from_inputs(graph, node)
             elif target in _STRIDED_VIEWS:
                 node.target = torch.ops.aten.reshape.default
-        return Outcome(
-            [*(f"removed {count} x {name}" for name, count in sorted(removed.items())), *join_rows(graph)]
-        )
+        notes = [f"removed {count} x {name}" for name, count in sorted(removed.items())]
+        sliced = sorted(slice_lists(graph).items())
+        notes += [
+            f"{count} x {name} of places that follow each other became slices" for name, count in sliced
+        ]
+        return Outcome([*notes, *join_rows(graph)])
 
 
 def _take_from_inputs(graph: ProgramGraph, node: fx.Node) -> None:

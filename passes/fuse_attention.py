@@ -42,7 +42,14 @@ from attngraph.meaning.rule import Category
 from attngraph.passes.attention_entries import describe, describe_claim
 from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.look_later import Kinds, take_results
-from attngraph.passes.shared_scores import Found, fusible, join_values, side_by_side, used_elsewhere
+from attngraph.passes.shared_scores import (
+    Found,
+    computed_again,
+    fusible,
+    join_values,
+    side_by_side,
+    used_elsewhere,
+)
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import Missed
 
@@ -225,8 +232,9 @@ class _Fusion:
         """Build the attentions of these nodes, check all, and only then replace the nodes."""
         seeds: dict[Seed, fx.Node] = {}  # attentions under one dropout use the same random numbers
         replaced: dict[fx.Node, fx.Node] = {}
-        entries: list[tuple[fx.Node, Attention, Verdict]] = []
-        for group in join_values(together):
+        entries: list[tuple[fx.Node, Attention, Verdict, str]] = []
+        groups = join_values(together)
+        for group in groups:
             builders.append(Builder(self.graph, max(each.node for each in group)))
             results, claims, leaves = _build(builders[-1], group, seeds)
             for old, new in results.items():
@@ -235,7 +243,8 @@ class _Fusion:
                     log.warning("refused %s at %s: %s", old, source_of(old), verdict.problem)
                     raise _DiffersError(f"a fused node would not compute the same: {verdict.problem}")
             wholes = [n for n in builders[-1].made if nodes.view(n) is not None]
-            entries += [(whole, claim, verdict) for whole, claim in zip(wholes, claims, strict=True)]
+            again = computed_again(group, groups)
+            entries += [(whole, claim, verdict, again) for whole, claim in zip(wholes, claims, strict=True)]
             replaced |= results
         for each in together:
             self.freed |= each.starts
@@ -243,9 +252,10 @@ class _Fusion:
         for old, new in replaced.items():
             old.replace_all_uses_with(new)
             self.graph.graph.erase_node(old)
-        for whole, claim, verdict in entries:
+        for whole, claim, verdict, again in entries:
             self.fused += 1
-            whole.meta["attention"], notes = describe_claim(claim, verdict, whole, self.graph)
+            entry, notes = describe_claim(claim, verdict, whole, self.graph)
+            whole.meta["attention"] = dataclasses.replace(entry, again=again)
             self.outcome.notes += notes
         if len(together) > 1:
             sort(self.graph.graph)  # joined attentions stand where the last of them stood
@@ -257,7 +267,7 @@ class _Fusion:
     def _adopt(self, node: fx.Node) -> None:
         """Report an attention op that the model itself calls like a fused one."""
         node.args, node.kwargs = nodes.AttentionOp.of(node).args, {}
-        node.meta["attention"] = describe(node, self.graph.hints)
+        node.meta["attention"] = describe(node, self.graph)
 
     def _report_missed(self) -> None:
         alive = set(self.graph.graph.nodes)

@@ -32,8 +32,8 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.attention import layout
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.masks import words as masks
 from attngraph.meaning.rule import ELEMENTWISE, Category, category_of, is_part
+from attngraph.passes.attention_entries import in_words
 from attngraph.passes.build import Builder, NoSize
 from attngraph.pipeline import Outcome
 from attngraph.report.entries import AttentionEntry
@@ -309,13 +309,12 @@ class _Merge:
             node.replace_all_uses_with(seen)
 
     def _entry(self, merged: Attention, count: int, shared: int, error: float) -> AttentionEntry:
-        hidden = masks.hiding(merged.reads, self.graph.known_values())
         entries: list[AttentionEntry] = [h.meta["attention"] for h in self.heads]
         names = [e.name.split(".") for e in entries]
         common = [a for a, *rest in zip(*names, strict=False) if all(a == b for b in rest)]
         return dataclasses.replace(
             entries[0], name=".".join(common), program=str(merged.program),
-            mask=masks.describe(merged.program, hidden),
+            mask=in_words(merged.program, merged.reads, self.graph),
             heads=entries[0].heads * count, kv_heads=entries[0].kv_heads * shared, merged=count,
             error=max(error, *(e.error for e in entries)),
         )  # fmt: skip

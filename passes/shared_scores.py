@@ -175,6 +175,20 @@ def _depend(group: Sequence[Found]) -> bool:
     return len(group) > 1 and not nodes.isdisjoint(values)
 
 
+def computed_again(group: Sequence[Found], groups: Iterable[Sequence[Found]]) -> str:
+    """That other groups compute the scores of this one too, and why, for the report; empty if none does."""
+    mine = {start: what for each in group for start, what in each.starts.items()}
+    others = [[start for each in other for start in each.starts if start in mine]
+              for other in groups if other is not group]  # fmt: skip
+    shared = [{mine[start] for start in starts} for starts in others if starts]
+    if not shared:
+        return ""
+    count = f"{len(shared) + 1} attentions, each of which computes the scores"
+    if all("weights" in what for what in shared):
+        return f"its softmax weighs values of different forms: {count}"
+    return f"its scores have several softmaxes: {count}"
+
+
 def side_by_side(claims: Sequence[Attention]) -> Attention:
     """Attentions that differ in their values as one, which has the values of all."""
     parts = zip(*(claim.v.parts for claim in claims), strict=True)

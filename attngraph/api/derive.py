@@ -153,11 +153,11 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
                 f"(Sizes of the model are numbers, because torch cannot follow them as symbols{where}: "
                 f"{stop.reason}.)"
             )
-        elif made.result.missed:
-            first = made.result.missed[0]
-            more = f"(The softmax at {first.source} was not recognised as attention: {first.reason}.)"
         else:
-            raise
+            first = next((missed for missed in made.result.missed if not missed.is_routing), None)
+            if first is None:
+                raise
+            more = f"(What looks like a softmax at {first.source} is not fused: {first.reason}.)"
         raise NoDecoderError(
             f"{problem.reason}\n{more}", problem.fixes_tokens, problem.extents
         ) from problem  # fmt: skip

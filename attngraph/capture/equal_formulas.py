@@ -8,7 +8,9 @@ torch. So is what follows from the values of tensors. Used by `trace.py`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from attngraph.capture.replaced import replaced
+from attngraph.capture.stack_traces import user_lines
+from attngraph.ir.graph.source import short_path
 
 _METHODS = (
     "add", "sub", "mul", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min",
@@ -59,7 +63,15 @@ def _asking_once(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             return sympy.sympify(hint)
         key = env, formula, hint, node, oblivious, args, tuple(kwargs.items()), env._suppress_guards_tls()
         if key not in known:
+            before = len(env.guards)
             known[key] = evaluate(env, formula, hint, node, oblivious, *args, **kwargs)
+            if len(env.guards) > before and (lines := user_lines(sys._getframe(1))):
+                # Torch would name this file: to it, what is not its own is the user's.
+                where = f"{short_path(lines[-1][0])}:{lines[-1][1]}"
+                env.guards[before:] = [
+                    g._replace(sloc=dataclasses.replace(g.sloc, maybe_user_loc=where))
+                    for g in env.guards[before:]
+                ]
         return known[key]
 
     return evaluated

@@ -25,7 +25,7 @@ from attngraph.capture.replaced import replaced
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
+_CAPTURE = os.path.dirname(__file__) + os.sep
 _WRAPPER = inspect.unwrap(Flat.forward).__code__
 _Line = tuple[str, int, str]
 """The file, the number and the function of a line."""
@@ -82,5 +82,6 @@ def _summary(lines: tuple[_Line, ...]) -> traceback.StackSummary:
 
 @functools.lru_cache(maxsize=4096)
 def _is_told(file: str) -> bool:
-    """Whether lines of this file say where in the user's code an operation is, or in which layer."""
-    return not file.startswith(_OURS) and (not file.startswith(_TORCH) or file.startswith(_LAYERS))
+    """Whether lines of this file say where in the user's code an operation is, or in which layer: not those
+    that replace torch's own functions during a trace."""
+    return not file.startswith(_CAPTURE) and (not file.startswith(_TORCH) or file.startswith(_LAYERS))

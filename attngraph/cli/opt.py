@@ -65,4 +65,4 @@ def _describe_attentions(graph: ProgramGraph) -> None:
     """Restore the description of each attention, which later passes use and the text does not contain."""
     for node in graph.attentions():
         if isinstance(nodes.view(node), nodes.Attention):
-            node.meta["attention"] = describe(node, graph.hints)
+            node.meta["attention"] = describe(node, graph)

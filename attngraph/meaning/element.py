@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-import sympy
 import torch
 from torch import Tensor, fx
 
@@ -24,7 +23,8 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
-from attngraph.meaning.algebra.sizes import from_sympy, is_example, size_expression
+from attngraph.meaning.algebra.size_names import SizeNames
+from attngraph.meaning.algebra.sizes import is_example, size_expression
 from attngraph.meaning.constant_folding import ConstantFolding
 from attngraph.meaning.masks.fold import UNDERFLOWS
 from attngraph.meaning.rule import (
@@ -75,13 +75,7 @@ class Meaning:
         self.numbers = {E.size(name): E.const(n) for name, n in (numbers or {}).items()}
         self._of_numbers = numbers is not None
         self.complex_too, self.along_tokens = complex_too, along_tokens
-        self._same: dict[Expr, Expr] = {}
-        for condition in conditions:
-            if isinstance(condition, sympy.Eq):
-                with contextlib.suppress(Unliftable):
-                    a, b = (self.named(from_sympy(side)) for side in condition.args)
-                    if a is not b and a.op != "const":
-                        self._same[a] = b
+        self._names = SizeNames(conditions)
         self.values = dict(values or {})
         self._constants = ConstantFolding(self.values)
         self.assumed: set[fx.Node] = set()
@@ -141,8 +135,7 @@ class Meaning:
 
     def named(self, size: Expr) -> Expr:
         """The name that stands for all sizes that are equal to this one by the conditions."""
-        while size in self._same:
-            size = self._same[size]
+        size = self._names.of(size)
         if self._of_numbers and is_example(size):
             return E.const(int(size.value))
         return self.numbers.get(size, size)
@@ -150,7 +143,7 @@ class Meaning:
     def renamed(self, extent: Expr) -> Expr:
         """An expression of sizes with each size replaced by `named` of it."""
         whole = self.named(extent)
-        if not (self._same or self._of_numbers) or whole.op in ("size", "const"):
+        if not (self._names or self._of_numbers) or whole.op in ("size", "const"):
             return whole
         sizes = {n: self.named(n) for n in E.walk(whole) if n.op == "size"}
         return M.substitute(whole, sizes)
@@ -219,8 +212,7 @@ class Meaning:
         if isinstance(value, fx.Node):
             value = value.meta.get("val")
         if isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat)):
-            found = size_expression(value)
-            return self.renamed(found) if self._of_numbers else found
+            return self.renamed(size_expression(value))
         raise Unliftable(f"an operand of type {type(value).__name__}")
 
     def integer(self, value: Any) -> Expr:

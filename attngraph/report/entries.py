@@ -120,7 +120,7 @@ class AttentionEntry:
     `axes` are factors of `heads` that are other axes of what the model was given, the rows of a map for
     example: those of queries and keys, then those of queries alone.
     Where `source` is in a library's function, `caller` is the model's line that calls it, and `code` is
-    the text of that line.
+    the text of that line. `again`: which other attentions compute the same scores.
     """
 
     name: str
@@ -141,6 +141,7 @@ class AttentionEntry:
     caller: str = ""
     code: str = ""
     axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    again: str = ""
 
     def heads_in_words(self) -> str:
         """`8 heads on 2 key/value heads of width 64`, `1 head of width 32 at each of 16 places of another

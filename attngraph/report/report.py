@@ -183,6 +183,7 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         f"      {first.heads_in_words()}, mask: {first.mask}",
         *(f"      | {_shown(line)}" for line in first.program.splitlines()),
         *([f"      look: {first.warning}"] if first.warning else []),
+        *([f"      {first.again}"] if first.again else []),
         *_latent_lines(first.latent),
         f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
         *(f"        {remark}" for remark in first.kernel.remarks),

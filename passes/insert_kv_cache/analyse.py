@@ -6,7 +6,7 @@ Used by `insert_kv_cache`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -74,14 +74,19 @@ def _fixed_number(extent: int | torch.SymInt) -> int | None:
 def _fixed_at(graph: ProgramGraph, number: int) -> str:
     """The line of the model where a size became this number, as torch recorded it, or else the first
     operation that takes tokens one by one."""
-    mode = graph.fake_mode()
-    for guard in getattr(getattr(mode, "shape_env", None), "guards", ()):
-        if isinstance(guard.expr, sympy.Eq) and number in guard.expr.args:
-            found = re.search(r"([^\s(]+:\d+)", str(getattr(guard.sloc, "user_loc", None)))
-            if found:
-                return f", at {found[1]}"
+    fixed = _lines(graph, lambda c: isinstance(c, sympy.Eq) and number in c.args)
+    for line in fixed:
+        return f", at {line}"
     one_by_one = (n for n in graph.graph.nodes if n.target in (aten.unbind.int, aten.select.int))
     return next((f", at {op_name(n)} at {source_of(n)}" for n in one_by_one if source_of(n)), "")
+
+
+def _lines(graph: ProgramGraph, is_meant: Callable[[Any], bool]) -> Iterator[str]:
+    """The lines of the model that asked for these relations between sizes, as torch recorded them."""
+    for guard in getattr(getattr(graph.fake_mode(), "shape_env", None), "guards", ()):
+        found = re.search(r"([^\s(]+:\d+)", str(getattr(guard.sloc, "maybe_user_loc", None)))
+        if found and is_meant(guard.expr):
+            yield found[1]
 
 
 def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> None:
@@ -100,8 +105,9 @@ def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> No
         seen = f" Token {pair[0]} sees token {pair[1]}." if pair else ""
         name = culprit.name if culprit.op == "placeholder" else op_name(culprit)
         raise NoDecoderError(
+            f"{_of_longer_alone(graph, ids)}"
             f"{name} at {source}: {_explained(tokens, culprit, pair is not None)}.{seen}"
-            f"{_no_sum(tokens, culprit)}{_of_longer_alone(graph, ids)}"
+            f"{_no_sum(tokens, culprit)}"
             f"{_untested(tokens)}\n"
             "A decoder needs every token to be computed from itself and earlier tokens alone, where only "
             "attention, windows of tokens, running sums and loops of equal steps look at earlier ones.",
@@ -131,14 +137,17 @@ def _limits(graph: ProgramGraph, ids: fx.Node) -> tuple[str, list[Any]]:
 
 
 def _of_longer_alone(graph: ProgramGraph, ids: fx.Node) -> str:
-    """That the model does something else with short sequences, as one that picks the largest few of more."""
+    """That the model does something else with short sequences, as one that picks the largest few of more, and
+    where."""
     name, limits = _limits(graph, ids)
     shortest = next((n for n in range(2, 1 << 12) if all(holds(c, {name: n}) for c in limits)), 2)
     if shortest == 2:
         return ""
+    asked = _lines(graph, lambda c: {str(s) for s in c.free_symbols} == {name} and not holds(c, {name: 2}))
+    where = next((f" ({line})" for line in asked), "")
     return (
-        f" The model does something else with sequences of fewer than {shortest} tokens, and a decoder "
-        "begins with such."
+        f"the model does something else with sequences of fewer than {shortest} tokens{where}, and a decoder "
+        "begins with such. In longer ones, "
     )
 
 

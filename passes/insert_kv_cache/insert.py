@@ -355,7 +355,10 @@ class _Insertion:
     # --- attention ---
 
     def _look_at_pages(self, node: fx.Node) -> None:
-        whole = AttentionOp.of(node)
+        whole, causality = AttentionOp.of(node), self.tokens[node].causality
+        assert causality is not None
+        program = causality.program
+        whole = whole.replace(program=program, sizes=whole.sizes[: program.sizes])
         builder = Builder(self.graph, node)
         if self.tokens[whole.keys[0]].kind is Kind.FIXED:
             window: int | None = None

@@ -129,9 +129,9 @@ def test_a_model_that_does_something_else_with_short_sequences_is_refused_with_t
         return scores.softmax(-1)
 
     decoder: Any = attngraph.compile(Model(weights).eval(), cache=True)
-    with pytest.raises(
-        attngraph.NoDecoderError, match="something else with sequences of fewer than 5 tokens"
-    ):
+    line = weights.__code__.co_firstlineno + 2
+    told = rf"something else with sequences of fewer than 5 tokens \([^ ]*test_histories.py:{line}\), and"
+    with pytest.raises(attngraph.NoDecoderError, match=told):
         decoder.prefill(torch.randint(0, 24, (1, 9)))
 
 

@@ -45,7 +45,10 @@ LAST: dict[str, Pick] = {
 NOT: dict[str, tuple[Pick, str]] = {
     "the first": (lambda m, x: m.head(x[:, [0]]), "token 0 is read"),
     "the last but one": (lambda m, x: m.head(x[:, [-2]]), "-2 is read"),
-    "the last two": (lambda m, x: m.head(x[:, -2:]), "every token is read"),
+    "the last two": (
+        lambda m, x: m.head(x[:, -2:]),
+        "its dimension 1 holds tokens, but has not as many places",
+    ),
     "the mean": (lambda m, x: m.head(x.mean(1)), "every token is read"),
     "the last and the first": (lambda m, x: m.head(x[:, -1] + x[:, 0]), "only the last token is read"),
     "the last by how many there are": (lambda m, x: m.head(x[:, -1]) / x.shape[1], "only the last token"),

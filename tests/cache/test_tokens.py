@@ -19,6 +19,7 @@ from attngraph.ir.ops.cached_attention import CachePlan, Store
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.tokens.axes import Space
+from attngraph.meaning.tokens.shifts import ending_at_query
 from attngraph.meaning.tokens.token_probe import select
 from attngraph.meaning.tokens.tokens import Kind, Tokens
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
@@ -163,6 +164,41 @@ def test_windows_are_read_off() -> None:
         ("keep k <= q and (q - k < 4 or q - k < 9)", 9), ("keep k <= q and (q - k < 4 or k == 0)", None),
     ):  # fmt: skip
         assert examine(parse(text), True, frozenset()).window == window
+
+
+SHIFTED = {
+    "s = 0.5 * dot + (k - n0 + 1) * 0.25\nkeep k <= q": "s = 0.5 * dot + 0.25 * k - 0.25 * q\nkeep k <= q",
+    "s = dot + (k - n0 + 1) * exp(-h)\nkeep k <= q else -9e9": (
+        "s = dot + (k - q) * exp(-h)\nkeep k <= q else -9000000000.0"
+    ),
+    "s = dot + r0[h] * n0\nkeep k <= q\np = 2.0 * p": "s = dot + (q + 1) * r0[h]\nkeep k <= q\np = 2.0 * p",
+}
+NOT_SHIFTED = {
+    "the number scales": "s = dot / n0\nkeep k <= q",
+    "the number scales places": "s = dot + k / n0\nkeep k <= q",
+    "a number for some keys": "s = dot + where(k < 3, n0, 0)\nkeep k <= q",
+    "a fill that other scores are near to": "s = dot + n0\nkeep k <= q else -5.0",
+    "a sink": "s = dot + n0\nkeep k <= q\nsink 1.0",
+    "scores that are bent afterwards": "s = dot + n0\ns = tanh(s)\nkeep k <= q",
+    "a mask of scores": "s = dot + n0\nkeep k <= q and s > 3.0",
+    "a mask of the number": "keep k <= q and k < n0 - 2",
+}
+
+
+@pytest.mark.parametrize("text", SHIFTED)
+def test_scores_that_the_number_of_tokens_shifts_alike_are_those_of_the_query_at_the_end(text: str) -> None:
+    program = parse(text)
+    found = ending_at_query(program, {"n0"})
+    assert str(found) == SHIFTED[text]
+    assert not examine(found, True, frozenset({"n0"})).problem
+    assert ending_at_query(program, set()) == program
+
+
+@pytest.mark.parametrize("name", NOT_SHIFTED)
+def test_what_the_number_of_tokens_decides_otherwise_keeps_it(name: str) -> None:
+    program = parse(NOT_SHIFTED[name])
+    assert ending_at_query(program, {"n0"}) == program
+    assert "how many tokens there are" in examine(program, True, frozenset({"n0"})).problem
 
 
 @st.composite

@@ -42,6 +42,9 @@ WINDOWS: dict[str, Mix] = {
     "a convolution after zeros": lambda m, x, ids: m.dilated(
         torch.cat([x.new_zeros(x.shape[0], 8, 4), x.mT], 2)
     ).mT,
+    "convolutions one after the other, of zeros before the first": lambda m, x, ids: m.dilated(
+        F.silu(m.dilated(F.pad(x.mT, (8, 0)))) * 0.5 + 0.25
+    ).mT,
     "a shift by padding": lambda m, x, ids: F.pad(x, (0, 0, 1, -1)),
     "a shift by cat": lambda m, x, ids: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
     "a shift by two": lambda m, x, ids: F.pad(x.mT, (2, 0))[..., :-2].mT,
@@ -114,6 +117,7 @@ def test_what_looks_ahead_is_refused_with_a_pair_of_tokens(mix: Mix) -> None:
     [
         lambda m, x, ids: m.convolve(m.convolve(x.mT))[..., : x.shape[1]].mT,
         lambda m, x, ids: m.dilated(F.pad(x.mT, (4, 0), value=1.0)).mT,
+        lambda m, x, ids: m.dilated(F.pad(m.dilated(F.pad(x.mT, (5, 0))), (3, 0))).mT,
     ],
 )
 def test_a_convolution_that_reads_other_than_zeros_before_the_first_token_is_refused(mix: Mix) -> None:

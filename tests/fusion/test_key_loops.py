@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import attngraph
@@ -108,3 +109,49 @@ def test_blocks_with_keys_of_their_own_are_one_attention_over_them_side_by_side(
     compiled = attngraph.compile(model)
     assert torch.allclose(compiled(*inputs), model(*inputs), atol=1e-12)
     assert len(compiled.report.attention) == 1
+
+
+def _level(q: Tensor, k: Tensor, v: Tensor, own: bool, maxima: bool) -> tuple[Tensor, Tensor]:
+    """Blocks of two tokens that look at themselves, or every other one at the block before it."""
+    q, k, v = (t.unflatten(1, (-1, 2)) for t in (q, k, v))
+    if not own:
+        (_, q), (k, _), (v, _) = (t.unflatten(1, (-1, 2)).unbind(2) for t in (q, k, v))
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True) if maxima else s).exp()
+    o, l = e @ v, e.sum(-1, keepdim=True)
+    return (o.flatten(1, 2), l.flatten(1, 2)) if own else (_after_none(o), _after_none(l))
+
+
+def _after_none(x: Tensor) -> Tensor:
+    return F.pad(x[:, :, None], (0, 0, 0, 0, 1, 0)).flatten(1, 3)
+
+
+def levels(q: Tensor, k: Tensor, v: Tensor, added: float, twice: int = 1, maxima: bool = False) -> Tensor:
+    """Near keys one by one, those further away as means of two or four: a hierarchy of levels."""
+    sides = [[t.view(-1, 16, 4) for t in (q, k, v)]]
+    sides += [[t.unflatten(1, (-1, 2)).mean(2) for t in sides[0]]]
+    sides += [[t.unflatten(1, (-1, 2)).mean(2) for t in sides[1]]]
+    o, l = (t * twice for t in _level(*sides[2], False, maxima))
+    for level in (1, 0):
+        more = _level(*sides[level], level == 0, maxima)
+        o, l = (a.repeat_interleave(2, 1) + b for a, b in zip((o, l), more, strict=True))
+    return o / (l + added)
+
+
+@pytest.mark.parametrize(("added", "twice"), [(0.0, 1), (1e-3, 1), (0.0, 2), (0.5, 3)])
+def test_blocks_that_some_queries_do_not_see_are_one_attention(added: float, twice: int) -> None:
+    q, k, v = torch.randn(3, 2, 16, 4, dtype=torch.float64)
+    compiled = attngraph.compile(lambda q, k, v: levels(q, k, v, added, twice), min_scores=0)
+    assert torch.allclose(compiled(q, k, v), levels(q, k, v, added, twice), atol=1e-12)
+    assert len(compiled.report.attention) == 1, compiled.report.missed
+
+
+@pytest.mark.parametrize(
+    ("added", "reason"),
+    [(0.0, "the 3 blocks of its keys are added up with different maxima"), (1e-8, "a number is added to")],
+)
+def test_maxima_of_each_level_are_told(added: float, reason: str) -> None:
+    q, k, v = torch.randn(3, 2, 16, 4, dtype=torch.float64)
+    report = attngraph.explain(lambda q, k, v: levels(q, k, v, added, maxima=True), q, k, v)
+    assert not report.attention
+    assert [missed.reason.startswith(reason) for missed in report.missed] == [True]

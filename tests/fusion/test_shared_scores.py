@@ -4,6 +4,8 @@ That they answer as eager does is tested with the spellings (`spellings/shared_s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,38 @@ def test_values_weighed_by_one_softmax_are_joined() -> None:
     report = attngraph.explain(model, *operands())
     assert [entry.value_dim for entry in report.attention] == [9]
     assert not report.missed
+
+
+def of_pairs(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor) -> tuple[Tensor, ...]:
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, torch.einsum("bij,bijd->bid", p, pairs)
+
+
+def both_ways(q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+    scores = q @ k.mT
+    return scores.softmax(-1) @ v, scores.mT.softmax(-1) @ other
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+    p = (q @ k.mT).softmax(-1)
+    return p @ v, p @ k
+
+
+TWICE = "2 attentions, each of which computes the scores"
+AGAIN = {
+    of_pairs: ((2, 7, 9, 5), [f"its softmax weighs values of different forms: {TWICE}"] * 2),
+    both_ways: ((2, 7, 5), [f"its scores have several softmaxes: {TWICE}"] * 2),
+    joined: ((1,), [""]),
+}
+
+
+@pytest.mark.parametrize("model", AGAIN, ids=lambda model: model.__name__)
+def test_scores_that_several_attentions_compute_are_told(model: Callable[..., Tensor]) -> None:
+    shape, wanted = AGAIN[model]
+    q, k, v = (torch.randn(2, s, 8, dtype=torch.float64) for s in (7, 9, 9))
+    report = attngraph.explain(model, q, k, v, torch.randn(shape, dtype=torch.float64))
+    assert [entry.again for entry in report.attention] == wanted
+    assert all(text in str(report) for text in wanted)
 
 
 def test_two_sums_under_one_dropout_lose_the_same_weights() -> None:

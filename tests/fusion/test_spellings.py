@@ -271,6 +271,35 @@ def test_a_table_that_hides_keys_by_minus_infinity_is_a_mask() -> None:
     assert masks == ["r0[q, k] > -inf", "none"]
 
 
+ADDED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "the argument": (lambda mask, table: mask, "whatever r0[q, k] adds"),
+    "a view of it": (lambda mask, table: mask.T[None], "whatever r0[k, q] adds"),
+    "ones where it keeps": (lambda mask, table: (1 - mask) * -1e9, "whatever r0[q, k] adds"),
+    "a shift of whole rows": (lambda mask, table: mask[:, :1], "none"),
+    "what is learned from it": (lambda mask, table: mask @ table, "none"),
+    "a learned bias": (lambda mask, table: table, "none"),
+    "as long as the argument": (lambda mask, table: torch.arange(mask.shape[0]).double() ** 0.5, "none"),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_an_argument_adds_to_scores_is_told_as_a_mask(name: str) -> None:
+    bias, wanted = ADDED[name]
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(7, 7))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return (q @ k.mT + bias(mask, self.table)).softmax(-1) @ v
+
+    compiled = attngraph.compile(Added().double(), min_scores=0)
+    compiled(*qkv(7), torch.zeros(7, 7, dtype=torch.float64))
+    (entry,) = compiled.report.attention
+    assert entry.mask == wanted
+
+
 def test_a_band_of_later_keys_is_told_with_both_of_its_ends() -> None:
     program = parse("s = dot\nkeep k >= q + 1 and k <= q + 4")
     assert describe(program) == "1 <= k - q <= 4"

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import sympy
-from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorToInt, IntTrueDiv, ToFloat
+from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorDiv, FloorToInt, IntTrueDiv, ToFloat
 
 from attngraph.ir.language import expr as E
 from attngraph.meaning.algebra import simplify
+from attngraph.meaning.algebra.size_names import SizeNames
 from attngraph.meaning.algebra.sizes import evaluate_size, example_size, from_sympy, size_expression
 from attngraph.meaning.rule import Unliftable
 
@@ -49,3 +50,40 @@ def test_an_example_of_a_size_stands_for_any() -> None:
 def test_nothing_follows_from_how_small_an_example_is() -> None:
     within = [simplify.lt(E.var("q", size), E.const(48)) for size in (E.const(11), E.size("11"))]
     assert within[0].op == "const" and within[1].op != "const"
+
+
+RELATED = {
+    "a symbol that speaks of itself": (
+        [sympy.Eq(N, 2048 - sympy.Max(0, 2048 - N))], 2048 - sympy.Max(0, 2048 - N), N,
+    ),
+    "a part of what such a relation names": (
+        [sympy.Eq(N, 2048 - sympy.Max(0, 2048 - N))], sympy.Max(0, 2048 - N) + 5, 2053 - N,
+    ),
+    "the same of a symbol that has another name": (
+        [sympy.Eq(M, 9 - sympy.Max(0, 9 - M)), sympy.Eq(M, N)], sympy.Max(0, 9 - M), 9 - N,
+    ),
+    "two symbols": ([sympy.Eq(M, N)], M * 3, N * 3),
+    "multiples of a number": ([sympy.Eq(8 * N, 72)], N + M, M + 9),
+    "multiples of a product": ([sympy.Eq(6 * M, 4 * M * N - 4 * M * N + 12 * N)], M, 2 * N),
+    "a product of which no part is known": ([sympy.Eq(2 * N, 3 * M)], 2 * N, 3 * M),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELATED)
+def test_sizes_that_are_equal_have_one_name(name: str) -> None:
+    relations, formula, wanted = RELATED[name]
+    names = SizeNames(relations)
+    assert names.of(from_sympy(formula)) is names.of(from_sympy(wanted))
+    assert names.of(from_sympy(wanted)) is from_sympy(wanted)
+
+
+def test_a_name_never_contains_what_it_stands_for() -> None:
+    area, part = N * M, FloorDiv(N * M, sympy.Symbol("p", integer=True, positive=True))
+    names = SizeNames([sympy.Eq(area, part * sympy.Symbol("p", integer=True, positive=True))])
+    assert names.of(from_sympy(area)) is from_sympy(area)
+
+
+def test_what_no_relation_speaks_of_keeps_its_name() -> None:
+    names = SizeNames([sympy.Eq(N, 2048 - sympy.Max(0, 2048 - N)), sympy.Ne(N, 5)])
+    for formula in (sympy.Max(0, 2047 - N), N + 1, M):
+        assert names.of(from_sympy(formula)) is from_sympy(formula)

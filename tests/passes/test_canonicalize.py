@@ -165,3 +165,39 @@ def test_the_pass_says_what_it_removed() -> None:
     (record,) = result.records
     assert record.changed
     assert any(note.startswith("removed") and "detach" in note for note in record.notes)
+
+
+PICKED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int, int, int] | None]] = {
+    "one place from the end": (lambda x: x[:, :, [-2]], (2, 4, 5, 1)),
+    "the last place": (lambda x: x[:, :, [-1]], (2, 5, 6, 1)),
+    "a range": (lambda x: x[:, torch.arange(1, 4)], (1, 1, 4, 1)),
+    "every other place": (lambda x: x[:, :, torch.tensor([-5, -3, -1])], (2, 1, 6, 2)),
+    "a selection": (lambda x: x.index_select(2, torch.tensor([2, 3])), (2, 2, 4, 1)),
+    "all": (lambda x: x[:, :, torch.arange(6)], (2, 0, 6, 1)),
+    "backwards": (lambda x: x[:, :, [3, 2, 1]], None),
+    "around the end": (lambda x: x[:, :, [-1, 0, 1]], None),
+    "the same place twice": (lambda x: x[:, :, [1, 1]], None),
+    "no pattern": (lambda x: x[:, :, [0, 1, 3]], None),
+    "two lists": (lambda x: x[:, [0, 1], [2, 3]], None),
+    "a dimension of any size": (lambda x: x[[0]], None),
+    "a list of lists": (lambda x: x[:, :, torch.arange(4).view(2, 2)], None),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_picking_places_that_follow_each_other_is_a_slice(name: str) -> None:
+    pick, cut = PICKED[name]
+
+    def function(x: Tensor) -> Tensor:
+        return pick(x.view(-1, 5, 6, 8))
+
+    x = torch.randn(3, 240)
+    graph = canonical(function, x)
+    slices = [n.args[1:] for n in graph.graph.nodes if n.target is torch.ops.aten.slice.Tensor]
+    assert [found for found in slices if len(found) == 4] == ([] if cut is None else [cut])
+    assert any("index" in target for target in targets(graph)) == (cut is None)
+    compiled = attngraph.compile(function, min_scores=0)
+    assert torch.equal(compiled(x), function(x))
+    assert compiled(x).stride() == function(x).stride()
+    compiled(x).zero_()
+    assert x.abs().min() > 0

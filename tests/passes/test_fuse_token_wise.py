@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +189,57 @@ def test_a_product_with_the_first_part_of_a_value() -> None:
     model = Model(FirstPart(), Gelu())
     decoder, _ = decoded(model)
     check(model, decoder)
+
+
+class PickedHeads(nn.Module):
+    """Parts of a projection, picked by a list or cut."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.first, self.second = nn.Linear(16, 24), nn.Linear(8, 16), first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = functional.silu(self.up(x)).unflatten(-1, (3, 8))
+        found: Tensor = self.down((parts[:, :, self.first] * parts[:, :, self.second]).flatten(2))
+        return found
+
+
+def test_a_list_of_one_head_cuts_no_region() -> None:
+    counts = []
+    for first, second in (([-3], [1]), (slice(0, 1), slice(1, 2))):
+        model = Model(PickedHeads(first, second), Gelu())
+        decoder, graph = decoded(model)
+        counts.append(len(programs(graph)))
+        check(model, decoder)
+    assert counts[0] == counts[1]
+
+
+class CountedBack(nn.Module):
+    """Distances from the last token, cut from a table that holds the longest context."""
+
+    def __init__(self, context: int = 32) -> None:
+        super().__init__()
+        self.context, self.qkv = context, nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        slopes = 0.5 ** torch.arange(1, 3)[:, None, None]
+        distances = torch.arange(1 - self.context, 1) * slopes
+        scores = q @ k.mT + distances[:, :, max(0, self.context - k.shape[-2]) :]
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        p = scores.masked_fill(later, torch.finfo(x.dtype).min).softmax(-1)
+        found: Tensor = (p @ v).transpose(1, 2).flatten(2)
+        return found
+
+
+def test_a_length_that_the_trace_names_the_long_way_is_the_number_of_tokens() -> None:
+    model = Model(nn.Sequential(CountedBack(), Gelu()), CountedBack())
+    decoder, graph = decoded(model)
+    assert programs(graph)
+    check(model, decoder)
+    assert decoder.report.cache is not None and decoder.report.cache.most_tokens == 31
+    first, _, last = (a.program for a in decoder.report.attention)
+    assert first == last and first.startswith("s = dot + (k - n0 + 1) * 0.5 ** (h + 1)\n")
 
 
 def test_what_mixes_tokens_stays() -> None:

@@ -32,13 +32,6 @@ from attngraph.meaning.attention.roles import Roles
 from attngraph.meaning.attention.weighted_sums import KeyPart, WeightedSum
 from attngraph.meaning.element import Meaning
 
-COPIED = (
-    "its keys and its values vary with different dimensions of the result, as where each pair of tokens has "
-    "a value of its own or where scores are mixed between heads: as an attention, both would be copied for "
-    "each query"
-)
-
-
 SECOND_SUM = "its weights depend on a second sum over the keys, besides that of the softmax"
 
 
@@ -51,6 +44,12 @@ class View:
     steps: tuple[ViewOp, ...]
     factor: float = 1.0
     zeros: tuple[Expr, Expr] = (E.ZERO, E.ZERO)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it copies its tensor: a dimension is expanded and then joined with others."""
+        steps = [step.op for step in self.steps]
+        return "expand" in steps and "reshape" in steps[steps.index("expand") :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +206,9 @@ class _Writer:
             for part, value in zip(self.parts, values, strict=True)
         ]
         queries, keys, scales = zip(*sides, strict=True)
-        if self.products and not assigned.queries and _all_repeat(keys) and _all_repeat([values]):
-            return Refusal(COPIED)
+        copied = all(any(view.repeats for view in views) for views in (*keys, values))
+        if self.products and not assigned.queries and copied:
+            return _copied(len(self.parts))
         widths = [M.add(*(extent(self.cut(*p.inner)) for p in part.products)) for part in self.parts]
         query, keys, width = _one_query(queries, keys, widths)
         starts = [E.ZERO, *itertools.accumulate((extent(self.cut(*p.keys)) for p in self.parts), M.add)]
@@ -381,15 +381,17 @@ def _times(factor: float, node: Expr) -> Expr:
     return node if factor == 1 else M.mul(E.const(factor), node)
 
 
-def _all_repeat(operands: Iterable[Iterable[View]]) -> bool:
-    """Whether one of each operand's views copies its tensor."""
-    return all(any(map(_repeats, views)) for views in operands)
-
-
-def _repeats(view: View) -> bool:
-    """Whether a view copies its tensor: a dimension is expanded and then joined with others."""
-    steps = [step.op for step in view.steps]
-    return "expand" in steps and "reshape" in steps[steps.index("expand") :]
+def _copied(parts: int) -> Refusal:
+    if parts > 1:
+        return Refusal(
+            "its keys come in parts that vary with different dimensions of the result, as where a row and a "
+            "column of keys share one softmax: as one attention, each query would need a copy of its keys"
+        )
+    return Refusal(
+        "its keys and its values vary with different dimensions of the result, as where each pair of tokens "
+        "has a value of its own or where scores are mixed between heads: as an attention, both would be "
+        "copied for each query"
+    )
 
 
 def _plain(view: View) -> View:

@@ -109,18 +109,23 @@ def separate(value: Value, fresh: Callable[[Expr], Expr]) -> Separated | Refusal
         return Separated(pieces, [], divisor, problem) if alike else problem
     used = {(M.sub(x.exponent, shift), x.weights) for x in above}
     extra = [(term, number) for term, number in below.items() if term not in used]
+    scale = below[M.sub(above[0].exponent, shift), above[0].weights]
     pieces = []
     for x in above:
         exponent = M.sub(x.exponent, shift)
         if x.keys and any(n.op == "read" and is_maximum(n.value) for n in E.walk(exponent)):
             is_number = any(exponent is E.ZERO and rest is E.ONE for (exponent, rest), _ in extra)
             return Refusal(ADDED if is_number else NOT_RESCALED.format(count))
-        pieces.append(
-            _piece(x, exponent, x.number / below[exponent, x.weights] * math.exp(shift.value), fresh)
-        )
+        counted = below[exponent, x.weights]
+        if counted / scale <= 0:
+            return Refusal(NOT_ALIKE.format(count))
+        counts = M.add(exponent, E.const(math.log(counted / scale))) if counted != scale else exponent
+        pieces.append(_piece(x, counts, x.number / counted * math.exp(shift.value), fresh))
     if any(rest is not E.ONE for (_, rest), _ in extra):
         return _mismatch(above, below, count)
-    return Separated(pieces, [M.mul(E.const(number), M.exp(exponent)) for (exponent, _), number in extra])
+    return Separated(
+        pieces, [M.mul(E.const(number / scale), M.exp(exponent)) for (exponent, _), number in extra]
+    )
 
 
 def _piece(x: _Term, exponent: Expr, number: float, fresh: Callable[[Expr], Expr]) -> Piece:
@@ -173,7 +178,8 @@ def _shift(above: Sequence[_Term], below: Sum) -> Expr | None:
     first = above[0]
     for exponent, rest in below:
         if rest is first.weights:
-            shift = M.sub(first.exponent, exponent)
+            # What a mask makes minus infinity above and below is no number when it is subtracted.
+            shift = E.ZERO if first.exponent is exponent else M.sub(first.exponent, exponent)
             if shift.op == "const" and all((M.sub(a.exponent, shift), a.weights) in below for a in above):
                 return shift
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -70,6 +71,14 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
     if weight is not WEIGHT:
         statements.append(Weight(writer.write(weight)))
     return Built(ScoreProgram(tuple(statements)), tuple(writer.reads), tuple(writer.sizes))
+
+
+def rewritten(formula: Expr, program: ScoreProgram) -> Expr:
+    """A canonical formula of a program's tensors and sizes as a program writes it."""
+    writer = _Writer(guarded=False)
+    writer.reads = list(range(max(program.reads, default=-1) + 1))
+    writer.sizes = [E.size(f"n{n}") for n in range(program.sizes)]
+    return writer.write(formula)
 
 
 def _rows_are_numbers(masks: list[tuple[str, Expr, Expr]]) -> bool:
@@ -212,7 +221,7 @@ class _Writer:
 
     def __init__(self, guarded: bool) -> None:
         self.guarded = guarded
-        self.reads: list[Source] = []
+        self.reads: list[Any] = []
         self.sizes: list[Expr] = []
 
     def write(self, node: Expr) -> Expr:

@@ -25,8 +25,10 @@ _LATER = M.add(Q, E.ONE, E.var("d"))
 @dataclasses.dataclass(frozen=True)
 class Causality:
     """`window`: how many tokens a query sees at most, itself included (None: all before it). `problem`: why
-    later tokens are not hidden; `witness`: a query and a later key that it sees."""
+    later tokens are not hidden; `witness`: a query and a later key that it sees. `program`: the one that
+    was examined."""
 
+    program: ScoreProgram
     window: int | None = None
     problem: str = ""
     witness: tuple[int, int] | None = None
@@ -48,11 +50,13 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
     nodes = [n for e in program.expressions for n in E.walk(e)]
     named = sorted({str(n.value) for n in nodes if n.op == "size"} & counted)
     if named:
-        return Causality(None, f"its scores depend on how many tokens there are ({', '.join(named)})")
+        return Causality(
+            program, None, f"its scores depend on how many tokens there are ({', '.join(named)})"
+        )
     if any(n.op == "random" for n in nodes):
-        return Causality(None, "it drops weights at random; call model.eval() first")
+        return Causality(program, None, "it drops weights at random; call model.eval() first")
     if not keys_are_tokens:
-        return Causality()
+        return Causality(program)
     statements = [
         Keep(M.canonical(s.predicate), s.fill) if isinstance(s, Keep) else s for s in program.statements
     ]
@@ -60,11 +64,11 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
     sees_itself = not _is_false(soft, {Q: E.ZERO, K: E.ZERO})
     for predicate in (soft, hard) if sees_itself else (hard,):
         if _is_false(predicate, {K: _LATER}):
-            return Causality(_window(predicate))
+            return Causality(program, _window(predicate))
     if sees_itself or not _is_false(soft, {K: _LATER}):
         return _not_hidden(program, soft)
     why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
-    return Causality(None, why, (0, 1))
+    return Causality(program, None, why, (0, 1))
 
 
 def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
@@ -82,8 +86,8 @@ def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
     for q in range(budgets.TOKEN_PAIRS):
         for k in range(q + 1, budgets.TOKEN_PAIRS + 1):
             if not _is_false(predicate, {Q: E.const(q), K: E.const(k)}):
-                return Causality(None, f"it sees later tokens ({shown})", (q, k))
-    return Causality(None, f"it could not be shown to hide all later tokens ({shown})")
+                return Causality(program, None, f"it sees later tokens ({shown})", (q, k))
+    return Causality(program, None, f"it could not be shown to hide all later tokens ({shown})")
 
 
 def _window(predicate: Expr) -> int | None:

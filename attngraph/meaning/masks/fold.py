@@ -146,7 +146,7 @@ def added_to_score(fill: Expr) -> float:
 _BOUNDED = frozenset({"sign", "sigmoid", "tanh"})
 
 
-def _is_of_row(value: Expr) -> bool:
+def is_of_row(value: Expr) -> bool:
     """Whether it is the same for all keys of a query."""
     return not any(n.op in ("dot", "s", "p") or (n.op == "var" and n.value == "k") for n in E.walk(value))
 
@@ -162,9 +162,9 @@ def keeps_zero(weight: Expr) -> bool:
         return any(map(keeps_zero, weight.args))
     if weight.op in ("mul", "div"):
         a, b = weight.args
-        number, other = (a, b) if weight.op == "mul" and _is_of_row(a) else (b, a)
+        number, other = (a, b) if weight.op == "mul" and is_of_row(a) else (b, a)
         if number.op != "const":
-            return weight.op == "mul" and _is_of_row(number) and keeps_zero(other)
+            return weight.op == "mul" and is_of_row(number) and keeps_zero(other)
         usable = number.op == "const" and number.value != "nan" and math.isfinite(number.value)
         return usable and number.value != 0 and keeps_zero(other)
     if weight.op == "where":

@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
+from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr, format_expr, format_number
-from attngraph.ir.language.score import Keep, ScoreProgram
+from attngraph.ir.language.score import Keep, Score, ScoreProgram
 from attngraph.meaning.algebra import simplify as M
+from attngraph.meaning.rule import ELEMENTWISE, category_of
+
+_K = E.var("k")
 
 
-def describe(program: ScoreProgram, hiding: Collection[int] = ()) -> str:
+def describe(program: ScoreProgram, hiding: Collection[int] = (), given: Collection[int] = ()) -> str:
     """What a program keeps, in words: its `keep` statements, and what is read of the tensors `hiding`, which
-    hold minus infinity; "none" without any."""
+    hold minus infinity, and of those `given` by the caller, which may; "none" without any."""
     words = [_describe_keep(k) for k in program.keeps]
     asked = {n for k in program.keeps for n in E.walk(k.predicate)}
     read = dict.fromkeys(n for e in program.expressions for n in E.walk(e) if n.op == "read")
     words += [f"{format_expr(n)} > -inf" for n in read if n.value in hiding and n not in asked]
+    added = dict.fromkeys(n for t in _added(program) for n in E.walk(t) if n.op == "read" and _K in n.args)
+    words += [f"whatever {format_expr(n)} adds" for n in added if n.value in given and n not in asked]
     return " & ".join(words) or "none"
+
+
+def _added(program: ScoreProgram) -> Iterator[Expr]:
+    """The terms that are added to scores."""
+    for value in (M.canonical(s.value) for s in program.statements if isinstance(s, Score)):
+        for term in value.args if value.op == "add" else ():
+            if all(n.op not in ("dot", "s") for n in E.walk(term)):
+                yield term
 
 
 def hiding(reads: Sequence[object], values: Mapping[fx.Node, Tensor]) -> frozenset[int]:
     """Which of the tensors that scores read are known to hold minus infinity."""
     known = ((n, values.get(node)) for n, node in enumerate(reads) if isinstance(node, fx.Node))
     return frozenset(n for n, value in known if value is not None and bool(torch.isneginf(value).any()))
+
+
+def given(reads: Sequence[object], graph: ProgramGraph) -> frozenset[int]:
+    """Which of them are the caller's: arguments of the call, or computed from these element by element."""
+    kinds = {n: i.kind for n, i in zip(graph.placeholders(), graph.inputs, strict=True)}
+    return frozenset(n for n, r in enumerate(reads) if isinstance(r, fx.Node) and _is_given(r, kinds))
+
+
+def _is_given(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
+    sources, pending, seen = set(), [node], {node}
+    while pending:
+        at = pending.pop()
+        if at.op == "placeholder":
+            sources.add(kinds[at])
+        elif category_of(at) not in ELEMENTWISE:
+            return False
+        read = {n for n in at.all_input_nodes if isinstance(n.meta.get("val"), Tensor)} - seen
+        pending += read
+        seen |= read
+    return "argument" in sources and sources <= {"argument", "constant", "buffer"}
 
 
 def _describe_keep(keep: Keep) -> str:

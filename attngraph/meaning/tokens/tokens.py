@@ -41,6 +41,7 @@ from attngraph.meaning.tokens.folds import find_fold
 from attngraph.meaning.tokens.history import HistoryFinder
 from attngraph.meaning.tokens.loops import LoopFinder
 from attngraph.meaning.tokens.recurrence import SumFinder
+from attngraph.meaning.tokens.shifts import ending_at_query
 from attngraph.meaning.tokens.token_probe import TokenProbe
 from attngraph.meaning.tokens.windows import find_window
 
@@ -315,6 +316,12 @@ class Tokens:
             return f"token t reads token {index!r}"
         if M.sub(index, self.space.tokens) is E.const(-1):
             return "only the last token is read; return the logits of all tokens"
+        places = [
+            v for v in index.free if str(v.value).startswith("own") and v.args[0] is not self.space.tokens
+        ]
+        if len(index.free) == len(places) == 1:
+            dim = str(places[0].value).removeprefix("own")
+            return f"its dimension {dim} holds tokens, but has not as many places as there are tokens"
         return "every token is read" if index.free else f"token {index!r} is read"
 
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
@@ -388,11 +395,10 @@ class Tokens:
         problem = problem or self._reads_problem(view.program.expressions, facts, keys_are_tokens)
         if problem:
             return Fact(Kind.MIXING, reason=problem)
-        counted = [
-            n for n, s in enumerate(view.sizes)
-            if self.space.counts(self._size(s))
-        ]  # fmt: skip
-        causality = examine(view.program, keys_are_tokens, frozenset(f"n{n}" for n in counted))
+        sizes = {f"n{n}": self._size(s) for n, s in enumerate(view.sizes)}
+        counted = frozenset(name for name, size in sizes.items() if self.space.counts(size))
+        tokens = [name for name, size in sizes.items() if size is self.space.tokens and keys_are_tokens]
+        causality = examine(ending_at_query(view.program, tokens), keys_are_tokens, counted)
         if causality.problem:
             return Fact(Kind.MIXING, reason=causality.problem, causality=causality)
         reason = causality.describe() if keys_are_tokens else "tokens look at fixed keys"

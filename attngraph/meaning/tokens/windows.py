@@ -18,7 +18,7 @@ from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Unliftable
+from attngraph.meaning.rule import ELEMENTWISE, Category, Unliftable, argument
 from attngraph.meaning.tokens.axes import Axes, Space, outside_reads
 from attngraph.meaning.tokens.facts import Fact, Kind, Window
 
@@ -134,21 +134,24 @@ def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
 
 def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: fx.Node) -> bool:
     """Whether a convolution reads zeros wherever it reads no element of a known value: it is then the same
-    convolution of a sequence that begins with zeros."""
+    convolution of a sequence that begins with zeros. So it is where it reads another one alone, which gives
+    before the first token what it computes from zeros."""
     source = convolution.args[0]
     assert isinstance(source, fx.Node)
     if facts[source].kind is not Kind.MIXING:
         return True
     at = tuple(E.var(f"c{dim}", extent) for dim, extent in enumerate(meaning.shape(source)))
 
-    def is_moved(read: Expr) -> bool:
-        moved = facts[read.value].kind is Kind.MIXING
-        return _is_index(meaning, read.value) or (moved and meaning.category(read.value) is Category.MOVEMENT)
+    def is_looked_into(read: Expr) -> bool:
+        mixes = facts[read.value].kind is Kind.MIXING
+        return _is_index(meaning, read.value) or (mixes and meaning.category(read.value) in ELEMENTWISE)
 
     try:
-        element = meaning.lift(meaning.read(source, at), is_moved, most=budgets.FORMULA_WORDS)
+        element = meaning.lift(meaning.read(source, at), is_looked_into, most=budgets.FORMULA_WORDS)
     except Unliftable:
         return False
+    if _is_of_convolutions(element, facts):
+        return not any(argument(convolution, 4, "padding", (0,)))
     stack = [element]
     while stack:
         current = stack.pop()
@@ -160,3 +163,13 @@ def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: f
         elif not E.is_const(current, 0):
             return False
     return True
+
+
+def _is_of_convolutions(element: Expr, facts: Mapping[fx.Node, Fact]) -> bool:
+    """Whether a value that a convolution reads is computed in one way at every place, from others."""
+    nodes = list(E.walk(element))
+    read = [n.value for n in nodes if n.op == "read"]
+    mixing = [n for n in read if facts[n].kind is Kind.MIXING]
+    is_plain = all(facts[n].kind is Kind.FIXED and not any(facts[n].axes) for n in read if n not in mixing)
+    is_one = is_plain and all(n.op != "where" for n in nodes)
+    return bool(mixing) and is_one and all(str(n.target) in CONVOLUTIONS for n in mixing)

@@ -102,6 +102,8 @@ def _facts(
     yield "Mask", first.mask
     if first.warning:
         yield "Look", first.warning
+    if first.again:
+        yield "Scores", first.again
     kernel = str(first.kernel)
     yield "Kernel", joined([kernel if " " in kernel else tag("code", kernel), f", {first.numerics}"])
     spent = None if times is None else times.of(group)
