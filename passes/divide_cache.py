@@ -5,8 +5,8 @@ fewer than ranks) each of them would keep whole. Matches such values that attent
 the team that shares them keeps every team-th token, and attention becomes `attngraph::divided_attention`
 (`ir/ops/divided_attention.py`), right because attention to parts of the keys is merged by log-sum-exp. The
 decoder's proof runs it on all ranks. By "auto" tokens are divided where the bytes of the longest sequence
-that a rank then need not keep are more than those it sends for a new token. What is left stays as it is, and
-the report says why.
+that a rank then need not keep, in the dtype of the cache, are more than those it sends for a new token. What
+is left stays as it is, and the report says why.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ DIVIDED: dict[type[nodes.Cached], type[nodes.DividedAttention | nodes.DividedLat
 
 @dataclasses.dataclass(frozen=True)
 class DivideCache:
-    """`by`: "auto", or "tokens" wherever it can be done.
+    """`by`: "auto", or "tokens" wherever it can be done. What "auto" counts with: `dtype`, that of cached
+    floating values ("": as computed), and `most_tokens`, the longest sequence that the cache may hold (None:
+    as long as the model allows).
 
     Raises:
         NoDecoderError: "tokens" was asked for, and nothing can be divided so.
     """
 
     by: str = "auto"
+    dtype: str = ""
+    most_tokens: int | None = None
     name: str = "divide-cache"
     requires: Level = Level.CACHED
     yields: Level = Level.CACHED
@@ -58,7 +62,7 @@ class DivideCache:
         if graph.ranks is None or graph.state is None:
             outcome.notes.append("one device keeps everything")
             return outcome
-        found = _Dividing(graph, self.by).run()
+        found = _Dividing(graph, self).run()
         reasons = graph.ranks.undivided
         if self.by == "tokens" and not found:
             why = next(iter(reasons.values()), "no rank keeps what another keeps")
@@ -79,9 +83,12 @@ class _Stays(Exception):
 
 
 class _Dividing:
-    def __init__(self, graph: ProgramGraph, by: str) -> None:
+    def __init__(self, graph: ProgramGraph, options: DivideCache) -> None:
         assert graph.ranks is not None and graph.state is not None
-        self.graph, self.by, self.ranks = graph, by, graph.ranks
+        self.graph, self.ranks, self.by = graph, graph.ranks, options.by
+        self.dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
+        limits = (graph.state.most_tokens, options.most_tokens)
+        self.longest = min((n for n in limits if n is not None), default=None)
         self.axis = graph.ranks.axes[-1]
         self.stores = {store.name: store for store in graph.state.stores}
         given = zip(graph.placeholders(), graph.inputs, strict=True)
@@ -177,10 +184,9 @@ class _Dividing:
 
     def _does_not_pay(self, users: Sequence[fx.Node], team: int) -> str | None:
         """Why the tokens of what these attentions read should stay together; None if they should not."""
-        assert self.graph.state is not None
         names = {name for node in users for name in self._kept_by(node)}
-        saved = sum(self.stores[n].bytes_per_token * (team - 1) // team for n in names)
-        sent, longest = sum(sum(self._sent(node, team)) for node in users), self.graph.state.most_tokens
+        saved = sum(self.stores[n].bytes_in(self.dtype) * (team - 1) // team for n in names)
+        sent, longest = sum(sum(self._sent(node, team)) for node in users), self.longest
         if longest is None or saved * longest > sent:
             return None
         return f"of {longest:,} tokens {saved * longest:,} bytes less are no more than {sent:,} sent for each"

@@ -124,17 +124,29 @@ def test_ranks_send_what_the_report_says_and_nothing_for_a_first_prompt(
     assert sum(sent) == 2 * 6 * sum(told)
 
 
-@pytest.mark.parametrize("most, kept", [(17, 64), (18, 32)])
-def test_the_length_of_a_sequence_decides_whether_tokens_are_divided(most: int, kept: int) -> None:
-    """8 heads of a rank send 544 bytes for a token; of each token that is kept 32 bytes less are."""
+@pytest.mark.parametrize(
+    "most, options, kept, longest",
+    [
+        pytest.param(17, {}, 64, 17, id="short"),
+        pytest.param(18, {}, 32, None, id="longer"),
+        pytest.param(64, {"max_length": 17}, 64, 17, id="short by its option"),
+        pytest.param(64, {"max_length": 18}, 32, None, id="longer by its option"),
+        pytest.param(34, {"dtype": torch.bfloat16}, 32, 34, id="in bfloat16"),
+        pytest.param(35, {"dtype": torch.bfloat16}, 16, None, id="longer in bfloat16"),
+    ],
+)
+def test_the_bytes_of_the_longest_sequence_decide_whether_tokens_are_divided(
+    most: int, options: dict[str, Any], kept: int, longest: int | None
+) -> None:
+    """8 heads of a rank send 544 bytes for a token; of each token that is kept 32 bytes less are, or 16."""
     model = _shared(heads=16, most=most)
-    decoder = _on(2, model)
+    decoder = _on(2, model, **options)
     ids = torch.randint(0, 64, (1, 5))
     torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))
     cache = decoder.report.cache
     assert cache is not None and cache.bytes_per_token == kept and cache.ranks is not None
     assert {why.split("; ")[1] for *_, why in cache.ranks.alike} == (
-        {"of 17 tokens 544 bytes less are no more than 544 sent for each"} if kept == 64 else set()
+        {f"of {longest} tokens 544 bytes less are no more than 544 sent for each"} if longest else set()
     )
 
 
