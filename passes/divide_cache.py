@@ -33,7 +33,7 @@ from attngraph.meaning.masks.fold import seen
 from attngraph.meaning.placement.differing import differing
 from attngraph.meaning.rule import Category, category_of
 from attngraph.pipeline import Outcome
-from attngraph.report.ranks import SentEntry
+from attngraph.report.ranks import CACHE_EXCHANGE, SentEntry
 
 DIVIDED: dict[type[nodes.Cached], type[nodes.DividedAttention | nodes.DividedLatentAttention]] = {
     nodes.CachedAttention: nodes.DividedAttention, nodes.CachedLatentAttention: nodes.DividedLatentAttention,
@@ -218,7 +218,7 @@ class _Dividing:
                 group=self.axis.group,
             )  # fmt: skip
             size = sum(self._sent(node, team))
-            sent.append(SentEntry("exchange over the cache", source_of(node), size, size))
+            sent.append(SentEntry(CACHE_EXCHANGE, source_of(node), size, size))
             node.target, node.args = made.target, made.args
         self.graph.state = dataclasses.replace(self.graph.state, stores=tuple(self.stores.values()))
         if self.ranks.entry is not None:

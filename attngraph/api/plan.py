@@ -166,7 +166,7 @@ class Planner:
         products, failed = _of_products(graph)
         if failed:
             self.remarks.append(f"operations of {', '.join(sorted(failed))} are not counted")
-        cache, sequence = self._kept(heads, tokens)
+        cache, sequence, sent_new = self._decoding(heads, tokens)
         return Share(
             _held(graph, "parameter", "shard"),
             _held(graph, "buffer"),
@@ -174,6 +174,7 @@ class Planner:
             sequence,
             (sums + sent) / self.call,
             (sums + received) / self.call,
+            sent_new,
             (products + attending) / self.call,
             "; ".join(words),
         )
@@ -187,19 +188,20 @@ class Planner:
             return whole
         return whole * max(max(axis.pairs) / sum(axis.pairs) for axis in entry.axes)
 
-    def _kept(self, heads: int, tokens: int) -> tuple[int | None, int]:
-        """Bytes that a rank of a decoder keeps of a token, and of a sequence."""
+    def _decoding(self, heads: int, tokens: int) -> tuple[int | None, int, int]:
+        """Bytes that a rank of a decoder keeps of a token, and of a sequence, and sends for a new token."""
         if self.decoder is None or tokens > 1:
-            return None, 0
+            return None, 0, 0
         try:
             graph = _divided(self.decoder, heads, 1, self.proves)
             run_passes(graph, (InsertKVCache(), DivideCache()))
         except (_NotDividedError, NoDecoderError) as problem:
             self.remarks.append(f"no cache on tensor {heads}: {str(problem).splitlines()[0]}")
-            return None, 0
+            return None, 0, 0
         assert graph.state is not None
         each = sum(store.bytes_in(None) for store in graph.state.stores)
-        return each, sum(value.bytes_per_row for value in graph.state.carried)
+        sent = 0 if graph.ranks is None else graph.ranks.entry.sent_per_token
+        return each, sum(value.bytes_per_row for value in graph.state.carried), sent
 
 
 class _NotDividedError(Exception):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.report.ranks import CACHE_EXCHANGE
 
 LLAMA = {
     "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -232,7 +233,7 @@ def test_ranks_divide_the_tokens_of_a_latent(ranks: int) -> None:
         (e.what, e.count) for e in told.divided
     }
     assert [(size, team) for _, size, team in cache.ranks.tokens] == [(8 * 4 // ranks, ranks)]
-    assert not cache.ranks.alike and "exchange over the cache" in {sent.what for sent in told.sent}
+    assert not cache.ranks.alike and CACHE_EXCHANGE in {sent.what for sent in told.sent}
     assert f"a rank keeps 1 of {ranks} tokens" in str(decoder.report)
 
 

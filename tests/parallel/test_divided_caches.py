@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir.ops import exchange
+from attngraph.report.ranks import CACHE_EXCHANGE
 
 
 class Shared(nn.Module):
@@ -119,7 +120,7 @@ def test_ranks_send_what_the_report_says_and_nothing_for_a_first_prompt(
     decoder.decode(ids[:, :3], state)
     ranks = decoder.report.ranks
     assert ranks is not None
-    told = [e.sent_per_token for e in ranks.sent if e.what == "exchange over the cache"]
+    told = [e.sent_per_token for e in ranks.sent if e.what == CACHE_EXCHANGE]
     assert told == [2 * 8 * 4 + 2 * (8 * 4 + 4)]  # queries; results and log-sum-exps
     assert sum(sent) == 2 * 6 * sum(told)
 
