@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attngraph.api.arguments import require_fit, require_model, require_sequence
+from attngraph.api.derive import dividing
 from attngraph.api.options import Options
 from attngraph.api.rewritten import rewritten
 from attngraph.capture.trace_lock import LOCK
@@ -42,6 +43,7 @@ from attngraph.pipeline import run as run_passes
 from attngraph.pipeline import split_at
 from attngraph.report.plan import Machine, Plan, Share, Way
 from attngraph.report.ranks import ContextEntry, RanksEntry
+from attngraph.runtime.cache_config import CacheConfig
 
 GROUP = 8
 """The largest group of ranks that divide one model, unless more is asked for, and the largest for which parts
@@ -194,7 +196,7 @@ class Planner:
             return None, 0, 0
         try:
             graph = _divided(self.decoder, heads, 1, self.proves)
-            run_passes(graph, (InsertKVCache(), DivideCache()))
+            run_passes(graph, (InsertKVCache(), *dividing([DivideCache()], CacheConfig())))
         except (_NotDividedError, NoDecoderError) as problem:
             self.remarks.append(f"no cache on tensor {heads}: {str(problem).splitlines()[0]}")
             return None, 0, 0

@@ -35,11 +35,11 @@ CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "MptForCausalLM": ({"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 32}, (128, 64)),
     "FalconForCausalLM": (
         {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, (32, 16)),
-    "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (64, 64)),
+    "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (64, 32)),
     "Qwen2ForCausalLM": (LLAMA, (64, 32)),
     "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (64, 32)),
     "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (32, 16)),
-    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 96)),
+    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 64)),
     "PhiForCausalLM": ({**LLAMA, "num_key_value_heads": 4}, (128, 64)),
     "Phi3ForCausalLM": (LLAMA, (64, 32)),
     "OlmoForCausalLM": (LLAMA, (64, 32)),
@@ -54,8 +54,8 @@ CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "DeepseekV3ForCausalLM": (LATENT, (32, 16)),
 }  # fmt: skip
 """The class, its sizes, and bytes that one of 2 and of 4 ranks keeps of a token: those of its key/value heads
-(4 heads of 8 values, are 256 bytes with keys and values). Ranks that attend to one head divide its tokens,
-but for those of a window. (A latent of 16 values is 64 bytes.)"""
+(4 heads of 8 values, are 256 bytes with keys and values). Ranks that attend to one head divide its tokens.
+(A latent of 16 values is 64 bytes.)"""
 FAST = ("LlamaForCausalLM",)
 
 
