@@ -5,8 +5,8 @@ fewer than ranks) each of them would keep whole. Matches such values that attent
 the team that shares them keeps every team-th token, and attention becomes `attngraph::divided_attention`
 (`ir/ops/divided_attention.py`), right because attention to parts of the keys is merged by log-sum-exp. The
 decoder's proof runs it on all ranks. By "auto" tokens are divided where the bytes of the longest sequence
-that a rank then need not keep are more than those it sends for a new token. What is left stays as it is, and
-the report says why.
+that a rank then need not keep, in the dtype of the cache, are more than those it sends for a new token. What
+is left stays as it is, and the report says why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attngraph.ir.graph.source import source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops import nodes
-from attngraph.ir.ops.cached_attention import Store
+from attngraph.ir.ops.cached_attention import Store, in_ring
 from attngraph.ir.ops.divided_attention import bytes_exchanged
 from attngraph.ir.ops.latent_attention import sizes_of
 from attngraph.meaning.algebra import simplify as M
@@ -33,7 +33,7 @@ from attngraph.meaning.masks.fold import seen
 from attngraph.meaning.placement.differing import differing
 from attngraph.meaning.rule import Category, category_of
 from attngraph.pipeline import Outcome
-from attngraph.report.ranks import SentEntry
+from attngraph.report.ranks import CACHE_EXCHANGE, SentEntry
 
 DIVIDED: dict[type[nodes.Cached], type[nodes.DividedAttention | nodes.DividedLatentAttention]] = {
     nodes.CachedAttention: nodes.DividedAttention, nodes.CachedLatentAttention: nodes.DividedLatentAttention,
@@ -42,13 +42,18 @@ DIVIDED: dict[type[nodes.Cached], type[nodes.DividedAttention | nodes.DividedLat
 
 @dataclasses.dataclass(frozen=True)
 class DivideCache:
-    """`by`: "auto", or "tokens" wherever it can be done.
+    """`by`: "auto", or "tokens" wherever it can be done. What "auto" counts with: `dtype`, that of cached
+    floating values ("": as computed), `most_tokens`, the longest sequence that the cache may hold (None: as
+    long as the model allows), and `rollback`, the tokens beside a window that it keeps.
 
     Raises:
         NoDecoderError: "tokens" was asked for, and nothing can be divided so.
     """
 
     by: str = "auto"
+    dtype: str = ""
+    most_tokens: int | None = None
+    rollback: int = 0
     name: str = "divide-cache"
     requires: Level = Level.CACHED
     yields: Level = Level.CACHED
@@ -58,7 +63,7 @@ class DivideCache:
         if graph.ranks is None or graph.state is None:
             outcome.notes.append("one device keeps everything")
             return outcome
-        found = _Dividing(graph, self.by).run()
+        found = _Dividing(graph, self).run()
         reasons = graph.ranks.undivided
         if self.by == "tokens" and not found:
             why = next(iter(reasons.values()), "no rank keeps what another keeps")
@@ -79,9 +84,13 @@ class _Stays(Exception):
 
 
 class _Dividing:
-    def __init__(self, graph: ProgramGraph, by: str) -> None:
+    def __init__(self, graph: ProgramGraph, options: DivideCache) -> None:
         assert graph.ranks is not None and graph.state is not None
-        self.graph, self.by, self.ranks = graph, by, graph.ranks
+        self.graph, self.ranks, self.by = graph, graph.ranks, options.by
+        self.dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
+        self.rollback = options.rollback
+        limits = (graph.state.most_tokens, options.most_tokens)
+        self.longest = min((n for n in limits if n is not None), default=None)
         self.axis = graph.ranks.axes[-1]
         self.stores = {store.name: store for store in graph.state.stores}
         given = zip(graph.placeholders(), graph.inputs, strict=True)
@@ -126,8 +135,6 @@ class _Dividing:
 
     def _readers(self, store: Store) -> list[fx.Node]:
         """The attentions that read what is kept."""
-        if store.window is not None:
-            raise _Stays("the last tokens of a window lie in a ring")
         found: dict[fx.Node, None] = {}
         stack = [self.pages[store.name]] if store.name in self.pages else []
         while stack:
@@ -139,7 +146,7 @@ class _Dividing:
                 elif user.op == "call_function" and category_of(user) is Category.MOVEMENT:
                     stack.append(user)
                 else:
-                    raise _Stays(f"{op_name(user)} at {source_of(user)} reads all tokens of it")
+                    raise _Stays(f"{op_name(user)} at {source_of(user)} reads all that is kept of it")
         if not found:
             raise _Stays("no attention reads it")
         return list(found)
@@ -177,13 +184,20 @@ class _Dividing:
 
     def _does_not_pay(self, users: Sequence[fx.Node], team: int) -> str | None:
         """Why the tokens of what these attentions read should stay together; None if they should not."""
-        assert self.graph.state is not None
         names = {name for node in users for name in self._kept_by(node)}
-        saved = sum(self.stores[n].bytes_per_token * (team - 1) // team for n in names)
-        sent, longest = sum(sum(self._sent(node, team)) for node in users), self.graph.state.most_tokens
-        if longest is None or saved * longest > sent:
+        tokens = {name: self._most_kept(self.stores[name]) for name in names}
+        known = [n for n in tokens.values() if n is not None]
+        each = {n: self.stores[n].bytes_in(self.dtype) * (team - 1) // team for n in names}
+        saved = sum(size * (tokens[name] or 0) for name, size in each.items())
+        sent = sum(sum(self._sent(node, team)) for node in users)
+        if len(known) < len(tokens) or saved > sent:
             return None
-        return f"of {longest:,} tokens {saved * longest:,} bytes less are no more than {sent:,} sent for each"
+        return f"of {max(known):,} tokens {saved:,} bytes less are no more than {sent:,} sent for each"
+
+    def _most_kept(self, store: Store) -> int | None:
+        """The most tokens of a sequence that are kept; None if that is not known."""
+        limits = (self.longest, None if store.window is None else in_ring(store.window, self.rollback))
+        return min((n for n in limits if n is not None), default=None)
 
     def _sent(self, node: fx.Node, team: int) -> tuple[int, int]:
         """The bytes of queries and of results that a rank sends for a new token."""
@@ -212,7 +226,7 @@ class _Dividing:
                 group=self.axis.group,
             )  # fmt: skip
             size = sum(self._sent(node, team))
-            sent.append(SentEntry("exchange over the cache", source_of(node), size, size))
+            sent.append(SentEntry(CACHE_EXCHANGE, source_of(node), size, size))
             node.target, node.args = made.target, made.args
         self.graph.state = dataclasses.replace(self.graph.state, stores=tuple(self.stores.values()))
         if self.ranks.entry is not None:
@@ -240,13 +254,13 @@ class _Dividing:
 
     def _infer_pages(self, teams: Mapping[str, int]) -> None:
         """Values that are divided have pages of another size than those that are not: new symbols for it."""
-        page, anew = dict[int, Any](), set[fx.Node]()
+        page, anew = dict[tuple[int, int | None], Any](), set[fx.Node]()
         for name, team in teams.items():
             store, value = self.stores[name], self.pages[name].meta["val"]
             shape: list[Any] = list(value.shape)
-            shape[store.row_dim], shape[store.token_dim] = None, page.get(team)
+            shape[store.row_dim], shape[store.token_dim] = None, page.get((team, store.window))
             self.pages[name].meta["val"] = self._empty(shape, value)
-            page[team] = self.pages[name].meta["val"].shape[store.token_dim]
+            page[team, store.window] = self.pages[name].meta["val"].shape[store.token_dim]
             anew.add(self.pages[name])
         for node in self.graph.graph.nodes:
             if node.op == "call_function" and not anew.isdisjoint(node.all_input_nodes):

@@ -59,7 +59,7 @@ def derive_decoder(
     shared = mesh is not None and not mesh.is_simulated
     first, (_, *later) = split_at(options.decoder_pipeline(config.rounded), InsertKVCache.name)
     rounding = [step for step in later if step.name == QuantiseCache.name]
-    divide = [step for step in later if step.name == DivideCache.name]
+    divide = dividing(later, config)
     later = [step for step in later if step.name not in (QuantiseCache.name, DivideCache.name)]
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     place = names.index(name)
@@ -103,6 +103,16 @@ def derive_decoder(
     if made.dump is not None:
         made.dump.finish(step.report)
     return step
+
+
+def dividing(steps: Sequence[Pass], config: CacheConfig) -> list[Pass]:
+    """Of these, what divides a cache among ranks; it counts with the cache's options."""
+    dtype = "" if config.floating is None else str(config.floating).removeprefix("torch.")
+    return [
+        dataclasses.replace(step, dtype=dtype, most_tokens=config.max_length, rollback=config.rollback)
+        for step in steps
+        if isinstance(step, DivideCache)
+    ]
 
 
 def _proved(

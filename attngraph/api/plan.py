@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attngraph.api.arguments import require_fit, require_model, require_sequence
+from attngraph.api.derive import dividing
 from attngraph.api.options import Options
 from attngraph.api.rewritten import rewritten
 from attngraph.capture.trace_lock import LOCK
@@ -42,6 +43,7 @@ from attngraph.pipeline import run as run_passes
 from attngraph.pipeline import split_at
 from attngraph.report.plan import Machine, Plan, Share, Way
 from attngraph.report.ranks import ContextEntry, RanksEntry
+from attngraph.runtime.cache_config import CacheConfig
 
 GROUP = 8
 """The largest group of ranks that divide one model, unless more is asked for, and the largest for which parts
@@ -166,7 +168,7 @@ class Planner:
         products, failed = _of_products(graph)
         if failed:
             self.remarks.append(f"operations of {', '.join(sorted(failed))} are not counted")
-        cache, sequence = self._kept(heads, tokens)
+        cache, sequence, sent_new = self._decoding(heads, tokens)
         return Share(
             _held(graph, "parameter", "shard"),
             _held(graph, "buffer"),
@@ -174,6 +176,7 @@ class Planner:
             sequence,
             (sums + sent) / self.call,
             (sums + received) / self.call,
+            sent_new,
             (products + attending) / self.call,
             "; ".join(words),
         )
@@ -187,19 +190,20 @@ class Planner:
             return whole
         return whole * max(max(axis.pairs) / sum(axis.pairs) for axis in entry.axes)
 
-    def _kept(self, heads: int, tokens: int) -> tuple[int | None, int]:
-        """Bytes that a rank of a decoder keeps of a token, and of a sequence."""
+    def _decoding(self, heads: int, tokens: int) -> tuple[int | None, int, int]:
+        """Bytes that a rank of a decoder keeps of a token, and of a sequence, and sends for a new token."""
         if self.decoder is None or tokens > 1:
-            return None, 0
+            return None, 0, 0
         try:
             graph = _divided(self.decoder, heads, 1, self.proves)
-            run_passes(graph, (InsertKVCache(), DivideCache()))
+            run_passes(graph, (InsertKVCache(), *dividing([DivideCache()], CacheConfig())))
         except (_NotDividedError, NoDecoderError) as problem:
             self.remarks.append(f"no cache on tensor {heads}: {str(problem).splitlines()[0]}")
-            return None, 0
+            return None, 0, 0
         assert graph.state is not None
         each = sum(store.bytes_in(None) for store in graph.state.stores)
-        return each, sum(value.bytes_per_row for value in graph.state.carried)
+        sent = 0 if graph.ranks is None else graph.ranks.entry.sent_per_token
+        return each, sum(value.bytes_per_row for value in graph.state.carried), sent
 
 
 class _NotDividedError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from attngraph.ir.ops.cached_attention import in_ring
 from attngraph.report.ranks import CacheRanksEntry
 from attngraph.report.units import binary
 
@@ -71,9 +72,7 @@ class CacheEntry:
     def bytes_per_row(self) -> int:
         """What a sequence needs whatever its length: carried values, and what windows keep."""
         return sum(size for _, size in self.carried) + sum(
-            size * (max(window - 1, 1) + self.rollback)
-            for _, size, window in self.stores
-            if window is not None
+            size * in_ring(window, self.rollback) for _, size, window in self.stores if window is not None
         )
 
     def bytes(self, batch: int, length: int) -> int:
@@ -91,7 +90,7 @@ class CacheEntry:
             raise ValueError(f"a sequence has at most {self.most_tokens:,} tokens, found {length:,}.")
 
         def room(window: int | None) -> int:
-            tokens = length if window is None else max(window - 1, 1) + self.rollback
+            tokens = length if window is None else in_ring(window, self.rollback)
             return -(-tokens // self.page) * self.page if length else 0
 
         kept = sum(size * room(window) for _, size, window in self.stores)

@@ -29,7 +29,9 @@ class Share:
         cache: bytes that a decoder keeps of a token; None where there is none.
         sequence: bytes that a decoder keeps of a sequence, whatever its length.
         sent, received: bytes for a token, in a forward pass over whole sequences; of the busiest rank.
-        flops: operations for a token, in the same pass.
+        sent_new: bytes that a rank of a decoder sends for a new token, and receives; those of the exchange
+            over a cache whose tokens are divided too.
+        flops: operations for a token, in a forward pass over whole sequences.
         divided: in words, what ranks divide.
     """
 
@@ -39,6 +41,7 @@ class Share:
     sequence: int
     sent: float
     received: float
+    sent_new: int
     flops: float
     divided: str
 
@@ -103,7 +106,7 @@ class Plan:
         token = max(computing, share.weights / self.call / machine.bandwidth) + sending
         new = None
         if share.cache is not None:
-            new = max(computing, (share.weights + kept) / machine.bandwidth) + sending
+            new = max(computing, (share.weights + kept) / machine.bandwidth) + share.sent_new / machine.link
         return Estimate(memory, memory <= machine.memory, token, new, way.groups / token)
 
     @property
@@ -135,7 +138,7 @@ class Plan:
             "a token: max(operations, weights / tokens of the call / bandwidth) + bytes sent or received / "
             f"link, where a call has {self.call:,} tokens, forward only",
             f"a new token, of one sequence of {self.tokens:,}: max(operations, (weights + cache) / "
-            "bandwidth) + bytes / link",
+            "bandwidth) + bytes sent for it / link",
             f"it fits if weights, buffers and the cache of one sequence of {self.tokens:,} tokens do; "
             "activations, gradients and optimisers are not counted",
             "bytes are those of the target's own dtypes; the rate of operations is the same for all dtypes",
@@ -163,7 +166,7 @@ class Plan:
 
     def __str__(self) -> str:
         head = ("way", "ranks x groups", "weights", "cache/token", "sent/token", "received/token",
-                "a token", "a new token", "memory", "fits")  # fmt: skip
+                "sent/new token", "a token", "a new token", "memory", "fits")  # fmt: skip
         rows = [head, *(self._row(way) for way in self.ways if way.share is not None)]
         widths = [max(len(row[n]) for row in rows) for n in range(len(head))]
         lines = [f"  {_line(row, widths)}" for row in rows]
@@ -186,7 +189,8 @@ class Plan:
         return (
             way.name, f"{way.ranks:,} x {way.groups:,}", size(share.weights),
             "-" if share.cache is None else size(share.cache),
-            size(share.sent), size(share.received), seconds(estimate.token),
+            size(share.sent), size(share.received),
+            "-" if share.cache is None else size(share.sent_new), seconds(estimate.token),
             "-" if estimate.new_token is None else seconds(estimate.new_token),
             size(estimate.memory), "yes" if estimate.fits else "no",
         )  # fmt: skip

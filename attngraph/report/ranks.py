@@ -17,10 +17,14 @@ class DividedEntry:
     count: int
 
 
+CACHE_EXCHANGE = "exchange over the cache"
+"""What is sent where ranks divide the tokens of a cache: queries and results."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SentEntry:
-    """A collective: `bytes_per_token` of its operand and `sent_per_token` by each rank in a ring; for the
-    whole call where its size does not grow with the tokens (`fixed`)."""
+    """A collective, or `CACHE_EXCHANGE`: `bytes_per_token` of its operand and `sent_per_token` by each rank,
+    in a ring if all take part; for the whole call where its size does not grow with the tokens (`fixed`)."""
 
     what: str
     source: str

@@ -1,7 +1,8 @@
 """Pages of a cache whose tokens ranks divide: those of one member of a team.
 
 Of every row a member keeps each team-th token (`ir/ops/divided_attention.py`), in the pages of a row that is
-so much shorter. Rows are told in numbers of all tokens, as they are to any other pages.
+so much shorter; of a window, in a ring so much smaller. Rows are told in numbers of all tokens, as they are
+to any other pages.
 """
 
 from __future__ import annotations
@@ -31,11 +32,18 @@ class DividedPages(Pages):
     def __init__(
         self, team: int, member: int, stores: Sequence[Store], config: CacheConfig, device: torch.device
     ) -> None:
-        super().__init__(None, stores, config, device)
         self.team, self.member = team, member
+        super().__init__(stores[0].window, stores, config, device)
 
     def own(self, length: int) -> int:
         return own_count(length, self.team, self.member)
+
+    def most_own(self, count: int) -> int:
+        return own_count(count, self.team, 0)
+
+    @property
+    def reach(self) -> int:
+        return self.capacity * self.team
 
     def _own_of(self, firsts: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
         """The same first tokens and numbers of tokens, of those that are kept here."""

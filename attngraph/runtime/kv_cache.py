@@ -132,7 +132,7 @@ class KVCache:
             if not is_written:
                 group.write(news, given["row"], given["positions"], self.lengths, counts)
             if group.ring:
-                self.lost = [max(a, b - group.capacity) for a, b in zip(self.lost, after, strict=True)]
+                self.lost = [max(a, b - group.reach) for a, b in zip(self.lost, after, strict=True)]
         self.carried.write(news, self.lengths)
         self.lengths = after
 

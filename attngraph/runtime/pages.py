@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngraph.ir.ops.cached_attention import Store, tell, told
+from attngraph.ir.ops.cached_attention import Store, in_ring, tell, told
 from attngraph.runtime.cache_config import CacheConfig
 
 FEW = 16
@@ -40,7 +40,7 @@ class Pages:
         self, window: int | None, stores: Sequence[Store], config: CacheConfig, device: torch.device
     ):
         self.window, self.config, self.device = window, config, device
-        self.ring = 0 if window is None else max(window - 1, 1) + config.rollback
+        self.ring = 0 if window is None else self.most_own(in_ring(window, config.rollback))
         self.paged = config.layout == "paged"
         self.page = config.page if self.paged else self.ring or 1
         self.rows: list[list[int]] = []
@@ -80,6 +80,10 @@ class Pages:
         """How many of a row's first `length` tokens are kept here."""
         return length
 
+    def most_own(self, count: int) -> int:
+        """The most of so many neighbouring tokens that are kept here."""
+        return count
+
     @property
     def columns(self) -> int:
         """The most pages that any row has; in a ring buffer the fixed number of pages."""
@@ -91,6 +95,11 @@ class Pages:
     def capacity(self) -> int:
         """How many tokens a row's pages can hold; a ring buffer then overwrites the oldest."""
         return self.columns * self.page
+
+    @property
+    def reach(self) -> int:
+        """Of how many of a row's latest tokens those that are kept here are not overwritten."""
+        return self.capacity
 
     def table(self) -> Tensor:
         if self._table is None:

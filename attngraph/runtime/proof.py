@@ -207,12 +207,12 @@ def tokens_of(
 def poison(state: KVCache) -> None:
     """Fill cache memory that holds no token of any row with NaN. In a ring buffer, a removed token may have
     overwritten an older one; that slot then holds neither."""
-    smallest = min((group.capacity for group in state.groups.values() if group.ring), default=0)
+    smallest = min((group.reach for group in state.groups.values() if group.ring), default=0)
     for group in state.groups.values():
         kept = []
         for length, lost in zip(state.lengths, state.lost, strict=True):
             own = group.own(length)
-            longest = max(own, lost + smallest) if group.ring else own
+            longest = max(own, group.own(lost + smallest)) if group.ring else own
             kept.append(range(max(0, longest - group.capacity), own))
         row = torch.tensor([row for row, positions in enumerate(kept) for _ in positions], dtype=torch.int64)
         position = torch.tensor([p for positions in kept for p in positions], dtype=torch.int64)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.report.ranks import CACHE_EXCHANGE
 
 LLAMA = {
     "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -20,6 +21,11 @@ SIZES = {
 }  # fmt: skip
 GPT2 = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 32}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    **LLAMA, "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 0, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "GPT2LMHeadModel": (GPT2, (128, 64)),
     "LlamaForCausalLM": (LLAMA, (64, 32)),
@@ -29,11 +35,11 @@ CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "MptForCausalLM": ({"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 32}, (128, 64)),
     "FalconForCausalLM": (
         {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, (32, 16)),
-    "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (64, 64)),
+    "MistralForCausalLM": ({**LLAMA, "sliding_window": 3}, (64, 32)),
     "Qwen2ForCausalLM": (LLAMA, (64, 32)),
     "Qwen3ForCausalLM": ({**LLAMA, "head_dim": 8}, (64, 32)),
     "GemmaForCausalLM": ({**LLAMA, "head_dim": 8, "num_key_value_heads": 1}, (32, 16)),
-    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 96)),
+    "Gemma2ForCausalLM": ({**LLAMA, "head_dim": 8, "num_hidden_layers": 2}, (128, 64)),
     "PhiForCausalLM": ({**LLAMA, "num_key_value_heads": 4}, (128, 64)),
     "Phi3ForCausalLM": (LLAMA, (64, 32)),
     "OlmoForCausalLM": (LLAMA, (64, 32)),
@@ -45,10 +51,11 @@ CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "PersimmonForCausalLM": ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, (128, 64)),
     "GPTBigCodeForCausalLM": (GPT2, (32, 16)),
     "MixtralForCausalLM": ({**LLAMA, **EXPERTS}, (64, 32)),
+    "DeepseekV3ForCausalLM": (LATENT, (32, 16)),
 }  # fmt: skip
 """The class, its sizes, and bytes that one of 2 and of 4 ranks keeps of a token: those of its key/value heads
-(4 heads of 8 values, are 256 bytes with keys and values). Ranks that attend to one head divide its tokens,
-but for those of a window."""
+(4 heads of 8 values, are 256 bytes with keys and values). Ranks that attend to one head divide its tokens.
+(A latent of 16 values is 64 bytes.)"""
 FAST = ("LlamaForCausalLM",)
 
 
@@ -86,6 +93,26 @@ def test_a_stock_decoder_on_ranks_gives_the_tokens_of_one_device(name: str, rank
     assert cache.ranks is not None
     assert {why for *_, why in cache.ranks.alike} <= {"the heads of every rank attend to it"}
     assert not cache.ranks.alike or attentions_of_one_key_head(decoder)
+
+
+@pytest.mark.parametrize(
+    "name, ranks",
+    [
+        pytest.param("DeepseekV3ForCausalLM", 2),
+        pytest.param("LlamaForCausalLM", 4, marks=pytest.mark.slow),
+        pytest.param("GemmaForCausalLM", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stock_decoder_on_ranks_that_are_to_divide_tokens(name: str, ranks: int) -> None:
+    model = _stock(name)
+    ids = torch.randint(3, 64, (2, 5))
+    mesh, shard = attngraph.SimulatedMesh(tensor=ranks), attngraph.ShardConfig(cache="tokens")
+    decoder = attngraph.compile(model, cache=True, mesh=mesh, shard=shard)
+    assert torch.equal(decoder.generate(ids, 6), attngraph.compile(model, cache=True).generate(ids, 6))
+    cache = decoder.report.cache
+    assert cache is not None and cache.bytes_per_token == CLASSES[name][1][ranks // 4]
+    assert cache.ranks is not None and {team for *_, team in cache.ranks.tokens} == {2}
+    assert not cache.ranks.alike and not cache.ranks.heads
 
 
 def attentions_of_one_key_head(decoder: attngraph.Decoder) -> bool:
@@ -206,7 +233,7 @@ def test_ranks_divide_the_tokens_of_a_latent(ranks: int) -> None:
         (e.what, e.count) for e in told.divided
     }
     assert [(size, team) for _, size, team in cache.ranks.tokens] == [(8 * 4 // ranks, ranks)]
-    assert not cache.ranks.alike and "exchange over the cache" in {sent.what for sent in told.sent}
+    assert not cache.ranks.alike and CACHE_EXCHANGE in {sent.what for sent in told.sent}
     assert f"a rank keeps 1 of {ranks} tokens" in str(decoder.report)
 
 

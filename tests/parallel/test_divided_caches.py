@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.ir.ops import exchange
+from attngraph.report.ranks import CACHE_EXCHANGE
 
 
 class Shared(nn.Module):
@@ -40,10 +41,11 @@ def _shared(**sizes: Any) -> Shared:
     return Shared(**sizes).eval()
 
 
-def _on(ranks: int, model: nn.Module, **config: Any) -> attngraph.Decoder:
+def _on(ranks: int, model: nn.Module, cache: str = "auto", **config: Any) -> attngraph.Decoder:
     found = attngraph.compile(
-        model, cache=attngraph.CacheConfig(**config), mesh=attngraph.SimulatedMesh(tensor=ranks)
-    )
+        model, cache=attngraph.CacheConfig(**config), mesh=attngraph.SimulatedMesh(tensor=ranks),
+        shard=attngraph.ShardConfig(cache=cache),
+    )  # fmt: skip
     assert isinstance(found, attngraph.Decoder)
     return found
 
@@ -119,22 +121,34 @@ def test_ranks_send_what_the_report_says_and_nothing_for_a_first_prompt(
     decoder.decode(ids[:, :3], state)
     ranks = decoder.report.ranks
     assert ranks is not None
-    told = [e.sent_per_token for e in ranks.sent if e.what == "exchange over the cache"]
+    told = [e.sent_per_token for e in ranks.sent if e.what == CACHE_EXCHANGE]
     assert told == [2 * 8 * 4 + 2 * (8 * 4 + 4)]  # queries; results and log-sum-exps
     assert sum(sent) == 2 * 6 * sum(told)
 
 
-@pytest.mark.parametrize("most, kept", [(17, 64), (18, 32)])
-def test_the_length_of_a_sequence_decides_whether_tokens_are_divided(most: int, kept: int) -> None:
-    """8 heads of a rank send 544 bytes for a token; of each token that is kept 32 bytes less are."""
+@pytest.mark.parametrize(
+    "most, options, kept, longest",
+    [
+        pytest.param(17, {}, 64, 17, id="short"),
+        pytest.param(18, {}, 32, None, id="longer"),
+        pytest.param(64, {"max_length": 17}, 64, 17, id="short by its option"),
+        pytest.param(64, {"max_length": 18}, 32, None, id="longer by its option"),
+        pytest.param(34, {"dtype": torch.bfloat16}, 32, 34, id="in bfloat16"),
+        pytest.param(35, {"dtype": torch.bfloat16}, 16, None, id="longer in bfloat16"),
+    ],
+)
+def test_the_bytes_of_the_longest_sequence_decide_whether_tokens_are_divided(
+    most: int, options: dict[str, Any], kept: int, longest: int | None
+) -> None:
+    """8 heads of a rank send 544 bytes for a token; of each token that is kept 32 bytes less are, or 16."""
     model = _shared(heads=16, most=most)
-    decoder = _on(2, model)
+    decoder = _on(2, model, **options)
     ids = torch.randint(0, 64, (1, 5))
     torch.testing.assert_close(decoder.prefill(ids)[0], model(ids))
     cache = decoder.report.cache
     assert cache is not None and cache.bytes_per_token == kept and cache.ranks is not None
     assert {why.split("; ")[1] for *_, why in cache.ranks.alike} == (
-        {"of 17 tokens 544 bytes less are no more than 544 sent for each"} if kept == 64 else set()
+        {f"of {longest} tokens 544 bytes less are no more than 544 sent for each"} if longest else set()
     )
 
 
@@ -163,7 +177,7 @@ class Windowed(Shared):
 
     def forward(self, ids: Tensor) -> Tensor:
         x, n = self.table(ids), torch.arange(ids.shape[1])
-        k, v = self.down(x).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
+        k, v = self.up(self.down(x)).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
         q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
         sees = (n[:, None] >= n) & (n[:, None] < n + 3)
         y = nn.functional.scaled_dot_product_attention(q, k, v, sees, enable_gqa=True)
@@ -171,15 +185,74 @@ class Windowed(Shared):
         return found
 
 
-def test_shared_key_heads_of_a_window_stay_whole_and_the_report_says_why() -> None:
-    """Its ring is not divided by tokens."""
+@pytest.mark.parametrize("rollback, page", [(0, None), (1, None), (5, None), (0, 2), (3, 2)])
+@pytest.mark.parametrize(
+    "ranks, team, size, sizes",
+    [
+        pytest.param(4, 2, 64, {"key_heads": 2}, id="two key heads on 4"),
+        pytest.param(4, 4, 64, {}, id="one key head on 4"),
+        pytest.param(3, 3, 32, {"latent": True, "heads": 6}, id="latent on 3"),
+    ],
+)
+def test_the_ring_of_a_window_is_divided(
+    ranks: int, team: int, size: int, sizes: dict[str, Any], rollback: int, page: int | None
+) -> None:
+    """Rings that overflow, longer chunks, tokens taken back, members of whose tokens none is seen."""
     torch.manual_seed(0)
-    model = Windowed(key_heads=2).eval()
-    decoder = _on(4, model)
+    model = Windowed(**sizes).eval()
+    options: dict[str, Any] = {"rollback": rollback}
+    options |= {} if page is None else {"layout": "paged", "page": page}
+    one = attngraph.compile(model, cache=attngraph.CacheConfig(**options))
+    many = _on(ranks, model, cache="tokens", **options)
+    ids = torch.randint(3, 64, (3, 60))
+    states = [decoder.prefill([ids[0, :9], ids[1, :1], ids[2, :2]])[1] for decoder in (one, many)]
+    own = -(-(2 + rollback) // team)  # of what one device keeps of a row
+
+    def step(tokens: Tensor) -> None:
+        found = [decoder.decode(tokens, state) for decoder, state in zip((one, many), states, strict=True)]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+    for at in range(9, 16):
+        step(ids[:, at])
+    step(ids[:, 16:21])
+    step(ids[:, 21:40])
+    for state in states:
+        state.crop([n - rollback for n in state.lengths])
+    step(ids[:, 40])
+    for state in states:
+        state.reorder([2, 0, 0])
+    step(ids[:, 41:43])
+    if page is None:
+        assert states[1].nbytes == ranks * 3 * own * size
+    cache = many.report.cache
+    assert cache is not None and cache.ranks is not None and not cache.ranks.heads
+    assert {of for *_, of in cache.ranks.tokens} == {team}
+
+
+class Convolved(Shared):
+    """Each token is mixed with the two before it, before attention."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.conv = nn.Conv1d(32, 32, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.conv(nn.functional.pad(x.mT, (2, 0))).mT
+        k, v = self.down(x).unflatten(-1, (-1, 16)).transpose(1, 2).split(8, -1)
+        q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        found: Tensor = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        return found
+
+
+def test_tokens_that_a_convolution_reads_stay_with_every_rank_and_the_report_says_why() -> None:
+    torch.manual_seed(0)
+    model = Convolved().eval()
+    decoder = _on(2, model, cache="tokens")
     ids = torch.randint(0, 64, (2, 5))
     assert torch.equal(decoder.generate(ids, 6), attngraph.compile(model, cache=True).generate(ids, 6))
     cache = decoder.report.cache
-    assert cache is not None and cache.ranks is not None and cache.ranks.tokens == ()
-    assert cache.ranks.heads == ((1, 2, "the last tokens of a window lie in a ring"),)
-    wanted = "1 of 2 key/value heads; 2 ranks keep the same: the last tokens of a window lie in a ring"
-    assert wanted in str(decoder.report)
+    assert cache is not None and cache.ranks is not None and {of for *_, of in cache.ranks.tokens} == {2}
+    ((_, size, per, why),) = cache.ranks.alike
+    assert (size, per) == (128, "token") and why.endswith("reads all that is kept of it")

@@ -20,6 +20,7 @@ from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 from attngraph.models.targets import tiny_decoder_lm
 from attngraph.report.plan import Machine, Plan, Share, Way
+from attngraph.report.ranks import CACHE_EXCHANGE
 
 TINY = "attngraph.models.targets:tiny_decoder_lm"
 TOKENS = 32
@@ -109,7 +110,7 @@ def test_ranks_that_divide_tokens_hold_and_send_what_simulated_ones_report(
 
 @pytest.mark.parametrize(("name", "count"), [("data 4", None), ("tensor 2", 2), ("tensor 4", 4)])
 @pytest.mark.covering
-def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(
+def test_what_a_rank_keeps_and_sends_for_a_new_token_is_that_of_a_simulated_decoder(
     planned: tuple[nn.Module, dict[str, Share]], name: str, count: int | None
 ) -> None:
     model, shares = planned
@@ -120,6 +121,10 @@ def test_the_cache_of_a_rank_is_that_of_a_simulated_decoder(
     decoder.prefill(_ids())
     assert decoder.report.cache is not None
     assert shares[name].cache == decoder.report.cache.bytes_per_token
+    ranks = decoder.report.ranks
+    assert shares[name].sent_new == (0 if ranks is None else ranks.sent_per_token)
+    whats = {entry.what for entry in ([] if ranks is None else ranks.sent)}
+    assert (CACHE_EXCHANGE in whats) == (isinstance(model, ModernDecoder) and count == 4)
 
 
 def test_operations_are_those_of_products_and_of_pairs_that_the_mask_leaves() -> None:
@@ -177,7 +182,7 @@ def test_large_groups_are_derived_without_simulating_their_ranks() -> None:
 
 
 def _way(axis: str, ranks: int, groups: int, weights: int, sent: float, flops: float) -> Way:
-    return Way(axis, ranks, groups, Share(weights, 5, 2, 1, sent, sent / 2, flops, ""))
+    return Way(axis, ranks, groups, Share(weights, 5, 2, 1, sent, sent / 2, 2 * int(sent), flops, ""))
 
 
 def test_the_estimate_is_what_the_stated_formulas_give() -> None:
@@ -185,7 +190,7 @@ def test_the_estimate_is_what_the_stated_formulas_give() -> None:
     bound = found.estimate(_way("tensor", 2, 1, 100, 30, 1))
     assert bound is not None and bound.memory == 100 + 5 + 2 * 10 + 1 and bound.fits
     assert bound.token == pytest.approx(100 / 20 / 50 + 30 / 10)
-    assert bound.new_token == pytest.approx((100 + 21) / 50 + 30 / 10)
+    assert bound.new_token == pytest.approx((100 + 21) / 50 + 60 / 10)
     computing = found.estimate(_way("data", 1, 2, 110, 0, 1000))
     assert computing is not None and not computing.fits
     assert computing.token == computing.new_token == 10 and computing.throughput == 2 / 10

@@ -135,6 +135,17 @@ def test_decoders_on_whole_parameters(tmp_path: Path) -> None:
     assert all(said.startswith("bytes [128, 32]") for said in _run("decode_whole", tmp_path))
 
 
+@pytest.mark.slow
+def test_four_ranks_divide_the_tokens_of_two_key_heads(tmp_path: Path) -> None:
+    """Each of two ranks keeps half of the tokens of one of them: a quarter of what one device keeps."""
+    assert _run("decode_shared", tmp_path, 4) == ["[128, 32, 32]"] * 4
+
+
+def test_two_ranks_divide_the_tokens_of_a_latent(tmp_path: Path) -> None:
+    """12 numbers a token; the second cache keeps them in bfloat16."""
+    assert _run("decode_latent", tmp_path) == ["[[48, 24], [24, 12]]"] * 2
+
+
 def test_ranks_with_other_prompts_all_say_so(tmp_path: Path) -> None:
     for said in _run("disagree_in_prompts", tmp_path):
         problems = said.split(" | ")

@@ -154,6 +154,12 @@ class Store:
         return -(-math.prod(dims) * kept.itemsize // self.team)
 
 
+def in_ring(window: int, rollback: int) -> int:
+    """How many of a row's latest tokens are kept where only those of a window are needed, and so many may be
+    taken back."""
+    return max(window - 1, 1) + rollback
+
+
 @dataclasses.dataclass(frozen=True)
 class Fixed:
     """A value computed once for each prompt. `row_dim` is its batch dimension (None: shared by all

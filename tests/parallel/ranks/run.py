@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import attngraph
+from attngraph.models.mla import MLAConfig, MLADecoder
+from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
 
 class Block(nn.Module):
@@ -321,6 +323,45 @@ def decode(mesh, rank, config=None):
 
 def decode_whole(mesh, rank):
     return decode(mesh, rank, attngraph.ShardConfig(parameters="whole"))
+
+
+def divided(mesh, model, shards, **cache):
+    """Rows of other lengths that grow, chunks, another order, greedy tokens: as on one device. The bytes of a
+    token that one device keeps, and that this rank does by each of the configs."""
+    config = attngraph.CacheConfig(**cache)
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
+    wanted, said = [], []
+    for shard in (None, *shards):
+        on = {} if shard is None else {"mesh": mesh, "shard": shard}
+        decoder = attngraph.compile(copy.deepcopy(model), cache=config, **on)
+        _, state = decoder.prefill([ids[0, :7], ids[1, :1], ids[2, :4]])
+        found = [decoder.decode(tokens, state) for tokens in (ids[:, 0], ids[:, :3])]
+        state.crop([6, 5, 1])
+        state.reorder([2, 0, 1])
+        found += [decoder.decode(ids[:, :2], state), decoder.generate(ids, 8)]
+        wanted = wanted or found
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        assert state.bytes_per_token == decoder.report.cache.bytes_per_token
+        assert shard is None or decoder.report.cache.ranks.tokens, str(decoder.report)
+        said.append(state.bytes_per_token)
+    return said
+
+
+def decode_shared(mesh, rank):
+    """Four ranks, two to each of two key/value heads."""
+    sizes = {"vocab_size": 64, "width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "hidden": 48}
+    torch.manual_seed(0)
+    model = ModernDecoder(ModernDecoderConfig(**sizes, layers=1)).eval()
+    return divided(mesh, model, [attngraph.ShardConfig(cache=how) for how in ("tokens", "auto")])
+
+
+def decode_latent(mesh, rank):
+    """Latents, as computed and kept in bfloat16."""
+    sizes = {"vocab_size": 64, "width": 32, "heads": 4, "latent": 8, "nope": 8, "rope": 4, "value": 8}
+    torch.manual_seed(0)
+    model = MLADecoder(MLAConfig(**sizes, query_rank=None, layers=1, hidden=48)).eval()
+    shards = [attngraph.ShardConfig(cache="tokens")]
+    return [divided(mesh, model, shards, dtype=dtype) for dtype in (None, torch.bfloat16)]
 
 
 def disagree_in_prompts(mesh, rank):
