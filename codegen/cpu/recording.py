@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -24,42 +23,13 @@ from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
 from attngraph.codegen.cpu.chain import Chain, Link
 from attngraph.codegen.cpu.copies import Keeping, link_of, may_be_copy
 from attngraph.codegen.cpu.decode import Decode
+from attngraph.codegen.cpu.places import addresses, places, ranks
+from attngraph.codegen.cpu.step_graph import SEVERAL, Kinds, early_first, is_view, only_moves
 from attngraph.codegen.cpu.tokens.run import TOKENS
-from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Rows
 from attngraph.ir.ops.last_tokens import last_tokens
 from attngraph.ir.ops.running_sum import running_sum
-
-_CHANGING = ("argument", "rows", "carried")
-"""Kinds of inputs that are copied at every call, but for carried values that compiled code alone reads; all
-others are read where they lie."""
-_SEVERAL = (torch.ops.attngraph.token_program.default, running_sum)
-"""Ops with several results."""
-
-
-class Kinds:
-    """A decoder's graph, and which of its inputs change in what way, by number.
-
-    Attributes:
-        changing: new at every call.
-        pages: of the cache, which may move.
-        fixed: computed once for a prompt.
-        still: weights and all others, which lie where they lay.
-        tokens: the tokens of a call.
-        shorten: makes a module cheaper to call.
-    """
-
-    def __init__(self, graph: ProgramGraph, shorten: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
-        self.graph, self.shorten = graph, shorten
-        placeholders = graph.placeholders()
-        self.changing = [n for n, given in enumerate(graph.inputs) if given.kind in _CHANGING]
-        self.pages = [n for n, given in enumerate(graph.inputs) if given.kind == "pages"]
-        self.fixed = [n for n, given in enumerate(graph.inputs) if given.kind == Rate.PROMPT.value]
-        moving = {*self.changing, *self.pages}
-        self.still = [n for n in range(len(graph.inputs)) if n not in moving]
-        arguments = (n for n in self.changing if graph.inputs[n].kind == "argument")
-        self.tokens = next((n for n in arguments if _rank(placeholders[n]) > 1), None)
 
 
 class NotRecorded(Exception):
@@ -100,7 +70,7 @@ class Recording:
     def __init__(self, kinds: Kinds, inputs: Sequence[Tensor]) -> None:
         self.kinds, graph = kinds, kinds.graph
         self.placeholders = graph.placeholders()
-        self.still = _where([inputs[n] for n in kinds.still])
+        self.still = addresses([inputs[n] for n in kinds.still])
         self.where = places([inputs[n] for n in kinds.pages])
         self.seen: list[weakref.ref[Tensor]] = []
         self.values: dict[fx.Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
@@ -116,7 +86,7 @@ class Recording:
         self.carries: list[_Carry] = []
         self._waiting: list[fx.Node] = []
         self._links: list[Link] = []
-        for node in _early_first(graph.graph):
+        for node in early_first(graph.graph):
             self._add(node)
         self._end_links()
         self.results: list[Any] = list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -139,11 +109,11 @@ class Recording:
         if link is not None:
             self._end_waiting(node.all_input_nodes)
             self._links.append(link)
-            self.values[node] = link.results if node.target in _SEVERAL else link.results[0]
+            self.values[node] = link.results if node.target in SEVERAL else link.results[0]
             return
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         operands = node.all_input_nodes
-        if self._links and any(self._is_computed(n) for n in operands) and not _only_moves(node):
+        if self._links and any(self._is_computed(n) for n in operands) and not only_moves(node):
             self._end_links()
         self.values[node] = found = node.target(*args, **kwargs)  # type: ignore[operator]
         if not isinstance(found, (Tensor, list, tuple)):
@@ -155,7 +125,7 @@ class Recording:
         if not self.growing.isdisjoint(operands) and nodes.view(node) is None:
             self.growing.add(node)
         moves = self.pages.union(self.fresh)
-        if moves.isdisjoint(operands) and _is_view(found, args):
+        if moves.isdisjoint(operands) and is_view(found, args):
             return
         self.fresh.add(node)
         self._waiting.append(node)
@@ -349,14 +319,14 @@ class Recording:
 
     def is_valid(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the weights lie where they lay, and calls read present pages."""
-        if _where([inputs[n] for n in self.kinds.still]) != self.still:
+        if addresses([inputs[n] for n in self.kinds.still]) != self.still:
             return False
         pages = [inputs[n] for n in self.kinds.pages]
         if len(pages) == len(self.seen) and all(r() is t for r, t in zip(self.seen, pages, strict=True)):
             return True
-        where = places(pages)
-        if where != self.where:
-            if where.dtypes != self.where.dtypes or _ranks(where) != _ranks(self.where):
+        now_at = places(pages)
+        if now_at != self.where:
+            if now_at.dtypes != self.where.dtypes or ranks(now_at) != ranks(self.where):
                 return False
             now = dict(zip(self.placeholders, inputs, strict=True))
             for link, read in self.readers:
@@ -369,7 +339,7 @@ class Recording:
                     return False
             if not all(move(t) for move, t in zip(self.movers, pages, strict=False)):
                 return False
-            self.where = where
+            self.where = now_at
         self.seen = list(map(weakref.ref, pages))
         return True
 
@@ -425,66 +395,3 @@ class Recording:
 
 
 _TOKENS, _DECODE = TOKENS, Decode()
-
-
-def _early_first(graph: fx.Graph) -> list[fx.Node]:
-    """The operations, first those that need none of what compiled code computes: chains are then not cut for
-    them."""
-    late: set[fx.Node] = set()
-    order: tuple[list[fx.Node], list[fx.Node]] = [], []
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if _may_be_compiled(node) or not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
-        order[node in late].append(node)
-    return [*order[0], *order[1]]
-
-
-def _may_be_compiled(node: fx.Node) -> bool:
-    if node.target in _SEVERAL or node.target is last_tokens or may_be_copy(node):
-        return True
-    return isinstance(nodes.view(node), nodes.CachedAttention)
-
-
-def _only_moves(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem" or bool(getattr(node.target, "is_view", False))
-
-
-def _is_view(value: Any, args: Any) -> bool:
-    """Whether a value shares memory with an operand, so that it follows what is written there."""
-    if isinstance(value, (list, tuple)):
-        return False
-    storages = {
-        t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)
-    }
-    return value.untyped_storage().data_ptr() in storages
-
-
-class _Places(NamedTuple):
-    """Where tensors lie and what they are. Made by functions of C, because a step has hundreds of weights."""
-
-    addresses: tuple[int, ...]
-    strides: tuple[tuple[int, ...], ...]
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
-
-
-def places(tensors: Sequence[Tensor]) -> _Places:
-    return _Places(*_where(tensors), tuple(map(Tensor.size, tensors)), tuple(map(_DTYPE, tensors)))
-
-
-def _where(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    return tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.stride, tensors))
-
-
-_DTYPE = operator.attrgetter("dtype")
-
-
-def _ranks(places: _Places) -> list[int]:
-    return list(map(len, places.shapes))
-
-
-def _rank(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.ndim if isinstance(value, Tensor) else 0

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu.recording import Kinds, NotRecorded, Recording, places
+from attngraph.codegen.cpu.places import places
+from attngraph.codegen.cpu.recording import NotRecorded, Recording
+from attngraph.codegen.cpu.step_graph import Kinds
 from attngraph.codegen.cpu.tokens.run import FEW
 from attngraph.codegen.cpu.toolchain import CompilerError
 from attngraph.ir.graph.program_graph import ProgramGraph
