@@ -373,6 +373,14 @@ EQUAL: dict[str, tuple[Expr, Expr]] = {
     "(1 - p) * -1e9": (M.mul(M.sub(E.const(1.0), FLAG), E.const(-1e9)), M.where(FLAG, E.ZERO, E.const(-1e9))),
     "k <= j and k <= j + 2": (M.and_(M.le(K, J), M.le(K, M.add(J, E.const(2)))), M.le(K, J)),
     "k > j or k > j - 3": (M.or_(M.lt(J, K), M.lt(M.sub(J, E.const(3)), K)), M.lt(M.sub(J, E.const(3)), K)),
+    "diagonals that never meet": (
+        M.add(*(M.where(M.eq(M.add(K, E.const(n)), J), E.ONE, E.ZERO) for n in range(3))),
+        M.where(M.or_(*(M.eq(M.add(K, E.const(n)), J) for n in (2, 0, 1))), E.ONE, E.ZERO),
+    ),
+    "a triangle and the diagonal above it": (
+        M.add(M.where(M.le(K, J), X, E.ZERO), M.where(M.eq(K, M.add(J, E.ONE)), X, E.ZERO)),
+        M.where(M.or_(M.le(K, J), M.eq(K, M.add(J, E.ONE))), X, E.ZERO),
+    ),
     "min of two masks": (
         M.function("min", M.where(FLAG, E.ONE, E.ZERO), M.where(M.le(K, J), E.ONE, E.ZERO)),
         M.where(M.and_(FLAG, M.le(K, J)), E.ONE, E.ZERO),
@@ -382,6 +390,19 @@ EQUAL: dict[str, tuple[Expr, Expr]] = {
         M.and_(M.le(K, M.add(J, E.const(2))), M.le(J, M.add(K, E.const(2)))),
     ),
 }
+
+
+MEETING = {
+    "a triangle and a diagonal of it": (M.le(K, J), M.eq(M.add(K, E.ONE), J)),
+    "two triangles": (M.le(K, J), M.le(J, K)),
+    "a flag and a diagonal": (FLAG, M.eq(K, J)),
+    "either of two and one of them": (M.or_(M.eq(K, J), FLAG), M.eq(K, M.add(J, E.ONE))),
+}
+
+
+@pytest.mark.parametrize("name", list(MEETING))
+def test_conditions_that_may_hold_at_once_do_not_exclude_each_other(name: str) -> None:
+    assert not M.exclude_each_other(*MEETING[name])
 
 
 @pytest.mark.parametrize("name", list(EQUAL))

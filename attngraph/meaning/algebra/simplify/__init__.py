@@ -27,7 +27,17 @@ from attngraph.meaning.algebra.simplify.arithmetic import (
 )
 from attngraph.meaning.algebra.simplify.division import floordiv, mod
 from attngraph.meaning.algebra.simplify.functions import absolute, exp, function, log, narrow, power
-from attngraph.meaning.algebra.simplify.logic import and_, eq, le, lt, ne, not_, or_, where
+from attngraph.meaning.algebra.simplify.logic import (
+    and_,
+    eq,
+    exclude_each_other,
+    le,
+    lt,
+    ne,
+    not_,
+    or_,
+    where,
+)
 from attngraph.meaning.algebra.simplify.rebuild import (
     canonical,
     canonical_binders,
@@ -47,6 +57,7 @@ __all__ = [
     "construct",
     "div",
     "eq",
+    "exclude_each_other",
     "exp",
     "floordiv",
     "from_polynomial",

@@ -79,25 +79,35 @@ def _absorb_constant(terms: list[Expr], constant: float) -> tuple[list[Expr], fl
 
 
 def _merge_selections(terms: list[Expr]) -> list[Expr]:
-    """where(c, x, y) + where(c, u, v) is where(c, x + u, y + v); also for the negated condition."""
+    """where(c, x, y) + where(c, u, v) is where(c, x + u, y + v), also for the negated condition; and where
+    c and d never hold at once, where(c, x, y) + where(d, u, 0) is where(c, x, y + where(d, u, 0))."""
     merged: list[Expr] = []
     for term in terms:
         if term.op == "where":
-            condition, x, y = term.args
             for place, other in enumerate(merged):
-                if other.op != "where":
-                    continue
-                same, u, v = other.args
-                if same is M.not_(condition):
-                    same, u, v = condition, v, u
-                if same is condition:
-                    merged[place] = M.where(condition, add(x, u), add(y, v))
+                if other.op == "where" and (joined := _joined_selection(other, term)) is not None:
+                    merged[place] = joined
                     break
             else:
                 merged.append(term)
         else:
             merged.append(term)
     return merged
+
+
+def _joined_selection(a: Expr, b: Expr) -> Expr | None:
+    """The sum of two selections as one selection, or None where their conditions have nothing in common."""
+    condition, x, y = b.args
+    same, u, v = a.args
+    if same is M.not_(condition):
+        same, u, v = condition, v, u
+    if same is condition:
+        return M.where(condition, add(x, u), add(y, v))
+    for outer, inner in sorted(((a, b), (b, a)), key=lambda pair: pair[0].args[0].serial):
+        if E.is_const(inner.args[2], 0) and M.exclude_each_other(outer.args[0], inner.args[0]):
+            condition, x, y = outer.args
+            return M.where(condition, x, add(y, inner))
+    return None
 
 
 def coefficient(term: Expr) -> tuple[float, Expr]:

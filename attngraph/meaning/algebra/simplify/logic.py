@@ -229,6 +229,31 @@ def _limits(parts: list[Expr]) -> dict[Expr, Polynomial]:
     return {p: ranges.subtract(*(ranges.polynomial(a) for a in p.args)) for p in found}
 
 
+def exclude_each_other(a: Expr, b: Expr) -> bool:
+    """Whether two conditions never hold at once, as two comparisons of integers in them show."""
+    for one, other in ((a, b), (b, a)):
+        if one.op == "or":
+            return all(exclude_each_other(part, other) for part in one.args)
+    mine, theirs = _at_most_zero_in(a), _at_most_zero_in(b)
+    if len(mine) + len(theirs) > budgets.COMPARISONS:
+        return False
+    # Of two numbers that are at most zero the sum is too.
+    sums = (ranges.bounds(ranges.add(one, other))[0] for one in mine for other in theirs)
+    return any(low is not None and ranges.is_positive(low) for low in sums)
+
+
+def _at_most_zero_in(condition: Expr) -> list[Polynomial]:
+    """What is at most zero where a conjunction of comparisons of integers holds."""
+    found: list[Polynomial] = []
+    for part in condition.args if condition.op == "and" else (condition,):
+        if part.op in ("le", "eq") and all(a.kind == "int" for a in part.args):
+            difference = ranges.subtract(*(ranges.polynomial(a) for a in part.args))
+            found.append(difference)
+            if part.op == "eq":
+                found.append(ranges.subtract({}, difference))
+    return found
+
+
 def _never_less(larger: Polynomial, smaller: Polynomial) -> bool:
     low, _ = ranges.bounds(ranges.subtract(larger, smaller))
     return low is not None and ranges.is_nonnegative(low)
