@@ -162,7 +162,8 @@ def _no_sum(tokens: Tokens, culprit: fx.Node) -> str:
     ):
         own = (reason for node, reason in reasons.items() if culprit in region([node], known))
         reason = next(own, None)
-        found += "" if reason is None else f" It is no {what}: {reason}."
+        if reason is not None and not reason.startswith(f"the operation {op_name(culprit)} "):
+            found += f" It is no {what}: {reason}."
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -555,6 +556,48 @@ def test_what_lets_a_token_see_a_later_one_is_refused(name: str) -> None:
     make, message = WITHOUT[name]
     with pytest.raises(NoDecoderError, match="(?s)" + message):
         attngraph.compile(stirred(make()), cache=True).prefill(ids(1, 5))
+
+
+class Written(nn.Module):
+    """A layer of Plain, `[B, C, T]`, whose mask (one where a key is seen) comes from a function of T."""
+
+    def __init__(self, mask: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.mask(x.shape[2])
+        return x @ ((x.mT @ x) * seen - 1e10 * (1 - seen)).softmax(-1).mT
+
+
+def _diagonals(tokens: int) -> Tensor:
+    return torch.diag_embed(torch.ones(tokens)) + torch.diag_embed(torch.ones(tokens - 1), offset=-1)
+
+
+def _row_by_row(tokens: int) -> Tensor:
+    seen = torch.zeros(tokens, tokens)
+    for row in range(tokens):
+        seen[row, max(0, row - 2) : row + 1] = 1
+    return seen
+
+
+def test_a_mask_may_be_a_sum_of_diagonals() -> None:
+    model = stirred(Plain(layer=Written(_diagonals)))
+    tokens = ids(2, 9)
+    compiled = attngraph.compile(model, cache=True)
+    first, state = compiled.prefill(tokens[:, :5])
+    found = torch.cat([first, *(compiled.decode(tokens[:, [place]], state) for place in range(5, 9))], 1)
+    torch.testing.assert_close(found, whole_logits(model, tokens), **CLOSE)
+
+
+def test_a_mask_that_a_loop_writes_row_by_row_is_refused_with_what_to_do() -> None:
+    model = stirred(Plain(layer=Written(_row_by_row)))
+    message = (
+        r"attention at .*coder\.py:\d+: its scores have a case of their own for each of 11 tokens.*arange"
+    )
+    with pytest.raises(NoDecoderError, match=message) as problem:
+        attngraph.compile(model, cache=True).prefill(ids(1, 5))
+    assert "looked into" not in problem.value.reason
 
 
 def test_a_fill_that_leaks_is_named_where_it_lets_tokens_see_later_ones() -> None:

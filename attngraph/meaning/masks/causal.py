@@ -22,6 +22,12 @@ _LATER = M.add(Q, E.ONE, E.var("d"))
 """Any key that comes after its query."""
 
 
+_LOOP = (
+    "as a Python loop over tokens writes them, and what later tokens see cannot be read from these (what to "
+    "do: build the mask by comparing torch.arange(T)[:, None] with torch.arange(T))"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Causality:
     """`window`: how many tokens a query sees at most, itself included (None: all before it). `problem`: why
@@ -80,7 +86,12 @@ def _is_false(predicate: Expr, mapping: dict[Expr, Expr]) -> bool:
 
 
 def _not_hidden(program: ScoreProgram, predicate: Expr) -> Causality:
-    uses_places = {Q, K} & {n for e in program.expressions for n in E.walk(e)}
+    nodes = [n for e in program.expressions for n in E.walk(e)]
+    cases = {n for n in nodes if n.op == "eq" and Q in n.args and any(map(E.is_const, n.args))}
+    if len(cases) > budgets.SELECTIONS:
+        why = f"its scores have a case of their own for each of {len(cases)} tokens, {_LOOP}"
+        return Causality(program, None, why)
+    uses_places = {Q, K} & set(nodes)
     statements = program.keeps or (program.statements if uses_places else ())
     shown = "; ".join(map(format_statement, statements)) or "no mask"
     for q in range(budgets.TOKEN_PAIRS):
