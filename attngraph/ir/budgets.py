@@ -100,3 +100,5 @@ version only, which misses a write through `.data`."""
 STATE_ENTRIES, STATE_DEPTH, STATE_BYTES = 256, 6, 1 << 12
 """Entries of a container, depth of nesting, and bytes of an array that are examined as state of a model.
 Beyond these limits an object is compared by identity alone."""
+MEMORY_KEPT = 1 << 29
+"""Bytes of freed memory on the CPU that are kept for new tensors. More are given back to the system."""

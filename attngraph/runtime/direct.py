@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from attngraph.ir.ops import cached_attention as cached
 from attngraph.ir.ops import latent_attention as latent
+from attngraph.ir.ops.token_program import token_program
 
 aten, ours = torch.ops.aten, torch.ops.attngraph
 
@@ -23,10 +24,10 @@ def _size(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim]
 
 
-def _ours(function: Callable[..., Tensor], op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _ours(function: Callable[..., Any], op: Callable[..., Any]) -> Callable[..., Any]:
     """What the op computes without its dispatch, but for modes that want to see ops (FlopCounterMode)."""
 
-    def call(*args: Any) -> Tensor:
+    def call(*args: Any) -> Any:
         return (op if torch._C._len_torch_dispatch_stack() else function)(*args)
 
     return call
@@ -64,6 +65,7 @@ SHORTER: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: torch.matmul,
     aten.layer_norm.default: torch.layer_norm,
     aten.mean.dim: torch.mean,
+    ours.token_program.default: _ours(token_program, ours.token_program.default),
     ours.cached_attention.default: _ours(cached.cached_attention, ours.cached_attention.default),
     ours.cached_latent_attention.default: _ours(
         latent.cached_latent_attention, ours.cached_latent_attention.default

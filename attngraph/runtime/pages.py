@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngraph.ir.ops import memory
 from attngraph.ir.ops.cached_attention import Store, in_ring, tell, told
 from attngraph.runtime.cache_config import CacheConfig
 
@@ -61,7 +62,7 @@ class Pages:
         shape[first.row_dim], shape[first.token_dim] = pages, self.page
         floating = self.config.floating
         dtype = floating if floating and first.dtype.is_floating_point else first.dtype
-        return torch.empty((len(members), *shape), dtype=dtype, device=self.device)
+        return memory.empty((len(members), *shape), dtype, self.device)
 
     def views(self) -> dict[str, Tensor]:
         """The pages of every store, by name: the same tensors while they are where they were."""

@@ -25,6 +25,7 @@ from attngraph.codegen.cpu.source import Plan
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import memory
 from attngraph.ir.ops.cached_attention import UNSCALED, Rows, Scales, counts, only, row_by_row
 from attngraph.ir.ops.quantised import LARGEST
 from attngraph.meaning.masks.causal import examine
@@ -121,7 +122,8 @@ def _plan(
 def _empty(q: Tensor, width: int) -> Tensor:
     """Memory for the result, with the heads of a token contiguous."""
     _, heads, tokens, _ = q.shape
-    return q.new_empty_strided((1, heads, tokens, width), (tokens * heads * width, width, heads * width, 1))
+    strides = (tokens * heads * width, width, heads * width, 1)
+    return memory.empty_like_strided(q, (1, heads, tokens, width), strides)
 
 
 class _Prepared:

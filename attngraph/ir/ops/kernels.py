@@ -18,6 +18,7 @@ from attngraph.errors import BackendError
 from attngraph.ir.language import evaluate
 from attngraph.ir.language.evaluate import Environment, Tile
 from attngraph.ir.language.score import ScoreProgram
+from attngraph.ir.ops import memory
 
 Operands = tuple[Tensor, Tensor, Tensor]
 SHARED, SHARED_END = ", the same in every kernel", "end of "
@@ -111,7 +112,7 @@ def empty_result(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A new tensor for the result `[B, Hq, Sq, Dv]`, laid out as all kernels do: `[B, Sq, Hq, Dv]` in memory,
     so that joining heads needs no copy. It is not a view, so autograd lets the caller change it in place."""
     b, h, s, d = shape
-    return like.new_empty_strided((b, h, s, d), (s * h * d, d, h * d, 1))
+    return memory.empty_like_strided(like, (b, h, s, d), (s * h * d, d, h * d, 1))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -20,6 +20,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.functions import operation_of
 from attngraph.ir.language.token_program import TOKEN, Definition, Given, Result, TokenProgram, extent, parse
+from attngraph.ir.ops import memory
 from attngraph.ir.ops.linear_q import dequantised
 from attngraph.ir.ops.transforms import refuse_derivatives, require_no_derivative
 
@@ -100,7 +101,7 @@ def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
     shape = [tokens, *(n for n in result.shape if n is not None)]
     order = list(range(1, len(shape)))
     order.insert(result.token_dim, 0)
-    return like.new_empty(shape, dtype=dtype).permute(order)
+    return memory.empty(shape, dtype, like.device).permute(order)
 
 
 def memory_of_results(program: TokenProgram, tokens: int, like: Tensor) -> list[Tensor]:

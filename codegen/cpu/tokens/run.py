@@ -18,12 +18,12 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import chosen, team, toolchain
 from attngraph.codegen.cpu.chain import Link
-from attngraph.codegen.cpu.memory import workspace
 from attngraph.codegen.cpu.tokens import source
 from attngraph.codegen.cpu.tokens.schedule import arranged, phases
 from attngraph.codegen.remarks import Remarks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.token_program import Result, TokenProgram, parse
+from attngraph.ir.ops import memory
 from attngraph.ir.ops.token_program import floating, memory_of_results, tokens_in, weight_rows
 
 _log = logging.getLogger("attngraph.codegen.cpu")
@@ -187,7 +187,8 @@ class _Prepared:
             values[place] = result.data_ptr()
         few = tokens <= FEW
         room = (self.arranged * tokens if few else self.room) * members
-        scratch = torch.empty(self.total * tokens + room) if few else workspace(self.total * tokens + room)
+        size = self.total * tokens + room
+        scratch = torch.empty(size) if few else memory.workspace(size)
         for number, at in self.between.items():
             values[number - self.first] = scratch.data_ptr() + at * tokens * 4
         if room:
@@ -220,7 +221,7 @@ class _Prepared:
                 values[about.number - self.first] = own
             else:
                 short.append((own, about.number - self.first))
-        scratch = workspace(self.total * tokens)
+        scratch = memory.workspace(self.total * tokens)
         for number, at in self.between.items():
             place = number - self.first
             row = self.rows[place]

@@ -1,0 +1,86 @@
+"""Large blocks of memory on the CPU, used again for new tensors once they are free.
+
+The C library gives large blocks back to the system when they are freed. A new one is made of pages that the
+system clears when they are first touched, which takes longer than writing the block does. So blocks of the
+results of compiled code, of values in between and of caches come from here: a block that is freed is kept for
+the next tensor of about its size, until `budgets.MEMORY_KEPT` bytes are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attngraph.ir import budgets
+
+LARGE = 1 << 20
+"""Bytes from which on a tensor's memory comes from here. The C library keeps smaller blocks itself."""
+
+_own = threading.local()
+_free: dict[int, Tensor] = {}
+"""Blocks in no use by identity, the one that was freed first in front. Any thread may free one at any time,
+also between two operations of this file, so no lock could be held: each operation on it is atomic."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor that is not initialised, as `torch.empty` makes it. The storage of a large one on
+    the CPU cannot be resized."""
+    traced = torch._C._len_torch_dispatch_stack() > 0
+    if traced or device.type != "cpu" or (size := math.prod(shape) * dtype.itemsize) < LARGE:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    block = _taken(size)
+    if block is None:
+        block = torch.empty(size, dtype=torch.uint8)
+    view = _view(block.data_ptr(), size, _WRITABLE)
+    weakref.finalize(view, _give_back, block).atexit = False
+    return torch.frombuffer(view, dtype=dtype).view(tuple(shape))
+
+
+def empty_like_strided(like: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The same with strides, which leave no gaps, and dtype and device of `like`. It is not a view."""
+    traced = torch._C._len_torch_dispatch_stack() > 0
+    if traced or not like.is_cpu or math.prod(shape) * like.itemsize < LARGE:
+        return like.new_empty_strided(tuple(shape), tuple(strides))
+    found = empty(shape, like.dtype, like.device)
+    return found.new_empty(0).set_(found.untyped_storage(), 0, tuple(shape), tuple(strides))
+
+
+def kept() -> int:
+    """Bytes of all blocks in no use."""
+    return sum(block.numel() for block in list(_free.values()))
+
+
+def workspace(count: int) -> Tensor:
+    """Memory of this thread for so many float32, which the next call of this function uses again."""
+    held: Tensor | None = getattr(_own, "held", None)
+    if held is None or held.numel() < count:
+        held = _own.held = torch.empty(count)
+    return held[:count]
+
+
+def _taken(size: int) -> Tensor | None:
+    """A block in no use of at least so many bytes, and at most twice as many."""
+    fitting = (block for block in list(_free.values()) if size <= block.numel() <= 2 * size)
+    for block in sorted(fitting, key=Tensor.numel):
+        if _free.pop(id(block), None) is not None:  # else another thread was faster
+            return block
+    return None
+
+
+def _give_back(block: Tensor) -> None:
+    """Keep a block that is free; those that were freed first go where there are too many bytes."""
+    _free[id(block)] = block
+    while kept() > budgets.MEMORY_KEPT:
+        for oldest in list(_free)[:1]:
+            _free.pop(oldest, None)
+
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
