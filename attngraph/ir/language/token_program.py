@@ -54,7 +54,7 @@ class Given:
     def word(self) -> str:
         return _word(self.dtype) if self.packed is None else f" {WORD} {self.packed}"
 
-    @property
+    @functools.cached_property
     def token_dim(self) -> int | None:
         """The dimension that counts the tokens; None if all tokens share the tensor."""
         return self.shape.index(None) if None in self.shape else None
@@ -88,7 +88,7 @@ class Result:
     shape: tuple[Extent, ...]
     dtype: str = "float32"
 
-    @property
+    @functools.cached_property
     def token_dim(self) -> int:
         return self.shape.index(None)
 

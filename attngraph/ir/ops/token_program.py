@@ -107,15 +107,14 @@ def allocated(result: Result, tokens: int, like: Tensor) -> Tensor:
 def memory_of_results(program: TokenProgram, tokens: int, like: Tensor) -> list[Tensor]:
     """Memory for all results. Those of the same definition and dtype share it, as each definition is computed
     once."""
-    found: dict[tuple[int, str], Tensor] = {}
-    results: list[Tensor] = []
-    for result in program.results:
-        own, key = allocated(result, tokens, like), (result.number, result.dtype)
-        if key in found:
-            shape = own.movedim(result.token_dim, 0).shape
-            own = found[key].view(shape).movedim(0, result.token_dim)
-        found.setdefault(key, own.movedim(result.token_dim, 0))
-        results.append(own)
+    results = [allocated(result, tokens, like) for result in program.results]
+    first: dict[tuple[int, str], int] = {}
+    for place, result in enumerate(program.results):
+        shared = first.setdefault((result.number, result.dtype), place)
+        if shared != place:
+            whole = results[shared].movedim(program.results[shared].token_dim, 0)
+            shape = results[place].movedim(result.token_dim, 0).shape
+            results[place] = whole.view(shape).movedim(0, result.token_dim)
     return results
 
 

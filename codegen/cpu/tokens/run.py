@@ -8,6 +8,7 @@ took less time for such products on this machine (`chosen.py`).
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import math
 import threading
@@ -111,12 +112,17 @@ class _Prepared:
         self.room: int = code.attngraph_room()
         code.attngraph_arranged.restype = ctypes.c_int64
         self.arranged: int = code.attngraph_arranged()
+        self._told: set[str] = set()
+        """The kinds of calls whose choice the report has."""
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         if not self.has_types(given):
             return None
         tokens = tokens_in(self.program, given)
         results = memory_of_results(self.program, tokens, floating(given))
+        if tokens <= self.at_once:
+            self._block(given, results, tokens)
+            return results
         for start in range(0, tokens, self.at_once):
             count = min(self.at_once, tokens - start)
             parts = [
@@ -143,15 +149,20 @@ class _Prepared:
         if times is None:
             chosen.measure(kind, {OURS: ours, PYTORCH: with_pytorch})
             times = chosen.known(kind) or {}
-        _remarks.add(self.program.text, chosen.said(kind, times))
+        if kind not in self._told:
+            self._told.add(kind)
+            _remarks.add(self.program.text, chosen.said(kind, times))
         ours() if chosen.best(times) == OURS else with_pytorch()
 
     def _kind(self, tokens: int) -> str:
         """What calls have in common that are taken to be served best by the same products."""
+        about = f"{1 << (tokens - 1).bit_length()} tokens, {torch.get_num_threads()} threads"
+        return f"products of {self._sizes}, {about}"
+
+    @functools.cached_property
+    def _sizes(self) -> str:
         weights = (self.program.given[f.weight] for f in self.products.values())
-        about = [f"{' x '.join(map(str, w.shape))} {w.dtype}" for w in weights]
-        about += [f"{1 << (tokens - 1).bit_length()} tokens", f"{torch.get_num_threads()} threads"]
-        return f"products of {', '.join(dict.fromkeys(about))}"
+        return ", ".join(dict.fromkeys(f"{' x '.join(map(str, w.shape))} {w.dtype}" for w in weights))
 
     def has_types(self, given: Sequence[Tensor]) -> bool:
         """Whether the given tensors are on the CPU, with the elements that the C reads."""
