@@ -86,6 +86,15 @@ def conditions(program: ExportedProgram, arguments: Sequence[fx.Node]) -> Iterat
                 yield sympy.Le(symbol, int(limits.upper))
 
 
+def complete_users(module: fx.GraphModule) -> None:
+    """Let each node know all its users. torch.export forgets some: with gradients off, the views of a tensor
+    that is then written under `torch.no_grad()`."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            for operand in node.all_input_nodes:
+                operand.users.setdefault(node, None)
+
+
 def inline_grad_regions(module: fx.GraphModule) -> None:
     """Inline the body of every `with torch.no_grad()` region and detach its results, which has the same
     effect in a pure function."""

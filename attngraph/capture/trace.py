@@ -37,6 +37,7 @@ from attngraph.capture.flags import flags_of_sizes
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
 from attngraph.capture.guards import aliases, things
+from attngraph.capture.hidden_writes import data_of_tensors, hidden_write
 from attngraph.capture.many_tokens import extents_of_loop
 from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
@@ -122,6 +123,8 @@ def _capture(
             )
             dynamic = (shapes,) if tensors else None
             program = _export(flat, tensors, dynamic, symbolic - fixed, any_number)
+            exported.complete_users(program.graph_module)
+            hidden = hidden_write(program, tensors)
             exported.inline_grad_regions(program.graph_module)
             exported.inline_vmap(program)
             # The executable checks sizes itself; torch's guard code fails on unused inputs.
@@ -142,6 +145,8 @@ def _capture(
         kept.restore()
     if flat.trace.effects.what:
         raise flat.trace.effects.error()
+    if hidden is not None:
+        raise hidden
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
     exported.write_epsilons(graph.graph)
@@ -167,6 +172,7 @@ def _export(
         _without_notes(flat.trace.extents),
         numpy_of_sizes(),
         flags_of_sizes(),
+        data_of_tensors(),
         exported.batches_left_first(),
         asked_sizes(flat.trace),
         equal_calls_inferred_once(),
