@@ -346,8 +346,24 @@ def write_epsilons(graph: fx.Graph) -> None:
                 node.args, node.kwargs = (*node.args[:2], weight, torch.finfo(dtype).eps), {}
 
 
+def write_dtypes(graph: fx.Graph) -> None:
+    """Write out the dtype of tensors that are made with torch's default dtype, where the forward had set
+    another one meanwhile."""
+    for node in graph.nodes:
+        value, schema = node.meta.get("val"), getattr(node.target, "_schema", None)
+        if schema is None or not isinstance(value, Tensor) or value.dtype == torch.get_default_dtype():
+            continue
+        takes = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
+        if takes and value.is_floating_point() and not any(_is_tensor(n) for n in node.all_input_nodes):
+            node.kwargs = {**node.kwargs, "dtype": node.kwargs.get("dtype") or value.dtype}
+
+
 def _argument(node: fx.Node, place: int, name: str) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _wants_gradient(buffer: Tensor) -> bool:

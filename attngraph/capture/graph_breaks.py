@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -55,12 +57,12 @@ class GraphBreaks:
         try:
             with _without_torchs_errors():
                 return self.run(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as problem:
+        except Exception as problem:
+            if not _is_of_torch_compile(problem):
+                raise
             # An invalid call fails in eager mode too, with a clearer error. If eager succeeds, warn.
             result = self.target(*args, **kwargs)
-            reason = (
-                f"torch.compile cannot capture it either: {str(problem).splitlines()[0]}; it runs eagerly"
-            )
+            reason = f"torch.compile cannot capture it either: {_first_line(problem)}; it runs eagerly"
             log.warning("%s", reason)
             self.breaks.append(Break(reason, ""))
             self.run = self.target
@@ -73,6 +75,21 @@ class GraphBreaks:
         latest = {part.place: part for part in self.parts}
         found = reporting.merge([part.compiled.report for part in latest.values()])
         return dataclasses.replace(found, breaks=(*stops, *found.breaks), graphs=max(graphs, 1))
+
+
+def _is_of_torch_compile(problem: Exception) -> bool:
+    """Whether it is a failure of torch.compile's, not of the model: it says so, or its own code raised it."""
+    if isinstance(problem, torch._dynamo.exc.TorchDynamoException):
+        return True
+    frames = traceback.extract_tb(problem.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_DYNAMO)
+
+
+_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep
+
+
+def _first_line(problem: Exception) -> str:
+    return next(iter(str(problem).splitlines()), "") or type(problem).__name__
 
 
 @contextlib.contextmanager

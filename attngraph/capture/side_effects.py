@@ -19,8 +19,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
+from attngraph.capture.process_state import process_state_kept
 from attngraph.capture.state import Place, Snapshot, fingerprint
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
@@ -39,6 +41,7 @@ class SideEffects:
 
     what: str = ""
     line: str = ""
+    advice: str = ""
     of_arguments: bool = False
     """Whether only this call's arguments are changed, so that other calls may be captured."""
     of_state: bool = False
@@ -49,10 +52,13 @@ class SideEffects:
     def __init__(self) -> None:
         self.settings = {}
 
-    def note(self, what: str, line: str = "", of_arguments: bool = False, of_state: bool = False) -> None:
+    def note(
+        self, what: str, line: str = "", advice: str = "return what changes", *,
+        of_arguments: bool = False, of_state: bool = False,
+    ) -> None:  # fmt: skip
         self.of_arguments = of_arguments and (self.of_arguments or not self.what)
         self.of_state = of_state and not self.what
-        self.what, self.line = what, line
+        self.what, self.line, self.advice = what, line, advice
 
     @contextlib.contextmanager
     def watch(
@@ -65,7 +71,7 @@ class SideEffects:
         """
         kept = Snapshot([target, *arguments])
         model, given, held = fingerprint([target], weights()), fingerprint(arguments), weights()
-        with self._own_gradients():
+        with self._own_gradients(), process_state_kept(self.note, lambda name: line_using(name, target)):
             yield
         if given != fingerprint(arguments):
             self.note(f"forward() changes an argument's attributes{_named(kept, target)}", of_arguments=True)
@@ -92,7 +98,10 @@ class SideEffects:
         apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.__dict__["register_hook"]
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if not cls.__module__.startswith("torch.") or cls.__module__ == "torch.utils.checkpoint":
+            if cls is CheckpointFunction and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+                run, _, *given = args
+                return run(*given)  # a graph for training keeps no scores, and computes them again itself
+            if not cls.__module__.startswith("torch.") or cls is CheckpointFunction:
                 self.note(f"{cls.__name__} has a backward of its own")
             return apply.__get__(None, cls)(*args, **kwargs)
 
@@ -107,7 +116,13 @@ class SideEffects:
             yield
 
     def error(self) -> CaptureError:
-        found = refusal(self.what, self.line, lasting=not self.of_arguments, changes_state=self.of_state)
+        found = refusal(
+            self.what,
+            self.line,
+            lasting=not self.of_arguments,
+            changes_state=self.of_state,
+            advice=self.advice,
+        )
         found.settings = self.settings if self.of_state else {}
         return found
 
@@ -154,7 +169,22 @@ def line_of(place: Place, target: Callable[..., Any]) -> str:
     owner, name = place
     kinds = [owner if isinstance(owner, type) else type(owner), *(type(m) for _, m in _modules(target))]
     functions = [owner, target] if isinstance(owner, types.FunctionType) else [target]
-    for function in (*functions, *_methods(kinds)):
+    return _first_line((*functions, *_methods(kinds)), lambda node: _changes(node, name))
+
+
+def line_using(name: str, target: Callable[..., Any]) -> str:
+    """The first line, "file:line", where the code of the model uses this name; empty if none is found."""
+    kinds = [type(m) for _, m in _modules(target)]
+
+    def uses(node: ast.AST) -> bool:
+        return name in (getattr(node, "id", None), getattr(node, "attr", None))
+
+    return _first_line((target, *_methods(kinds)), uses)
+
+
+def _first_line(functions: Iterable[Callable[..., Any]], is_meant: Callable[[ast.AST], bool]) -> str:
+    """The first line with a piece of syntax that is meant, in the first of these functions that has one."""
+    for function in functions:
         code = inspect.unwrap(getattr(function, "__func__", function))
         if not isinstance(code, types.FunctionType):
             continue
@@ -163,7 +193,7 @@ def line_of(place: Place, target: Callable[..., Any]) -> str:
             tree = ast.parse(textwrap.dedent("".join(lines)))
         except (OSError, SyntaxError, TypeError):
             continue  # made at run time, without a file
-        places = (n.lineno for n in ast.walk(tree) if _changes(n, name))  # type: ignore[attr-defined]
+        places = (n.lineno for n in ast.walk(tree) if is_meant(n))  # type: ignore[attr-defined]
         found = min(places, default=None)
         if found is not None:
             return f"{short_path(inspect.getfile(code))}:{first + found - 1}"

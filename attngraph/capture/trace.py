@@ -150,6 +150,7 @@ def _capture(
     graph = exported.program_graph(program, flat)
     accept(graph.graph)
     exported.write_epsilons(graph.graph)
+    exported.write_dtypes(graph.graph)
     if any(o.kind == "argument" for o in graph.outputs) and aliases(tensors) != tuple(range(len(tensors))):
         raise refusal("forward() writes to an argument that shares its memory with another")
     return _with_sizes(graph, program, flat.trace)
@@ -329,6 +330,10 @@ def _capture_error(problem: Exception, dimensions: frozenset[tuple[int, int]]) -
     source = f"{short_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""
     if "non-nested SymInt" in reason:
         reason = "a size is a key of a dict or of a cache of results, which takes its number alone"
+    if "fake tensor in the exported program" in reason:
+        reason = "torch.export takes a value that the model computes for a constant"
+    if "unbacked symbols" in reason:
+        reason = "the size of a tensor depends on the values of another"
     if isinstance(problem, GuardOnDataDependentSymNode):
         line = linecache.getline(frames[-1][0], int(frames[-1][1])).strip() if frames else ""
         reason = f"what Python does depends on the values of a tensor{f': {line}' if line else ''}"
