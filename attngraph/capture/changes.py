@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.guards import ShapeGuard, things
 from attngraph.capture.side_effects import name_of
-from attngraph.capture.state import LeftOut, Place, _Walk
+from attngraph.capture.state import LeftOut, Place, Walk
 
 _SHARED = ("which tensors are the same object", "which tensors share their memory")
 _STATE = ("whether gradients are recorded", "inference mode", "the default dtype", "autocast")
@@ -113,7 +113,7 @@ def _of_state(
     return Change(name_of(place, target), values)
 
 
-class _Finding(_Walk):
+class _Finding(Walk):
     """A walk that remembers the place of one entry of the fingerprint."""
 
     def __init__(self, number: int, left_out: LeftOut) -> None:

@@ -96,8 +96,8 @@ def complete_users(module: fx.GraphModule) -> None:
 
 
 def inline_grad_regions(module: fx.GraphModule) -> None:
-    """Inline the body of every `with torch.no_grad()` region and detach its results, which has the same
-    effect in a pure function."""
+    """Inline the body of every `with torch.no_grad()` region, and detach its results and what it writes to
+    tensors, which has the same effect in a pure function."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
             continue
@@ -109,6 +109,8 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
             for step in inner.graph.nodes:
                 if step.op not in ("placeholder", "output"):
                     copies[step] = module.graph.node_copy(step, copies.__getitem__)
+                    if not enabled and getattr(getattr(step.target, "_schema", None), "is_mutable", False):
+                        _detach_what_is_written(copies[step])
             results = fx.map_arg(inner.graph.output_node().args[0], copies.__getitem__)
             if not enabled:
                 results = [_detached(module.graph, r) for r in results]
@@ -118,6 +120,14 @@ def inline_grad_regions(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or _enters_vmap(n))
     module.recompile()
+
+
+def _detach_what_is_written(write: fx.Node) -> None:
+    """Cut gradients of all operands but the one that is written to."""
+    target, *others = write.args
+    with write.graph.inserting_before(write):
+        found = fx.map_arg((others, write.kwargs), lambda n: _detached(write.graph, n))
+    write.args, write.kwargs = (target, *found[0]), found[1]
 
 
 @functools.cache

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngraph.capture.guards import things
 from attngraph.capture.replaced import replaced
-from attngraph.capture.state import Snapshot, fingerprint
+from attngraph.capture.snapshot import Snapshot
+from attngraph.capture.state import fingerprint
 from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError
 
@@ -129,7 +130,10 @@ def without_data(
     kept = Snapshot([target, *things(leaves)])
     try:
         refusing = _NoData()  # type: ignore[no-untyped-call]
-        with FakeTensorMode() as mode, refusing, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            FakeTensorMode() as mode, refusing, contextlib.redirect_stdout(io.StringIO()),
+            kept.iterators_refused(lambda place: None),
+        ):  # fmt: skip
             emptied = functools.partial(mode.from_tensor, static_shapes=True)
             kept.replace_tensors(emptied)
             fake = [emptied(x) if isinstance(x, Tensor) else x for x in leaves]

@@ -26,7 +26,8 @@ from attngraph.capture.checks import Checks
 from attngraph.capture.executed import recorded
 from attngraph.capture.guards import things
 from attngraph.capture.side_effects import SideEffects, label_of
-from attngraph.capture.state import Place, Snapshot
+from attngraph.capture.snapshot import Snapshot
+from attngraph.capture.state import Place
 from attngraph.capture.structure import TreeSpec, flatten, is_value, unflatten
 
 

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from attngraph.capture.attributes import Described, Settings, can_be_watched, holder_of
 from attngraph.capture.process_state import process_state_kept
-from attngraph.capture.state import Place, Snapshot, fingerprint
+from attngraph.capture.snapshot import Snapshot
+from attngraph.capture.state import Place, fingerprint
 from attngraph.errors import CaptureError
 from attngraph.ir.graph.source import short_path
 
@@ -71,7 +72,11 @@ class SideEffects:
         """
         kept = Snapshot([target, *arguments])
         model, given, held = fingerprint([target], weights()), fingerprint(arguments), weights()
-        with self._own_gradients(), process_state_kept(self.note, lambda name: line_using(name, target)):
+        with (
+            self._own_gradients(),
+            process_state_kept(self.note, lambda name: line_using(name, target)),
+            kept.iterators_refused(lambda place: self.note_change(place, target)),
+        ):
             yield
         if given != fingerprint(arguments):
             self.note(f"forward() changes an argument's attributes{_named(kept, target)}", of_arguments=True)

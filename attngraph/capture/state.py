@@ -13,8 +13,8 @@ import dis
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ from attngraph.ir import budgets
 
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
-_MODULES_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
-_NAMING = ("_parameters", "_buffers", "_modules")
+MODULES_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
+NAMING = ("_parameters", "_buffers", "_modules")
 """Of a module's tables those whose entries are read as attributes of it."""
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
@@ -37,7 +37,7 @@ _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 _HEAP_TYPE = 1 << 9
 """CPython's flag of types made by a class statement: all state of their objects is in attributes."""
 _OPEN = (types.SimpleNamespace, argparse.Namespace, partial)
-_RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter)
+_RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 
 LeftOut = frozenset[tuple[int, str]]
@@ -71,7 +71,7 @@ def fingerprint(
             that of the tensor that it stands for.
         left_out: attributes that are skipped.
     """
-    return tuple(_walk(targets, weights, left_out).found)
+    return tuple(walk(targets, weights, left_out).found)
 
 
 def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
@@ -96,110 +96,34 @@ class Place(NamedTuple):
     name: str
 
 
-class Snapshot:
-    """The containers, attributes and variables reachable from the targets, and the hooks of modules, so that
-    they can be restored."""
-
-    def __init__(self, targets: Iterable[Any]) -> None:
-        walk = _walk(targets)
-        found = (each for place, c in walk.containers for each in ((place, c), *_tables_of(place.owner, c)))
-        self._containers = [(place, c, c.copy()) for place, c in found]
-        self._variables = walk.variables
-
-    def restore(self) -> None:
-        for _, container, copy in self._containers:
-            if isinstance(container, list):
-                container[:] = copy
-            else:
-                container.clear()
-                container.update(copy)
-        for place, value in self._variables:
-            if _variable(place) is not value:
-                _assign(place, value)
-
-    def replace_tensors(self, replacement: Callable[[Tensor], Tensor]) -> None:
-        """Put replacements of tensors into attributes, lists and dictionaries, until they are restored."""
-        for _, container, copy in self._containers:
-            if not isinstance(container, set):
-                entries = copy.items() if isinstance(container, dict) else enumerate(copy)
-                for name, value in entries:
-                    if isinstance(value, Tensor):
-                        container[name] = replacement(value)
-
-    def changed_attributes(self) -> list[Place]:
-        """All attributes that are other objects now, and buffers that were there before."""
-        found: list[Place] = []
-        for (owner, whole), now, before in self._containers:
-            held: Any = getattr(owner, "__dict__", None)
-            is_buffers = isinstance(owner, nn.Module) and now is owner._buffers
-            if not whole and (now is held or is_buffers):
-                names = dict.fromkeys(before if is_buffers else (*before, *now))
-                found += (Place(owner, n) for n in names if now.get(n, now) is not before.get(n, now))
-        return found
-
-    def containers(self) -> set[int]:
-        """The identities of the containers."""
-        return {id(container) for _, container, _ in self._containers}
-
-    def first_change(self) -> Place | None:
-        """The first attribute or variable whose value is another one now, or whose container has changed."""
-        for place, container, copy in self._containers:
-            if not place.name and isinstance(container, dict):
-                for name in (*copy, *(n for n in container if n not in copy)):
-                    if container.get(name, container) is not copy.get(name, container):
-                        return Place(place.owner, str(name))
-            elif len(container) != len(copy) or not _same(container, copy):
-                return place
-        return next((place for place, value in self._variables if _variable(place) is not value), None)
-
-
-def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:
-    """If these are the attributes of a module: its tables of weights, of submodules and of hooks."""
-    if isinstance(owner, nn.Module) and held is vars(owner):
-        for name in _MODULES_TABLES:
-            table = held.get(name)
-            if isinstance(table, (dict, set)):
-                yield Place(owner, "" if name in _NAMING else name), table
-
-
-def _same(container: Any, copy: Any) -> bool:
-    """Whether two containers of equal length hold the same objects."""
-    if isinstance(container, dict):
-        return all(k in copy and copy[k] is v for k, v in container.items())
-    if isinstance(container, set):
-        return {id(v) for v in container} == {id(v) for v in copy}
-    return all(a is b for a, b in zip(container, copy, strict=True))
-
-
-def _variable(place: Place) -> Any:
-    owner = place.owner
-    return (owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)).get(place.name)
-
-
-def _assign(place: Place, value: Any) -> None:
-    if isinstance(place.owner, types.FunctionType):
-        place.owner.__globals__[place.name] = value
-    else:
-        setattr(place.owner, place.name, value)
-
-
-def _walk(
+def walk(
     targets: Iterable[Any], weights: Mapping[int, int] | None = None, left_out: LeftOut = frozenset()
-) -> _Walk:
-    walk = _Walk(weights or {}, left_out)
+) -> Walk:
+    """What is reachable from the targets, and all that `fingerprint` says of it."""
+    found = Walk(weights or {}, left_out)
     for target in targets:
-        walk.at = Place(target, "")
-        walk.visit(target, 0)
-    return walk
+        found.at = Place(target, "")
+        found.visit(target, 0)
+    return found
 
 
-class _Walk:
+class Walk:
+    """Visits values and what they reference.
+
+    Attributes:
+        found: the fingerprint.
+        containers: each with where it belongs; the dictionaries of attributes as well.
+        variables: numbers and strings of classes and files, and attributes in slots.
+        buffers: objects that may have bytes, such as numpy arrays, each with where it belongs.
+    """
+
     def __init__(self, weights: Mapping[int, int], left_out: LeftOut) -> None:
         self.weights, self.left_out = weights, left_out
         self.found: list[Any] = []
         self.at = Place(None, "")
         self.containers: list[tuple[Place, Any]] = []
         self.variables: list[tuple[Place, Any]] = []
+        self.buffers: list[tuple[Place, Any]] = []
         self.seen: dict[int, int] = {}
         self.kinds: set[type] = set()
 
@@ -232,7 +156,7 @@ class _Walk:
             self.kind(value)
         elif isinstance(value, types.ModuleType):
             self.found.append(Same(value))
-        elif isinstance(value, (list, tuple, set, frozenset, dict)):
+        elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             self.container(value, depth)
         elif isinstance(value, types.FunctionType):
             self.found.append(Same(value))
@@ -260,6 +184,8 @@ class _Walk:
                 self.visit(inner, depth)
         for name in names:
             self.found.append(name)
+            if hasattr(value, name):
+                self.variables.append((Place(value, name), getattr(value, name)))
             self.visit(getattr(value, name, None), depth)
         passing = _set_on_entry(kind)
         around = self.at
@@ -277,7 +203,8 @@ class _Walk:
         elif _has_value(value):
             self.found.append((type(value), value))
         else:
-            self.found += (Same(value), _few_bytes(value))
+            self.found += (Same(value), bytes_of(value))
+            self.buffers.append((self.at, value))
 
     def kind(self, kind: type) -> None:
         """A class, with the plain attributes that its objects read."""
@@ -303,7 +230,7 @@ class _Walk:
         """The containers among the attributes of a class."""
         around = self.at
         for name, value in tuple(vars(owner).items()):
-            if isinstance(value, (list, tuple, set, frozenset, dict)) and not name.startswith("__"):
+            if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and not name.startswith("__"):
                 self.at = Place(owner, name)
                 self.visit(value, 0)
         self.at = around
@@ -455,7 +382,7 @@ def _is_foreign(module: str) -> bool:
     return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")
 
 
-def _few_bytes(value: Any) -> bytes:
+def bytes_of(value: Any) -> bytes:
     """The contents of a small buffer, such as a numpy array; empty for other objects."""
     try:
         view = memoryview(value)

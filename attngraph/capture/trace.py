@@ -43,8 +43,9 @@ from attngraph.capture.numpy_sizes import numpy_of_sizes
 from attngraph.capture.replaced import replaced
 from attngraph.capture.side_effects import refusal
 from attngraph.capture.size_formulas import FixedSize, ManyQuotients, SizeProblem, short_formulas
+from attngraph.capture.snapshot import Snapshot
 from attngraph.capture.stack_traces import whole_stack_traces
-from attngraph.capture.state import Snapshot, hooks_not_traced
+from attngraph.capture.state import hooks_not_traced
 from attngraph.capture.structure import flatten
 from attngraph.capture.unwritten import code_written_when_called
 from attngraph.errors import CaptureError
@@ -332,6 +333,8 @@ def _capture_error(problem: Exception, dimensions: frozenset[tuple[int, int]]) -
         reason = "a size is a key of a dict or of a cache of results, which takes its number alone"
     if "fake tensor in the exported program" in reason:
         reason = "torch.export takes a value that the model computes for a constant"
+    if mutated := re.search(r"Constant (?:model\.)?(\S+) is mutated", reason):
+        reason = f"forward() changes the tensor {mutated[1]} in place, which is no buffer of the model"
     if "unbacked symbols" in reason:
         reason = "the size of a tensor depends on the values of another"
     if isinstance(problem, GuardOnDataDependentSymNode):
