@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from attngraph.capture.state import MODULES_TABLES, NAMING, Place, bytes_of, walk
 from attngraph.ir import budgets
@@ -31,7 +30,8 @@ class Snapshot:
         self._containers = [(place, c, c.copy()) for place, c in found]
         self._variables = walked.variables
         self._buffers = [(place, value, bytes_of(value)) for place, value in walked.buffers]
-        small = (t for _, c in found for _, t in _entries(c) if _is_small(t))
+        is_traced = torch._C._len_torch_dispatch_stack() > 0  # nothing can be copied or written there
+        small = (t for _, c in found if not is_traced for _, t in _entries(c) if _is_small(t))
         self._tensors = [(t, t._version, t.detach().clone()) for t in small]
 
     def restore(self) -> None:
@@ -49,11 +49,10 @@ class Snapshot:
                 value[:] = content
             elif content and bytes_of(value) != content:
                 memoryview(value).cast("B")[:] = content
-        if not torch._C._len_torch_dispatch_stack():  # inside of a trace nothing can be written
-            for tensor, version, copy in self._tensors:
-                if tensor._version != version:
-                    with torch.no_grad():
-                        tensor.copy_(copy)
+        for tensor, version, copy in self._tensors:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(copy)
 
     @contextlib.contextmanager
     def iterators_refused(self, refuse: Callable[[Place], None]) -> Iterator[None]:
@@ -131,9 +130,12 @@ def _entries(container: Any) -> list[tuple[Any, Any]]:
 
 def _is_small(value: Any) -> bool:
     """Whether this is a tensor of few elements: a trace computes with those, and writes to them."""
-    if not isinstance(value, Tensor) or isinstance(value, (nn.Parameter, FakeTensor)):
-        return False
-    return value.is_cpu and value.layout is torch.strided and value.nbytes <= budgets.STATE_BYTES
+    return (
+        type(value) is Tensor
+        and value.is_cpu
+        and value.layout is torch.strided
+        and value.nbytes <= budgets.STATE_BYTES
+    )
 
 
 def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:
