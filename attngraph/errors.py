@@ -29,6 +29,7 @@ class CaptureError(AttnGraphError):
         changes_state: the reason is that forward() changes attributes or variables.
         settings: the attributes that it changed, and to what, if a capture might succeed that takes what they
             are set to as results.
+        splits: torch.compile may capture the model in pieces; if not, it runs as it is.
         extents: numbers that are sizes of values, where a dimension became one that had to be symbolic.
     """
 
@@ -41,6 +42,7 @@ class CaptureError(AttnGraphError):
         self.extents = None if extents is None else frozenset(extents)
         self.reason, self.source, self.lasting = reason, source, lasting
         self.dimensions, self.changes_state, self.settings = dimensions, changes_state, settings or {}
+        self.splits = True
 
 
 class NotFusedError(AttnGraphError):

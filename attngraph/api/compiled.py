@@ -436,6 +436,8 @@ def _unmade(kind: type[CompiledModule]) -> CompiledModule:
 
 def _in_pieces(problem: CaptureError) -> str:
     at = f" at {problem.source}" if problem.source else ""
+    if not problem.splits:
+        return f"the model cannot be captured: {problem.reason}{at}. It runs as it is."
     return (
         f"the model cannot be captured as one graph: {problem.reason}{at}. Continuing in pieces, which "
         "torch.compile captures and attngraph compiles; answers are the same. compiled.report has more."

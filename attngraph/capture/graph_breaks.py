@@ -39,19 +39,21 @@ Compile = Callable[[nn.Module], Compiled]
 
 
 class GraphBreaks:
-    """`target` captured in pieces, each compiled by `compile_part`; `problem` is the reason."""
+    """`target` captured in pieces, each compiled by `compile_part`; `problem` is the reason. It runs as it is
+    where pieces would be wrong too."""
 
     def __init__(self, target: Callable[..., Any], compile_part: Compile, problem: CaptureError) -> None:
         self.target = target
         self.problem = problem
-        self.breaks = [Break(problem.reason, problem.source)]
+        alone = "" if problem.splits else "; the model runs as it is"
+        self.breaks = [Break(problem.reason + alone, problem.source)]
         self.parts: list[PartialGraph] = []
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             self.parts.append(PartialGraph(module, compile_part, _place()))
             return self.parts[-1]
 
-        self.run: Callable[..., Any] = torch.compile(target, backend=backend)
+        self.run: Callable[..., Any] = torch.compile(target, backend=backend) if problem.splits else target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -47,6 +47,8 @@ class SideEffects:
     """Whether only this call's arguments are changed, so that other calls may be captured."""
     of_state: bool = False
     """Whether nothing but attributes of the model or values around it are changed."""
+    advances: bool = False
+    """Whether it advances an iterator."""
     settings: Settings
     """The attributes that are changed, and to what."""
 
@@ -75,7 +77,7 @@ class SideEffects:
         with (
             self._own_gradients(),
             process_state_kept(self.note, lambda name: line_using(name, target)),
-            kept.iterators_refused(lambda place: self.note_change(place, target)),
+            kept.iterators_refused(lambda place: self._note_iterator(place, target)),
         ):
             yield
         if given != fingerprint(arguments):
@@ -93,6 +95,11 @@ class SideEffects:
         else:
             line = line_of(place, target)
             self.note(f"forward() changes {name_of(place, target)}", line, of_state=True)
+
+    def _note_iterator(self, place: Place, target: Callable[..., Any]) -> None:
+        """Note that the target advances an iterator, which torch.compile does not notice either."""
+        self.advances = True
+        self.note(f"forward() advances an iterator, {name_of(place, target)}", line_using(place.name, target))
 
     @contextlib.contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -129,6 +136,7 @@ class SideEffects:
             advice=self.advice,
         )
         found.settings = self.settings if self.of_state else {}
+        found.splits = not self.advances
         return found
 
 
