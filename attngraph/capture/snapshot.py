@@ -47,7 +47,7 @@ class Snapshot:
         for _, value, content in self._buffers:
             if isinstance(value, bytearray):
                 value[:] = content
-            elif content and bytes_of(value) != content:
+            elif content and bytes_of(value) != content and memoryview(value).c_contiguous:
                 memoryview(value).cast("B")[:] = content
         for tensor, version, copy in self._tensors:
             if tensor._version != version:
