@@ -13,6 +13,7 @@ from attngraph.errors import CacheError
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops.cached_attention import CachePlan
+from attngraph.ir.ops.token_program import prepare
 from attngraph.report.report import CompileReport
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Interpret, Machine, Run
@@ -48,6 +49,8 @@ class Step:
         self._step = Machine(graph, owner, run, names)
         prompt = graph.stages.get(Rate.PROMPT)
         self._prompt = None if prompt is None else Machine(prompt, owner, run, names)
+        for each in (graph, *graph.stages.values()):
+            _prepare(each)
         self.limit = self._limit()
 
     @property
@@ -147,3 +150,11 @@ class Step:
             else:
                 high = middle
         return low
+
+
+def _prepare(graph: ProgramGraph) -> None:
+    """Begin what the graph's token programs need, such as compiled code, while other things are done."""
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.attngraph.token_program.default:
+            given, program = node.args
+            prepare([value.meta["val"] for value in given], program)

@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 from attngraph.ir import cache_folder
@@ -124,6 +125,15 @@ def machine() -> str:
         return f"no compiler: {problem}"
 
 
+def begin(source: str) -> None:
+    """Compile a source in the background, beside others, as far as the machine has processors. `build` waits
+    for it, and raises what fails."""
+    path = _entry(source)
+    made, is_ours = _claimed(path)
+    if is_ours:
+        threading.Thread(target=_in_turn, args=(source, path, made), name="attngraph-cc").start()
+
+
 def build(source: str) -> tuple[ctypes.CDLL, float]:
     """The library of a source, from the cache or compiled now, and the seconds that compiling took (0 if
     cached).
@@ -131,20 +141,56 @@ def build(source: str) -> tuple[ctypes.CDLL, float]:
     Raises:
         CompilerError: there is no compiler, it failed, or the compiled library does not load.
     """
+    path = _entry(source)
+    made, is_ours = _claimed(path)
+    if is_ours:
+        _make(source, path, made)
+    seconds = made.result()
+    with contextlib.suppress(OSError):
+        os.utime(path)  # marks it as used; this fails in a read-only folder, which is fine
+    try:
+        return ctypes.CDLL(str(path)), seconds
+    except OSError as error:
+        raise CompilerError(f"{path} does not load: {error}") from error
+
+
+_under_way: dict[Path, Future[float]] = {}
+"""Libraries that are being made: the seconds that each took."""
+_processors = threading.BoundedSemaphore(os.cpu_count() or 1)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_under_way.clear)  # their threads are the parent's
+
+
+def _claimed(path: Path) -> tuple[Future[float], bool]:
+    """The library at this path, when it is there, and whether the caller has to make it."""
     with _lock:
-        path, seconds = _entry(source), 0.0
+        if path in _under_way:
+            return _under_way[path], False
+        made = _under_way[path] = Future()
+        return made, True
+
+
+def _in_turn(source: str, path: Path, made: Future[float]) -> None:
+    with _processors:
+        _make(source, path, made)
+
+
+def _make(source: str, path: Path, made: Future[float]) -> None:
+    """Compile a source unless its library is there."""
+    start, seconds = time.perf_counter(), 0.0
+    try:
         if not _is_whole(path):
-            start = time.perf_counter()
             _compile(source, path)
             seconds = time.perf_counter() - start
             _log.info("compiled %s in %.2f s", path.name, seconds)
             _make_room(path.parent)
-        with contextlib.suppress(OSError):
-            os.utime(path)  # marks it as used; this fails in a read-only folder, which is fine
-        try:
-            return ctypes.CDLL(str(path)), seconds
-        except OSError as error:
-            raise CompilerError(f"{path} does not load: {error}") from error
+    except BaseException as problem:
+        made.set_exception(problem)
+    else:
+        made.set_result(seconds)
+    finally:
+        with _lock:
+            _under_way.pop(path, None)
 
 
 def _make_room(where: Path) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attngraph.codegen.cpu import chosen
 from attngraph.codegen.cpu.tokens import run
-from attngraph.codegen.cpu.tokens.source import write
+from attngraph.codegen.cpu.tokens.source import kinds_of_products, write
 from attngraph.ir.language.token_program import Given, parse
+from attngraph.ir.ops.kernels import SHARED_END
 from attngraph.ir.ops.token_program import reference
 
 ROWS = (*range(1, 10), 17, 31, 32, 33, 47, 600)
@@ -326,6 +327,15 @@ def test_values_that_are_not_needed_together_share_memory() -> None:
     program = parse(NORM.strip())
     _, total = run.arranged(program, {3: 1, 4: 96, 5: 200, 6: 200})
     assert total == 200 + 200 + 96
+
+
+def test_programs_share_the_code_of_products_whose_weights_lie_alike() -> None:
+    def kinds(depth: int, width: int, turned: bool = False) -> list[str]:
+        return [kind.source for kind in kinds_of_products(parse(product(depth, width, turned)))]
+
+    assert kinds(64, 48) == kinds(64, 40), "how many outputs there are is an argument"
+    assert kinds(64, 48) != kinds(48, 48) and kinds(64, 48) != kinds(64, 48, turned=True)
+    assert "product_of(" not in write(product(64, 48, False)).split(f"{SHARED_END}tokens.h")[1]
 
 
 def test_products_that_are_gated_are_computed_together() -> None:

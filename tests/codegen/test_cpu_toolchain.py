@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,32 @@ def test_a_source_is_compiled_once_and_then_taken_from_the_cache(
     monkeypatch.setattr(toolchain, "_compile", lambda *_: pytest.fail("compiled again"))
     again, seconds = toolchain.build(SOURCE)
     assert again.answer() == 42 and seconds == 0
+
+
+@pytest.mark.usefixtures("cc")
+def test_what_was_begun_is_compiled_in_the_background_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, compile_ = [], toolchain._compile
+    may_go_on = threading.Event()
+
+    def watched(source: str, path: Path) -> None:
+        assert may_go_on.wait(60)
+        compiled.append(threading.current_thread())
+        compile_(source, path)
+
+    monkeypatch.setattr(toolchain, "_compile", watched)
+    toolchain.begin(SOURCE)
+    toolchain.begin(SOURCE)
+    may_go_on.set()
+    assert toolchain.build(SOURCE)[0].answer() == 42
+    assert len(compiled) == 1 and compiled[0] is not threading.main_thread()
+    assert not toolchain._under_way
+
+
+@pytest.mark.usefixtures("cc")
+def test_what_fails_in_the_background_is_raised_where_it_is_needed() -> None:
+    toolchain.begin("no C")
+    with pytest.raises(toolchain.CompilerError, match="failed"):
+        toolchain.build("no C")
 
 
 @pytest.mark.usefixtures("cc")

@@ -34,6 +34,9 @@ class Runner(Protocol):
 
     name: str
 
+    def prepare(self, text: str, given: Sequence[Tensor]) -> None:
+        """Calls with such tensors (fake ones are fine) will follow: begin what takes long."""
+
     def run(self, text: str, given: Sequence[Tensor]) -> list[Tensor] | None: ...
 
     def source(self, program: TokenProgram) -> str:
@@ -50,6 +53,12 @@ RUNNERS: list[Runner] = []
 def is_supported(program: TokenProgram) -> bool:
     """Whether a runner supports the program."""
     return any(runner.source(program) for runner in RUNNERS)
+
+
+def prepare(given: Sequence[Tensor], program: str) -> None:
+    """Begin what a program's runners need, in the background."""
+    for runner in RUNNERS:
+        runner.prepare(program, given)
 
 
 def token_program(given: Sequence[Tensor], program: str) -> list[Tensor]:

@@ -31,21 +31,23 @@ static void meet(int64_t *c, int64_t number) {
     wait_for(c + ARRIVED, number * c[MEMBERS]);
 }
 
-/* A function of its own for each way in which a program's weights are given. Many rows have `panels`; few that meet
-   packed elements, room to be `arranged` in. */
-#define PRODUCT(NAME, TYPE, SCALED, ZEROS, TURNED)                                                         \
-    static void NAME(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales, \
-                     int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,      \
-                     float *arranged) {                                                                    \
-        if (panels) {                                                                                      \
-            product_of_many(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, panels, TYPE, SCALED, \
-                            ZEROS, TURNED);                                                                \
-            return;                                                                                        \
-        }                                                                                                  \
-        if (elements_in(TYPE) == 2 && (2 * scales.run < depth || scales.high_first)) {                     \
-            arrange(x, ldx, rows, depth, scales, arranged);                                                \
-            x = arranged, ldx = depth;                                                                     \
-        }                                                                                                  \
-        if (TURNED) product_turned_of(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, TYPE);             \
-        else product_of(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, TYPE, SCALED, ZEROS);    \
+/* A product, in a library of its own for each way in which a weight is given and laid out: programs are given its
+   address. Many rows have `panels`; few that meet packed elements, room to be `arranged` in. */
+typedef void Product(const float *x, int64_t ldx, const void *w, const float *scale, const void *zero, int64_t first,
+                     float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels, float *arranged);
+
+/* `ldw`, `depth`, and what follows the addresses in `scales` are known when compiling too. */
+INLINE void product(const float *x, int64_t ldx, const void *w, int64_t ldw, int64_t depth, Scales scales,
+                    int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels, float *arranged,
+                    const int type, const int scaled, const int zeros, const int turned) {
+    if (panels) {
+        product_of_many(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, panels, type, scaled, zeros, turned);
+        return;
     }
+    if (elements_in(type) == 2 && (2 * scales.run < depth || scales.high_first)) {
+        arrange(x, ldx, rows, depth, scales, arranged);
+        x = arranged, ldx = depth;
+    }
+    if (turned) product_turned_of(x, ldx, w, ldw, depth, first, y, ldy, rows, outs, type);
+    else product_of(x, ldx, w, ldw, depth, scales, first, y, ldy, rows, outs, type, scaled, zeros);
+}

@@ -1,9 +1,16 @@
-"""How a token program's products with weights are given to the C of c/product.h and c/gemm.h."""
+"""How a token program's products with weights are given to the C of c/product.h and c/gemm.h.
+
+Programs share the code of their products, for which the C compiler takes longest: each kind of product is a
+library of its own, and a program's library has a pointer to each. How a weight lies is known when compiling,
+because few registers are left for what is not; how wide it is, is not.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
+from attngraph.codegen.cpu.source import header
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language.token_program import GROUP, Given, Product, TokenProgram, extent
 
@@ -12,6 +19,50 @@ _TYPES = {
     "int32": "INT32",
 }  # fmt: skip
 """The types of given tensors as c/elements.h names them."""
+
+
+HEADERS = ("functions", "elements", "tile", "product", "gemm", "tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of product.
+
+    Attributes:
+        name: in the source of a program.
+        type, scaled, zeros, turned: arguments of `product` in c/tokens.h.
+        row: from one row of the weight to the next one. depth: of the product.
+        scales: the numbers in `Scales`.
+        short: whether there are elements that are not float32.
+    """
+
+    name: str
+    type: str
+    scaled: int
+    zeros: str
+    turned: int
+    row: int
+    depth: int
+    scales: tuple[int, ...]
+    short: bool
+
+    @property
+    def pointer(self) -> str:
+        """The line of a program's source that declares it."""
+        return f"Product *{self.name};\n"
+
+    @property
+    def source(self) -> str:
+        """The source of a library with this product, as `attngraph_product`."""
+        scales = f"(Scales){{scale, zero, {', '.join(map(str, self.scales))}}}"
+        return "\n".join([preamble(self.short), *(header(f"{name}.h") for name in HEADERS), f"""\
+void attngraph_product(const float *x, int64_t ldx, const void *w, const float *scale, const void *zero,
+                       int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,
+                       float *arranged) {{
+    product(x, ldx, w, {self.row}, {self.depth}, {scales}, first, y, ldy, rows, outs, panels, arranged,
+            {self.type}, {self.scaled}, {self.zeros}, {self.turned});
+}}
+"""])  # fmt: skip
 
 
 def require_whole_groups(program: TokenProgram) -> None:
@@ -44,26 +95,33 @@ def row_length(program: TokenProgram, number: int) -> int:
 
 
 def scales(program: TokenProgram, number: int, given: Callable[[int], str]) -> str:
-    """What the C is told of the scales, and of how packed elements lie; `given` spells given tensors."""
-    by, packed, (_, depth) = program.scales(number), weight(program, number).packed, _extents(program, number)
-    parts = ["0", "0", str(depth), "1"]
-    if by is not None:
-        zero = "0" if by.zeros is None else given(by.zeros)
-        parts = [given(by.scales), zero, str(by.group), str(depth // by.group)]
-    if packed is not None:
-        parts += [str(packed.run), str(int(packed.high_first))]
-    return f"(Scales){{{', '.join(parts)}}}"
+    """The addresses of scales and zeros in C; `given` spells given tensors."""
+    by = program.scales(number)
+    if by is None:
+        return "0, 0"
+    return f"{given(by.scales)}, {'0' if by.zeros is None else given(by.zeros)}"
 
 
-def function(program: TokenProgram, number: int) -> tuple[str, str]:
-    """The function that computes a product, and the line that defines it."""
-    by, (type_, word) = program.scales(number), _type_of(weight(program, number))
-    if _product(program, number).turned:
-        return f"product_turned_{word}", f"PRODUCT(product_turned_{word}, {type_}, 0, NONE, 1)\n"
-    zeros = "NONE" if by is None or by.zeros is None else _TYPES[program.given[by.zeros].dtype]
-    scaled = int(by is not None)
-    name = f"product_{word}_{zeros}_{scaled}"
-    return name, f"PRODUCT({name}, {type_}, {scaled}, {zeros}, 0)\n"
+def kind(program: TokenProgram, number: int) -> Kind:
+    """What the code of a product depends on."""
+    by, about, turned = program.scales(number), weight(program, number), _product(program, number).turned
+    type_, word = _type_of(about)
+    depth, zero = _extents(program, number)[1], None if by is None else by.zeros
+    group = depth if by is None else by.group
+    lengths = [group, depth // group]
+    if about.packed is not None:
+        lengths += [about.packed.run, int(about.packed.high_first)]
+    zeros = "NONE" if zero is None else _TYPES[program.given[zero].dtype]
+    row, scaled = row_length(program, number), int(by is not None)
+    parts = ["turned" if turned else "product", word, zeros, scaled, row, depth, *lengths]
+    short = about.dtype != "float32" or zeros not in ("NONE", "FLOAT")
+    name = "_".join(map(str, parts))
+    return Kind(name, type_, scaled, zeros, int(turned), row, depth, tuple(lengths), short)
+
+
+def preamble(short: bool) -> str:
+    """What stands before the headers. `short`: there are elements that are not float32."""
+    return "#define FLOAT32\n" + "#define SHORT_ELEMENTS\n" * short
 
 
 def _product(program: TokenProgram, number: int) -> Product:

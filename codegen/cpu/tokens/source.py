@@ -28,7 +28,6 @@ _ELEMENTS = {
     "int32": "int32_t", WORD: "uint8_t",
 }  # fmt: skip
 """The types of given tensors in C."""
-_HEADERS = ("functions", "elements", "tile", "product", "gemm", "tokens")
 SAME_LINES, APART = 512, 16
 """Values whose length is a multiple of the one have so many elements between two tokens."""
 
@@ -93,10 +92,16 @@ def write(text: str) -> str:
     products.require_whole_groups(program)
     emitter = _Emitter(program)
     head = "".join(f"// {line}\n" for line in ("attngraph, for each token", *text.splitlines()))
-    headers = (header(f"{name}.h") for name in _HEADERS)
+    headers = (header(f"{name}.h") for name in products.HEADERS)
     dtypes = {g.dtype for g in program.given} | {r.dtype for r in program.results}
-    short = "#define SHORT_ELEMENTS\n" if dtypes != {"float32"} else ""
-    return "\n".join([f"{head}#define FLOAT32\n{short}", *headers, *emitter.functions()])
+    before = products.preamble(dtypes != {"float32"})
+    return "\n".join([f"{head}{before}", *headers, *emitter.functions()])
+
+
+def kinds_of_products(program: TokenProgram) -> list[products.Kind]:
+    """The kinds of products whose libraries a program's library is given."""
+    numbers = [n for phase in phases(program) for group in phase.groups for n in group.products]
+    return sorted({products.kind(program, n) for n in numbers}, key=lambda kind: kind.name)
 
 
 class _Emitter:
@@ -107,7 +112,7 @@ class _Emitter:
 
     def functions(self) -> Iterator[str]:
         numbers = [n for phase in self.phases for group in phase.groups for n in group.products]
-        yield from sorted({products.function(self.program, number)[1] for number in numbers})
+        yield from (kind.pointer for kind in kinds_of_products(self.program))
         yield from self._room(numbers)
         for number, phase in enumerate(self.phases):
             if phase.groups:
@@ -220,14 +225,13 @@ class _Emitter:
     def _product(self, number: int) -> str:
         about = self.program.product(number)
         assert about is not None
-        function, _ = products.function(self.program, number)
-        ldw = products.row_length(self.program, number)
+        function = products.kind(self.program, number).name
         scales = products.scales(self.program, number, self._given)
         ldx, ldy = self.rows[about.left - self.first], self.rows[number - self.first]
         x, y = f"{self._value(about.left)} + t0 * {ldx}", f"{self._value(number)} + t0 * {ldy} + c0"
         return (
-            f"{function}({x}, {ldx}, {self._given(about.weight)}, {ldw}, {self._width(about.left)}, "
-            f"{scales}, c0, {y}, {ldy}, t1 - t0, c1 - c0, panels, arranged);"
+            f"{function}({x}, {ldx}, {self._given(about.weight)}, {scales}, c0, {y}, {ldy}, t1 - t0, "
+            "c1 - c0, panels, arranged);"
         )
 
     def _all(self) -> str:
