@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,8 @@ class Snapshot:
 
     def restore(self) -> None:
         for _, container, copy in self._containers:
+            if _is_untouched(container, copy):
+                continue  # other threads may read it
             if isinstance(container, list):
                 container[:] = copy
             else:
@@ -154,6 +157,13 @@ def _same(container: Any, copy: Any) -> bool:
     if isinstance(container, set):
         return {id(v) for v in container} == {id(v) for v in copy}
     return all(a is b for a, b in zip(container, copy, strict=True))
+
+
+def _is_untouched(container: Any, copy: Any) -> bool:
+    """Whether a container holds the same objects as its copy, in the same order."""
+    if len(container) != len(copy) or not _same(container, copy):
+        return False
+    return not isinstance(container, dict) or all(map(operator.is_, container, copy))
 
 
 def _variable(place: Place) -> Any:

@@ -9,6 +9,7 @@ lose).
 from __future__ import annotations
 
 import argparse
+import builtins
 import dis
 import sys
 import types
@@ -154,7 +155,7 @@ class Walk:
             self.module(value, depth)
         elif isinstance(value, type):
             self.kind(value)
-        elif isinstance(value, types.ModuleType):
+        elif isinstance(value, types.ModuleType) or value is vars(builtins):
             self.found.append(Same(value))
         elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             self.container(value, depth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
 import itertools
 from collections.abc import Callable, Iterator
@@ -89,6 +90,28 @@ def test_the_reason_names_the_attribute(name: str) -> None:
     )
     with pytest.raises(CaptureError, match=rf"forward\(\) (changes|advances) {what}"):
         attngraph.compile(Counting(name), strict=True)(X)
+
+
+class Namespace(nn.Module):
+    """Calls a function of code that was run, which has Python's own names beside its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, Any] = {"calls": 0}
+        exec("def weights(x):\n    return x.softmax(-1)\n", self.names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.names["calls"] += 1
+        return self.names["weights"](x @ x.mT) @ x * self.names["calls"]
+
+
+def test_pythons_own_names_are_left_alone() -> None:
+    x, mine, theirs = torch.randn(2, 5, 8), Namespace(), Namespace()
+    compiled, before = attngraph.compile(mine), list(vars(builtins).values())
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), theirs(x))
+    assert mine.names["calls"] == theirs.names["calls"] == 3
+    assert all(a is b for a, b in zip(before, vars(builtins).values(), strict=True))
 
 
 def test_an_iterator_that_is_not_advanced_stands_in_no_ones_way() -> None:
