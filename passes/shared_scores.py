@@ -16,7 +16,7 @@ import networkx as nx
 from torch import fx
 
 from attngraph.ir.graph.program_graph import ProgramGraph, computed_from, operands_first
-from attngraph.ir.graph.source import source_of
+from attngraph.ir.graph.source import own_line
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import evaluate_size, size_expression
 from attngraph.meaning.attention.claim import Attention, Operand
@@ -102,19 +102,19 @@ def _other_use(
             if node in sinks and what == "scores":
                 return (
                     "a number is added to its normaliser after its scores were shifted by a number "
-                    f"computed from them ({source_of(node)}): leave out the one or the other"
+                    f"computed from them ({own_line(node)}): leave out the one or the other"
                 )
             if node.op != "output" and node not in used:
                 continue
             used_in = "its {} are also used in {}, so fusing would not remove them"
             product = _product_between(view, meaning, start, node)
             if product is not None:
-                return used_in.format(what, f"another product ({source_of(product)})")
+                return used_in.format(what, f"another product ({own_line(product)})")
             if node.op == "output":
                 results = [n for n in view.predecessors(node) if nx.has_path(view, start, n)]
                 return used_in.format(what, _result_of(graph, results)) + _cost_of(graph, start, what)
             operand = "mask or bias" if node in reads else "keys or values"
-            return used_in.format(what, f"its own {operand} ({source_of(node)})")
+            return used_in.format(what, f"its own {operand} ({own_line(node)})")
     return None
 
 
@@ -127,7 +127,7 @@ def _product_between(view: nx.DiGraph, meaning: Meaning, start: fx.Node, end: fx
 def _result_of(graph: ProgramGraph, results: Sequence[fx.Node]) -> str:
     """These results of the graph in words: what the model returns, or attributes that its forward sets."""
     outputs = [output for node, output in results_of(graph) if node in results]
-    places = ", ".join(map(source_of, results))
+    places = ", ".join(map(own_line, results))
     if any(o.kind != "attribute" for o in outputs):
         return f"the model's results ({places})"
     names = " and ".join(sorted({o.name.rpartition(".")[2] for o in outputs}))

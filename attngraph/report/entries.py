@@ -209,13 +209,15 @@ class Missed:
     """A softmax that was not fused: why, and where.
 
     `is_routing`: it is known to be no attention, because it chooses among a model's outputs (a router of
-    experts, a sampler).
+    experts, a sampler). `caller` and `code` as in `AttentionEntry`.
     """
 
     reason: str
     source: str
     name: str = ""
     is_routing: bool = False
+    caller: str = ""
+    code: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from attngraph.report.entries import (
     Entries,
     LatentEntry,
     LaterEntry,
+    Missed,
     PassRecord,
     TokenProgramEntry,
     folded,
@@ -80,10 +81,12 @@ class CompileReport(Entries):
             lines = ["attngraph: nothing traced yet; call the compiled model once"]
         for entries in folded(self.attention):
             lines += _attention_lines(entries)
-        for missed, group in itertools.groupby(self.missed, key=lambda m: (m.reason, m.source)):
-            count = len(list(group))
-            times = f" x {count}" if count > 1 else ""
-            lines += ["", f"  not fused{times}   {missed[1]}", f"      {missed[0]}"]
+        for (reason, source, _), group in itertools.groupby(
+            self.missed, key=lambda m: (m.reason, m.source, m.caller)
+        ):
+            members = list(group)
+            times = f" x {len(members)}" if len(members) > 1 else ""
+            lines += ["", f"  not fused{times}   {source}", *_caller_lines(members[0]), f"      {reason}"]
         if self.cache is not None:
             lines += self.cache.lines()
         lines += _program_lines(self.programs)
@@ -179,7 +182,7 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
     return [
         "",
         f"  attention{times}   {first.source}   {names}",
-        *([f"      called at {first.caller}   {first.code}".rstrip()] if first.caller else []),
+        *_caller_lines(first),
         f"      {first.heads_in_words()}, mask: {first.mask}",
         *(f"      | {_shown(line)}" for line in first.program.splitlines()),
         *([f"      look: {first.warning}"] if first.warning else []),
@@ -188,6 +191,10 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
         *(f"        {remark}" for remark in first.kernel.remarks),
     ]
+
+
+def _caller_lines(entry: AttentionEntry | Missed) -> list[str]:
+    return [f"      called at {entry.caller}   {entry.code}".rstrip()] if entry.caller else []
 
 
 def _later_lines(entries: Sequence[LaterEntry]) -> Iterator[str]:

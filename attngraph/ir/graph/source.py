@@ -93,6 +93,11 @@ def caller_of(node: fx.Node) -> tuple[str, str]:
     return caller.source, linecache.getline(caller.path, caller.line).strip()
 
 
+def own_line(node: fx.Node) -> str:
+    """The line to name to a user: the model's own that called a library's code, else the node's."""
+    return caller_of(node)[0] or source_of(node)
+
+
 @functools.lru_cache(maxsize=4096)
 def short_path(path: str) -> str:
     """Relative to the working directory, or to where packages are installed or imported from, or else

@@ -175,7 +175,9 @@ def _summary(report: Entries) -> list[Html]:
 
 def _missed(report: Entries, code: UserCode) -> Html:
     found = []
-    for (reason, source), group in itertools.groupby(report.missed, key=lambda m: (m.reason, m.source)):
+    for (reason, source), group in itertools.groupby(
+        report.missed, key=lambda m: (m.reason, m.caller or m.source)
+    ):
         members = list(group)
         times = f" {TIMES} {len(members)}" if len(members) > 1 else ""
         names = span_of_names([m.name for m in members])
@@ -184,7 +186,7 @@ def _missed(report: Entries, code: UserCode) -> Html:
             times,
             *([" in ", tag("code", names)] if names else []),
         ]
-        excerpt = render_excerpt(code.how(source, members[0].name), code)
+        excerpt = render_excerpt(code.how(members[0].source, members[0].name), code)
         found.append(tag("li", tag("p", *where, class_="place"), tag("p", reason), excerpt))
     return tag("ul", *found, class_="cards")
 
