@@ -53,7 +53,7 @@ def order(
         rest = (*shard, InsertKVCache(), *divide, Tidy(), QuantisedLinear(), FuseTokenWise())
     return (
         Canonicalize(),
-        FuseAttention(() if shard else RESULTS),
+        FuseAttention(() if shard else RESULTS, features=not decoder),
         MergeHeads(),
         AbsorbMLA(absorb, keeps=decoder),
         *rest,

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.graph.program_graph import RESULTS, Level, ProgramGraph, memory_of, sort
-from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.graph.source import caller_of, module_of, source_of
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ProgramError
 from attngraph.ir.ops import nodes
@@ -62,21 +62,27 @@ Recognise = Callable[[fx.Node], tuple[Attention, ...] | Refusal | None]
 NO_VALUES = "nothing is summed with its weights along the softmaxed dimension"
 UNNORMALISED = "exponentials of scores weigh a sum that is not divided by their own sum over the same keys"
 AS_VALUES = "it computes values that another softmax weighs, and is no softmax over keys itself"
+OF_FEATURES = (
+    "its softmax runs over features: its keys are weights of the model and its values are computed from the "
+    "input, so it stays an operation on each token"
+)
 ONE_KEY = "it has one key, whose weight is 1 whatever its score"
 
 
 @dataclasses.dataclass(frozen=True)
 class FuseAttention:
     """`later`: the kinds of results that, where they need weights of fused attentions, are computed when
-    somebody looks at them."""
+    somebody looks at them. `features`: whether a softmax over features, whose keys are weights of the model
+    and whose values are not, becomes an attention too; in a decoder it is an operation on each token."""
 
     later: tuple[str, ...] = RESULTS
+    features: bool = True
     name: str = "fuse-attention"
     requires: Level = Level.CANONICAL
     yields: Level = Level.FUSED
 
     def run(self, graph: ProgramGraph) -> Outcome:
-        return _Fusion(graph, self.later).run()
+        return _Fusion(graph, self.later, self.features).run()
 
 
 class _DiffersError(Exception):
@@ -90,8 +96,8 @@ class _NotBuiltError(Exception):
 class _Fusion:
     """One run of the pass on one graph."""
 
-    def __init__(self, graph: ProgramGraph, later: Kinds) -> None:
-        self.graph, self.later = graph, later
+    def __init__(self, graph: ProgramGraph, later: Kinds, features: bool) -> None:
+        self.graph, self.later, self.features = graph, later, features
         # The results that may wait: none, until attentions that share weights have been found.
         self.may_wait: Kinds = ()
         self.meaning = Meaning.of(graph)
@@ -147,6 +153,8 @@ class _Fusion:
             self._require_equal_sizes()
             if not isinstance(found, tuple):
                 return found
+            if any(map(self._is_of_features, found)):
+                return Refusal(OF_FEATURES)
             return self._fuse(node, found, self.recogniser.exponentials(node) if weights is None else weights)
         except RecursionError:
             return Refusal(TOO_DEEP)
@@ -291,13 +299,25 @@ class _Fusion:
             choice = find_choice(self.meaning, node) if str(node.target) in SOFTMAX_LIKE else None
             is_routing = choice is not None and not self._is_of_scores(choice.among)
             reason = why.reason if choice is None else choice.reason(is_routing)
-            self.outcome.missed.append(Missed(reason, source, module_of(node), is_routing))
+            self.outcome.missed.append(Missed(reason, source, module_of(node), is_routing, *caller_of(node)))
             self.outcome.obstacles |= why.sizes
             self.outcome.notes.append(f"left alone at {source}: {reason}")
 
+    def _is_of_features(self, claim: Attention) -> bool:
+        """Whether its keys are weights of the model and its values are not, so that the softmax runs over
+        features, and fusing it would be in the way of sums over tokens."""
+        if any(self._follows_arguments(base) for base in claim.k.bases):
+            return False
+        if not any(self._follows_arguments(base) for base in claim.v.bases):
+            return False
+        return not self.features or claim.value_dim.op != "const"
+
+    def _follows_arguments(self, value: fx.Node) -> bool:
+        named = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
+        return any(n in named and named[n].kind == "argument" for n in region([value], ()))
+
     def _is_of_scores(self, value: fx.Node) -> bool:
         """Whether it is computed from products in which both sides depend on inputs of the model."""
-        named = dict(zip(self.graph.placeholders(), self.graph.inputs, strict=True))
         nodes, seen = [value], set()
         while nodes:
             node = nodes.pop()
@@ -309,8 +329,7 @@ class _Fusion:
             if str(node.target).startswith("aten.sum.") and self.recogniser.is_product(sides[0]):
                 category, sides = Category.CONTRACTION, sides[0].all_input_nodes
             if category is Category.CONTRACTION:
-                above = [region([side], ()) for side in sides]
-                if all(any(n in named and named[n].kind == "argument" for n in a) for a in above):
+                if all(map(self._follows_arguments, sides)):
                     return True
             elif category in (Category.MOVEMENT, Category.POINTWISE):
                 nodes += sides

@@ -76,6 +76,59 @@ def test_positions_that_count_tokens_are_exact_whatever_the_tokens_are() -> None
     assert_as_the_whole_sequence(Counting().eval(), ids)
 
 
+def masked_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q.softmax(-1) @ k.exp().mT).tril()
+    return (weights @ v) / weights.sum(-1, keepdim=True)
+
+
+def summed_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = q.softmax(-1), k.softmax(-1)
+    return torch.einsum("bhtd,bhtde->bhte", q, torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2))
+
+
+def beside_a_summed_normaliser(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = q.softmax(-1), k.exp()
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    weights = torch.einsum("bhid,bhjd->bhij", q, k).masked_fill(later, 0)
+    return weights @ v / torch.einsum("bhid,bhid->bhi", q, k.cumsum(2))[..., None]
+
+
+def a_loop_over_tokens(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = q.softmax(-1), k.softmax(-1)
+    state, found = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3]), []
+    for t in range(q.shape[2]):
+        state = state + k[:, :, t, :, None] * v[:, :, t, None]
+        found.append((q[:, :, t, None] @ state).squeeze(2))
+    return torch.stack(found, 2)
+
+
+class Linear(nn.Module):
+    """Linear attention of two heads whose features are a softmax."""
+
+    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.logits, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
+        self.project = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in self.project)
+        return self.logits(x + self.mix(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    "mix", [masked_products, summed_products, beside_a_summed_normaliser, a_loop_over_tokens]
+)
+def test_a_softmax_over_features_belongs_to_its_token(
+    mix: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
+    """It weighs what a running sum has for each feature, and is no attention that keeps keys."""
+    torch.manual_seed(0)
+    report = assert_as_the_whole_sequence(Linear(mix).eval(), torch.randint(0, VOCABULARY, (2, 9)))
+    assert report.cache is not None
+    assert report.cache.bytes_per_token == 0
+
+
 class SortedExperts(nn.Module):
     """Tokens are sorted by the expert that they choose; how many chose each is read as a number."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,33 @@ def test_a_softmax_in_the_values_is_told_as_that(dim: int) -> None:
     assert [m.reason for m in report.missed] == [
         "it computes values that another softmax weighs, and is no softmax over keys itself"
     ]
+
+
+def test_a_softmax_over_features_whose_values_are_tokens_is_told_as_that() -> None:
+    """Its result is larger than its weights, and in the way of summing keys and values first."""
+    to_features = normal(8, 8)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ to_features).softmax(-1) @ k.mT) @ v
+
+    (reason,) = why(model, *qkv())
+    assert reason.startswith("its softmax runs over features: its keys are weights of the model")
+
+
+def test_a_softmax_that_a_library_called_names_the_line_of_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "library_of_softmaxes.py"
+    file.write_text("def weights(x):\n    return x.softmax(-1)\n")
+    library = runpy.run_path(str(file))
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = library["weights"](q @ k.mT)
+        return (p @ v) @ (p @ v).mT @ p.cos()
+
+    (missed,) = {(m.source, m.caller, m.code) for m in attngraph.explain(model, *qkv()).missed}
+    assert missed[0].endswith("library_of_softmaxes.py:2")
+    assert "test_reasons.py" in missed[1]
+    assert missed[2] == 'p = library["weights"](q @ k.mT)'
+    assert f"called at {missed[1]}" in str(attngraph.explain(model, *qkv()))
 
 
 ANOTHER_DIMENSION = "its weights are summed over another dimension than the one that the softmax runs over"

@@ -45,9 +45,15 @@ def divided_afterwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
 
 
+def of_softmaxed_features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    features = (q @ torch.ones(8, 8, dtype=q.dtype).tril()).softmax(-1)
+    weights = (features @ k.exp().mT).tril()
+    return weights @ v / weights.sum(-1, keepdim=True)
+
+
 FORMS: dict[str, tuple[Function, int]] = {
     **{f.__name__: (f, 1) for f in (plain, scaled, causal, causal_times_a_mask)},
-    **{f.__name__: (f, 2) for f in (normalised, divided_afterwards)},
+    **{f.__name__: (f, 2) for f in (normalised, divided_afterwards, of_softmaxed_features)},
 }
 
 
