@@ -254,17 +254,27 @@ def _matched(
     exponent: Expr, normaliser: Expr, keys: tuple[Expr, ...], look: Look
 ) -> tuple[Expr, Expr | None, Expr] | Refusal | None:
     """The score, the sink, and a factor of the weight. A factor that the model wrote as an exponential (a
-    learned one of each head, say) became a term of the exponent; unlike a shift by the row's maximum it does
-    not differ by row."""
+    learned one of each head, say) became a term of the exponent; unlike a shift by the row's maximum it is no
+    term of the normaliser's exponents."""
     matched = match_normaliser(exponent, normaliser, keys, look)
     if not isinstance(matched, Refusal):
         return None if matched is None else (*matched, E.ONE)
-    moving, fixed = split_by(exponent, keys)
-    of_row = moving.free - frozenset(keys)
-    factors = [t for t in (fixed.args if fixed.op == "add" else (fixed,)) if t.free < of_row]
+    _, fixed = split_by(exponent, keys)
+    shifts = {t for each in _terms(normaliser) for t in _terms(_exponent_of_sum(each))}
+    factors = [t for t in _terms(fixed) if t not in shifts]
     rest = M.sub(exponent, M.add(*factors))
     found = match_normaliser(rest, normaliser, keys, look) if factors else matched
     return (*found, M.exp(M.add(*factors))) if isinstance(found, tuple) else matched
+
+
+def _terms(node: Expr) -> tuple[Expr, ...]:
+    return node.args if node.op == "add" else (node,)
+
+
+def _exponent_of_sum(node: Expr) -> Expr:
+    """The exponent, if it is a sum of exponentials."""
+    _, inner = open_sums(node)
+    return inner.args[0] if inner.op == "exp" else E.ZERO
 
 
 def _replace(body: Expr, weight: Expr, inverse: Expr, factor: Expr = E.ONE) -> Expr:

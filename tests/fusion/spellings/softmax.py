@@ -167,6 +167,18 @@ def weights_gated_by_their_score(q, k, v, threshold):
     return (p * torch.sigmoid(s - threshold)) @ v
 
 
+@spelling(lambda: (*cross(), normal(size.B, H, size.T, 1)))
+def weights_scaled_by_an_exponential_of_each_query(q, k, v, level):
+    return ((q @ k.mT).softmax(-1) * level.exp()) @ v
+
+
+@spelling(lambda: (*cross(), normal(size.B, H, size.T, 1)))
+def exponentials_scaled_before_they_are_divided(q, k, v, level):
+    s = q @ k.mT
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e * level.exp() / e.sum(-1, keepdim=True)) @ v
+
+
 @near_miss(cross)
 def weights_with_the_sign_of_another_key(q, k, v):
     s = q @ k.mT
