@@ -109,8 +109,9 @@ class CacheEntry:
                 if self.bytes_per_row
                 else ""
             ),
-            f"      keys and values of every query head would be {self.expanded:,}",
         ]
+        if self.expanded:
+            found.append(f"      keys and values of every query head would be {self.expanded:,}")
         for (size, window), group in itertools.groupby(self.stores, key=lambda s: s[1:]):
             members = [s[0] for s in group]
             kept = "all tokens" if window is None else f"the last {window}"

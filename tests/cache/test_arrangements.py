@@ -4,6 +4,7 @@ width]`, or whose query heads pick their key head by a list: equal to the model,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,15 +130,15 @@ def test_a_bag_of_words_has_a_decoder_that_keeps_values_alone(by_softmax: bool) 
     assert compiled.report.cache.bytes_per_token == HEADS * BYTES
 
 
-def test_two_products_that_a_mask_chooses_between_are_told_as_several_keys_for_each_token() -> None:
+def test_two_products_that_a_mask_chooses_between_are_computed_anew(decodes: Any) -> None:
+    """The attention has two keys for each token, in parts one after the other."""
+
     def near_and_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         i = torch.arange(q.shape[1])
         scores = torch.where(i[:, None] - i < 3, q @ k.mT, q.sin() @ k.sin().mT)
         return causal(scores) @ v
 
-    model = Layer(near_and_far, HEADS).eval()
-    with pytest.raises(attngraph.NoDecoderError, match="it has several keys for each token, in parts"):
-        attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+    assert len(decodes(Layer(near_and_far, HEADS)).report.cache.anew) == 1
 
 
 def test_the_last_logits_with_others_are_told_with_what_to_return() -> None:

@@ -77,6 +77,32 @@ def test_what_pairs_of_tokens_decide_is_computed_anew(weights: Weights, layers: 
     assert "computed anew from all tokens at every step" in str(decoder.report)
 
 
+class RelativeKeys(nn.Module):
+    """Keys of relative positions, multiplied as `[T, B * H, d] @ [T, d, T]`: sequences and heads are one
+    dimension there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.near, self.out = nn.Embedding(24, 16), nn.Embedding(9, 8), nn.Linear(16, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        (rows, tokens), at = ids.shape, torch.arange(ids.shape[1])
+        x = self.embed(ids)
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        near = self.near((at - at[:, None]).clamp(-4, 4) + 4)
+        relative = q.permute(2, 0, 1, 3).reshape(tokens, rows * 2, 8) @ near.mT
+        scores = q @ q.mT + relative.transpose(0, 1).view(rows, 2, tokens, tokens)
+        weights = scores.masked_fill(at > at[:, None], -1e9).softmax(-1)
+        return self.out(x + (weights @ q).transpose(1, 2).flatten(2))
+
+
+def test_pairs_of_tokens_whose_sequences_and_heads_are_one_dimension(decodes: Any) -> None:
+    report = decodes(RelativeKeys()).report
+    assert len(report.cache.anew) == 1
+    assert "would be 0" not in str(report)
+
+
 def test_which_of_equal_scores_is_chosen_is_no_obstacle() -> None:
     """An indexer's scores are zero for many keys; torch's choice among them depends on how many there are."""
     model = Model(lambda scores, keep: _most_similar(scores.relu(), keep)).eval()

@@ -49,8 +49,11 @@ class HistoryFinder:
         return History(tuple(operands), inner) if probe.is_causal(node, axes, given) else None
 
     def _is_given(self, node: fx.Node, fact: Fact) -> bool:
-        """Whether a value is kept, or fixed. What follows from sizes and places alone is computed anew."""
-        return fact.kind in _GIVEN and not isinstance(fact.scan, History) and not self._is_of_sizes(node)
+        """Whether a value is kept, or fixed. What follows from sizes and places alone is computed anew, as
+        views are in which rows and tokens are not dimensions of their own."""
+        if fact.kind not in _GIVEN or isinstance(fact.scan, History):
+            return False
+        return _stands_alone(self.space, fact.axes) and not self._is_of_sizes(node)
 
     def _is_of_sizes(self, node: fx.Node) -> bool:
         """Whether a value is computed from sizes alone."""
