@@ -198,7 +198,8 @@ class _Watched:
 
 
 class _Buffers(dict[str, Any]):
-    """The buffers of a module while some are watched. Who looks at all at once is refused."""
+    """The buffers of a module while some are watched. Who goes through them (`next(self.buffers())`) reads
+    those that are reached."""
 
     def __init__(self, held: dict[str, Any], watched: Mapping[str, Place], watch: Watch) -> None:
         super().__init__(held)
@@ -220,18 +221,15 @@ class _Buffers(dict[str, Any]):
             self.watch.found[place] = value
 
     def __delitem__(self, name: str) -> None:
-        self._refuse()
-
-    def values(self) -> Any:
-        return self._refuse()
-
-    def items(self) -> Any:
-        return self._refuse()
-
-    def _refuse(self) -> Any:
         place = next(iter(self.watched.values()))
         self.watch.refuse(place)
         raise ReadFirst(place.name)
+
+    def values(self) -> Any:
+        return (self[name] for name in self.held)
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self.held)
 
 
 def containers(value: Any) -> Iterator[int]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attngraph.capture.state import MODULES_TABLES, NAMING, Place, bytes_of, walk
+from attngraph.capture.state import MODULES_TABLES, NAMING, Place, bytes_of, fingerprint, walk
 from attngraph.ir import budgets
 
 
@@ -89,7 +89,7 @@ class Snapshot:
             is_buffers = isinstance(owner, nn.Module) and now is owner._buffers
             if not whole and (now is held or is_buffers):
                 names = dict.fromkeys(before if is_buffers else (*before, *now))
-                found += (Place(owner, n) for n in names if now.get(n, now) is not before.get(n, now))
+                found += (Place(owner, n) for n in names if _is_another(now.get(n, now), before.get(n, now)))
         return found
 
     def containers(self) -> set[int]:
@@ -101,7 +101,7 @@ class Snapshot:
         for place, container, copy in self._containers:
             if not place.name and isinstance(container, dict):
                 for name in (*copy, *(n for n in container if n not in copy)):
-                    if container.get(name, container) is not copy.get(name, container):
+                    if _is_another(container.get(name, container), copy.get(name, container)):
                         return Place(place.owner, str(name))
             elif len(container) != len(copy) or not _same(container, copy):
                 return place
@@ -148,6 +148,11 @@ def _tables_of(owner: Any, held: Any) -> Iterator[tuple[Place, Any]]:
             table = held.get(name)
             if isinstance(table, (dict, set)):
                 yield Place(owner, "" if name in NAMING else name), table
+
+
+def _is_another(now: Any, before: Any) -> bool:
+    """Whether a value is another one, and not a copy with the same contents."""
+    return now is not before and fingerprint([now]) != fingerprint([before])
 
 
 def _same(container: Any, copy: Any) -> bool:

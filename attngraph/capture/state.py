@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import _AttrProxy
 from torch.nn.parameter import is_lazy
 
@@ -73,6 +75,14 @@ def fingerprint(
         left_out: attributes that are skipped.
     """
     return tuple(walk(targets, weights, left_out).found)
+
+
+def _is_of_stand_ins(key: Any) -> bool:
+    """Whether a key is a class of tensors that exist in a trace alone, or holds one. What a library notes
+    under it (einx does, under the types of its operands) is no state of the model."""
+    if isinstance(key, tuple):
+        return any(map(_is_of_stand_ins, key))
+    return isinstance(key, type) and issubclass(key, (FakeTensor, FunctionalTensor))
 
 
 def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
@@ -237,13 +247,16 @@ class Walk:
         self.at = around
 
     def container(self, value: Any, depth: int) -> None:
-        self.found.append((type(value), len(value)))
+        entries = value
+        if isinstance(value, dict):
+            entries = [(name, inner) for name, inner in value.items() if not _is_of_stand_ins(name)]
+        self.found.append((type(value), len(entries)))
         if type(value) in _RESTORED:
             self.containers.append((self.at, value))
         if len(value) > budgets.STATE_ENTRIES:
             self.found.append(Same(value))
         elif isinstance(value, dict):
-            for key, inner in value.items():
+            for key, inner in entries:
                 self.visit(key, depth)
                 self.visit(inner, depth)
         elif isinstance(value, (set, frozenset)):

@@ -200,6 +200,46 @@ def test_a_buffer_that_is_made_in_the_first_call_is_no_limit_of_a_decoder(again:
     assert decoder.report.cache.unset == ("mask",) and model.mask is None
 
 
+class Registry:
+    """A library's: it has a new table of what it knows after each call, under the types of the operands."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[type, ...], str] = {}
+
+    def subtract(self, *operands: Tensor) -> Tensor:
+        self.known = {**self.known, tuple(map(type, operands)): "subtract"}
+        return operands[0][None] - operands[1][:, None]
+
+
+class Distances(Registered):
+    """Asks the first of its buffers for the device, and a library for distances."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        del self._buffers["mask"]
+        self.register_buffer("slopes", torch.ones(1), persistent=False)
+        self.register_buffer("mask", None, persistent=False)
+        self.registry = Registry()
+
+    def hidden(self, tokens: int) -> Tensor:
+        device = next(self.buffers()).device
+        if self.mask is not None and self.mask.shape[-1] >= tokens:
+            return self.mask[:tokens, :tokens]
+        places = torch.arange(tokens, device=device)
+        self.register_buffer("mask", self.registry.subtract(places, places) > 0, persistent=False)
+        found: Tensor = self.mask
+        return found
+
+
+def test_what_a_library_notes_of_the_stand_ins_of_a_trace_is_no_state_of_the_model() -> None:
+    model, own = Distances().eval(), Distances().eval()
+    ids = torch.randint(0, 24, (2, 6))
+    decoder: Any = attngraph.compile(model, cache=True)
+    wanted = torch.cat([ids, own(ids)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(decoder.generate(ids, 1), wanted)
+    assert decoder.report.cache.unset == ("mask",) and model.registry.known == {}
+
+
 def test_a_buffer_that_is_set_in_every_call_is_a_result() -> None:
     class Setting(Registered):
         def forward(self, ids: Tensor) -> Tensor:

@@ -121,7 +121,11 @@ class TokenProbe:
         of_one_row = any(self.space.row in d for a in known for d in a) and any(
             any(a) and self.space.place(a, self.space.token) is None for a in known
         )  # a value per sequence can only be combined with tokens of one sequence
-        return self._probe(node, axes, resolved, self.tokens, self._selections(of_one_row))
+        selections = self._selections(of_one_row)
+        found = self._probe(node, axes, resolved, self.tokens, selections)
+        if found and any(_is_integer(n) and n not in self.values for n in leaves):
+            found = min(found, self._probe(node, axes, resolved, self.tokens, selections, None, LOUD))
+        return found
 
     def _is_causal(self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes]) -> int:
         order, _ = self.region(node, resolved)
@@ -144,7 +148,8 @@ class TokenProbe:
     ) -> int:  # fmt: skip
         """How many operations were run to see that selections of so many tokens have the results that they
         have among all of them; 0 if they do not. `replaced`: numbers that operations are given instead.
-        `louder`: by this what the region begins with is multiplied."""
+        `louder`: by this what the region begins with is multiplied; integers are up to so large then, and
+        where they are too large for an index, they show nothing."""
         order, leaves = self.region(node, resolved)
         steps = [n for n in order if n not in leaves and not is_size(n) and n.op == "call_function"]
         if any(n.target in COLLECTIVES for n in steps):
@@ -164,7 +169,7 @@ class TokenProbe:
                 runs[key] = _Runs(
                     self._run(node, order, leaves, resolved, tokens, selections, replaced or {}, louder)
                 )
-            holds = self._holds(runs[key], axes, selections, tokens)
+            holds = self._holds(runs[key], axes, selections, tokens, louder > 1)
             self.known[key, axes] = len(steps) if holds else 0
         if self.known[key, axes]:
             self.meaning.rely_on(order)
@@ -210,22 +215,32 @@ class TokenProbe:
                 if bytes_in_float64(order, run.sizes) > budgets.PROBE_BYTES:
                     raise ValueError("it takes too much memory")
                 known = {n: resolved.get(n, ((),) * t.ndim) for n, t in given.items()}
-                given = {n: t * louder if t.is_floating_point() else t for n, t in given.items()}
+                given = {n: self._louder(n, t, louder, seed) for n, t in given.items()}
                 (whole,) = run.evaluate(steps, {**given, **_sizes(steps, run.sizes, replaced)}, at)
                 some = {n: self._select(t, known[n], picks, tokens) for n, t in given.items()}
                 part, _ = self._inputs((), 1, len(picks), seed)
                 (found,) = part.evaluate(steps, {**some, **_sizes(steps, part.sizes, replaced)}, at)
                 yield whole, found
 
-    def _holds(self, runs: _Runs, axes: Axes, selections: Sequence[Sequence[Pick]], tokens: int) -> bool:
+    def _louder(self, leaf: fx.Node, drawn: Tensor, louder: float, seed: int) -> Tensor:
+        if drawn.is_floating_point():
+            return drawn * louder
+        if louder == 1 or drawn.dtype == torch.bool or leaf in self.values:
+            return drawn
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, int(louder), drawn.shape, generator=generator, dtype=drawn.dtype)
+
+    def _holds(
+        self, runs: _Runs, axes: Axes, selections: Sequence[Sequence[Pick]], tokens: int, loud: bool
+    ) -> bool:
         """Whether a value with these axes has on each selection what it has for the same tokens among all."""
         try:
             return all(
                 compare(found, self._select(whole, axes, picks, tokens), EQUAL).holds
                 for (whole, found), picks in zip(runs, selections, strict=True)
             )
-        except Exception:  # it cannot be run like this, so nothing is proved
-            return False
+        except Exception:  # it cannot be run like this, so nothing is proved; or, if loud, nothing is refuted
+            return loud
 
     def _inputs(
         self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
