@@ -75,8 +75,13 @@ MIXING = {
     "from the end": (lambda ids: embed(ids) * (ids.shape[1] - torch.arange(ids.shape[1]))[:, None], None),
     "shifted ahead": (lambda ids: torch.nn.functional.pad(embed(ids)[:, 1:], (0, 0, 0, 1)), (0, 1)),
     "another sequence": (lambda ids: embed(ids) + embed(ids).flip(0), None),
+    "from a quarter": (lambda ids: _from_a_quarter(torch.arange(ids.shape[1])), None),
     "sorted tokens": (lambda ids: embed(ids).sort(1).values, (0, 1)),
 }
+
+
+def _from_a_quarter(places: Tensor) -> Tensor:
+    return places - (places.max() + 1) // 4
 
 
 def _by_experts(x: Tensor) -> Tensor:
