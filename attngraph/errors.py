@@ -69,11 +69,15 @@ class BackendError(AttnGraphError, ValueError):
 class NoDecoderError(AttnGraphError):
     """No decoder can be derived from a model: says which operation prevents it, where, and why."""
 
-    def __init__(self, reason: str, fixes_tokens: bool = False, extents: Iterable[int] = ()) -> None:
+    def __init__(
+        self, reason: str, fixes_tokens: bool = False, extents: Iterable[int] = (), fixes_rows: bool = False
+    ) -> None:
         super().__init__(f"no decoder can be derived from this model: {reason}")
         self.reason = reason
         self.fixes_tokens = fixes_tokens
         """Whether the model was traced for one number of tokens alone."""
+        self.fixes_rows = fixes_rows
+        """Whether it was traced for one number of sequences alone."""
         self.extents = frozenset(extents)
         """Numbers in it that are not the number of its tokens, and may not be taken for it."""
 

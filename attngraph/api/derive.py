@@ -35,7 +35,7 @@ from attngraph.report.cache_entry import CacheEntry, Drift
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.parallel.parameters import stand_ins
-from attngraph.runtime.proof import Proved, prove, prove_longer
+from attngraph.runtime.proof import Proved, of_few, prove, prove_longer, varied
 from attngraph.runtime.proof_of_storage import prove_storage
 from attngraph.runtime.step import Step
 
@@ -43,7 +43,7 @@ from attngraph.runtime.step import Step
 @LOCK.trace()
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
-    distinct: int = 0, multiples: frozenset[int] = frozenset(),
+    distinct: int = 0, multiples: frozenset[int] = frozenset(), examples: Sequence[dict[str, Any]] = (),
 ) -> Step:  # fmt: skip
     """Capture `target(**arguments)` and derive a decoder for its argument `name`.
 
@@ -51,6 +51,7 @@ def derive_decoder(
         distinct: the number of tokens, if it is a size of nothing else: the trace may then be one for this
             number alone.
         multiples: of the number of tokens, with which operations computed in a trace for another one.
+        examples: arguments of other sizes, where the graph is found by comparing traces (`compared.py`).
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
@@ -69,9 +70,10 @@ def derive_decoder(
             target, (), arguments, options, first, config.proof, True,
             numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
             check=functools.partial(_require_no_others, number=distinct, multiples=multiples),
+            examples=examples, tokens=place,
         )  # fmt: skip
         divided = made.captured.graph.copy() if config.proof and made.captured.graph.ranks else None
-        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct), *divide), options)
+        inserted = _with_cache(made, (InsertKVCache(place, 0, distinct, bool(examples)), *divide), options)
         captured, result, graph = made.captured, made.result, made.captured.graph
         kept = None if graph.ranks is None else account_cache(graph, config.floating)
         rest = run_passes(graph, later, made.dump, options.progress)
@@ -85,7 +87,8 @@ def derive_decoder(
     step = step_of(graph.copy() if rounding else graph)
     proved, drift = None, None
     if made.before is not None:
-        proved = _proved(target, made.before, divided, step, arguments, captured, options)
+        arguments[name] = varied(made.before, arguments[name], place)
+        proved = _proved(target, made.before, divided, step, arguments, captured, options, bool(examples))
     if rounding:
         wide, more = step, run_passes(graph, rounding, made.dump, options.progress)
         rest.records += more.records
@@ -117,9 +120,10 @@ def dividing(steps: Sequence[Pass], config: CacheConfig) -> list[Pass]:
 
 def _proved(
     target: Callable[..., Any], before: ProgramGraph, divided: ProgramGraph | None, step: Step,
-    arguments: Mapping[str, Any], captured: Captured, options: Options,
+    arguments: Mapping[str, Any], captured: Captured, options: Options, few: bool,
 ) -> Proved:  # fmt: skip
     """Compare a decoder that rounds nothing with the model, or with the graph that is divided among ranks.
+    `few`: it follows from traces of few sizes.
 
     Raises:
         NoDecoderError: they differ.
@@ -127,8 +131,14 @@ def _proved(
     logits = place_of_logits(captured.structure)
     if options.progress is not None:
         options.progress("proof")
-    found = prove(divided or before, step, arguments, step.name, 0 if divided else logits)
-    if step.traced_few():
+    few = few or step.traced_few()
+    try:
+        found = prove(divided or before, step, arguments, step.name, 0 if divided else logits)
+    except RuntimeError as problem:
+        if not few:
+            raise
+        raise NoDecoderError(of_few(problem)) from problem
+    if few:
         require_whole_parameters(options.mesh)
         prove_longer(target, step, arguments, step.name, logits)
     return found
@@ -169,8 +179,8 @@ def _with_cache(made: Rewritten, passes: Sequence[Pass], options: Options) -> Re
                 raise
             more = f"(What looks like a softmax at {first.source} is not fused: {first.reason}.)"
         raise NoDecoderError(
-            f"{problem.reason}\n{more}", problem.fixes_tokens, problem.extents
-        ) from problem  # fmt: skip
+            f"{problem.reason}\n{more}", problem.fixes_tokens, problem.extents, problem.fixes_rows
+        ) from problem
 
 
 def _cache_entry(

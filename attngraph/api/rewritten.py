@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.api.options import Options
 from attngraph.capture import trace as capturing
 from attngraph.capture.attributes import Settings
 from attngraph.capture.captured import Captured, Structure
+from attngraph.capture.compared import compared
 from attngraph.capture.first_call import answers_alike, fills_a_table, run_first, writes_to_tensors
 from attngraph.capture.flat import closed_over_modules
-from attngraph.capture.structure import unflatten
+from attngraph.capture.structure import flatten, unflatten
 from attngraph.errors import CaptureError, NoDecoderError
 from attngraph.ir.graph.program_graph import ProgramGraph, is_measured, is_size
 from attngraph.passes.insert_kv_cache.insert import only_result
@@ -50,17 +51,24 @@ def rewritten(
     passes: Sequence[Pass], keep: bool = False, only_logits: bool = False,
     numbers_at: frozenset[tuple[int, int]] = frozenset(),
     symbolic_at: frozenset[tuple[int, int]] = frozenset(),
-    check: Callable[[ProgramGraph], None] = lambda graph: None,
+    check: Callable[[ProgramGraph], None] = lambda graph: None, examples: Sequence[dict[str, Any]] = (),
+    tokens: int = 0,
 ) -> Rewritten:  # fmt: skip
     """Capture one call, with numbers for some dimensions of its tensors, and run the passes. If a symbolic
     size was an obstacle to a pass, or to torch, do both again with that size as a number. `only_logits`: the
-    model's other results are dropped before. `check`: of the captured graph, raises where it will not do."""
+    model's other results are dropped before. `check`: of the captured graph, raises where it will not do.
+    `examples`: the same call at the sizes of `compared.SIZES`, to be compared; `tokens` is the number of the
+    tokens among its tensors."""
     tell = options.progress or (lambda stage: None)
 
     def attempt(fixed: frozenset[tuple[int, int]] = frozenset()) -> Rewritten:
         tell("capture")
         start = time.perf_counter()
-        captured, numbers = _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
+        captured, numbers = (
+            _compared(target, examples, tokens, only_logits)
+            if examples
+            else _captured(target, args, kwargs, fixed, only_logits, symbolic_at)
+        )
         seconds = time.perf_counter() - start
         check(captured.graph)
         before = captured.graph.copy() if keep else None
@@ -79,6 +87,16 @@ def rewritten(
     if other.dump is not None:
         other.dump.discard()
     return dataclasses.replace(kept, seconds=first.seconds + second.seconds)
+
+
+def _compared(
+    target: Callable[..., Any], examples: Sequence[dict[str, Any]], tokens: int, tables: bool
+) -> tuple[Captured, tuple[Break, ...]]:
+    """A graph for any number of sequences and tokens, from calls with numbers for all sizes."""
+    tensors = [leaf for leaf in flatten(examples[0])[0] if isinstance(leaf, Tensor)]
+    fixed = frozenset((n, dim) for n, tensor in enumerate(tensors) for dim in range(tensor.ndim))
+    found = [_captured(target, (), call, fixed, tables, frozenset()) for call in examples]
+    return compared([captured for captured, _ in found], tokens), ()
 
 
 def _captured(

@@ -231,6 +231,7 @@ def executable_for(
 def step_for(
     target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None, name: str,
     arguments: dict[str, Any], distinct: int = 0, multiples: frozenset[int] = frozenset(),
+    examples: Sequence[dict[str, Any]] = (),
 ) -> Step:  # fmt: skip
     """A decoder's step, from what was compiled before or derived now.
 
@@ -238,12 +239,14 @@ def step_for(
         as `derive.derive_decoder`. SavedError: as `executable_for`.
     """
     kind = {"kind": "decoder", "tokens": name, "number of tokens": distinct, "config": plain(config)}
+    kind |= {"compared": True} if examples else {}
+    rest = distinct, multiples, examples
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,
         lambda files: step_from(files, call.known, runners.step_runner_of(options)),
         Step.is_valid,
-        lambda: derive.derive_decoder(target, options, config, name, arguments, distinct, multiples),
+        lambda: derive.derive_decoder(target, options, config, name, arguments, *rest),
     )  # fmt: skip
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attngraph.capture.compared import SIZES
 from attngraph.capture.guards import call_key
 from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import Spread, flatten
@@ -26,6 +28,7 @@ from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed
 from attngraph.runtime.step import Step
 
+log = logging.getLogger(__name__)
 EXAMPLE_ROWS, EXAMPLE_TOKENS = 2, 9
 MASK = "attention_mask"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -161,7 +164,12 @@ class DerivedSteps:
             raise
         except AttnGraphError as problem:
             if isinstance(problem, NoDecoderError) and problem.fixes_tokens:
-                return self._of_one_length(name, packed, inputs, problem.extents)
+                try:
+                    return self._of_one_length(name, packed, inputs, problem.extents)
+                except NoDecoderError as other:
+                    return self._compared(name, packed, inputs, other)
+            if isinstance(problem, NoDecoderError) and problem.fixes_rows:
+                return self._compared(name, packed, inputs, problem)
             if as_long and width not in (1, EXAMPLE_TOKENS):
                 with contextlib.suppress(AttnGraphError):
                     return self._derive(name, self._example(name, packed, inputs, width))
@@ -192,6 +200,23 @@ class DerivedSteps:
                     raise
                 multiples, extents = multiples | found, extents | problem.extents
 
+    def _compared(
+        self, name: str, packed: Packed, inputs: Mapping[str, Any], problem: NoDecoderError
+    ) -> Step:
+        """A step of a graph that is found by comparing traces of several sizes.
+
+        Raises:
+            NoDecoderError: `problem`, if there is none either.
+        """
+        if any(isinstance(v, (Tensor, Spread)) for v in inputs.values()):
+            raise problem  # what belongs to other sizes cannot be made up
+        examples = [self._example(name, packed, inputs, tokens, rows) for rows, tokens in SIZES]
+        try:
+            return self._derive(name, examples[0], examples=examples)
+        except AttnGraphError as other:
+            log.info("no decoder by comparing traces either: %s", other)
+            raise problem from other
+
     def _distinct(self, extents: frozenset[int]) -> int:
         """A number of tokens that divides no size of the model's tensors, and none of `extents`."""
         tensors = (
@@ -201,20 +226,20 @@ class DerivedSteps:
         primes = (p for p in range(11, 200, 2) if all(p % n for n in (3, 5, 7, 11, 13) if n != p))
         return next((p for p in primes if all(n % p for n in sizes)), 29)
 
-    def _example(self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-        """Arguments to trace with: two rows of `tokens` tokens, because torch.export fixes sizes of 1."""
+    def _example(
+        self, name: str, packed: Packed, inputs: Mapping[str, Any], tokens: int, rows: int = EXAMPLE_ROWS
+    ) -> dict[str, Any]:
+        """Arguments to trace with: `rows` of `tokens` tokens; two, because torch.export fixes sizes of 1."""
         count = packed.ids.shape[1]
-        places = torch.arange(EXAMPLE_ROWS * tokens, device=packed.ids.device) % max(count, 1)
+        places = torch.arange(rows * tokens, device=packed.ids.device) % max(count, 1)
         if count == 0:
             raise ValueError("there are no tokens.")
-        example: dict[str, Any] = {
-            name: packed.ids[0, places].reshape(EXAMPLE_ROWS, tokens, *packed.ids.shape[2:])
-        }
-        rows, width = packed.shape
+        example: dict[str, Any] = {name: packed.ids[0, places].reshape(rows, tokens, *packed.ids.shape[2:])}
+        own, width = packed.shape
         for other, given in inputs.items():
             value = given.tensor if isinstance(given, Spread) else given
-            if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == rows:
-                value = value[torch.arange(EXAMPLE_ROWS, device=value.device) % rows]
+            if isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == own:
+                value = value[torch.arange(rows, device=value.device) % own]
                 if value.ndim >= 2 and value.shape[1] == width:
                     value = value[:, torch.arange(tokens, device=value.device) % width]
             example[other] = Spread(value, given.inner) if isinstance(given, Spread) else value

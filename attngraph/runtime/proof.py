@@ -8,11 +8,11 @@ token (new pages, the rest of a page, freed slots) is filled with NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from attngraph.capture.structure import flatten
 from attngraph.errors import NoDecoderError
@@ -23,6 +23,7 @@ from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.machine import Machine
 from attngraph.runtime.step import Step
 
+aten = torch.ops.aten
 TOLERANCE = 1e-8
 """Largest accepted difference, relative to the largest logit."""
 ENTRIES = 64
@@ -36,6 +37,15 @@ ROUNDING = {8: 1e-7, 4: 2e-3}
 STEPS: tuple[tuple[int, int], ...] = ((4, 2), (1, 1), (0, 3), (2, 1), (1, 1))
 """New tokens of two rows in each call: prompts, single tokens, none for one row, chunks. Both rows end at the
 same length."""
+
+
+DIFFERENT = 4
+"""So many different tokens tell one attention from another; where a prompt has fewer, others are taken."""
+_SAME_IDS = (
+    aten._to_copy.default, aten.reshape.default, aten.view.default, aten.clone.default, aten.alias.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.contiguous.default,
+)  # fmt: skip
+"""Operations whose results are the ids that they are given."""
 
 
 class Proved(NamedTuple):
@@ -84,6 +94,31 @@ def prove(whole: ProgramGraph, step: Step, arguments: Mapping[str, Any], name: s
             "[row, token, logit]). Please report it."
         )
     return Proved(difference.relative, logits)
+
+
+def varied(whole: ProgramGraph, tokens: Tensor, place: int) -> Tensor:
+    """The tokens to prove with: those of the prompt. If these are hardly different ones (all values that an
+    attention weighs are equal then, whatever its weights), others of the vocabulary, from its middle because
+    special tokens are at its ends. `place` is the number of the tokens among the tensors of the call."""
+    ids = next(
+        node for node, given in zip(whole.placeholders(), whole.inputs, strict=True)
+        if given.kind == "argument" and int(given.name) == place
+    )  # fmt: skip
+    limit = min(_tables_of(ids), default=0)
+    if tokens.is_floating_point() or limit < DIFFERENT or len(set(tokens.flatten().tolist())) >= DIFFERENT:
+        return tokens
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randint(limit // 4, limit - limit // 4, tokens.shape, generator=generator)
+    return found.to(tokens.device, tokens.dtype)
+
+
+def _tables_of(ids: fx.Node) -> Iterator[int]:
+    """How many entries the tables have in which ids are looked up as they are."""
+    for user in ids.users:
+        if user.target is aten.embedding.default and user.args[1] is ids:
+            yield int(user.args[0].meta["val"].shape[0])  # type: ignore[union-attr]
+        elif user.target in _SAME_IDS:
+            yield from _tables_of(user)
 
 
 def sample(
@@ -138,9 +173,13 @@ def prove_longer(
     except NoDecoderError:
         raise
     except Exception as problem:
-        raise NoDecoderError(
-            f"the model was traced for few numbers of tokens, and others fail: {problem}"
-        ) from problem
+        raise NoDecoderError(of_few(problem)) from problem
+
+
+def of_few(problem: Exception) -> str:
+    """That a graph which was traced for few numbers of tokens fails for others."""
+    what = str(problem).partition("\n")[0]
+    return f"the model was traced for few numbers of tokens, and others fail: {what}."
 
 
 def _compare_longer(

@@ -47,7 +47,8 @@ def analyse(
         number = _fixed_number(shape[dim])
         if number is not None and (dim == 0 or number != distinct):
             where = _fixed_at(graph, number)
-            raise NoDecoderError(f"it fixes how many {what} there are to {number}{where}.", dim == 1)
+            reason = f"it fixes how many {what} there are to {number}{where}."
+            raise NoDecoderError(reason, dim == 1, fixes_rows=dim == 0)
     tokens = _fixed_number(shape[1])
     names = str(shape[1].node.expr) if tokens is None else tokens, str(shape[0].node.expr)
     found = Tokens(graph, *names, refuted=refuted)

@@ -59,11 +59,12 @@ tokens."""
 class InsertKVCache:
     """`argument` is the number of the input that holds the tokens; `result` that of the logits. `number`: how
     many tokens the graph was traced for, if it may be a graph of that number alone and the number is a size
-    of nothing else (`free_tokens.py`)."""
+    of nothing else (`free_tokens.py`). `compared`: its sizes were found by comparing traces."""
 
     argument: int = 0
     result: int = 0
     number: int = 0
+    compared: bool = False
     name: str = "insert-kv-cache"
     requires: Level = Level.FUSED
     yields: Level = Level.CACHED
@@ -85,6 +86,11 @@ class InsertKVCache:
                 graph.drop_inputs(lambda _, given: given.kind in STEP_KINDS)
                 refuted[problem.node] = problem.reason
             else:
+                if self.compared:
+                    outcome.notes.append(
+                        "the code asks for numbers of sequences or tokens; what follows from them was found "
+                        "by comparing traces of several sizes, and is compared with the model at others"
+                    )
                 return outcome
 
 

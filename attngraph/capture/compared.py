@@ -1,0 +1,201 @@
+"""A graph for any number of sequences and tokens, from graphs that were each traced for one.
+
+Code that asks for the number itself of a size (`int(x.shape[0])`, einx) leaves numbers in a graph. Graphs of
+several sizes are compared: where they are of the same operations, a number that is not the same in all of
+them is `a + b * rows + c * tokens + d * rows * tokens`, and one more graph must agree. What the model does at
+other sizes has not been traced, so whoever uses the graph shows that it is right there
+(`runtime/proof.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from attngraph.capture.captured import Captured
+from attngraph.capture.exported import hints, size_of
+from attngraph.errors import CaptureError
+from attngraph.ir.graph.infer import infer_once
+from attngraph.ir.graph.program_graph import ProgramGraph
+
+SIZES = ((2, 9), (3, 9), (2, 11), (3, 11), (4, 14))
+"""How many sequences and tokens the compared graphs have: four to interpolate, one to check."""
+
+
+class _Formula(NamedTuple):
+    """A number of a graph: `constant + rows * R + tokens * T + both * R * T`."""
+
+    constant: int
+    rows: int = 0
+    tokens: int = 0
+    both: int = 0
+
+    def at(self, rows: int, tokens: int) -> int:
+        return self.constant + self.rows * rows + self.tokens * tokens + self.both * rows * tokens
+
+
+def compared(graphs: Sequence[Captured], place: int) -> Captured:
+    """The graph of which these are examples, at the sizes of `SIZES`; `place` is the number of the tokens
+    among the tensors of the call.
+
+    Raises:
+        CaptureError: they are not of the same operations, or a number in them is of another form.
+    """
+    first, *others = graphs
+    kinds = {(c.graph.inputs, c.graph.outputs, str(c.structure.tree), _operations(c.graph)) for c in graphs}
+    constants = [(c.graph.constants, c.graph.values) for c in graphs]
+    if len(kinds) > 1 or not all(_same_constants(constants[0], other) for other in constants[1:]):
+        raise _unlike("the model does something else")
+    found = first.graph.copy()
+    writer = _Writer(found, place, [c.graph for c in others])
+    for node, *alike in zip(list(found.graph.nodes), *(c.graph.graph.nodes for c in others), strict=True):
+        writer.write(node, alike)
+    ids = found.placeholders()[writer.number]
+    rows, tokens = (size_of(n) for n in ids.meta["val"].shape[:2])
+    found.conditions = (sympy.Ge(rows, 2), sympy.Ge(tokens, 2))
+    found.hints = hints([ids])
+    shapes = tuple(
+        tuple(size_of(n) for n in node.meta["val"].shape)
+        for node, given in zip(found.placeholders(), found.inputs, strict=True)
+        if given.kind == "argument"
+    )
+    return dataclasses.replace(first, graph=found, shapes=shapes, asked=())
+
+
+class _Writer:
+    """Gives the operations of a graph sizes that follow from those of the tokens."""
+
+    def __init__(self, graph: ProgramGraph, place: int, others: Sequence[ProgramGraph]) -> None:
+        arguments = [n for n, given in enumerate(graph.inputs) if given.kind == "argument"]
+        self._order = {node: n for g in (graph, *others) for n, node in enumerate(g.graph.nodes)}
+        self.graph, self.number = graph, arguments[place]
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+        self._made: dict[_Formula, Any] = {}
+        self._first = next(n for n in graph.graph.nodes if n.op != "placeholder")
+        self._sizes: list[fx.Node] = []
+
+    def write(self, node: fx.Node, alike: Sequence[fx.Node]) -> None:
+        if node.op == "placeholder":
+            self._input(node, alike)
+        elif node.op == "call_function":
+            node.args, node.kwargs = self._merged([(n.args, n.kwargs) for n in (node, *alike)])
+            node.meta["val"] = infer_once(node.target, node.args, dict(node.kwargs), self.mode)
+
+    def _input(self, node: fx.Node, alike: Sequence[fx.Node]) -> None:
+        value = node.meta["val"]
+        shapes = [tuple(n.meta["val"].shape) for n in (node, *alike)]
+        if node is not self.graph.placeholders()[self.number]:
+            if len(set(shapes)) > 1:
+                raise _unlike("another input of the model is as long as the tokens")
+            with self.mode:
+                node.meta["val"] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            return
+        dynamic = [DimDynamic.DYNAMIC] * 2 + [DimDynamic.STATIC] * (value.ndim - 2)
+        example = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        node.meta["val"] = self.mode.from_tensor(
+            example, source=ConstantSource("tokens"),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),
+        )  # fmt: skip
+        with self.graph.graph.inserting_before(self._first):
+            for dim in range(2):
+                size = self.graph.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                size.meta["val"] = node.meta["val"].shape[dim]
+                self._sizes.append(size)
+
+    def _merged(self, given: Sequence[Any]) -> Any:
+        """What equal places of the graphs' arguments hold, as one."""
+        first = given[0]
+        if isinstance(first, (list, tuple)):
+            if len({len(each) for each in given}) > 1:
+                raise _unlike("an operation has another number of operands")
+            parts = (self._merged(each) for each in zip(*given, strict=True))
+            return type(first)(parts) if not hasattr(first, "_fields") else type(first)(*parts)
+        if isinstance(first, dict):
+            return {name: self._merged([each[name] for each in given]) for name in first}
+        if isinstance(first, slice):
+            ends = [self._merged([getattr(s, end) for s in given]) for end in ("start", "stop", "step")]
+            return slice(*ends)
+        if isinstance(first, fx.Node):
+            if len({self._order.get(each) for each in given}) > 1:
+                raise _unlike("an operation has other operands")
+            return first
+        if all(type(each) is type(first) and each == first for each in given):
+            return first
+        if any(type(each) is not int for each in given):
+            raise _unlike(f"a number is {' or '.join(map(str, dict.fromkeys(given)))}")
+        return self._written(interpolated(given))
+
+    def _written(self, formula: _Formula) -> Any:
+        """The node that computes a number."""
+        if formula not in self._made:
+            rows, tokens = self._sizes
+            with self.graph.graph.inserting_before(self._first):
+                terms = [
+                    self._call(operator.mul, number, what) if number != 1 else what
+                    for number, what in ((formula.rows, rows), (formula.tokens, tokens))
+                    if number
+                ]
+                if formula.both:
+                    terms.append(
+                        self._call(operator.mul, formula.both, self._call(operator.mul, rows, tokens))
+                    )
+                found: Any = terms[0]
+                for term in (*terms[1:], *([formula.constant] if formula.constant else [])):
+                    found = self._call(operator.add, found, term)
+            self._made[formula] = found
+        return self._made[formula]
+
+    def _call(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
+        found = self.graph.graph.call_function(function, operands)
+        found.meta["val"] = function(*(n.meta["val"] if isinstance(n, fx.Node) else n for n in operands))
+        return found
+
+
+def interpolated(numbers: Sequence[int]) -> _Formula:
+    """The formula of a number at `SIZES`.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    (rows, tokens), (more_rows, _), (_, more_tokens), *_ = SIZES
+    here, below, right, corner, _ = numbers
+    by_rows, by_tokens = more_rows - rows, more_tokens - tokens
+    both, rest = divmod(corner - below - right + here, by_rows * by_tokens)
+    a, rest_a = divmod(below - here, by_rows)
+    b, rest_b = divmod(right - here, by_tokens)
+    a, b = a - both * tokens, b - both * rows
+    found = _Formula(here - a * rows - b * tokens - both * rows * tokens, a, b, both)
+    if rest or rest_a or rest_b or any(found.at(*s) != n for s, n in zip(SIZES, numbers, strict=True)):
+        raise _unlike(f"a number is {', '.join(map(str, numbers))}")
+    return found
+
+
+def _operations(graph: ProgramGraph) -> tuple[Any, ...]:
+    return tuple(n.target if n.op == "call_function" else n.op for n in graph.graph.nodes)
+
+
+def _same_constants(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(a[n] is b[n] or _equal(a[n], b[n]) for n in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+
+
+def _unlike(what: str) -> CaptureError:
+    sizes = ", ".join(f"{rows} x {tokens}" for rows, tokens in SIZES)
+    return CaptureError(f"{what} at other numbers of sequences and tokens (tried: {sizes}).", what)
