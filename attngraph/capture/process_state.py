@@ -1,8 +1,9 @@
 """What a forward does to the process, which a graph of it would lose: it draws random numbers of Python or
 numpy, sets seeds or defaults of torch, or computes gradients.
 
-A trace runs the forward once, so a number that Python or numpy draws would be a constant of the graph.
-torch's own random numbers are operations of the graph.
+A trace runs the forward once, so a number that Python or numpy draws would be a constant of the graph. That
+is right only for one that can have no other value (`random.randrange(1)`). torch's own random numbers are
+operations of the graph.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _OUTSIDE, _BY_TORCH = "do that outside of the model", "let torch draw them (torc
 _SETTERS: tuple[tuple[Any, str], ...] = (
     *((place, name) for place in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")),
 )
+_OF_A_RANGE = "randrange", "randint", "uniform", "choice"
+"""Functions of Python's random that may have one possible value."""
+_SEEDS = 24
 _BACKWARD = "_engine_run_backward"
 """What every function of torch.autograd that computes gradients calls."""
 _DEFAULTS = {"dtype": torch.get_default_dtype, "device": torch.get_default_device}
@@ -49,6 +53,8 @@ def process_state_kept(note: Note, line_of: Callable[[str], str]) -> Iterator[No
         stack.enter_context(
             replaced(torch.autograd, _BACKWARD, _noted(run, note, "forward() computes gradients", _OUTSIDE))
         )
+        for name in _OF_A_RANGE:
+            stack.enter_context(replaced(random, name, _of_one_value(getattr(random, name))))
         yield
     for name, get in _DEFAULTS.items():
         if get() != defaults[name]:
@@ -59,6 +65,22 @@ def process_state_kept(note: Note, line_of: Callable[[str], str]) -> Iterator[No
     if numpy is not None and _as_values(numpy.get_state()) != _as_values(draws_of_numpy):
         numpy.set_state(draws_of_numpy)
         note("forward() draws random numbers from numpy", line_of("random"), _BY_TORCH)
+
+
+def _of_one_value(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which draws nothing where all draws are equal."""
+
+    @functools.wraps(draw)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, found = random.getstate(), []
+        for seed in range(_SEEDS):
+            random.seed(seed)
+            found.append(draw(*args, **kwargs))
+        random.setstate(before)
+        first = found[0]
+        return first if all(each is first or each == first for each in found) else draw(*args, **kwargs)
+
+    return run
 
 
 def _as_values(state: Any) -> tuple[Any, ...]:

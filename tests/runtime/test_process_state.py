@@ -112,6 +112,32 @@ def test_layers_that_are_left_out_by_chance(draw: Callable[[], float]) -> None:
     torch.testing.assert_close(calls(compiled), calls(model), rtol=1e-4, atol=1e-5)
 
 
+OF_ONE_VALUE: dict[str, Callable[[], float]] = {
+    "randrange": lambda: random.randrange(1),
+    "randint": lambda: random.randint(3, 3),
+    "uniform": lambda: random.uniform(2.0, 2.0),
+    "choice": lambda: random.choice([5]),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_VALUE)
+def test_a_draw_of_one_possible_value_is_no_draw(name: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        return attend(x * (1 + OF_ONE_VALUE[name]()), x)
+
+    compiled = attngraph.compile(model, strict=True, min_scores=0)
+    assert torch.allclose(compiled(X), model(X), atol=1e-6)
+    assert compiled.report.graphs == 1
+
+
+def test_a_draw_of_two_possible_values_is_one() -> None:
+    def model(x: Tensor) -> Tensor:
+        return attend(x * (1 + random.randrange(2)), x)
+
+    with pytest.raises(CaptureError, match="draws random numbers from Python's random"):
+        attngraph.compile(model, strict=True, min_scores=0)(X)
+
+
 def test_a_trace_takes_no_numbers_from_the_stream() -> None:
     random.seed(1)
     numpy.random.seed(1)
