@@ -18,6 +18,7 @@ from attngraph.api.options import Options
 from attngraph.api.records import entries_of, programs_of
 from attngraph.api.rewritten import Rewritten, owner_of, place_of_logits, rewritten
 from attngraph.api.runners import require_whole_parameters, step_on_ranks
+from attngraph.capture.by_rows import sequences_alone
 from attngraph.capture.captured import Captured
 from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
@@ -35,7 +36,7 @@ from attngraph.report.cache_entry import CacheEntry, Drift
 from attngraph.report.report import CompileReport
 from attngraph.runtime.cache_config import CacheConfig
 from attngraph.runtime.parallel.parameters import stand_ins
-from attngraph.runtime.proof import Proved, of_few, prove, prove_longer, varied
+from attngraph.runtime.proof import Proved, of_few, prove, prove_alone, prove_longer, varied
 from attngraph.runtime.proof_of_storage import prove_storage
 from attngraph.runtime.step import Step
 
@@ -44,6 +45,7 @@ from attngraph.runtime.step import Step
 def derive_decoder(
     target: Callable[..., Any], options: Options, config: CacheConfig, name: str, arguments: dict[str, Any],
     distinct: int = 0, multiples: frozenset[int] = frozenset(), examples: Sequence[dict[str, Any]] = (),
+    alone: bool = False,
 ) -> Step:  # fmt: skip
     """Capture `target(**arguments)` and derive a decoder for its argument `name`.
 
@@ -52,6 +54,7 @@ def derive_decoder(
             number alone.
         multiples: of the number of tokens, with which operations computed in a trace for another one.
         examples: arguments of other sizes, where the graph is found by comparing traces (`compared.py`).
+        alone: whether the model is called with one sequence at a time (`by_rows.py`).
 
     Raises:
         CaptureError: torch.export cannot capture the model. NoDecoderError: none can be derived; says why.
@@ -65,7 +68,10 @@ def derive_decoder(
     names = [n for n, v in arguments.items() for leaf in flatten(v)[0] if isinstance(leaf, Tensor)]
     place = names.index(name)
     tokens, none = frozenset({(place, 1)}), frozenset[tuple[int, int]]()
-    with example_size(distinct), stand_ins(owner) if shared else contextlib.nullcontext():
+    with (
+        example_size(distinct), stand_ins(owner) if shared else contextlib.nullcontext(),
+        sequences_alone() if alone else contextlib.nullcontext(),
+    ):  # fmt: skip
         made = rewritten(
             target, (), arguments, options, first, config.proof, True,
             numbers_at=tokens if distinct else none, symbolic_at=none if distinct else tokens,
@@ -86,6 +92,8 @@ def derive_decoder(
 
     step = step_of(graph.copy() if rounding else graph)
     proved, drift = None, None
+    if alone:
+        prove_alone(target, examples, name, place_of_logits(captured.structure))
     if made.before is not None:
         arguments[name] = varied(made.before, arguments[name], place)
         proved = _proved(target, made.before, divided, step, arguments, captured, options, bool(examples))

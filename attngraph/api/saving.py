@@ -231,7 +231,7 @@ def executable_for(
 def step_for(
     target: Callable[..., Any], options: Options, config: CacheConfig, saved: Folder | None, name: str,
     arguments: dict[str, Any], distinct: int = 0, multiples: frozenset[int] = frozenset(),
-    examples: Sequence[dict[str, Any]] = (),
+    examples: Sequence[dict[str, Any]] = (), alone: bool = False,
 ) -> Step:  # fmt: skip
     """A decoder's step, from what was compiled before or derived now.
 
@@ -239,8 +239,8 @@ def step_for(
         as `derive.derive_decoder`. SavedError: as `executable_for`.
     """
     kind = {"kind": "decoder", "tokens": name, "number of tokens": distinct, "config": plain(config)}
-    kind |= {"compared": True} if examples else {}
-    rest = distinct, multiples, examples
+    kind |= {"compared": bool(examples), "alone": alone} if examples or alone else {}
+    rest = distinct, multiples, examples, alone
     call = Call(kind, target, arguments, options, not isinstance(target, Skeleton))
     return _taken_or_made(
         call, saved, options,

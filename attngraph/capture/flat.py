@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import maybe_enable_thunkify
 
+from attngraph.capture import by_rows
 from attngraph.capture.attributes import Described, Settings, Watch, containers
 from attngraph.capture.captured import Attribute, Structure
 from attngraph.capture.checks import Checks
@@ -115,7 +116,7 @@ class Flat(nn.Module):
             _sizes_recorded_when_needed(),
             recorded(),
         ):
-            result = target(*args, **kwargs)
+            result = by_rows.call(target, args, kwargs)
         if printed.getvalue():
             effects.note("forward() prints")
         after, _ = flatten((args, kwargs))

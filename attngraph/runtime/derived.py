@@ -203,7 +203,8 @@ class DerivedSteps:
     def _compared(
         self, name: str, packed: Packed, inputs: Mapping[str, Any], problem: NoDecoderError
     ) -> Step:
-        """A step of a graph that is found by comparing traces of several sizes.
+        """A step of a graph that is found by comparing traces of several sizes, at last of calls with one
+        sequence at a time.
 
         Raises:
             NoDecoderError: `problem`, if there is none either.
@@ -211,11 +212,12 @@ class DerivedSteps:
         if any(isinstance(v, (Tensor, Spread)) for v in inputs.values()):
             raise problem  # what belongs to other sizes cannot be made up
         examples = [self._example(name, packed, inputs, tokens, rows) for rows, tokens in SIZES]
-        try:
-            return self._derive(name, examples[0], examples=examples)
-        except AttnGraphError as other:
-            log.info("no decoder by comparing traces either: %s", other)
-            raise problem from other
+        for alone in (False, True) if problem.fixes_rows else (False,):
+            try:
+                return self._derive(name, examples[0], examples=examples, alone=alone)
+            except AttnGraphError as other:
+                log.info("no decoder by comparing traces either: %s", other)
+        raise problem
 
     def _distinct(self, extents: frozenset[int]) -> int:
         """A number of tokens that divides no size of the model's tensors, and none of `extents`."""

@@ -176,6 +176,30 @@ def prove_longer(
         raise NoDecoderError(of_few(problem)) from problem
 
 
+def prove_alone(
+    model: Callable[..., Any], examples: Sequence[Mapping[str, Any]], name: str, result: int
+) -> None:
+    """Compare what the model gives for batches with what it gives for each of their sequences.
+
+    Raises:
+        NoDecoderError: they differ.
+    """
+
+    def logits(given: Mapping[str, Any], ids: Tensor) -> Tensor:
+        leaves = flatten(model(**{**given, name: ids}))[0]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)][result]
+
+    with torch.no_grad():
+        for given in examples:
+            whole = logits(given, given[name])
+            rows = torch.cat([logits(given, row[None]) for row in given[name]])
+            difference = compare(rows, whole, Rule(ROUNDING.get(whole.dtype.itemsize, 0.1)))
+            if not difference.holds:
+                raise NoDecoderError(
+                    f"a batch of {len(rows)} sequences gives something else than each of them ({difference})."
+                )
+
+
 def of_few(problem: Exception) -> str:
     """That a graph which was traced for few numbers of tokens fails for others."""
     what = str(problem).partition("\n")[0]

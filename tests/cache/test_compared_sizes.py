@@ -62,7 +62,19 @@ class OfDistances(Model):
         return found[at[:, None] - at + tokens - 1].permute(2, 0, 1)
 
 
-@pytest.mark.parametrize("kind", [Model, OfRows, OfDistances])
+class OfALoop(Model):
+    """One sequence after the other, in Python."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens, found = ids.shape[1], []
+        for x in self.embed(ids):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+            found.append((q @ k.T / 4).masked_fill(later, -torch.inf).softmax(-1) @ v)
+        return self.out(torch.stack(found))
+
+
+@pytest.mark.parametrize("kind", [Model, OfRows, OfDistances, OfALoop])
 def test_numbers_that_follow_from_sequences_and_tokens(kind: type[Model], decodes: Any) -> None:
     decodes(kind())
 
