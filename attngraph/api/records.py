@@ -11,11 +11,13 @@ from torch import fx
 import attngraph.codegen  # noqa: F401  registers the kernels
 from attngraph.ir.graph.program_graph import ProgramGraph
 from attngraph.ir.graph.source import module_of
+from attngraph.ir.language.step_program import parse as step_program
 from attngraph.ir.language.token_program import parse
 from attngraph.ir.ops import nodes, token_program
 from attngraph.ir.ops.cached_attention import source_for_short_queries
 from attngraph.ir.ops.kernels import KERNELS
 from attngraph.ir.ops.latent_attention import absorbed_operands
+from attngraph.ir.ops.loop import loop
 from attngraph.report.entries import (
     AttentionEntry,
     KernelEntry,
@@ -31,17 +33,26 @@ def entries_of(graph: ProgramGraph) -> Iterator[AttentionEntry]:
 
 
 def programs_of(graph: ProgramGraph) -> tuple[TokenProgramEntry, ...]:
-    """The token programs of a graph, equal ones once, with the source that is emitted for few tokens."""
+    """The token programs of a graph and of the steps of its loops, equal ones once, with the source that is
+    emitted for few tokens."""
     names: dict[str, dict[str, None]] = {}
     for node in graph.graph.nodes:
-        if node.target is torch.ops.attngraph.token_program.default:
-            names.setdefault(str(node.args[1]), {})[module_of(node)] = None
+        for text in _programs_in(node):
+            names.setdefault(text, {})[module_of(node)] = None
     found = []
     for text, modules in names.items():
         sources = ((runner.name, runner.source(parse(text))) for runner in token_program.RUNNERS)
         name, source = next(((n, s) for n, s in sources if s), ("", ""))
         found.append(TokenProgramEntry(text, tuple(modules), KernelEntry(name, source)))
     return tuple(found)
+
+
+def _programs_in(node: fx.Node) -> Iterator[str]:
+    if node.target is torch.ops.attngraph.token_program.default:
+        yield str(node.args[1])
+    elif node.target is loop:
+        parts = step_program(str(node.args[5]))
+        yield from (text for part in parts for inner in part.graph.nodes for text in _programs_in(inner))
 
 
 def _kernel(node: fx.Node) -> KernelEntry:

@@ -6,10 +6,11 @@ from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
 from attngraph.codegen.cpu.compiled import Compiled
 from attngraph.codegen.cpu.decode import Decode
 from attngraph.codegen.cpu.flash import Flash
+from attngraph.codegen.cpu.loops import LOOPS
 from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import kernels, last_tokens, running_sum, token_program
+from attngraph.ir.ops import kernels, last_tokens, loop, running_sum, token_program
 
 kernels.register(Compiled())
 kernels.register(Flash())
@@ -18,3 +19,4 @@ cache.CACHED.append(Decode())
 token_program.RUNNERS.append(TOKENS)
 last_tokens.RUNNERS.append(LAST_TOKENS)
 running_sum.RUNNERS.append(RUNNING_SUM)
+loop.RUNNERS.append(LOOPS)

@@ -6,12 +6,13 @@ residual sums. A program computes in float32, so values of 16 bits are rounded w
 All of them that need the same attentions, and other operations that are left, become one
 `attngraph::token_program` (`program.py`). Right because each formula is that of the operation, and a region
 has no way out and in again. Nothing is rewritten where no C compiler is found, as the operation is only
-worth it in compiled form.
+worth it in compiled form. Steps of loops over tokens are rewritten in the same way (`steps.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import operator
 from collections.abc import Collection, Mapping
@@ -26,10 +27,12 @@ from attngraph.ir.ops.linear_q import linear_q
 from attngraph.passes.build import Builder
 from attngraph.passes.fuse_token_wise.formulas import Formula, Formulas
 from attngraph.passes.fuse_token_wise.program import Region
+from attngraph.passes.fuse_token_wise.steps import fuse_steps
 from attngraph.pipeline import Outcome
 
 FEWEST = 3
-"""A region of fewer operations, none of them a product, is left as it is."""
+"""A region of fewer operations, none of them a product, is left as it is. (In a step of a loop none is: the
+next steps follow without PyTorch.)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +46,26 @@ class FuseTokenWise:
         if not op.RUNNERS:
             return outcome
         before = graph.op_count()
-        facts = Formulas(graph)
-        formulas = {n: found for n in graph.graph.nodes if (found := facts.of(n)) is not None}
-        replaced: dict[fx.Node, fx.Node] = {}
-        regions = sum(_fuse(graph, facts, members, replaced) for members in _regions(graph, facts, formulas))
-        if regions or facts.windows:
-            _sort(graph)
-            graph.clean()
+        regions = _made(graph)
         if regions:
             fused = before - graph.op_count() + regions
             outcome.notes.append(f"{fused} operation(s) that compute each token by itself are now {regions}")
+        outcome.notes += fuse_steps(graph, functools.partial(_made, fewest=1))
         return outcome
+
+
+def _made(graph: ProgramGraph, fewest: int = FEWEST) -> int:
+    """Fuse all regions of a graph; returns how many there are."""
+    facts = Formulas(graph)
+    formulas = {n: found for n in graph.graph.nodes if (found := facts.of(n)) is not None}
+    replaced: dict[fx.Node, fx.Node] = {}
+    regions = sum(
+        _fuse(graph, facts, members, replaced, fewest) for members in _regions(graph, facts, formulas)
+    )
+    if regions or facts.windows:
+        _sort(graph)
+        graph.clean()
+    return regions
 
 
 def _regions(
@@ -78,19 +90,20 @@ def _regions(
 
 
 def _fuse(
-    graph: ProgramGraph, facts: Formulas, members: dict[fx.Node, Formula], replaced: dict[fx.Node, fx.Node]
-) -> int:
+    graph: ProgramGraph, facts: Formulas, members: dict[fx.Node, Formula],
+    replaced: dict[fx.Node, fx.Node], fewest: int,
+) -> int:  # fmt: skip
     """Replace the members of a region by one operation; returns how many were made, 0 or 1. `replaced`: the
     results that stand for values of earlier regions."""
     computing = [n for n, f in members.items() if f.value.op != "read"]
-    if len(computing) < FEWEST and not any(_multiplies(facts, n) for n in computing):
+    if len(computing) < fewest and not any(_multiplies(facts, n) for n in computing):
         return 0
     members = _without_views_of_given(members)
     wanted = [n for n in members if any(u not in members and not _only_splits(u, members) for u in n.users)]
     region = Region(facts, members, wanted)
     program = region.program
-    if not op.is_supported(program):
-        return 0
+    if all(given.token_dim is None for given in program.given) or not op.is_supported(program):
+        return 0  # the first: nothing says how many tokens there are
     last = max(members, key=_order(graph).__getitem__)
     builder = Builder(graph, last)
     given = [replaced.get(node, node) for node in region.given]

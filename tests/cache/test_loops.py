@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import attngraph
+from attngraph.codegen.cpu.loops import whole_step
 from attngraph.ir.language.step_program import parse
 
 VOCABULARY, WIDTH = 24, 8
@@ -317,3 +318,22 @@ def test_a_saved_model_with_a_loop_is_loaded(tmp_path: Any) -> None:
 def test_a_malformed_step_program_is_an_error(line: str) -> None:
     with pytest.raises(ValueError, match=r"step program|operator|defined|operation"):
         parse(f"begin:\n    return t0\nstep:\n    {line}\n    return v0")
+
+
+@pytest.mark.parametrize("name", ["a running maximum", "LSTM cells", "GRU cells, written in place"])
+def test_the_steps_of_a_loop_are_one_token_program(name: str) -> None:
+    decoder = attngraph.compile(Loop(DECODED[name]).eval(), cache=True)
+    decoder.prefill(torch.randint(0, VOCABULARY, (2, 5)))
+    program = next(n.args[5] for n in decoder._derived.latest.graph.graph.nodes if "loop" in str(n.target))
+    assert whole_step(program) is not None
+    (note,) = (n for r in decoder.report.passes for n in r.notes if "a step of the loop over tokens" in n)
+    assert "1 token program(s)" in note and "PyTorch" not in note
+    inside = [e for e in decoder.report.programs if repr(e.program) in program]
+    assert inside and all(entry.kernel.name == "cpu.tokens" for entry in inside)
+
+
+def test_what_c_cannot_carry_of_a_step_is_told() -> None:
+    decoder = attngraph.compile(Loop(DECODED["a count of tokens"]).eval(), cache=True)
+    decoder.prefill(torch.randint(0, VOCABULARY, (2, 5)))
+    (note,) = (n for r in decoder.report.passes for n in r.notes if "a step of the loop over tokens" in n)
+    assert "in PyTorch, " in note

@@ -22,7 +22,8 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +37,10 @@ _KINDS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class Step(NamedTuple):
-    """Both parts, as functions of (rows, tokens, shared, carried) that return a list of tensors."""
+    """Both parts, as graphs of (rows, tokens, shared, carried) that give a list of tensors."""
 
-    begin: Callable[..., list[torch.Tensor]]
-    step: Callable[..., list[torch.Tensor]]
+    begin: fx.GraphModule
+    step: fx.GraphModule
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,7 +71,7 @@ class _Part:
         for line in lines:
             self._line(line)
 
-    def function(self) -> Callable[..., list[torch.Tensor]]:
+    def function(self) -> fx.GraphModule:
         if next(iter(reversed(self.graph.nodes))).op != "output":
             raise ValueError("a part of a step program ends with its results")
         self.graph.eliminate_dead_code()
@@ -78,7 +79,7 @@ class _Part:
 
     def _line(self, line: str) -> None:
         try:
-            (statement,) = ast.parse(line.replace("return ", "results = ", 1)).body
+            (statement,) = ast.parse(re.sub(r"\Areturn ", "results = ", line)).body
         except SyntaxError as problem:
             raise ValueError(f"{line!r} is no operation") from problem
         match statement:

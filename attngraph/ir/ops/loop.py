@@ -8,11 +8,15 @@ starts[r] .. starts[r + 1] - 1 belong to row r, which has seen first[r] tokens b
 carries, `[rows, ...]`, and from tensors that all tokens share. `out` is `[N, ...]`.
 
 Steps of all rows that have another token are taken at once, one token after the other: that is what the model
-says, where what a step hands on is no sum (a maximum, a gate, any cell). Sums are computed in chunks by
+says, where what a step hands on is no sum (a maximum, a gate, any cell). A registered runner takes all steps
+of the calls that it supports, plain PyTorch those of the others. Sums are computed in chunks by
 `attngraph::running_sum`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +30,21 @@ torch.library.define(
     "(Tensor[] tokens, Tensor[] shared, Tensor[] carried, Tensor starts, Tensor first, str program) "
     "-> Tensor[]",
 )
+
+
+class Runner(Protocol):
+    """Runs steps; returns None for a call that it does not support."""
+
+    def run(
+        self, text: str, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor],
+        begins: Sequence[int], counts: Sequence[int], out: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Take `counts[r]` steps of `text` from token `begins[r]` of each row on, and write to `carried`.
+        Returns the tokens' results: `out`, if it is given."""
+
+
+RUNNERS: list[Runner] = []
+"""In order of preference."""
 
 
 @torch.library.impl("attngraph::loop", "CompositeExplicitAutograd")
@@ -44,25 +63,38 @@ def _loop(
             _own(value, [*given, *news]), *(_as(a, c, given) for a, c in zip(news, carried, strict=True))
         ]  # fmt: skip
     after = [value.clone() for value in carried]
-    out: Tensor | None = None
+    places = [int(n) for n in starts.tolist()][:-1]
+    beginning = [(row, places[row]) for row in range(rows) if begins[row] and lengths[row]]
+    out = _steps(step.begin, tokens, shared, after, beginning, None)
+    places = [at + first for at, first in zip(places, begins, strict=True)]
+    lengths = [max(n - first, 0) for n, first in zip(lengths, begins, strict=True)]
+    for runner in RUNNERS if any(lengths) else ():
+        found = runner.run(program, tokens, shared, after, places, lengths, out)
+        if found is not None:
+            return [found, *after]
     for place in range(max(lengths, default=0)):
-        taking = [row for row in range(rows) if lengths[row] > place]
-        for is_first in (True, False) if place == 0 else (False,):
-            group = taking if place else [row for row in taking if begins[row] is is_first]
-            if not group:
-                continue
-            index = torch.tensor(group, device=starts.device)
-            at = starts[:-1][index] + place
-            body = step.begin if is_first else step.step
-            value, *news = body(len(group), [t[at] for t in tokens], shared, [c[index] for c in after])
-            if out is None:
-                out = value.new_empty((count, *value.shape[1:]))
-            out[at] = value
-            for kept, new in zip(after, news, strict=True):
-                kept[index] = new.to(kept.dtype)
+        taking = [(row, places[row] + place) for row in range(rows) if lengths[row] > place]
+        out = _steps(step.step, tokens, shared, after, taking, out)
     if out is None:  # no row has a token
         out = step.step(rows, [t.new_zeros((rows, *t.shape[1:])) for t in tokens], shared, carried)[0][:0]
     return [out, *after]
+
+
+def _steps(
+    body: Callable[..., list[Tensor]], tokens: list[Tensor], shared: list[Tensor], carried: list[Tensor],
+    taking: list[tuple[int, int]], out: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """One step of some rows, each with the place of its token: writes what is carried, and the result."""
+    if not taking:
+        return out
+    rows, at = torch.tensor(taking, device=tokens[0].device).unbind(1)
+    value, *news = body(len(taking), [t[at] for t in tokens], shared, [c[rows] for c in carried])
+    if out is None:
+        out = value.new_empty((tokens[0].shape[0], *value.shape[1:]))
+    out[at] = value
+    for kept, new in zip(carried, news, strict=True):
+        kept[rows] = new.to(kept.dtype)
+    return out
 
 
 def _program(text: str, given: list[Tensor]) -> Step:

@@ -48,7 +48,7 @@ class Tokens:
     name = "cpu.tokens"
 
     def __init__(self) -> None:
-        self._known: dict[str, _Prepared | None] = {}
+        self._known: dict[str, Prepared | None] = {}
         self._lock = threading.Lock()
 
     def source(self, program: TokenProgram) -> str:
@@ -69,12 +69,12 @@ class Tokens:
     def run(self, text: str, given: Sequence[Tensor]) -> list[Tensor] | None:
         made = self._known.get(text)
         if made is None:
-            made = self._prepare(text)
+            made = self.prepared(text)
         return None if made is None else made.run(given)
 
     def link(self, text: str, given: Sequence[Tensor]) -> Link | None:
         """A call for few tokens, ready to run; None if it is not supported."""
-        made = self._prepare(text)
+        made = self.prepared(text)
         if made is None or not made.has_types(given):
             return None
         tokens = tokens_in(made.program, given)
@@ -85,11 +85,12 @@ class Tokens:
     def remarks(self, text: str) -> tuple[str, ...]:
         return _remarks.of(text)
 
-    def _prepare(self, text: str) -> _Prepared | None:
+    def prepared(self, text: str) -> Prepared | None:
+        """A program and its library; None if it is not supported."""
         with self._lock:
             if text not in self._known:
                 try:
-                    self._known[text] = _Prepared(parse(text), _code(text))
+                    self._known[text] = Prepared(parse(text), _code(text))
                 except (UnsupportedError, toolchain.CompilerError) as error:
                     _log.warning("not compiled, PyTorch's operations instead: %s\n%s", error, text)
                     self._known[text] = None
@@ -106,7 +107,7 @@ def _code(text: str) -> ctypes.CDLL:
     return code
 
 
-class _Prepared:
+class Prepared:
     """A program and its library."""
 
     def __init__(self, program: TokenProgram, code: ctypes.CDLL) -> None:
@@ -234,6 +235,15 @@ class _Prepared:
             return made
 
         return Link(self.whole, call, [counters], list(results), [scratch, *held], renew=renew)
+
+    def members(self, tokens: int) -> int:
+        """The most threads that have something to do: those without products share tokens alone."""
+        most = torch.get_num_threads()
+        return most if self.products else min(most, tokens)
+
+    def place_of_result(self, number: int) -> int:
+        """Where a call has the address of a result."""
+        return self.layout.values_at + self._place_of(self.program.results[number])
 
     def _place_of(self, about: Result) -> int:
         """Where a call has the address of a result, among those of values."""

@@ -1,0 +1,221 @@
+"""`attngraph::loop` by C (`c/steps.h`), where a step is one token program of the rows and nothing else.
+
+All steps of a call are one call of C. What else a step contains runs in PyTorch, step by step
+(`ir/ops/loop.py`), with its token programs compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from attngraph.codegen.cpu import team, toolchain
+from attngraph.codegen.cpu.chain import Link
+from attngraph.codegen.cpu.source import header
+from attngraph.codegen.cpu.tokens.run import FEW, TOKENS, Prepared
+from attngraph.ir.language.step_program import parse
+from attngraph.ir.language.token_program import parse as parse_tokens
+from attngraph.ir.ops.token_program import floating, memory_of_results
+
+_log = logging.getLogger("attngraph.codegen.cpu")
+
+
+class _Stream(ctypes.Structure):
+    _fields_ = (
+        ("even", ctypes.c_void_p), ("odd", ctypes.c_void_p), ("bytes", ctypes.c_int64),
+        ("moves", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_int64), ("stream", ctypes.c_int64))
+
+
+class _Copied(ctypes.Structure):
+    _fields_ = (("from_", ctypes.c_int64), ("to", ctypes.c_int64))
+
+
+class _Loop(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("run", "call", "stream", "slot", "copied", "rows")),
+        *((name, ctypes.c_int64) for name in
+          ("steps", "slots", "copies", "first_counter", "counters", "members", "member", "arrived")),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A step that is one token program. Each given tensor, and each result (the token's, and what is handed
+    on), is a kind and a number: "t", "s", "c" as in the text, or a result "r" of the program."""
+
+    program: str
+    given: tuple[tuple[str, int], ...]
+    results: tuple[tuple[str, int], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def whole_step(text: str) -> Whole | None:
+    """The step of a step program, if it is one token program; None if it is not."""
+    body = parse(text).step
+    kinds = dict(zip(body.graph.find_nodes(op="placeholder"), ("rows", "t", "s", "c"), strict=True))
+    computed = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    if len(computed) != 1 or computed[0].target is not torch.ops.attngraph.token_program.default:
+        return None
+    sources = {**kinds, computed[0]: "r"}
+
+    def source(node: Any) -> tuple[str, int] | None:
+        if isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0] in sources:
+            return sources[node.args[0]], cast("int", node.args[1])
+        return None
+
+    given, program = cast("tuple[list[fx.Node], str]", computed[0].args)
+    taken = tuple(found for n in given if (found := source(n)) is not None)
+    handed = cast("list[fx.Node]", body.graph.output_node().args[0])
+    results = tuple(found for n in handed if (found := source(n)) is not None and found[0] != "s")
+    parsed = parse_tokens(program)
+    rows_first = all(g.token_dim in (None, 0) for g in parsed.given) and all(
+        r.token_dim == 0 for r in parsed.results
+    )
+    if len(taken) < len(given) or len(results) < len(handed) or not rows_first:
+        return None
+    return Whole(program, taken, results)
+
+
+class Loops:
+    """`attngraph::loop`."""
+
+    name = "cpu.tokens"
+
+    def run(
+        self, text: str, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor],
+        begins: Sequence[int], counts: Sequence[int], out: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """As `Runner.run` of `ir/ops/loop.py`."""
+        whole, code = whole_step(text), _code()
+        if whole is None or code is None:
+            return None
+        rows = sorted((r for r, n in enumerate(counts) if n), key=lambda r: -counts[r])
+        for first in range(0, len(rows), FEW):
+            some = rows[first : first + FEW]
+            call = _Call(whole, tokens, carried, some, [begins[r] for r in some], [counts[r] for r in some])
+            found = call.run(code, shared)
+            if found is None:
+                return None  # the first rows say so: the others have the same types
+            if out is None:
+                out = found.new_empty((tokens[0].shape[0], *found.shape[1:]))
+            out[call.order] = found
+        return out
+
+
+class _Call:
+    """The steps of some rows, those with more tokens first: `counts` falls."""
+
+    def __init__(
+        self, whole: Whole, tokens: Sequence[Tensor], carried: Sequence[Tensor], rows: Sequence[int],
+        begins: Sequence[int], counts: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.whole, self.carried, self.counts = whole, carried, counts
+        self.rows = torch.tensor(rows)
+        taking = [sum(n > step for n in counts) for step in range(counts[0])]
+        self.taking = (ctypes.c_int64 * len(taking))(*taking)
+        places = [begins[row] + step for step, n in enumerate(taking) for row in range(n)]
+        self.order = torch.tensor(places)
+        self.tokens = [t[self.order] for t in tokens]
+        self.before = [c[self.rows] for c in carried]
+        self.after = [torch.empty_like(c) for c in self.before]
+        self.streams: list[_Stream] = []
+        self._of: dict[tuple[str, int], int] = {}
+        for kind, pairs in (("t", zip(self.tokens, self.tokens, strict=True)),
+                            ("c", zip(self.before, self.after, strict=True)),
+                            ("next", zip(self.after, self.before, strict=True))):  # fmt: skip
+            for number, (even, odd) in enumerate(pairs):
+                self._add((kind, number), even, odd, moves=kind == "t")
+
+    def _add(self, name: tuple[str, int], even: Tensor, odd: Tensor, moves: bool) -> None:
+        self._of[name] = len(self.streams)
+        self.streams.append(_Stream(even.data_ptr(), odd.data_ptr(), even[0].nbytes, moves))
+
+    def run(self, code: Any, shared: Sequence[Tensor]) -> Tensor | None:
+        """The results in the order of `order`; None if this is not supported."""
+        whole, count = self.whole, self.taking[0]
+        of = {"t": [t[:count] for t in self.tokens], "s": shared, "c": self.before}
+        given = [of[kind][number] for kind, number in whole.given]
+        prepared = TOKENS.prepared(whole.program)
+        if prepared is None or not prepared.has_types(given):
+            return None
+        made = memory_of_results(prepared.program, count, floating(given))
+        sources = [{**of, "r": made}[kind][number] for kind, number in whole.results]
+        if any(s.dtype != c.dtype or s.shape != c.shape
+               for s, c in zip(sources[1:], self.before, strict=True)):  # fmt: skip
+            return None
+        out = sources[0].new_empty((len(self.order), *sources[0].shape[1:]))
+        self._add(("out", 0), out, out, moves=True)
+        link = prepared.link(given, made, count)
+        slots, copies = self._slots(prepared)
+        self._steps(code, link, slots, copies, prepared.members(count), prepared.layout.given_at)
+        self._hand_on()
+        return out
+
+    def _slots(self, prepared: Prepared) -> tuple[list[_Slot], list[_Copied]]:
+        """What a step is told anew, and what is copied after it: results that are not computed, and those
+        whose memory another one has."""
+        slots = [
+            _Slot(prepared.layout.given_at + place, self._of[source])
+            for place, source in enumerate(self.whole.given) if source[0] != "s"
+        ]  # fmt: skip
+        copies: list[_Copied] = []
+        written: dict[int, int] = {}
+        for place, source in enumerate(self.whole.results):
+            to = self._of["next", place - 1] if place else self._of["out", 0]
+            at = prepared.place_of_result(source[1]) if source[0] == "r" else -1
+            if source[0] == "r" and at not in written:
+                written[at] = to
+                slots.append(_Slot(at, to))
+            else:
+                copies.append(_Copied(written[at] if source[0] == "r" else self._of[source], to))
+        return slots, copies
+
+    def _steps(
+        self, code: Any, link: Link, slots: list[_Slot], copies: list[_Copied], members: int, counters: int
+    ) -> None:
+        link.argument[_MEMBERS] = members
+        tables: list[ctypes.Array[Any]] = [
+            (_Stream * len(self.streams))(*self.streams), (_Slot * len(slots))(*slots),
+            (_Copied * len(copies))(*copies),
+        ]  # fmt: skip
+        call = _Loop(
+            ctypes.cast(link.function, ctypes.c_void_p), ctypes.addressof(link.argument),
+            *map(ctypes.addressof, tables), ctypes.addressof(self.taking), len(self.taking), len(slots),
+            len(copies), _FIRST_COUNTER, counters - _FIRST_COUNTER, members,
+        )  # fmt: skip
+        team.run(code.attngraph_loop, call, members)
+
+    def _hand_on(self) -> None:
+        """Write what each row hands on after its last step."""
+        is_odd = torch.tensor(self.counts) % 2 == 1
+        for own, before, after in zip(self.carried, self.before, self.after, strict=True):
+            chosen = is_odd.view(-1, *(1,) * (before.ndim - 1))
+            own[self.rows] = torch.where(chosen, after, before)
+
+
+@functools.cache
+def _code() -> Any:
+    """The compiled function; None where there is no compiler."""
+    try:
+        return toolchain.build("\n".join(["#define FLOAT32", header("functions.h"), header("steps.h")]))[0]
+    except toolchain.CompilerError as error:
+        _log.warning("loops over tokens are run by PyTorch: %s", error)
+        return None
+
+
+_MEMBERS, _FIRST_COUNTER = 1, 4
+"""Places in the call of a token program, as in c/tokens.h."""
+LOOPS = Loops()
