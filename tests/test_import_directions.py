@@ -39,7 +39,7 @@ FLOORS_INSIDE = {
     ),
     "codegen": ({"unsupported", "remarks"}, {"scalar"}, {"cpu"}, {"triton"}, {"__init__"}),
     "passes": (
-        {"attention_entries", "build", "look_later", "shared_scores", "join_rows", "canonicalize",
+        {"attention_entries", "build", "dtypes", "look_later", "shared_scores", "join_rows", "canonicalize",
          "slice_lists", "fuse_attention", "merge_heads", "absorb_mla", "reassociate_linear",
          "insert_kv_cache", "divide_cache", "tidy", "quantised_linear", "fuse_token_wise", "quantise_cache",
          "select_kernels", "convert_heads", "shard", "shard_heads", "shard_tokens"},

@@ -114,7 +114,8 @@ def _require_token_wise(graph: ProgramGraph, ids: fx.Node, tokens: Tokens) -> No
             "attention, windows of tokens, running sums and loops of equal steps look at earlier ones.",
             _runs_forwards(culprit) or _is_of_few_lengths(graph, ids),
         )
-    if fact.kind is not Kind.TOKEN or tokens.space.place(fact.axes, tokens.space.token) is None:
+    follows = fact.kind in (Kind.TOKEN, Kind.ATTENTION, Kind.SCAN)
+    if not follows or tokens.space.place(fact.axes, tokens.space.token) is None:
         raise NoDecoderError("its result is not computed token by token from the tokens.")
 
 

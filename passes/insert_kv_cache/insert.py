@@ -34,6 +34,7 @@ from attngraph.meaning.tokens.facts import Fact, History, Kind, RunningFold, Tok
 from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
 from attngraph.passes.build import Builder, NoSize, built
+from attngraph.passes.dtypes import forget_operands_of_dtype
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.analyse import analyse
 from attngraph.passes.insert_kv_cache.carry import Carry
@@ -71,6 +72,7 @@ class InsertKVCache:
 
     def run(self, graph: ProgramGraph) -> Outcome:
         only_result(graph, self.result)
+        forget_operands_of_dtype(graph)
         ids = next(
             node for node, given in zip(graph.placeholders(), graph.inputs, strict=True)
             if given.kind == "argument" and int(given.name) == self.argument

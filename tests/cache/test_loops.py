@@ -56,6 +56,30 @@ def _own_beginning(model: Loop, x: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
+def _cells_that_begin_with_new_zeros(model: Loop, x: Tensor) -> Tensor:
+    hidden = x.new_zeros(x.shape[0], WIDTH)
+    state, found = hidden, []
+    for t in range(x.shape[1]):
+        hidden, state = model.lstm(x[:, t], (hidden, state))
+        found.append(hidden)
+    return torch.stack(found, 1)
+
+
+class Logits(Loop):
+    """The loop itself makes the logits."""
+
+    def __init__(self) -> None:
+        super().__init__(_cells_that_begin_with_new_zeros)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, found = self.embed(ids), []
+        hidden = x.new_zeros(x.shape[0], WIDTH)
+        for t in range(x.shape[1]):
+            hidden = self.gru(x[:, t], hidden)
+            found.append(self.logits(hidden))
+        return torch.stack(found, 1)
+
+
 def _two_steps_back(model: Loop, x: Tensor) -> Tensor:
     state = before = torch.zeros_like(x[:, 0])
     found = []
@@ -120,6 +144,7 @@ DECODED: dict[str, Callable[[Loop, Tensor], Tensor]] = {
     "a loop that begins with the first token": _first_token_begins,
     "a state that is learned": _own_beginning,
     "a step that looks two steps back": _two_steps_back,
+    "cells that begin with new zeros": _cells_that_begin_with_new_zeros,
     "a result without the own token": _without_the_own_token,
     "LSTM cells": _lstm,
     "GRU cells, written in place": _gru_written_in_place,
@@ -135,6 +160,10 @@ def test_a_loop_decodes(name: str, decodes: Any) -> None:
     cache = decoder.report.cache
     assert cache.bytes_per_token == 0
     assert sum(size for _, size in cache.carried) > 0
+
+
+def test_a_loop_that_makes_the_logits_decodes(decodes: Any) -> None:
+    decodes(Logits(), VOCABULARY, 24)
 
 
 FOLDS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
