@@ -125,8 +125,7 @@ class _WithEarlier(Emitter):
             indices = [self.space.token if place == dim else a for place, a in enumerate(node.args)]
         if self._is_whole(value, indices):
             return value
-        written = [0 if index is self.space.row else self._in_order(index) for index in indices]
-        return self._indexed(value, written)
+        return self._indexed(value, [self._within(value, d, index) for d, index in enumerate(indices)])
 
     def _shifted(self, value: fx.Node, dim: int, earlier: int) -> fx.Node:
         """The value that each token's predecessor `earlier` places before has; zero before the first."""
@@ -150,6 +149,15 @@ class _WithEarlier(Emitter):
                 if digits != (index,):
                     return False
         return True
+
+    def _within(self, value: fx.Node, dim: int, index: Expr) -> Any:
+        """An index as a place that there is: beyond the ends, formulas choose something else."""
+        if index is self.space.row:
+            return 0
+        written = self._in_order(index)
+        if index.op in ("var", "const"):
+            return written
+        return self.builder.call(aten.clamp.default, written, 0, value.meta["val"].shape[dim] - 1)
 
     def _in_order(self, index: Expr) -> Any:
         if index is not self.space.token:

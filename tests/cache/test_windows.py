@@ -53,6 +53,7 @@ WINDOWS: dict[str, Mix] = {
         (torch.arange(x.shape[1]) == 0)[:, None], 2.0
     ),
     "a difference": lambda m, x, ids: F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0)),
+    "a shift of tokens and features": lambda m, x, ids: F.pad(x, (-1, 1, 1, -1)),
     "a trigram": lambda m, x, ids: m.embed(
         (F.pad(ids, (2, -2), value=3) * 7 + F.pad(ids, (1, -1), value=1) * 3 + ids) % VOCABULARY
     ),
@@ -118,6 +119,7 @@ def test_what_looks_ahead_is_refused_with_a_pair_of_tokens(mix: Mix) -> None:
         lambda m, x, ids: m.convolve(m.convolve(x.mT))[..., : x.shape[1]].mT,
         lambda m, x, ids: m.dilated(F.pad(x.mT, (4, 0), value=1.0)).mT,
         lambda m, x, ids: m.dilated(F.pad(m.dilated(F.pad(x.mT, (5, 0))), (3, 0))).mT,
+        lambda m, x, ids: F.pad(m.dilated(F.pad(x.mT, (5, 0))), (1, -2)).mT,
     ],
 )
 def test_a_convolution_that_reads_other_than_zeros_before_the_first_token_is_refused(mix: Mix) -> None:

@@ -48,7 +48,10 @@ def find_window(
         return None
     operands = tuple(sorted((n for n, (earliest, _) in offsets.items() if earliest), key=lambda n: n.name))
     assert formula is not None
-    return Window(width, operands, between, None if convolutions else formula)
+    if convolutions:
+        alike = _is_computed_alike(meaning, space, facts, node, axes)
+        return Window(width, operands, between, None) if alike else None
+    return Window(width, operands, between, formula)
 
 
 def _formula(
@@ -130,6 +133,21 @@ def _own(formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]) -> Expr:
         return E.read(node.value, tuple(places), node.kind)
 
     return E.rebuild(formula, change)
+
+
+def _is_computed_alike(
+    meaning: Meaning, space: Space, facts: Mapping[fx.Node, Fact], node: fx.Node, axes: Axes
+) -> bool:
+    """Whether a value is computed from results of convolutions in one way for all tokens: none is put before
+    the first token after a convolution."""
+
+    def is_after(read: Expr) -> bool:
+        return facts[read.value].kind is Kind.MIXING and str(read.value.target) not in CONVOLUTIONS
+
+    at = space.indices(axes, meaning.shape(node))
+    element = meaning.element(node, at) if str(node.target) not in CONVOLUTIONS else E.ZERO
+    after = meaning.lift(element, is_after)
+    return not any(n.op == "where" and space.token in outside_reads(n.args[0]) for n in E.walk(after))
 
 
 def _reads_zeros(meaning: Meaning, facts: Mapping[fx.Node, Fact], convolution: fx.Node) -> bool:
