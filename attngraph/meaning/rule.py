@@ -104,6 +104,12 @@ def axis(dim: int, rank: int) -> int:
     return dim % rank if rank else 0
 
 
+def of_each(value: Any, dims: int) -> list[int]:
+    """One number for each of so many dimensions, given one for all or one for each."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return [int(v) for v in (values * dims if len(values) == 1 else values)]
+
+
 def _sums_nothing(node: fx.Node) -> bool:
     """Whether an einsum only multiplies: every letter of its operands occurs in its result."""
     inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")

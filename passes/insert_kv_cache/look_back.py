@@ -60,10 +60,13 @@ class LookBack:
         token = self.tokens.space.token
 
         def leaf(node: Expr, args: tuple[Expr, ...]) -> Expr:
-            if node.op == "where" and args[2].op == "read" and E.is_const(args[1], 0):
-                steps = (M.sub(token, index) for index in args[2].args if token in index.free)
-                if any(n.op == "const" and args[0] is M.lt(token, n) for n in steps):
-                    return args[2]
+            if node.op == "where":
+                condition, chosen, other = args
+                for inside, read, outside in ((M.not_(condition), other, chosen), (condition, chosen, other)):
+                    if read.op == "read" and E.is_const(outside, 0):
+                        steps = (M.sub(token, index) for index in read.args if token in index.free)
+                        if any(n.op == "const" and inside is M.le(n, token) for n in steps):
+                            return read
             return M.construct(node, args) if args and args != node.args else node
 
         return E.rebuild(formula, leaf)
@@ -121,6 +124,8 @@ class _WithEarlier(Emitter):
             value, indices = node.value, list(node.args)
         else:
             earlier = M.sub(self.space.token, node.args[dim])
+            if earlier.op != "const":
+                return self._at_each_place(node, dim, earlier)
             value = self._shifted(node.value, dim, int(earlier.value))
             indices = [self.space.token if place == dim else a for place, a in enumerate(node.args)]
         if self._is_whole(value, indices):
@@ -137,6 +142,14 @@ class _WithEarlier(Emitter):
                 aten.index_select.default, self.longer[value], dim, there
             )
         return self.shifted[value, earlier]
+
+    def _at_each_place(self, node: Expr, dim: int, earlier: Expr) -> fx.Node:
+        """Elements of tokens that stand before the own one by another number at each place of a window."""
+        own = next(p for p, digits in enumerate(self.fact.axes) if self.space.token in digits)
+        there = self.builder.call(aten.sub.Tensor, self._along(self.place, own), self._value(earlier))
+        return self._indexed(self.longer[node.value], [
+            there if d == dim else self._within(node.value, d, index) for d, index in enumerate(node.args)
+        ])  # fmt: skip
 
     def _is_whole(self, value: fx.Node, indices: list[Expr]) -> bool:
         """Whether these indices read every element of the value at its own place in the result."""

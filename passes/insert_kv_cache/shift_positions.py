@@ -112,12 +112,24 @@ class Emitter:
                 return call(rounded, *args, rounding_mode="floor")
             return call(getattr(getattr(aten, _PAIRS[node.op]), overload), *args)
         if node.op == "where":
-            like = next(a for a in args[1:] if _is_tensor(a)) if any(map(_is_tensor, args[1:])) else args[0]
+            like = next((a for a in args[1:] if _is_tensor(a)), None)
+            if like is None:
+                like = call(aten._to_copy.default, args[0], dtype=self._dtype(node))
             branches = [a if _is_tensor(a) else call(aten.full_like.default, like, a) for a in args[1:]]
             return call(aten.where.self, args[0], *branches)
         if node.op == "not":
             return call(aten.logical_not.default, *args)
+        if node.op in FUNCTIONS:
+            like = next(a for a in args if _is_tensor(a))
+            tensors = [a if _is_tensor(a) else call(aten.full_like.default, like, a) for a in args]
+            return call(FUNCTIONS[node.op], *tensors)
         raise NoFormula(f"{node.op}")
+
+    def _dtype(self, node: Expr) -> torch.dtype:
+        """That of a value of numbers alone."""
+        dtype: torch.dtype = self.node.meta["val"].dtype
+        known = {"bool": torch.bool, "int": torch.int64}
+        return known.get(node.kind, dtype if dtype.is_floating_point else torch.get_default_dtype())
 
     def _folded(self, op: str, args: list[Any]) -> Any:
         tensors = [a for a in args if _is_tensor(a)]
@@ -142,6 +154,10 @@ class Emitter:
         return found
 
 
+FUNCTIONS = {
+    "recip": aten.reciprocal.default, "max": aten.maximum.default, "min": aten.minimum.default,
+}  # fmt: skip
+"""Functions of tensors alone that formulas call otherwise than PyTorch does."""
 _PAIRS = {
     "floordiv": "div", "mod": "remainder", "le": "le", "lt": "lt", "eq": "eq", "and": "bitwise_and",
     "or": "bitwise_or",

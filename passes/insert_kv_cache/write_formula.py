@@ -17,6 +17,7 @@ from attngraph.meaning.attention.layout import NoView, solve
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space
 from attngraph.passes.build import Builder
+from attngraph.passes.insert_kv_cache.shift_positions import FUNCTIONS
 
 aten = torch.ops.aten
 
@@ -158,8 +159,7 @@ class FormulaWriter:
         return value
 
 
-_NAMED: dict[str, Any] = {
-    "recip": aten.reciprocal.default, "max": aten.maximum.default, "min": aten.minimum.default,
+_NAMED: dict[str, Any] = FUNCTIONS | {
     "le": aten.le.Tensor, "lt": aten.lt.Tensor, "eq": aten.eq.Tensor, "and": aten.logical_and.default,
     "or": aten.logical_or.default, "not": aten.logical_not.default, "mod": aten.remainder.Tensor,
 }  # fmt: skip

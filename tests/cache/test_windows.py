@@ -25,6 +25,7 @@ class Mixed(nn.Module):
         self.embed, self.logits, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
         self.convolve = nn.Conv1d(8, 8, 4, padding=3, groups=8)
         self.dilated = nn.Conv1d(8, 8, 3, dilation=2, groups=2)
+        self.weights = nn.Parameter(torch.randn(3))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -33,6 +34,11 @@ class Mixed(nn.Module):
 
 def causal(model: Mixed, x: Tensor) -> Tensor:
     return model.convolve(x.mT)[..., : x.shape[1]].mT
+
+
+def before(x: Tensor, count: int, value: float = 0.0) -> Tensor:
+    """`[B, width, T + count]`: so many equal values before the first token."""
+    return F.pad(x.mT, (count, 0), value=value)
 
 
 WINDOWS: dict[str, Mix] = {
@@ -54,6 +60,21 @@ WINDOWS: dict[str, Mix] = {
     ),
     "a difference": lambda m, x, ids: F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0)),
     "a shift of tokens and features": lambda m, x, ids: F.pad(x, (-1, 1, 1, -1)),
+    "the largest of three": lambda m, x, ids: F.max_pool1d(before(x, 2, -torch.inf), 3, 1).mT,
+    "the largest of three and nought": lambda m, x, ids: F.max_pool1d(before(x, 2), 3, 1).mT,
+    "the largest of every other token": lambda m, x, ids: F.max_pool1d(before(x, 4), 3, 1, dilation=2).mT,
+    "the largest, padded twice": lambda m, x, ids: F.max_pool1d(before(x, 1), 3, 1, 1)[..., : x.shape[1]].mT,
+    "the largest of tokens and features": lambda m, x, ids: F.max_pool2d(
+        F.pad(x[:, None], (0, 1, 2, 0)), (3, 2), 1
+    )[:, 0],
+    "the smallest of many": lambda m, x, ids: -F.max_pool1d(-before(x, 29), 30, 1).mT,
+    "a mean": lambda m, x, ids: F.avg_pool1d(before(x, 2), 3, 1).mT,
+    "a mean of what there is": lambda m, x, ids: F.avg_pool1d(before(x, 1), 3, 1, 1, count_include_pad=False)[
+        ..., : x.shape[1]
+    ].mT,
+    "a mean before a convolution": lambda m, x, ids: causal(m, F.avg_pool1d(before(x, 2), 3, 1).mT),
+    "the largest after a convolution": lambda m, x, ids: F.max_pool1d(before(causal(m, x), 2), 3, 1).mT,
+    "windows, weighed": lambda m, x, ids: before(x, 2).unfold(-1, 3, 1).transpose(1, 2) @ m.weights,
     "a trigram": lambda m, x, ids: m.embed(
         (F.pad(ids, (2, -2), value=3) * 7 + F.pad(ids, (1, -1), value=1) * 3 + ids) % VOCABULARY
     ),
@@ -106,6 +127,9 @@ def test_a_window_can_be_undone_as_far_as_it_was_kept() -> None:
         lambda m, x, ids: F.pad(x, (0, 0, -1, 1)),
         lambda m, x, ids: F.conv1d(x.mT, m.dilated.weight, padding=2, dilation=2, groups=2).mT,
         lambda m, x, ids: m.convolve(x.mT)[..., 1 : x.shape[1] + 1].mT,
+        lambda m, x, ids: F.max_pool1d(x.mT, 3, 1, 1).mT,
+        lambda m, x, ids: F.avg_pool1d(before(x, 1), 3, 1, 1)[..., 1 : x.shape[1] + 1].mT,
+        lambda m, x, ids: F.pad(x.mT, (0, 2)).unfold(-1, 3, 1).amax(-1).mT,
     ],
 )
 def test_what_looks_ahead_is_refused_with_a_pair_of_tokens(mix: Mix) -> None:
@@ -125,6 +149,39 @@ def test_what_looks_ahead_is_refused_with_a_pair_of_tokens(mix: Mix) -> None:
 def test_a_convolution_that_reads_other_than_zeros_before_the_first_token_is_refused(mix: Mix) -> None:
     with pytest.raises(attngraph.NoDecoderError, match=r"conv1d|pad"):
         attngraph.compile(Mixed(mix).eval(), cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_what_pooling_reads_of_later_tokens_is_told() -> None:
+    model = Mixed(lambda m, x, ids: F.max_pool1d(x.mT, 5, 1, 2).mT).eval()
+    with pytest.raises(
+        attngraph.NoDecoderError, match=r"reads token t - 2 to token t \+ 2\. Token 0 sees token 1"
+    ):
+        attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_features_that_are_summed_within_a_window_are_refused() -> None:
+    model = Mixed(lambda m, x, ids: F.pad((x[:, 1:] - x[:, :-1]) @ m.logits.weight[:8], (0, 0, 1, 0))).eval()
+    with pytest.raises(attngraph.NoDecoderError, match="slice at"):
+        attngraph.compile(model, cache=True).prefill(torch.zeros(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("width", [2, 5])
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_pooled_tokens_are_those_of_a_loop_over_windows(width: int, dilation: int) -> None:
+    back = dilation * (width - 1)
+    model = Mixed(lambda m, x, ids: F.max_pool1d(before(x, back, -0.1), width, 1, dilation=dilation).mT)
+    model = model.double().eval()
+    ids = torch.randint(3, VOCABULARY, (2, 19), generator=torch.Generator().manual_seed(0))
+    decoder = attngraph.compile(model, cache=True)
+    first, state = decoder.prefill(ids[:, :4])
+    found = torch.cat([first, *(decoder.decode(ids[:, t : t + 1], state) for t in range(4, 19))], 1)
+    with torch.no_grad():
+        x = model.embed(ids)
+        nothing = torch.full_like(x[:, 0], -0.1)
+        for t in range(19):
+            seen = [x[:, t - n * dilation] if t >= n * dilation else nothing for n in range(width)]
+            wanted = model.logits(x[:, t] + torch.stack(seen).amax(0))
+            torch.testing.assert_close(found[:, t], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_step_costs_the_same_whatever_came_before() -> None:

@@ -681,6 +681,38 @@ ROWS: list[Row] = [
     T("linear", lambda x, w: F.linear(x, w), f(2, 3, 4), f(5, 4)),
     T("linear", lambda x, w, b: F.linear(x, w, b), f(2, 4), f(3, 4), f(3)),
     H("linear.default", f(4), f(3, 4), f(3)),
+    *[
+        H("max_pool1d.default", f(2, 3, 7), *how)
+        for how in (
+            ([3],),
+            ([3], [1]),
+            (2, 1, 1),
+            ([4], [2], [2]),
+            ([3], [1], [0], [2]),
+            ([3], [2], [1], [2], True),
+            ([2], [2], [0], [1], True),
+            ([1], [1]),
+        )
+    ],
+    H("max_pool1d.default", f(3, 7), [3], stride=[1], padding=[1]),
+    H("max_pool2d.default", f(2, 3, 5, 4), [3, 2], [1, 1], [1, 0]),
+    H("max_pool2d.default", f(2, 5, 4), 2),
+    H("max_pool3d.default", f(2, 3, 4, 3), [2, 1, 2], 1, [1, 0, 1]),
+    *[
+        H("avg_pool1d.default", f(2, 3, 7), *how)
+        for how in (([3],), ([3], [1]), ([3], [2], [1]), ([3], [2], [1], False, False))
+    ],
+    H("avg_pool1d.default", f(3, 8), [3], [2], [1], True, False),
+    H("avg_pool2d.default", f(2, 3, 5, 4), [3, 2], [1, 2], [1, 0]),
+    H("avg_pool2d.default", f(2, 5, 4), [3, 2], [1, 1], [1, 1], False, False),
+    H("avg_pool2d.default", f(2, 5, 4), [2, 2], divisor_override=3),
+    H("avg_pool2d.default", f(2, 5, 5), [2, 2], [2, 2], [0, 0], True, True, 3),
+    H("avg_pool3d.default", f(2, 3, 4, 3), [2, 1, 2], 1),
+    T("avg_pool1d", lambda x: F.avg_pool1d(F.pad(x, (2, 0)), 3, 1), f(2, 3, 5)),
+    T("unfold", lambda x: x.unfold(1, 3, 1), f(2, 5, 3)),
+    T("unfold", lambda x: x.unfold(-1, 2, 3).amax(-1), f(2, 8)),
+    H("unfold.default", f(2, 7, 3), 1, 3, 2),
+    H("unfold.default", f(2, 7), -1, 1, 2),
     H("linalg_vector_norm.default", f(2, 3), 1, [-1], True),
     H("linalg_vector_norm.default", f(2, 3, 4), 2.0, [0, 2]),
     T("linalg_vector_norm", lambda x: torch.linalg.vector_norm(x), f(2, 3)),
@@ -1085,6 +1117,7 @@ UNLIFTABLE = {
     "convolution over places": lambda x, mask: F.conv1d(x[None], x[None, None, :2]),
     "convolution that pads": lambda x, mask: F.conv1d(x[None], x[None, None, :1], padding=1),
     "convolution that skips": lambda x, mask: F.conv1d(x[None], x[None, None, :1], stride=2),
+    "a mean over an end beyond the padding": lambda x, mask: F.avg_pool1d(x[None], 3, 2, 1, ceil_mode=True),
     "boolean index": lambda x, mask: x[mask],
     "sort": lambda x, mask: x.sort().values,
     "reflected padding": lambda x, mask: F.pad(x[None], (1, 1), mode="reflect"),

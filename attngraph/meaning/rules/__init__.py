@@ -8,11 +8,12 @@ from attngraph.meaning.rules import (
     index,
     movement,
     pointwise,
+    pooling,
     reduction,
     writes,
 )
 
 __all__ = [
-    "assignment", "bits", "collectives", "contraction", "index", "movement", "pointwise", "reduction",
-    "writes",
+    "assignment", "bits", "collectives", "contraction", "index", "movement", "pointwise", "pooling",
+    "reduction", "writes",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, of_each, rule
 from attngraph.meaning.rules.pointwise import dropped
 from attngraph.meaning.rules.reduction import zero_where_nan
 
@@ -98,7 +98,7 @@ def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     given = [argument(node, 3 + number, name, default) for number, (name, default) in enumerate(names)]
     if any(isinstance(value, str) for value in given):
         raise Unliftable("a convolution padded by name")
-    stride, padding, dilation = (_of_each(value, len(kernel)) for value in given)
+    stride, padding, dilation = (of_each(value, len(kernel)) for value in given)
     plain = all(extent is E.ONE for extent in kernel) and set(stride) == {1} and set(padding) == {0}
     if not plain and not context.along_tokens:
         raise Unliftable("a convolution over several places")
@@ -122,12 +122,6 @@ def convolution(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         value = M.total(variable, value)
     bias = argument(node, 2, "bias")
     return value if bias is None else M.add(value, context.read(bias, (place,)))
-
-
-def _of_each(value: Any, dims: int) -> list[int]:
-    """One number for each dimension."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    return [int(v) for v in (values * dims if len(values) == 1 else values)]
 
 
 @rule(CONTRACTION, "einsum.default")

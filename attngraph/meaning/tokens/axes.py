@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.digits import Digits, recombined
 from attngraph.meaning.algebra.sizes import is_example
@@ -116,6 +117,13 @@ class Space:
     def moves(self, index: Expr) -> bool:
         """Whether an index changes with the row or the token, other than through data that it reads."""
         return any(n in self.both for n in outside_reads(index))
+
+    def reach(self, index: Expr) -> tuple[int, int] | None:
+        """How far from the token a place is at least and at most, later ones positive; None if not known."""
+        low, high = ranges.bounds(ranges.polynomial(M.sub(index, self.token)))
+        if low is None or high is None or not set(low) | set(high) <= {()}:
+            return None
+        return low.get((), 0), high.get((), 0)
 
     def place(self, axes: Axes, variable: Expr | None) -> int | None:
         """The dimension that holds the variable."""

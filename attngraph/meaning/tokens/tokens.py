@@ -313,7 +313,11 @@ class Tokens:
             return "a sequence reads another one of the batch"
         index = at[place]
         if self.space.moves(index):
-            return f"token t reads token {index!r}"
+            reach = self.space.reach(index)
+            if reach is None:
+                return f"token t reads token {index!r}"
+            ends = {n: f"token t {'-' if n < 0 else '+'} {abs(n)}" if n else "token t" for n in reach}
+            return f"token t reads {' to '.join(ends.values())}"
         if M.sub(index, self.space.tokens) is E.const(-1):
             return "only the last token is read; return the logits of all tokens"
         places = [

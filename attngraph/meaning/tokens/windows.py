@@ -7,6 +7,7 @@ with zeros, a `roll`) is one thing. Nothing here edits the graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from torch import fx
@@ -14,7 +15,6 @@ from torch import fx
 from attngraph.ir import budgets
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
-from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.check.region import region
 from attngraph.meaning.element import Meaning
@@ -51,7 +51,8 @@ def find_window(
     if convolutions:
         alike = _is_computed_alike(meaning, space, facts, node, axes)
         return Window(width, operands, between, None) if alike else None
-    return Window(width, operands, between, formula)
+    written = _written_out(formula)
+    return None if written is None else Window(width, operands, between, written)
 
 
 def _formula(
@@ -76,6 +77,33 @@ def _is_index(meaning: Meaning, node: fx.Node) -> bool:
     return node.op == "call_function" and meaning.category(node) is Category.INDEX
 
 
+def _written_out(formula: Expr) -> Expr | None:
+    """The formula with what is folded over the places of a window (pooled, say) written term by term, so that
+    each element is that of a token so many places before. (Terms are not merged: what chooses zero before the
+    first token stays beside its read.) None if it is too long, or folds anything else."""
+
+    def change(node: Expr, args: tuple[Expr, ...]) -> Expr:
+        count = _places_counted(*args) if node.op in E.BINDERS else 0
+        if not 0 < count * node.words <= budgets.FORMULA_WORDS:
+            return E.make(node.op, args, node.value, node.kind) if args != node.args else node
+        terms = (M.substitute(args[1], {args[0]: E.const(n)}) for n in range(count))
+        return functools.reduce(lambda a, b: E.make(_TOGETHER[node.op], (a, b), None, node.kind), terms)
+
+    found = E.rebuild(formula, change)
+    return None if any(n.op in E.BINDERS for n in E.walk(found)) else found
+
+
+_TOGETHER = {"sum": "add", "amax": "max", "amin": "min"}
+
+
+def _places_counted(variable: Expr, body: Expr) -> int:
+    """How many places of a window a fold counts: each is so far from another place. 0 if it counts none."""
+    (extent,) = variable.args
+    places = (n for n in E.walk(body) if n.kind in ("int", "bool") and n.op != "read")
+    counts = any(variable in n.free and len(n.free) > 1 for n in places)
+    return int(extent.value) if counts and extent.op == "const" else 0
+
+
 def _offsets(
     formula: Expr, space: Space, facts: Mapping[fx.Node, Fact]
 ) -> dict[fx.Node, tuple[int, int]] | None:
@@ -98,10 +126,10 @@ def _offsets(
                 continue
             if digits != (space.token,):
                 return None
-            low, high = ranges.bounds(ranges.polynomial(M.sub(index, space.token)))
-            if low is None or high is None or not set(low) | set(high) <= {()}:
+            reach = space.reach(index)
+            if reach is None:
                 return None
-            earliest, latest = min(earliest, low.get((), 0)), max(latest, high.get((), 0))
+            earliest, latest = min(earliest, reach[0]), max(latest, reach[1])
         found[read.value] = earliest, latest
     for node in outside_reads(formula):
         if node is space.row or space.is_count(node):
