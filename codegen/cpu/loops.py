@@ -1,6 +1,7 @@
 """`attngraph::loop` by C (`c/steps.h`), where a step is one token program of the rows and nothing else.
 
-All steps of a call are one call of C. What else a step contains runs in PyTorch, step by step
+All steps of a call are one call of C, and one step of each row is a link of a recorded step of the decoder
+(`recording.py`). What else a step contains runs in PyTorch, step by step
 (`ir/ops/loop.py`), with its token programs compiled.
 """
 
@@ -48,6 +49,13 @@ class _Loop(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("run", "call", "stream", "slot", "copied", "rows")),
         *((name, ctypes.c_int64) for name in
           ("steps", "slots", "copies", "first_counter", "counters", "members", "member", "arrived")),
+    )  # fmt: skip
+
+
+class _One(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("run", "call", "starts", "first")),
+        ("rows", ctypes.c_int64), ("bad", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -114,6 +122,42 @@ class Loops:
             out[call.order] = found
         return out
 
+    def link(
+        self, tokens: Sequence[Tensor], shared: Sequence[Tensor], carried: Sequence[Tensor], starts: Tensor,
+        first: Tensor, text: str,
+    ) -> Link | None:  # fmt: skip
+        """The call for one token of each row, ready to run; None if it is not supported. A run is not valid
+        where a row has another number of tokens, or its first one."""
+        whole, code = whole_step(text), _code()
+        rows = len(first)
+        if whole is None or code is None or any(len(t) != rows for t in tokens):
+            return None
+        of = {"t": tokens, "s": shared, "c": carried}
+        step = TOKENS.link(whole.program, [of[kind][number] for kind, number in whole.given])
+        if step is None or not all(t.is_cpu and t.is_contiguous() for t in (starts, first)):
+            return None
+        results = [{**of, "r": step.results}[kind][number] for kind, number in whole.results]
+        if not _are_alike(results[1:], carried):
+            return None
+        call = _One(
+            ctypes.cast(step.function, ctypes.c_void_p), ctypes.addressof(step.argument), starts.data_ptr(),
+            first.data_ptr(), rows,
+        )  # fmt: skip
+        bad = ctypes.addressof(call) + _One.bad.offset
+
+        def renew(number: int) -> Tensor | None:
+            kind, place = source = whole.results[number]
+            alone = kind == "r" and whole.results.count(source) == 1
+            return step.renew(place) if alone and step.renew is not None else None
+
+        counters, held = [*step.counters, (bad, 8)], [step, *tokens, *shared, *carried, starts, first]
+        return Link(code.attngraph_one_step, call, counters, results, held, bad, renew=renew)
+
+
+def _are_alike(news: Sequence[Tensor], carried: Sequence[Tensor]) -> bool:
+    """Whether what a step hands on has the types of what was handed to it."""
+    return all(n.dtype == c.dtype and n.shape == c.shape for n, c in zip(news, carried, strict=True))
+
 
 class _Call:
     """The steps of some rows, those with more tokens first: `counts` falls."""
@@ -153,8 +197,7 @@ class _Call:
             return None
         made = memory_of_results(prepared.program, count, floating(given))
         sources = [{**of, "r": made}[kind][number] for kind, number in whole.results]
-        if any(s.dtype != c.dtype or s.shape != c.shape
-               for s, c in zip(sources[1:], self.before, strict=True)):  # fmt: skip
+        if not _are_alike(sources[1:], self.before):
             return None
         out = sources[0].new_empty((len(self.order), *sources[0].shape[1:]))
         self._add(("out", 0), out, out, moves=True)

@@ -23,17 +23,23 @@ from attngraph.codegen.cpu.carried import LAST_TOKENS, RUNNING_SUM
 from attngraph.codegen.cpu.chain import Chain, Link
 from attngraph.codegen.cpu.copies import Keeping, link_of, may_be_copy
 from attngraph.codegen.cpu.decode import Decode
+from attngraph.codegen.cpu.loops import LOOPS
 from attngraph.codegen.cpu.places import addresses, places, ranks
 from attngraph.codegen.cpu.step_graph import SEVERAL, Kinds, early_first, is_view, only_moves
 from attngraph.codegen.cpu.tokens.run import TOKENS
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.cached_attention import Rows
 from attngraph.ir.ops.last_tokens import last_tokens
+from attngraph.ir.ops.loop import loop
 from attngraph.ir.ops.running_sum import running_sum
 
 
 class NotRecorded(Exception):
     """The step has no compiled calls that could be recorded."""
+
+
+class NotNow(NotRecorded):
+    """A compiled call is not valid in this step; it may be in others."""
 
 
 @dataclasses.dataclass
@@ -47,8 +53,8 @@ class _Between:
 
 
 class _Carry(NamedTuple):
-    """A call that reads a carried input where it lies, and writes what is carried on to memory of its own at
-    every run: `state`, the input's number, and `after`, the node of what is carried on."""
+    """A call that reads carried input number `state` where it lies, and writes node `after`, what is carried
+    on, to memory of its own at every run."""
 
     link: Link
     state: int
@@ -56,8 +62,7 @@ class _Carry(NamedTuple):
 
 
 class _Renewed(NamedTuple):
-    """A result of the graph that a call writes to new memory at every run: number `place` of the graph's
-    results, `number` of the call's."""
+    """Result `place` of the graph, which a call writes to new memory at every run: result `number` of it."""
 
     place: int
     link: Link
@@ -141,11 +146,11 @@ class Recording:
 
     def _link(self, node: fx.Node) -> Link | None:
         """The compiled call of a node; None if PyTorch computes it."""
-        if node.target is torch.ops.attngraph.token_program.default:
+        if node.target in (torch.ops.attngraph.token_program.default, loop):
             if not self.growing.isdisjoint(node.all_input_nodes):
                 return None
-            given = [self._settled(n) for n in cast("Sequence[fx.Node]", node.args[0])]
-            return _TOKENS.link(str(node.args[1]), given)
+            args = cast("tuple[Any, ...]", fx.map_arg(node.args, self._settled))
+            return LOOPS.link(*args) if node.target is loop else TOKENS.link(args[1], args[0])
         if node.target is last_tokens:
             return self._link_of_windows(node)
         if node.target is running_sum:
@@ -165,8 +170,7 @@ class Recording:
                 view.table, view.starts, view.first, view.held,
             )
         )  # fmt: skip
-        sizes = [self.values[s] if isinstance(s, fx.Node) else s for s in view.sizes]
-        reads = [self._settled(r) for r in view.reads]
+        sizes, reads = fx.map_arg(view.sizes, self.values.__getitem__), [self._settled(r) for r in view.reads]
         scales = [None if s is None else self._settled(s) for s in (view.k_scales, view.v_scales)]
         link = _DECODE.link(
             view.program, q, (k, v), (k_pages, v_pages), reads, sizes, Rows(table, starts, first, held),
@@ -222,20 +226,18 @@ class Recording:
             value = self.values[node]
             self.own[node] = value.clone()
             self.values[node] = self.own[node]
-        found: Tensor = self.values[node]
-        return found
+        return cast("Tensor", self.values[node])
 
     def _end_links(self) -> None:
         if self._links:
             chain = Chain(self._links)
             if not chain.run():
-                raise NotRecorded
+                raise NotNow
             self.pieces.append(chain)
             self._links = []
 
     def _end_waiting(self, needed: Sequence[fx.Node]) -> None:
-        """Make a piece of the operations in PyTorch since the last one, if one of their results is needed
-        now."""
+        """Make a piece of the operations in PyTorch since the last one, if one of their results is needed."""
         inside = set(self._waiting)
         if inside.isdisjoint(needed):
             return
@@ -294,8 +296,8 @@ class Recording:
         between = [piece for piece in self.pieces if isinstance(piece, _Between)]
         made = {n for piece in between for n in piece.gives if n not in self.own}
         self.passing = [*self.pages, *made, *(carry.after for carry in self.carries)]
-        given = {carry.state for carry in self.carries}
-        copied = {n: self.own[self.placeholders[n]] for n in self.kinds.changing if n not in given}
+        copied = {n: self.own[self.placeholders[n]] for n in self.kinds.changing
+                  if all(n != carry.state for carry in self.carries)}  # fmt: skip
         self.written = list(copied.values())
         self.copies = [(n, own, own.data_ptr() if own.is_cpu else 0, own.nbytes) for n, own in copied.items()]
         needed = {n for piece in between for n in piece.takes} | self._returned()
@@ -394,4 +396,4 @@ class Recording:
         ]
 
 
-_TOKENS, _DECODE = TOKENS, Decode()
+_DECODE = Decode()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from attngraph.codegen.cpu.places import places
-from attngraph.codegen.cpu.recording import NotRecorded, Recording
+from attngraph.codegen.cpu.recording import NotNow, NotRecorded, Recording
 from attngraph.codegen.cpu.step_graph import Kinds
 from attngraph.codegen.cpu.tokens.run import FEW
 from attngraph.codegen.cpu.toolchain import CompilerError
@@ -81,9 +81,11 @@ class Replay:
             self._recordings.popitem(last=False)
         return found if isinstance(found, Recording) else None
 
-    def _record(self, inputs: Sequence[Tensor]) -> Recording | None:
+    def _record(self, inputs: Sequence[Tensor]) -> Recording | str | None:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return Recording(self.kinds, inputs)
+        except NotNow:
+            return _SECOND
         except (CompilerError, NotRecorded):
             return None

@@ -13,12 +13,13 @@ from attngraph.codegen.cpu.copies import may_be_copy
 from attngraph.ir.graph.program_graph import ProgramGraph, Rate
 from attngraph.ir.ops import nodes
 from attngraph.ir.ops.last_tokens import last_tokens
+from attngraph.ir.ops.loop import loop
 from attngraph.ir.ops.running_sum import running_sum
 
 _CHANGING = ("argument", "rows", "carried")
 """Kinds of inputs that are copied at every call, but for carried values that compiled code alone reads; all
 others are read where they lie."""
-SEVERAL = (torch.ops.attngraph.token_program.default, running_sum)
+SEVERAL = (torch.ops.attngraph.token_program.default, running_sum, loop)
 """Ops with several results."""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph.codegen.cpu.loops import whole_step
+from attngraph.codegen.cpu.recording import Recording
 from attngraph.ir.language.step_program import parse
 
 VOCABULARY, WIDTH = 24, 8
@@ -359,6 +360,44 @@ def test_the_steps_of_a_loop_are_one_token_program(name: str) -> None:
     assert "1 token program(s)" in note and "PyTorch" not in note
     inside = [e for e in decoder.report.programs if repr(e.program) in program]
     assert inside and all(entry.kernel.name == "cpu.tokens" for entry in inside)
+
+
+@pytest.mark.parametrize("name", ["a step that looks two steps back", "LSTM cells"])
+def test_a_recorded_step_serves_steps_of_one_token_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a row begins or has another number of tokens, the graph runs; states stay as they were."""
+    served: list[bool] = []
+    run = Recording.run
+
+    def watched(self: Recording, inputs: Any) -> Any:
+        found = run(self, inputs)
+        served.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Recording, "run", watched)
+    model = Loop(DECODED[name]).eval()
+    decoder = attngraph.compile(model, cache=True)
+    ids = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(ids)
+    for _ in range(3):  # prompts of one token have the shapes of steps
+        _, state = decoder.prefill(ids[:, :1])
+    assert not any(served)
+    for t in range(1, 6):
+        before = state.copy()
+        found = decoder.decode(ids[:, t : t + 1], state)
+        torch.testing.assert_close(found, whole[:, t : t + 1])
+        torch.testing.assert_close(decoder.decode(ids[:, t : t + 1], before), found)
+    assert any(served) and all(served)
+    served.clear()
+    found = decoder.decode([ids[0, 6:8], ids[1, :0]], state)
+    torch.testing.assert_close(found[0], whole[0, 6:8])
+    state.reset(1)
+    found = decoder.decode([ids[0, 8:9], ids[1, :1]], state)
+    torch.testing.assert_close(found, torch.stack([whole[0, 8:9], whole[1, :1]]))
+    assert not any(served)
+    found = decoder.decode([ids[0, 9:10], ids[1, 1:2]], state)
+    torch.testing.assert_close(found, torch.stack([whole[0, 9:10], whole[1, 1:2]]))
+    assert served[-1]
 
 
 def test_what_c_cannot_carry_of_a_step_is_told() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attngraph.codegen.cpu import loops
+from attngraph.codegen.cpu.chain import Chain
 from attngraph.ir.ops import loop
 
 CELL = r"r0[t, 5]\nr1[t, 5]\nr2[5, 5]\nr3[i0 < 5] = r1[t, i0]\nr4[i0 < 5] = sum[j < 5] r3[j] * r2[i0, j]"
@@ -87,6 +88,51 @@ def test_steps_are_those_of_pytorch(
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(kept, carried, strict=True)), "a call changes nothing"
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_step_of_each_row_is_a_link(name: str) -> None:
+    """Its results are those of the operation, and again where they are written to new memory."""
+    text = PROGRAMS[name]
+    tokens, weight, carried = torch.randn(3, 5), torch.randn(5, 5), [torch.randn(3, 5) for _ in range(2)]
+    carried = carried[: len(loops.parse(text).step.graph.output_node().args[0]) - 1]  # type: ignore[arg-type]
+    starts, first = torch.arange(4), torch.tensor([1, 5, 2])
+    wanted = loop.loop([tokens], [weight], carried, starts, first, text)
+    link = loops.LOOPS.link([tokens], [weight], carried, starts, first, text)
+    assert link is not None
+    chain = Chain([link])
+    assert chain.run()
+    for one, other in zip(link.results, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert link.renew is not None
+    renewed = [link.renew(number) for number in range(len(wanted))]
+    for result in link.results:
+        if not any(result is t for t in (tokens, *carried)):
+            result.fill_(torch.nan)
+    assert chain.run()
+    for own, new, other in zip(link.results, renewed, wanted, strict=True):
+        torch.testing.assert_close(own if new is None else new, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_link_is_not_valid_where_a_row_begins_or_has_another_number_of_tokens() -> None:
+    text = PROGRAMS["the result is handed on"]
+    starts, first = torch.arange(4), torch.tensor([1, 5, 2])
+    link = loops.LOOPS.link(
+        [torch.randn(3, 5)], [torch.randn(5, 5)], [torch.randn(3, 5)], starts, first, text
+    )
+    assert link is not None
+    chain = Chain([link])
+    for begins, seen, is_valid in (
+        ([0, 1, 2, 3], [1, 5, 2], True),
+        ([0, 1, 2, 3], [1, 0, 2], False),
+        ([0, 2, 2, 3], [1, 5, 2], False),
+        ([0, 1, 2, 3], [3, 1, 1], True),
+    ):
+        starts.copy_(torch.tensor(begins))
+        first.copy_(torch.tensor(seen))
+        assert chain.run() is is_valid
 
 
 @pytest.mark.usefixtures("compiled")

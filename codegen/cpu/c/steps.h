@@ -46,3 +46,17 @@ void attngraph_loop(Loop *c) {
             }
     }
 }
+
+/* One step of each row, whose token is the row's only one and not its first. */
+typedef struct {
+    void (*run)(int64_t *);
+    int64_t *call;
+    const int64_t *starts, *first;
+    int64_t rows, bad;
+} One;
+
+void attngraph_one_step(One *c) {
+    for (int64_t row = 0; row < c->rows; ++row)
+        if (c->starts[row] != row || !c->first[row]) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
+    c->run(c->call);
+}
