@@ -11,6 +11,7 @@
     emit_backward.py  gradients as source, the tiles of which are in emit_gradients.py
     launch_backward.py  from a call's gradients to launched kernels
     emit_decode.py attention over a cache as source     decode.py  `triton.decode`, its kernel
+    emit_sums.py   sums carried from token to token as source     sums.py    their kernel
     compiler.py    compiling one kernel            isolated.py      in a separate process
     attempts.py    fallbacks when one does not compile
     tuned.py       tables of measured block sizes       tuning.py      measuring them
@@ -21,11 +22,13 @@ a GPU do so.
 
 from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.launch import Forward
+from attngraph.codegen.triton.sums import RunningSum
 from attngraph.codegen.triton.tuning import tune
 from attngraph.ir.ops import cached_attention as cache
-from attngraph.ir.ops import kernels
+from attngraph.ir.ops import kernels, running_sum
 
 __all__ = ["tune"]
 
 kernels.register(Forward(), devices=frozenset({"cuda"}))
 cache.CACHED.append(Decode())
+running_sum.RUNNERS.append(RunningSum())

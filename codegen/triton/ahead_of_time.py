@@ -14,10 +14,20 @@ from typing import Any
 
 import torch
 
-from attngraph.codegen.triton import decode, emit, emit_backward, emit_decode, launch, launch_backward
+from attngraph.codegen.triton import (
+    decode,
+    emit,
+    emit_backward,
+    emit_decode,
+    emit_sums,
+    launch,
+    launch_backward,
+    sums,
+)
 from attngraph.codegen.triton.call import launch_options
 from attngraph.codegen.triton.compiler import Request, Usage, compile_kernel
 from attngraph.codegen.triton.emit_decode import DecodePlan
+from attngraph.codegen.triton.emit_sums import SumsPlan
 from attngraph.codegen.triton.isolated import compile_isolated
 from attngraph.codegen.triton.plan import BackwardPlan, Plan
 
@@ -76,6 +86,18 @@ def compile_join_ahead(plan: DecodePlan, target: Target) -> Usage:
     return _compile(decode.load(plan)[1], emit_decode.JOINED, plan, target)
 
 
+def compile_sums_ahead(plan: SumsPlan, target: Target) -> Usage:
+    """Compile the kernel of sums that are carried. Raises as `compile_ahead`."""
+    kernel, given = sums.load(plan), emit_sums.operands(plan)
+    types = {
+        **dict.fromkeys(given, _POINTERS[plan.dtype]), "out": _POINTERS[plan.dtype], "starts": "*i64",
+        **dict.fromkeys(("state", "after"), _POINTERS[plan.state]),
+    }  # fmt: skip
+    names = emit_sums.arguments(plan)
+    signature = tuple((n, types.get(n) or ("constexpr" if n.endswith("_d") else "i32")) for n in names)
+    return compile_kernel(kernel, _request_for(kernel, signature, target, {"num_warps": plan.warps}))
+
+
 def compile_backward_ahead(plan: BackwardPlan, target: Target) -> tuple[Usage, ...]:
     """Compile the backward kernels of a plan: those for queries, keys and reads. Raises as
     `compile_ahead`."""
@@ -105,13 +127,19 @@ def _compile(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> U
 
 
 def _request(kernel: Any, names: Sequence[str], plan: Plan, target: Target) -> Request:
+    signature = tuple((name, _type(plan, name)) for name in names)
+    return _request_for(kernel, signature, target, launch_options(plan))
+
+
+def _request_for(
+    kernel: Any, signature: tuple[tuple[str, str], ...], target: Target, options: dict[str, Any]
+) -> Request:
     if not hasattr(kernel, "cache_key"):
         raise RuntimeError("compile_ahead: TRITON_INTERPRET is set; there is nothing to compile.")
-    signature = tuple((name, _type(plan, name)) for name in names)
     return Request(
         kernel.fn.__code__.co_filename, kernel.__name__, signature,
         tuple(place for place, (name, kind) in enumerate(signature) if _is_aligned(name, kind)),
-        target.backend, target.architecture, target.warp, tuple(launch_options(plan).items()),
+        target.backend, target.architecture, target.warp, tuple(options.items()),
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from attngraph.codegen.triton.emit import arguments
 from attngraph.codegen.triton.emit_backward import emit_backward
 from attngraph.codegen.triton.emit_decode import DecodePlan, emit_decode
 from attngraph.codegen.triton.emit_forward import emit
+from attngraph.codegen.triton.emit_sums import SumsPlan, emit_sums
 from attngraph.codegen.triton.plan import (
     BackwardPlan,
     Blocks,
@@ -509,6 +510,32 @@ def test_decoding_compiles_for_every_target_without_spills(name: str, target: st
     assert usage.spilled == 0 or (gpu.backend == "hip" and usage.spilled <= 96), usage
 
 
+DELTA = SumsPlan(128, True, True, "one", 1, True, torch.bfloat16, torch.float32)
+SUMS = {
+    "a delta rule": DELTA,
+    "a decay for each element": dataclasses.replace(DELTA, vectors=0, decay="each"),
+    "keys of 256": dataclasses.replace(DELTA, depth=256, vectors=0, decay=""),
+    "a vector": dataclasses.replace(
+        DELTA, depth=1, has_queries=False, has_keys=False, vectors=0, decay="", inclusive=False
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        pytest.param(n, t, marks=[] if (n, t) == ("a delta rule", "sm_90") else pytest.mark.slow)
+        for n in SUMS
+        for t in ahead_of_time.TARGETS
+    ],
+)
+def test_sums_that_are_carried_compile_for_every_target_without_spills(
+    name: str, target: str, cache: Path
+) -> None:
+    assert ahead_of_time.compile_sums_ahead(SUMS[name], ahead_of_time.TARGETS[target]).spilled == 0
+
+
 BIAS, PER_KEY, PER_HEAD, TABLE = (
     Read(0, 3, "half"),
     Read(1, 2, "half"),
@@ -615,6 +642,10 @@ def test_the_source_of_decoding_latents(golden: Check) -> None:
     program = parse("s = 0.1352337788608801 * dot; keep k <= q")
     made = DecodePlan(program, torch.bfloat16, 576, 512, 16, (), Blocks(16, 64, 8, 2), shared=True)
     golden("decode_latents.py.txt", emit_decode(made).source)
+
+
+def test_the_source_of_a_delta_rule_that_is_carried(golden: Check) -> None:
+    golden("delta_rule.py.txt", emit_sums(DELTA).source)
 
 
 @needs_compiler

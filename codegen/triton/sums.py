@@ -1,0 +1,113 @@
+"""`attngraph::running_sum` on a GPU: from a call with few new tokens a row to one launched kernel.
+
+Longer runs of tokens are left to PyTorch, which computes them in chunks by matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngraph.codegen.triton import store
+from attngraph.codegen.triton.attempts import IN_CAPTURE
+from attngraph.codegen.triton.decode import FEW
+from attngraph.codegen.triton.device import is_captured, no_device, on
+from attngraph.codegen.triton.emit_sums import DEEPEST, SumsPlan, emit_sums, operands
+from attngraph.codegen.triton.plan import DTYPES
+from attngraph.ir.ops.cached_attention import numbers_of, told
+
+_log = logging.getLogger("attngraph.codegen.triton")
+
+
+class RunningSum:
+    """`attngraph::running_sum` where no row has more than FEW new tokens."""
+
+    def __init__(self) -> None:
+        self._failed: set[tuple[SumsPlan, torch.device]] = set()
+
+    def run(
+        self, q: Tensor | None, k: Tensor | None, v: Tensor, decay: Tensor | None, state: Tensor,
+        starts: Tensor, inclusive: bool, left: Tensor | None, right: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        given = {"q": q, "k": k, "v": v, "decay": decay, "left": left, "right": right}
+        present = {name: tensor for name, tensor in given.items() if tensor is not None}
+        if no_device(v) is not None or not _are_served(present, state) or longest(starts, v) > FEW:
+            return None
+        plan = plan_of(present, state, inclusive)
+        if (plan, v.device) in self._failed:
+            return None
+        try:
+            return launch_sums(plan, present, state, starts)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers and drivers fail in many ways
+            if is_captured(v.device):
+                error.add_note(IN_CAPTURE)
+                raise
+            self._failed.add((plan, v.device))
+            _log.warning(
+                "running sums are computed by PyTorch's operations on %s, since their kernel does not run: "
+                "%s: %s", v.device, type(error).__name__, error,
+            )  # fmt: skip
+            return None
+
+
+def longest(starts: Tensor, v: Tensor) -> int:
+    """The most new tokens of a row, or a bound where nobody may be asked: while a CUDA graph is captured."""
+    if told(starts) is None and is_captured(v.device):
+        return v.shape[0]
+    return max((b - a for a, b in itertools.pairwise(numbers_of(starts))), default=0)
+
+
+def _are_served(present: dict[str, Tensor], state: Tensor) -> bool:
+    dtypes = {tensor.dtype for tensor in present.values()}
+    if len(dtypes) > 1 or not dtypes <= DTYPES.keys() or state.dtype not in DTYPES:
+        return False
+    if not state.is_cuda and torch.bfloat16 in (*dtypes, state.dtype):
+        return False  # which the interpreter rounds wrongly
+    return state.is_contiguous() and state.shape[2] <= DEEPEST and state.numel() > 0
+
+
+def plan_of(present: dict[str, Tensor], state: Tensor, inclusive: bool) -> SumsPlan:
+    """The kernel for operands by their names."""
+    decay = present.get("decay")
+    return SumsPlan(
+        state.shape[2], "q" in present, "k" in present,
+        "" if decay is None else "each" if decay.shape[2] == state.shape[2] else "one",
+        present["left"].shape[2] if "left" in present else 0,
+        inclusive, present["v"].dtype, state.dtype,
+    )  # fmt: skip
+
+
+def launch_sums(
+    plan: SumsPlan, present: dict[str, Tensor], state: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the op returns, by the plan's kernel."""
+    v = present["v"]
+    rows, heads, _, width = state.shape
+    out, after = torch.empty(v.shape, dtype=v.dtype, device=v.device), torch.empty_like(state)
+    strides = [
+        stride if size > 1 else 0
+        for name in operands(plan)
+        for size, stride in zip(present[name].shape, present[name].stride(), strict=True)
+    ]
+    tensors: list[Any] = [present[name] for name in operands(plan)]
+    with on(v):
+        load(plan)[(rows * heads, -(-width // plan.columns))](
+            *tensors, state, after, out, starts, heads, width, *strides, num_warps=plan.warps
+        )
+    return out, after
+
+
+@functools.cache
+def load(plan: SumsPlan) -> Any:
+    """The plan's kernel, imported from its file, and never dropped (`launch.load`)."""
+    kernel = emit_sums(plan)
+    version = importlib.import_module("triton").__version__
+    return getattr(store.import_source(kernel.source, kernel.name, version), kernel.name)
