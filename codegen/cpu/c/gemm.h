@@ -1,11 +1,13 @@
 /* Products of many rows, y[row][out] = sum over d of x[row][d] w[out][d], near the speed of the arithmetic units. A
    thread copies its share of the weight to panels, [depth][PANEL] for PANEL of its outputs, before it multiplies.
    That reads the weight once, in the layout that it has, and widens integers once; for so many rows it costs a few
-   percent, so no copy is kept. A part of a panel stays in the first cache while a block of rows passes it. */
+   percent, so no copy is kept. A part of a panel stays in the first cache while a block of rows passes it: where all
+   rows pass at once it is copied just before, always to the same place, and never leaves that cache. */
 
 enum {
     PANEL = STEP_N * LANES,
     PART = PANEL > 32 ? 128 : 256,      /* elements of the depth */
+    COPIED = PANEL > 32 ? 96 : 256,     /* of those that are copied just before: 24 or 16 KiB */
     NEAR = 1 << 17,                     /* elements of panels, and of a block of rows: half of the second cache */
     FEWEST_ROWS = 64,                   /* of an item, where rows are divided too */
     IN_TURN = 8,                        /* panels of an item that are needed once */
@@ -42,12 +44,13 @@ static Items items_of_many(int64_t width, int64_t depth, int64_t rows, int64_t m
 /* The elements of panels of an item. */
 static int64_t room_of(int64_t depth) { return larger(PANEL * depth, NEAR); }
 
-/* LANES places of some rows of a weight, from d on: `deep` times `wide` elements, one of each place. */
+/* LANES places of some rows of a weight, from d on: `deep` times `wide` elements, one of each place. The panel begins
+   with element `from` of the depth. */
 INLINE void copy_square(const void *w, int64_t ldw, Scales scales, int64_t first, int64_t d, int64_t deep, int64_t wide,
-                        float *panel, const int n, const int type, const int scaled, const int zeros) {
+                        float *panel, int64_t from, const int n, const int type, const int scaled, const int zeros) {
     Vector part[LANES];
-    int64_t to = place_in_row(d, n, scales, type), step = elements_in(type) == 2 && scales.run == 1 ? 2 : 1;
-    int64_t group = scaled ? to / scales.group : 0;
+    int64_t at_depth = place_in_row(d, n, scales, type), to = at_depth - from;
+    int64_t step = elements_in(type) == 2 && scales.run == 1 ? 2 : 1, group = scaled ? at_depth / scales.group : 0;
     for (int64_t o = 0; o < wide; ++o) {
         int64_t at = (first + o) * ldw + d, of = (first + o) * scales.groups + group;
         part[o] = (Vector){0};
@@ -63,24 +66,25 @@ INLINE void copy_square(const void *w, int64_t ldw, Scales scales, int64_t first
             for (int64_t o = 0; o < wide; ++o) panel[(to + e * step) * PANEL + o] = part[o][e];
 }
 
-/* `outs` rows of a weight [out][depth] from `first` on, at most PANEL; what is missing to PANEL becomes zero. */
-INLINE void copy_panel(const void *w, int64_t ldw, int64_t depth, Scales scales, int64_t first, int64_t outs,
-                       float *panel, const int type, const int scaled, const int zeros) {
-    if (outs < PANEL) memset(panel, 0, sizeof(float) * PANEL * depth);
-    int64_t row = depth / elements_in(type);
+/* Elements `from` .. `until` - 1 of `outs` rows of a weight [out][depth] from `first` on, at most PANEL; what is
+   missing to PANEL becomes zero. Where two elements share a byte, all of the depth. */
+INLINE void copy_panel(const void *w, int64_t ldw, int64_t from, int64_t until, Scales scales, int64_t first,
+                       int64_t outs, float *panel, const int type, const int scaled, const int zeros) {
+    if (outs < PANEL) memset(panel, 0, sizeof(float) * PANEL * (until - from));
+    int64_t end = until / elements_in(type);
     for (int64_t o = 0; o < outs; o += LANES)
-        for (int64_t d = 0; d < row; d += LANES) {
-            int64_t deep = smaller(LANES, row - d), wide = smaller(LANES, outs - o);
-            copy_square(w, ldw, scales, first + o, d, deep, wide, panel + o, 0, type, scaled, zeros);
+        for (int64_t d = from; d < end; d += LANES) {
+            int64_t deep = smaller(LANES, end - d), wide = smaller(LANES, outs - o);
+            copy_square(w, ldw, scales, first + o, d, deep, wide, panel + o, from, 0, type, scaled, zeros);
             if (elements_in(type) == 2)
-                copy_square(w, ldw, scales, first + o, d, deep, wide, panel + o, 1, type + HIGH, scaled, zeros);
+                copy_square(w, ldw, scales, first + o, d, deep, wide, panel + o, from, 1, type + HIGH, scaled, zeros);
         }
 }
 
 /* The same for a weight [depth][out]. */
-INLINE void copy_panel_turned(const void *w, int64_t ldw, int64_t depth, int64_t first, int64_t outs, float *panel,
-                              const int type) {
-    for (int64_t d = 0; d < depth; ++d, panel += PANEL) {
+INLINE void copy_panel_turned(const void *w, int64_t ldw, int64_t from, int64_t until, int64_t first, int64_t outs,
+                              float *panel, const int type) {
+    for (int64_t d = from; d < until; ++d, panel += PANEL) {
         int64_t at = d * ldw + first, o = 0;
         for (; o + LANES <= outs; o += LANES) *(Vector *)(panel + o) = vector(w, at + o, type);
         for (; o < outs; ++o) panel[o] = number(w, at + o, type);
@@ -100,21 +104,22 @@ INLINE void fetch_part(Soon soon, int64_t n, int64_t parts) {
         for (int64_t b = 0; b < soon.bytes; b += LINE) PREFETCH(soon.data + l * soon.stride + b);
 }
 
-/* Tiles t0 .. t1 - 1 of the rows times one panel, with `outs` outputs. There are at least 20 rows, so a tile has
-   STEP_Q of them or one less. */
-static void multiply_by_panel(const float *x, int64_t ldx, const float *panel, int64_t depth, float *y, int64_t ldy,
-                              int64_t rows, int64_t tiles, int64_t t0, int64_t t1, int64_t outs, Soon soon) {
+/* Tiles t0 .. t1 - 1 of the rows times one panel, from element `from` of the depth to `until`, with `outs` outputs;
+   what is before `from` has been added up. There are at least 20 rows, so a tile has STEP_Q of them or one less. */
+static void multiply_by_panel(const float *x, int64_t ldx, const float *panel, int64_t from, int64_t until, float *y,
+                              int64_t ldy, int64_t rows, int64_t tiles, int64_t t0, int64_t t1, int64_t outs,
+                              Soon soon) {
     float whole[STEP_Q * PANEL];
-    int64_t part = outs == PANEL ? PART : depth, step = 0, steps = parts_of(depth, part) * (t1 - t0);
-    for (int64_t d = 0; d < depth; d += part)
+    int64_t part = outs == PANEL ? PART : until, step = 0, steps = parts_of(until - from, part) * (t1 - t0);
+    for (int64_t d = from; d < until; d += part)
         for (int64_t t = t0; t < t1; ++t) {
             int64_t r = row_of(t, tiles, rows), count = row_of(t + 1, tiles, rows) - r, ld = ldy;
-            const float *from = x + r * ldx + d;
+            const float *left = x + r * ldx + d;
             float *to = y + r * ldy;
             fetch_part(soon, step++, steps);
             if (outs < PANEL) to = whole, ld = PANEL;
 #define TILE(BY, ROWS) \
-    multiply_tile(to, ld, from, ldx, 1, panel + d * PANEL, PANEL, smaller(part, depth - d), BY, ROWS, STEP_N)
+    multiply_tile(to, ld, left, ldx, 1, panel + (d - from) * PANEL, PANEL, smaller(part, until - d), BY, ROWS, STEP_N)
             if (count == STEP_Q) d ? TILE(ONES, STEP_Q) : TILE(0, STEP_Q);
             else d ? TILE(ONES, STEP_Q - 1) : TILE(0, STEP_Q - 1);
 #undef TILE
@@ -128,18 +133,26 @@ INLINE void product_of_many(const float *x, int64_t ldx, const void *w, int64_t 
                             int64_t first, float *y, int64_t ldy, int64_t rows, int64_t outs, float *panels,
                             const int type, const int scaled, const int zeros, const int turned) {
     int64_t tiles = parts_of(rows, STEP_Q), block = tiles_at_once(depth, rows), size = size_of(type);
+    int64_t part = block == tiles && elements_in(type) == 1 ? COPIED : depth;
     for (int64_t t = 0; t < tiles; t += block)
         for (int64_t o = 0; o < outs; o += PANEL) {
-            int64_t wide = smaller(PANEL, outs - o), more = smaller(PANEL, outs - o - wide), at = first + o;
+            int64_t wide = smaller(PANEL, outs - o), step = wide == PANEL ? part : depth, at = first + o;
             float *panel = block < tiles ? panels + o * depth : panels;
-            Soon soon = {0};
-            if (turned && !t) {
-                copy_panel_turned(w, ldw, depth, at, wide, panel, type);
-                soon = (Soon){place(w, at + wide, type), ldw * size, more ? depth : 0, more * size};
-            } else if (!t) {
-                copy_panel(w, ldw, depth, scales, at, wide, panel, type, scaled, zeros);
-                soon = (Soon){place(w, (at + wide) * ldw, type), ldw * size, more, ldw * size};
+            for (int64_t from = 0, until; from < depth; from = until) {
+                until = smaller(from + step, depth);
+                int64_t d = until < depth ? until : 0, next = d ? o : o + PANEL; /* what is copied after this */
+                int64_t more = larger(0, smaller(PANEL, outs - next)), deep = smaller(step, depth - d);
+                Soon soon = {0};
+                if (turned && !t) {
+                    copy_panel_turned(w, ldw, from, until, at, wide, panel, type);
+                    soon = (Soon){place(w, d * ldw + first + next, type), ldw * size, more ? deep : 0, more * size};
+                } else if (!t) {
+                    copy_panel(w, ldw, from, until, scales, at, wide, panel, type, scaled, zeros);
+                    int64_t bytes = deep / elements_in(type) * size;
+                    soon = (Soon){place(w, (first + next) * ldw + d, type), ldw * size, more, bytes};
+                }
+                multiply_by_panel(x, ldx, panel, from, until, y + o, ldy, rows, tiles, t, smaller(t + block, tiles),
+                                  wide, soon);
             }
-            multiply_by_panel(x, ldx, panel, depth, y + o, ldy, rows, tiles, t, smaller(t + block, tiles), wide, soon);
         }
 }
