@@ -220,11 +220,11 @@ class DerivedSteps:
         raise problem
 
     def _distinct(self, extents: frozenset[int]) -> int:
-        """A number of tokens that divides no size of the model's tensors, and none of `extents`."""
+        """A number of tokens that divides no size of the model's tensors but 0, and none of `extents`."""
         tensors = (
             t for m in [self._model] if isinstance(m, nn.Module) for t in (*m.parameters(), *m.buffers())
         )
-        sizes = {n for t in tensors for n in t.shape} | extents
+        sizes = ({n for t in tensors for n in t.shape} | extents) - {0}
         primes = (p for p in range(11, 200, 2) if all(p % n for n in (3, 5, 7, 11, 13) if n != p))
         return next((p for p in primes if all(n % p for n in sizes)), 29)
 

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from attngraph.errors import NoDecoderError
 from attngraph.ir.graph.infer import infer_once
-from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.program_graph import ProgramGraph, op_name
+from attngraph.ir.graph.source import source_of
 
 aten = torch.ops.aten
 _RANGES = "aten.arange"
@@ -40,7 +43,11 @@ def computed_with(graph: ProgramGraph, number: int) -> frozenset[int]:
 
 def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
     """Give an operation `value` wherever it has the number as a size (multiples of it alike), and infer its
-    result anew."""
+    result anew.
+
+    Raises:
+        NoDecoderError: it has one result for every few tokens.
+    """
 
     def changed(given: Any) -> Any:
         if isinstance(given, (list, tuple)):
@@ -58,7 +65,13 @@ def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
 
     _change(node, changed)
     if isinstance(node.meta.get("val"), (Tensor, torch.SymInt, int, tuple, list)):
-        node.meta["val"] = infer_once(node.target, node.args, node.kwargs, mode)
+        try:
+            node.meta["val"] = infer_once(node.target, node.args, node.kwargs, mode)
+        except GuardOnDataDependentSymNode as problem:
+            raise NoDecoderError(
+                f"{op_name(node)} at {source_of(node)}: how many results it has follows from how many tokens "
+                "there are."
+            ) from problem
 
 
 def _change(node: fx.Node, changed: Callable[[Any], Any]) -> None:

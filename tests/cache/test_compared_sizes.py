@@ -74,7 +74,25 @@ class OfALoop(Model):
         return self.out(torch.stack(found))
 
 
-@pytest.mark.parametrize("kind", [Model, OfRows, OfDistances, OfALoop])
+class OfTriangle(Model):
+    """Scores are written to at the places of a triangle, which takes a number. A token sees itself where it
+    sees no other one (Reformer). Every number of tokens divides the size of a weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 16))
+        self.embed, self.out = nn.Embedding(29, 16), nn.Linear(16, 29)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, tokens = self.embed(ids), ids.shape[1]
+        q, k, v = self.qkv(torch.cat([x, self.nothing.expand(len(x), 0, 16)], 1)).chunk(3, -1)
+        scores, own, (i, j) = q @ k.mT / 4, torch.arange(tokens), torch.triu_indices(tokens, tokens, 1)
+        scores[:, own, own] = -5e4
+        scores[:, i, j] = torch.finfo(scores.dtype).min
+        return self.out(x + scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("kind", [Model, OfRows, OfDistances, OfALoop, OfTriangle])
 def test_numbers_that_follow_from_sequences_and_tokens(kind: type[Model], decodes: Any) -> None:
     decodes(kind())
 
@@ -113,3 +131,16 @@ def test_a_number_is_interpolated(formula: tuple[int, int, int, int]) -> None:
 def test_a_number_of_another_form_is_refused(number: Any) -> None:
     with pytest.raises(CaptureError, match="a number is"):
         interpolated([number(r, t) for r, t in SIZES])
+
+
+class InPieces(Model):
+    """A layer that is computed for one token after the other."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([self.out(self.qkv(x)[..., :16]) for x in self.embed(ids).split(1, 1)], 1)
+
+
+def test_pieces_of_the_tokens_are_told_with_their_line() -> None:
+    decoder: Any = attngraph.compile(InPieces().eval(), cache=True)
+    with pytest.raises(NoDecoderError, match=r"split at .*test_compared_sizes.py:\d+: how many results"):
+        decoder.prefill(torch.tensor([[1, 2, 3, 4, 5]]))

@@ -307,6 +307,11 @@ ROWS: list[Row] = [
             (lambda n, _: torch.arange(3) - 5, f(3, 1, seed=1), False),
             (lambda n, _: torch.arange(3) - 1, f(3, 1, seed=1), True),
             (lambda n, _: ([4, 1], torch.arange(n)[:, None]), f(6, 2, seed=1), False),
+            (lambda n, _: torch.triu_indices(n, n, 1).unbind(0), f(), True),
+            (lambda n, _: torch.triu_indices(n, n - 2, -1).unbind(0)[::-1], f(), True),
+            (lambda n, _: torch.tril_indices(n - 1, n, 2).unbind(0), f(), True),
+            (lambda n, _: (torch.tril_indices(n, n)[0], torch.tril_indices(n, n)[1]), f(), True),
+            (lambda n, _: (slice(None), torch.triu_indices(3, 3)[1]), f(), True),
         ]
     ],
     *[

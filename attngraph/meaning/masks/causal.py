@@ -15,7 +15,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import Keep, ScoreProgram, format_statement
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks import words as masks
-from attngraph.meaning.masks.fold import low_fill, seen
+from attngraph.meaning.masks.fold import hiding_fills, seen
 
 Q, K = E.var("q"), E.var("k")
 _LATER = M.add(Q, E.ONE, E.var("d"))
@@ -66,13 +66,13 @@ def examine(program: ScoreProgram, keys_are_tokens: bool, counted: frozenset[str
     statements = [
         Keep(M.canonical(s.predicate), s.fill) if isinstance(s, Keep) else s for s in program.statements
     ]
-    soft, hard = seen(statements, low_fill), seen(statements)
-    sees_itself = not _is_false(soft, {Q: E.ZERO, K: E.ZERO})
-    for predicate in (soft, hard) if sees_itself else (hard,):
+    low, hard = [seen(statements, hides) for hides in hiding_fills(statements)], seen(statements)
+    seeing = [soft for soft in low if not _is_false(soft, {Q: E.ZERO, K: E.ZERO})]  # itself, the first token
+    for predicate in (*seeing[:1], hard):
         if _is_false(predicate, {K: _LATER}):
             return Causality(program, _window(predicate))
-    if sees_itself or not _is_false(soft, {K: _LATER}):
-        return _not_hidden(program, soft)
+    if seeing or not _is_false(low[0], {K: _LATER}):
+        return _not_hidden(program, seeing[0] if seeing else low[0])
     why = "the first token sees nothing, and a finite fill then makes it see all tokens alike"
     return Causality(program, None, why, (0, 1))
 

@@ -17,6 +17,7 @@ bounds of scores (`score_bounds.py`) and what may become of each pair (`visible.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
@@ -128,8 +129,23 @@ def any_fill(fill: Expr) -> bool:
 
 def low_fill(fill: Expr) -> bool:
     """For `seen`: a fill hides that is a number, or the score plus one, of at most minus `HIDES`."""
-    number = fill.value if fill.op == "const" else added_to_score(fill)
-    return fill is not E.NAN and bool(number <= -HIDES)
+    return _level(fill) <= -HIDES
+
+
+def hiding_fills(statements: Iterable[Statement]) -> list[Callable[[Expr], bool]]:
+    """For `seen`, which finite fills hide: first all low ones; then, for a query that these leave no key, the
+    ones that stay `HIDES` below all others, which such a query sees."""
+    levels = {_level(s.fill) for s in statements if isinstance(s, Keep) and not s.is_hard}
+    low = sorted((level for level in levels if level <= -HIDES), reverse=True)
+    limits = [-HIDES, *(b for a, b in itertools.pairwise(low) if a - b >= HIDES)]
+    return [lambda fill, limit=limit: _level(fill) <= limit for limit in limits]  # type: ignore[misc]
+
+
+def _level(fill: Expr) -> float:
+    """The number of a fill that is one, or the score plus one; infinity for others, and for NaN."""
+    if fill is E.NAN:
+        return math.inf
+    return float(fill.value) if fill.op == "const" else added_to_score(fill)
 
 
 def added_to_score(fill: Expr) -> float:

@@ -1,14 +1,15 @@
 """Rules of ops that write where an index says: what is written there, the operand elsewhere.
 
 An element is written to if an entry of the index names its place. Where the index is a range, the only entry
-that can do so is computed from the place; the entries of a short list are compared with it one by one.
+that can do so is computed from the place; the entries of a short list are compared with it one by one. The
+places of a triangle are those for which an inequality holds.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from attngraph.ir.language.expr import Expr
 from attngraph.meaning import constants
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
-from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, rule
+from attngraph.meaning.rule import Category, Indices, Unliftable, argument, axis, is_part, rule
 from attngraph.meaning.rules.movement import first_picked, is_mask
 
 Entry = tuple[Expr, Indices]
@@ -45,7 +46,10 @@ def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
     listed: Any = node.args[1]
     picks = {d: pick for d, pick in enumerate(listed) if pick is not None}
     first, covered = first_picked(list(picks)), set(picks)
-    if not any(is_mask(pick) for pick in picks.values()):
+    triangle, entries = _triangle(context, picks, at), list[Entry]()
+    if triangle is not None and not argument(node, 3, "accumulate", False):
+        entries = [(triangle, (E.var("listed"),))]
+    elif not any(is_mask(pick) for pick in picks.values()):
         try:
             entries = _entries(context, node, picks, at)
         except Unliftable:
@@ -69,6 +73,32 @@ def index_put(context: Meaning, node: fx.Node, at: Indices) -> Expr:
         else:
             result = M.where(condition, value, result)
     return result
+
+
+def _triangle(context: Meaning, picks: dict[int, Any], at: Indices) -> Expr | None:
+    """The condition that a place is in a triangle, where two indices are its rows and its columns."""
+    parts = {part[1]: (at[d], part[0]) for d, pick in picks.items() if (part := _part(pick)) is not None}
+    if len(picks) != 2 or parts.keys() != {0, 1} or parts[0][1] is not parts[1][1]:
+        return None
+    (row, source), (column, _) = parts[0], parts[1]
+    kind = str(source.target)
+    if kind not in ("aten.triu_indices.default", "aten.tril_indices.default"):
+        return None
+    rows, columns = (context.scalar(argument(source, n, name)) for n, name in enumerate(("row", "col")))
+    first = M.add(row, context.scalar(argument(source, 2, "offset", 0)))
+    ordered = M.le(first, column) if kind.startswith("aten.triu") else M.le(column, first)
+    return M.and_(ordered, M.lt(row, rows), M.lt(column, columns))
+
+
+def _part(pick: Any) -> tuple[fx.Node, int] | None:
+    """The tensor that an index is a part of along its first dimension, and which part."""
+    if isinstance(pick, fx.Node) and str(pick.target) == "aten.select.int" and not pick.args[1]:
+        return cast(fx.Node, pick.args[0]), cast(int, pick.args[2])
+    if isinstance(pick, fx.Node) and is_part(pick):
+        unbound = cast(fx.Node, pick.args[0])
+        if str(unbound.target) == "aten.unbind.int" and not argument(unbound, 1, "dim", 0):
+            return cast(fx.Node, unbound.args[0]), cast(int, pick.args[1])
+    return None
 
 
 def _listed(context: Meaning, node: fx.Node, picks: dict[int, Any], at: Indices) -> Expr:
