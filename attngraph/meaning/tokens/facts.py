@@ -14,6 +14,7 @@ from torch import fx
 
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.expr import Expr
+from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.masks.causal import Causality
 from attngraph.meaning.tokens.axes import Axes, Space
 
@@ -212,3 +213,13 @@ class Fact:
         place = space.place(self.axes, space.token)
         shown = self.kind.value + (f"({place})" if place is not None and self.kind is not Kind.FIXED else "")
         return f"{shown}: {self.reason}" if self.reason else shown
+
+
+def read_token(index: Expr, tokens: Expr) -> str:
+    """Which token is read at an index, in words. `tokens`: how many there are."""
+    from_end = M.sub(index, tokens)
+    if index.op == "const" or from_end.op == "const":
+        return f"token {index.value if index.op == 'const' else from_end.value} is read"
+    if any(n.op == "read" for n in E.walk(index)):
+        return "data choose the token that is read"
+    return "every token is read" if index.free else "a token is read whose place follows from sizes"

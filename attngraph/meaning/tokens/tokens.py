@@ -36,7 +36,17 @@ from attngraph.meaning.element import Meaning
 from attngraph.meaning.masks.causal import examine
 from attngraph.meaning.rule import Unliftable, is_part
 from attngraph.meaning.tokens.axes import Axes, Indices, Space, outside_reads
-from attngraph.meaning.tokens.facts import ENTRIES, Fact, History, Kind, RunningFold, Sums, TokenLoop, Window
+from attngraph.meaning.tokens.facts import (
+    ENTRIES,
+    Fact,
+    History,
+    Kind,
+    RunningFold,
+    Sums,
+    TokenLoop,
+    Window,
+    read_token,
+)
 from attngraph.meaning.tokens.folds import find_fold
 from attngraph.meaning.tokens.history import HistoryFinder
 from attngraph.meaning.tokens.loops import LoopFinder
@@ -326,7 +336,7 @@ class Tokens:
         if len(index.free) == len(places) == 1:
             dim = str(places[0].value).removeprefix("own")
             return f"its dimension {dim} holds tokens, but has not as many places as there are tokens"
-        return "every token is read" if index.free else f"token {index!r} is read"
+        return read_token(index, self.space.tokens)
 
     def _by_formula(self, node: fx.Node, shape: Indices) -> Fact | None:
         """As a formula of the token's position and of fixed tensors, through all ops that compute it."""

@@ -23,7 +23,7 @@ from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.rule import Unliftable
 from attngraph.meaning.tokens.axes import Indices, Space
-from attngraph.meaning.tokens.facts import Fact, Kind
+from attngraph.meaning.tokens.facts import Fact, Kind, read_token
 
 TERMS = 400
 """Terms of one element. With more, nothing is read from it."""
@@ -199,7 +199,7 @@ class Unfolding:
             return (Term(1.0, (Factor(None, node),)),)
         index = node.args[place]
         if fact.axes[place] != (self.space.token,) or index.op != "const":
-            raise NoTerms(f"token {index!r} is read")
+            raise NoTerms(read_token(index, self.space.tokens))
         args = (*node.args[:place], self.space.token, *node.args[place + 1 :])
         return (Term(1.0, (Factor(int(index.value), E.read(node.value, args, node.kind)),)),)
 
