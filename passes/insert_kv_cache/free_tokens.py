@@ -68,6 +68,8 @@ def replace_number(node: fx.Node, number: int, value: Any, mode: Any) -> None:
         try:
             node.meta["val"] = infer_once(node.target, node.args, node.kwargs, mode)
         except GuardOnDataDependentSymNode as problem:
+            if not isinstance(node.meta["val"], (tuple, list)):
+                raise
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: how many results it has follows from how many tokens "
                 "there are."

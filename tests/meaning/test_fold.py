@@ -239,6 +239,10 @@ def test_the_rules_say_when_the_seventh_key_is_hidden(text: str, hard: bool, low
         ("keep k != q else s - 5e4; keep k <= q else s - 1e9", ""),
         ("keep k != q else -5e4; keep k <= q else -5.5e4", "the first token sees nothing"),
         ("keep k != q else -1e9; keep k <= q else -1e9", "the first token sees nothing"),
+        (
+            "keep k != q else s - 5e4; keep k != q else s - 7e4; keep k <= q else -1e5",
+            "the first token sees nothing",
+        ),
         ("keep k != q else -1e9; keep k <= q else -5e4", "the first token sees nothing"),
         ("keep k <= q else -1e9; keep k < q", ""),
         ("keep k <= q else -1e4", ""),

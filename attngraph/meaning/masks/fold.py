@@ -17,7 +17,6 @@ bounds of scores (`score_bounds.py`) and what may become of each pair (`visible.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
@@ -134,10 +133,11 @@ def low_fill(fill: Expr) -> bool:
 
 def hiding_fills(statements: Iterable[Statement]) -> list[Callable[[Expr], bool]]:
     """For `seen`, which finite fills hide: first all low ones; then, for a query that these leave no key, the
-    ones that stay `HIDES` below all others, which such a query sees."""
-    levels = {_level(s.fill) for s in statements if isinstance(s, Keep) and not s.is_hard}
-    low = sorted((level for level in levels if level <= -HIDES), reverse=True)
-    limits = [-HIDES, *(b for a, b in itertools.pairwise(low) if a - b >= HIDES)]
+    ones that stay `HIDES` below all others together (they may add up), which such a query sees."""
+    levels = [_level(s.fill) for s in statements if isinstance(s, Keep) and not s.is_hard]
+    low = [level for level in levels if level <= -HIDES]
+    above = {limit: sum(level for level in low if level > limit) for limit in sorted(set(low), reverse=True)}
+    limits = [-HIDES, *(limit for limit, others in above.items() if others and others - limit >= HIDES)]
     return [lambda fill, limit=limit: _level(fill) <= limit for limit in limits]  # type: ignore[misc]
 
 
