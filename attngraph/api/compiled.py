@@ -46,6 +46,7 @@ from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
 from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
+from attngraph.runtime.fingerprints import Fingerprints
 from attngraph.runtime.graphs import Graphs, KeyOf
 from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
 from attngraph.runtime.parallel.parameters import is_unfilled, require_contents
@@ -77,6 +78,7 @@ class CompiledModule(ModelWrapper):
     _allow_pieces: bool
     _saved: saving.Folder | None
     _graphs: Graphs
+    _fingerprints: Fingerprints
     _pieces: dict[Any, GraphBreaks]
     _small: SmallCalls
     _settling: int
@@ -98,6 +100,7 @@ class CompiledModule(ModelWrapper):
 
     def _reset(self) -> None:
         self._graphs = Graphs()
+        self._fingerprints = Fingerprints(self._model)
         self._pieces = {}
         self._small = SmallCalls()
         self._settling = 0
@@ -144,7 +147,7 @@ class CompiledModule(ModelWrapper):
         with LOCK.call():
             if shapes in self._small:
                 return self._itself(shapes, args, kwargs)
-            key_of = functools.partial(call_key, leaves, spec, self._model)
+            key_of = functools.partial(call_key, leaves, spec, self._fingerprints)
             pieces = self._pieces.get(ALWAYS)
             found = None if pieces is not None else self._graphs.find(key_of, tensors)
             if found is not None:
@@ -213,7 +216,7 @@ class CompiledModule(ModelWrapper):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._agree(leaves, tensors)
-        key_of = functools.partial(call_key, leaves, spec, self._model)
+        key_of = functools.partial(call_key, leaves, spec, self._fingerprints)
         self._trace(key_of, tensors, args, kwargs)
 
     def weights(
@@ -276,7 +279,7 @@ class CompiledModule(ModelWrapper):
         leaves, spec = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with LOCK.call():
-            key_of = functools.partial(call_key, leaves, spec, self._model)
+            key_of = functools.partial(call_key, leaves, spec, self._fingerprints)
             found = self._graphs.find(key_of, tensors)
         try:
             found = found or self._trace(key_of, tensors, args, kwargs)
@@ -419,7 +422,7 @@ class CompiledModule(ModelWrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles contain the model and the options; graphs are traced again."""
-        derived = ("_saved", "_graphs", "_pieces", "_small", "_forward", "_generate")
+        derived = ("_saved", "_graphs", "_fingerprints", "_pieces", "_small", "_forward", "_generate")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         return _unmade, (type(self),), state
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attngraph.capture.guards import ShapeGuard, things
 from attngraph.capture.side_effects import name_of
-from attngraph.capture.state import LeftOut, Place, Walk
+from attngraph.capture.state import Exact, LeftOut, Place, Walk
 
 _SHARED = ("which tensors are the same object", "which tensors share their memory")
 _STATE = ("whether gradients are recorded", "inference mode", "the default dtype", "autocast")
@@ -97,12 +97,11 @@ def _of_state(
     """The attribute or variable that an entry of a fingerprint belongs to."""
     walk = _Finding(number, left_out)
     for thing in (target, *things(leaves)):
-        walk.at = Place(thing, "")
-        walk.visit(thing, 0)
+        walk.start(thing)
     place = walk.place
     if place is None:
         return Change("the state of the model")
-    plain = all(isinstance(v, (int, float, bool, str, type(None))) for v in (before, after))
+    plain = all(isinstance(v, (int, str, type(None), Exact)) for v in (before, after))
     values = f"{after!r}, and it was {before!r}" if plain else ""
     if isinstance(place.owner, nn.Module) and not place.name:
         if {before, after} == {True, False}:

@@ -26,17 +26,8 @@ from torch import Tensor, nn
 
 from attngraph.capture.code import code_digest, digest, functions_of, globals_in, nested
 from attngraph.capture.executed import TOOLS
-from attngraph.capture.state import (
-    _BACKWARD_HOOKS,
-    _FORWARD_HOOKS,
-    _MODULES_OWN,
-    _PLAIN,
-    _has_value,
-    _is_foreign,
-    _is_open,
-    _set_on_entry,
-    _slots,
-)  # fmt: skip
+from attngraph.capture.kinds import has_value, is_foreign, is_open, set_on_entry, slots_of
+from attngraph.capture.state import BACKWARD_HOOKS, FORWARD_HOOKS, MODULES_OWN, PLAIN
 from attngraph.ir import budgets
 
 _LINE = 100
@@ -97,7 +88,7 @@ class Content:
         self.doubts.append(f"{path}, a {type(value).__name__}")
 
     def visit(self, path: str, value: Any, depth: int = 0) -> None:
-        if isinstance(value, (*_PLAIN, float, complex, types.NotImplementedType, types.EllipsisType)):
+        if isinstance(value, (*PLAIN, float, complex, types.NotImplementedType, types.EllipsisType)):
             self.put(path, f"{type(value).__name__} {value!r}")
         elif isinstance(value, weakref.ref):
             self.visit(path, value(), depth)
@@ -157,11 +148,11 @@ class Content:
                 self.put(where, f"{kind} {tensor.dtype} {shape} {tensor.device}{' wants' * wants}{same}")
                 if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                     self.doubt(where, tensor)
-        for hooks in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
+        for hooks in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
             for number, hook in enumerate(getattr(module, hooks).values()):
                 self.visit(f"{path}.{hooks}.{number}", hook, depth)
         for name, value in tuple(vars(module).items()):
-            if name not in _MODULES_OWN:
+            if name not in MODULES_OWN:
                 self.visit(f"{path}.{name}", value, depth)
         for name, child in module._modules.items():
             self.visit(f"{path}.{name}", child, 0)
@@ -223,11 +214,11 @@ class Content:
             )
         elif isinstance(value, ContextVar):
             self.visit(f"{path}.value", value.get(None), depth)
-        elif _is_open(kind) and (hasattr(value, "__dict__") or _slots(kind)):
+        elif is_open(kind) and (hasattr(value, "__dict__") or slots_of(kind)):
             self.objects[path] = value
             self.put(path, self.kind(kind))
-            passing = _set_on_entry(kind)
-            held = {name: getattr(value, name, None) for name in _slots(kind)}
+            passing = set_on_entry(kind)
+            held = {name: getattr(value, name, None) for name in slots_of(kind)}
             held |= getattr(value, "__dict__", {})
             for name, inner in tuple(held.items()):
                 if name in passing:
@@ -250,7 +241,7 @@ class Content:
             self.put(
                 path, f"{_name(type(value))} {view.shape} {hashlib.sha256(view.tobytes()).hexdigest()[:32]}"
             )
-        elif isinstance(value, (slice, re.Pattern)) or (_has_value(value) and " at 0x" not in text):
+        elif isinstance(value, (slice, re.Pattern)) or (has_value(value) and " at 0x" not in text):
             self.put(path, f"{_name(type(value))} {text}")
         else:
             self.doubt(path, value)
@@ -269,9 +260,9 @@ class Content:
                         self.meet(f"{_name(owner)}.{name}.{number}", function)
                         parts.append(f"{name} {code_digest(function.__code__)}")
                     if isinstance(value, enum.Enum):
-                        value = value.value if isinstance(value.value, _PLAIN) else repr(value.value)
+                        value = value.value if isinstance(value.value, PLAIN) else repr(value.value)
                     is_plain = isinstance(value, (int, float, str))
-                    if _is_foreign(owner.__module__) or name.startswith("__"):
+                    if is_foreign(owner.__module__) or name.startswith("__"):
                         continue
                     if is_plain:
                         parts.append(f"{name} {value!r}")
@@ -429,7 +420,7 @@ def _bound(
     own.visit(name, value)
     if not isinstance(value, types.ModuleType) or id(value) in around:
         return
-    foreign = _is_foreign(value.__name__)
+    foreign = is_foreign(value.__name__)
     for inner in names:
         found = vars(value).get(inner)
         if isinstance(found, types.ModuleType):

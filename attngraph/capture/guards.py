@@ -9,15 +9,18 @@ import sympy
 import torch
 from torch import Tensor
 
-from attngraph.capture.state import LeftOut, fingerprint
+from attngraph.capture.state import LeftOut
 from attngraph.capture.structure import is_value
 from attngraph.ir import budgets
 from attngraph.ir.graph.conditions import holds
 from attngraph.ir.versions import version_of
 
+FingerprintOf = Callable[[Sequence[Any], LeftOut], tuple[Any, ...]]
+"""Gives the fingerprint of a model, and of the objects among a call's arguments, without some attributes."""
+
 
 def call_key(
-    leaves: Sequence[Any], spec: Any, target: Callable[..., Any], left_out: LeftOut = frozenset()
+    leaves: Sequence[Any], spec: Any, fingerprint: FingerprintOf, left_out: LeftOut = frozenset()
 ) -> Any:
     """A key of everything in a call that a trace depends on, except for tensor sizes and values: structure,
     dtypes, devices, numbers, which tensors are identical or share memory, global state of PyTorch, and the
@@ -32,7 +35,7 @@ def call_key(
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        fingerprint([target, *things(leaves)], left_out=left_out),
+        fingerprint(things(leaves), left_out),
     )
 
 

@@ -8,10 +8,7 @@ lose).
 
 from __future__ import annotations
 
-import argparse
 import builtins
-import dis
-import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -27,19 +24,18 @@ from torch.fx.experimental.proxy_tensor import _AttrProxy
 from torch.nn.parameter import is_lazy
 
 from attngraph.capture.code import globals_in
+from attngraph.capture.kinds import has_value, is_foreign, is_open, own_classes, set_on_entry, slots_of
 from attngraph.ir import budgets
 
-_PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
-_MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
+PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
+_BY_VALUE = (*PLAIN, float)
+_COMPARED_EXACTLY = frozenset({int, str, bytes, type(None), torch.dtype, torch.device})
+MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
 MODULES_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
 NAMING = ("_parameters", "_buffers", "_modules")
 """Of a module's tables those whose entries are read as attributes of it."""
-_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-
-_HEAP_TYPE = 1 << 9
-"""CPython's flag of types made by a class statement: all state of their objects is in attributes."""
-_OPEN = (types.SimpleNamespace, argparse.Namespace, partial)
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 _RESTORED = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 
@@ -60,6 +56,20 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+class Exact(NamedTuple):
+    """A value that equals only one of its type and text: `True` is not 1, -0.0 is not 0.0, NaN is NaN."""
+
+    type: type
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def exact(value: Any) -> Any:
+    return value if type(value) in _COMPARED_EXACTLY else Exact(type(value), repr(value))
 
 
 def fingerprint(
@@ -90,11 +100,11 @@ def hooks_not_traced(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     path of each one's module, its kind, and itself. Other forward hooks are code of the forward. Those of
     torch.distributed move weights between devices."""
     for path, module in model.named_modules():
-        for name in _FORWARD_HOOKS:
+        for name in FORWARD_HOOKS:
             for hook in getattr(module, name).values():
                 if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
                     yield path, "hook", hook
-        for name in _BACKWARD_HOOKS if torch.is_grad_enabled() else ():
+        for name in BACKWARD_HOOKS if torch.is_grad_enabled() else ():
             for hook in getattr(module, name).values():
                 yield path, "backward hook", hook
 
@@ -113,8 +123,7 @@ def walk(
     """What is reachable from the targets, and all that `fingerprint` says of it."""
     found = Walk(weights or {}, left_out)
     for target in targets:
-        found.at = Place(target, "")
-        found.visit(target, 0)
+        found.start(target)
     return found
 
 
@@ -138,12 +147,14 @@ class Walk:
         self.seen: dict[int, int] = {}
         self.kinds: set[type] = set()
 
+    def start(self, target: Any) -> None:
+        self.at = Place(target, "")
+        self.visit(target, 0)
+
     def visit(self, value: Any, depth: int) -> None:
         found = self.found
-        if isinstance(value, _PLAIN):
-            found.append(value)
-        elif isinstance(value, float):
-            found.append(repr(value))  # distinguishes -0.0 from 0.0, and makes NaN equal to itself
+        if isinstance(value, _BY_VALUE):
+            found.append(exact(value))
         elif isinstance(value, Tensor):
             # A tensor that a graph takes as a constant lives as long as that, so its address is its own.
             identity = self.weights.get(id(value)) or getattr(value, "serial_number", id(value))
@@ -182,9 +193,9 @@ class Walk:
     def thing(self, value: Any, depth: int) -> None:
         """An object: by its attributes if they are its whole state, else as `closed` says."""
         kind: Any = type(value)
-        names = _slots(kind)
+        names = slots_of(kind)
         held = getattr(value, "__dict__", None)
-        if not _is_open(kind) or (held is None and not names):
+        if not is_open(kind) or (held is None and not names):
             self.closed(value)
             return
         self.kind(kind)
@@ -198,7 +209,7 @@ class Walk:
             if hasattr(value, name):
                 self.variables.append((Place(value, name), getattr(value, name)))
             self.visit(getattr(value, name, None), depth)
-        passing = _set_on_entry(kind)
+        passing = set_on_entry(kind)
         around = self.at
         for name, inner in tuple((held or {}).items()):
             if name not in passing and (id(value), name) not in self.left_out:
@@ -211,7 +222,7 @@ class Walk:
         """An object that cannot be inspected: by value if it is hashable by value, else by identity."""
         if isinstance(value, slice):
             self.found.append((slice, repr(value)))
-        elif _has_value(value):
+        elif has_value(value):
             self.found.append((type(value), value))
         else:
             self.found += (Same(value), bytes_of(value))
@@ -220,7 +231,7 @@ class Walk:
     def kind(self, kind: type) -> None:
         """A class, with the plain attributes that its objects read."""
         self.found.append(kind)
-        for owner in _own_classes(kind):
+        for owner in own_classes(kind):
             if owner not in self.kinds:
                 self.kinds.add(owner)
                 self.plain(owner, vars(owner), vars(owner))
@@ -234,7 +245,7 @@ class Walk:
         for name in names:
             value = space.get(name)
             if isinstance(value, (int, float, str)) and not name.startswith("__"):
-                self.found += (name, repr(value) if isinstance(value, float) else value)
+                self.found += (name, exact(value))
                 self.variables.append((Place(owner, name), value))
 
     def tables(self, owner: type) -> None:
@@ -260,7 +271,7 @@ class Walk:
                 self.visit(key, depth)
                 self.visit(inner, depth)
         elif isinstance(value, (set, frozenset)):
-            self.found.append(frozenset(v if isinstance(v, (*_PLAIN, float)) else Same(v) for v in value))
+            self.found.append(frozenset(exact(v) if isinstance(v, _BY_VALUE) else Same(v) for v in value))
         else:
             for inner in value:
                 self.visit(inner, depth)
@@ -281,11 +292,11 @@ class Walk:
                 shape = () if lazy else tuple(tensor.shape)
                 wants = store is module._buffers and tensor.requires_grad
                 found.append((name, order, tensor.dtype, tensor.device, shape, lazy, wants))
-        for name in _BACKWARD_HOOKS:
+        for name in BACKWARD_HOOKS:
             found += map(Same, own[name].values())
         self.containers.append((Place(module, ""), own))
         around = self.at
-        for name in _FORWARD_HOOKS:
+        for name in FORWARD_HOOKS:
             for hook in tuple(own[name].values()):
                 found.append(name)
                 self.at = Place(module, name)
@@ -323,7 +334,7 @@ class Walk:
                 self.variables.append((self.at, value))
                 self.visit(value, depth)
                 self.at = around
-                if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
+                if isinstance(value, types.ModuleType) and not is_foreign(value.__name__):
                     self.plain(value, names, vars(value))
                     self.held_by(value, names, depth)
 
@@ -331,7 +342,7 @@ class Walk:
         """What a file has under these names besides numbers and strings."""
         for name in names:
             value = vars(module).get(name)
-            foreign = isinstance(value, type) and _is_foreign(value.__module__)
+            foreign = isinstance(value, type) and is_foreign(value.__module__)
             if not foreign and not isinstance(value, (int, float, str, types.ModuleType, types.NoneType)):
                 around, self.at = self.at, Place(module, name)
                 self.visit(value, depth)
@@ -341,59 +352,7 @@ class Walk:
 @lru_cache(maxsize=4096)
 def _set_by_user(names: tuple[str, ...]) -> tuple[str, ...]:
     """Of the names of a module's attributes those that not every module has."""
-    return tuple(name for name in names if name not in _MODULES_OWN)
-
-
-@lru_cache(maxsize=4096)
-def _own_classes(kind: type) -> tuple[type, ...]:
-    """The class and its bases, without those of Python's standard library and torch."""
-    return tuple(k for k in kind.__mro__ if not _is_foreign(k.__module__))
-
-
-@lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
-    named = (getattr(k, "__slots__", ()) for k in kind.__mro__)
-    each = (n for names in named for n in ((names,) if isinstance(names, str) else names))
-    return tuple(n for n in each if n not in ("__dict__", "__weakref__"))
-
-
-@lru_cache(maxsize=4096)
-def _is_open(kind: type) -> bool:
-    """Whether attributes are the whole state of objects of this class. attngraph's runtime objects are
-    excluded: a trace cannot depend on how they change."""
-    if issubclass(kind, _OPEN):
-        return True
-    if kind.__module__.startswith("attngraph.runtime."):
-        return False
-    made_here = all(k is object or k.__flags__ & _HEAP_TYPE for k in kind.__mro__)
-    return made_here and (not _is_foreign(kind.__module__) or kind.__module__.startswith("torch."))
-
-
-@lru_cache(maxsize=4096)
-def _set_on_entry(kind: type) -> frozenset[str]:
-    """The attributes that one of torch's context managers, such as `torch.autocast`, sets whenever it is
-    entered, to undo what it does. Nothing else reads them."""
-    enter = getattr(kind, "__enter__", None)
-    if not kind.__module__.startswith("torch.") or not isinstance(enter, types.FunctionType):
-        return frozenset()
-    return frozenset(str(i.argval) for i in dis.get_instructions(enter) if i.opname == "STORE_ATTR")
-
-
-def _has_value(value: Any) -> bool:
-    """Whether the object is compared and hashed by value. (A weak reference is hashable if its object is.)"""
-    own_hash: Any = type(value).__hash__
-    if own_hash in (None, object.__hash__):
-        return False
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_foreign(module: str) -> bool:
-    root = module.partition(".")[0]
-    return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")
+    return tuple(name for name in names if name not in MODULES_OWN)
 
 
 def bytes_of(value: Any) -> bytes:

@@ -23,6 +23,7 @@ from attngraph.capture.structure import Spread, flatten
 from attngraph.capture.trace_lock import LOCK
 from attngraph.errors import AttnGraphError, CacheError, DisagreementError, NoDecoderError
 from attngraph.ir import budgets
+from attngraph.runtime.fingerprints import Fingerprints
 from attngraph.runtime.generation_options import DECODER_IDS
 from attngraph.runtime.kv_cache import KVCache
 from attngraph.runtime.packing import Packed
@@ -45,6 +46,7 @@ class DerivedSteps:
     def __init__(self, model: Callable[..., Any], derive: Callable[..., Step], tokens: str | None) -> None:
         self._model, self._derive, self._tokens = model, derive, tokens
         self._signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+        self._fingerprints = Fingerprints(model)
         self._kept: dict[Any, Step] = {}
 
     @property
@@ -106,7 +108,7 @@ class DerivedSteps:
         width = tuple(packed.ids.shape[2:])
 
         def key(left_out: LeftOut) -> Any:
-            return left_out, call_key(leaves, spec, model, left_out), width
+            return left_out, call_key(leaves, spec, self._fingerprints, left_out), width
 
         with LOCK.call():
             found = self._valid(key)
