@@ -100,5 +100,11 @@ version only, which misses a write through `.data`."""
 STATE_ENTRIES, STATE_DEPTH, STATE_BYTES = 256, 6, 1 << 12
 """Entries of a container, depth of nesting, and bytes of an array that are examined as state of a model.
 Beyond these limits an object is compared by identity alone."""
+RECORDED_TOKENS = 256
+"""New tokens of a decoder's call that is recorded when its shapes come again. With more, the graph runs: what
+lies between the compiled calls is then a small part of the time."""
+RECORDINGS, RECORDED_BYTES = 8, 1 << 27
+"""Recordings that a decoder's graph keeps, and bytes of the results of their compiled calls. The one that was
+not used for longest is dropped; a call that would need more bytes by itself is not recorded."""
 MEMORY_KEPT = 1 << 29
 """Bytes of freed memory on the CPU that are kept for new tensors. More are given back to the system."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from attngraph.codegen.cpu import toolchain
+from attngraph.codegen.cpu import team, toolchain
 from attngraph.codegen.cpu.chain import Link
 from attngraph.codegen.cpu.source import header
 
@@ -24,6 +24,8 @@ INNER = 4
 """Dimensions of a token, as in c/copies.h."""
 FEW = 4096
 """The most whole numbers that one thread computes with."""
+SHARED = 1 << 18
+"""Bytes of new tokens that several threads write to their pages."""
 _Strides = ctypes.c_int64 * INNER
 
 
@@ -48,6 +50,10 @@ class _Kept(ctypes.Structure):
           ("rows", "columns", "page", "bytes", "token_stride", "page_stride", "slot_stride")),
         *((name, _Strides) for name in ("size", "fresh_strides", "page_strides")),
     )  # fmt: skip
+
+
+class _Keep(ctypes.Structure):
+    _fields_ = (("all", ctypes.c_void_p), ("count", ctypes.c_int64), ("item", ctypes.c_int64))
 
 
 def link_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Link | None:
@@ -129,6 +135,7 @@ class Keeping:
         self._calls: list[_Kept] = []
         self._held: list[Tensor] = []
         self._all: Any = None
+        self._call, self._bytes = _Keep(), 0
 
     def add(
         self, fresh: Tensor, pages: Tensor, table: Tensor, starts: Tensor, first: Tensor, row_dim: int,
@@ -166,11 +173,15 @@ class Keeping:
         self._calls.append(call)
         self._held += [value, *rows]
         self._all = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._calls))
+        self._call.all, self._call.count = ctypes.addressof(self._all), len(self._calls)
+        self._bytes += value.nbytes
         return move
 
     def run(self) -> None:
         if self._calls:
-            _code().attngraph_keep(self._all, ctypes.c_int64(len(self._calls)))
+            self._call.item = 0
+            members = 1 if self._bytes < SHARED else torch.get_num_threads()
+            team.run(_code().attngraph_keep, self._call, members)
 
 
 @functools.cache

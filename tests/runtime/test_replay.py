@@ -1,4 +1,4 @@
-"""Recorded steps of decoders give what whole sequences give, whatever happens between two steps."""
+"""Recorded calls of decoders give what whole sequences give, whatever happens between two calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import attngraph
 from attngraph import CacheConfig, Decoder
-from attngraph.codegen.cpu import replay
+from attngraph.codegen.cpu import decode, replay
 from attngraph.codegen.cpu.recording import Recording
+from attngraph.ir import budgets
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
@@ -93,6 +94,12 @@ def made(name: str, **config: Any) -> tuple[nn.Module, Decoder]:
     model = MODELS[name]()
     found = attngraph.compile(model, cache=CacheConfig(**config) if config else True)
     return model, found
+
+
+def recordings(decoder: Decoder) -> list[Recording]:
+    """Those of a decoder that was derived once."""
+    (step,) = decoder._derived.all()
+    return [r for r in step._step._run._recordings.values() if isinstance(r, Recording)]
 
 
 def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
@@ -308,7 +315,7 @@ def test_a_recording_does_not_keep_the_pages_of_a_state(monkeypatch: pytest.Monk
     pages = {t.untyped_storage().data_ptr() for t in state.stores().values()}
     for recording in seen:
         held = [v for v in recording.values.values() if isinstance(v, Tensor)]
-        held += [t for link, *_ in recording.readers for t in link.held]
+        held += [t for reader in recording.readers for t in reader.link.held]
         assert pages.isdisjoint(t.untyped_storage().data_ptr() for t in held)
 
 
@@ -330,7 +337,7 @@ def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None
     for _ in range(2):
         assert decoder.generate(prompt, max_new_tokens=12).tolist() == wanted.tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay.Replay, "_is_few", lambda self, inputs: False)
+        patch.setattr(replay.Replay, "_may_record", lambda self, inputs: False)
         beams = decoder.generate(prompt, max_new_tokens=12, num_beams=3)
     for _ in range(2):
         assert decoder.generate(prompt, max_new_tokens=12, num_beams=3).tolist() == beams.tolist()
@@ -340,3 +347,54 @@ def test_generation_beams_and_the_engine_choose_what_the_model_chooses() -> None
         engine.run()
         for request, row in zip(requests, wanted, strict=True):
             assert request.result() == row[5:].tolist()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "window"])
+@pytest.mark.covering
+def test_prompts_of_many_tokens_are_recorded_too(name: str, layout: str, replayed: list[bool]) -> None:
+    """Rows of other lengths, and chunks after kept tokens, of as many tokens in all."""
+    model, decoder = made(name, layout=layout)
+    tokens = ids(2, 90)
+    wanted = whole(model, tokens)
+    for lengths in ([40, 40], [40, 40], [79, 1], [20, 60], [40, 40]):
+        logits, state = decoder.prefill([tokens[n, :count] for n, count in enumerate(lengths)])
+        chunk = [tokens[n, count : count + 5] for n, count in enumerate(lengths)]
+        more = decoder.decode(chunk, state)
+        for row, count in enumerate(lengths):
+            close(logits[row, :count], wanted[row, :count])
+            close(more[row], wanted[row, count : count + 5])
+    assert len(replayed) >= (3 if layout == "paged" else 5) and all(replayed)
+
+
+def test_rows_that_keep_more_than_a_recording_is_made_for_run_the_graph(
+    replayed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "LONG", 4 * 40 * (30 + 20))  # 4 heads, 40 new tokens: up to 30 kept ones
+    model, decoder = made("rotary")
+    tokens = ids(1, 200)
+    wanted, state = whole(model, tokens), None
+    for first in range(0, 200, 40):
+        part = tokens[:, first : first + 40]
+        logits, state = (decoder.decode(part, state), state) if state else decoder.prefill(part)
+        close(logits, wanted[:, first : first + 40])
+        decoder.prefill(part)  # nothing kept
+    assert replayed.count(False) >= 2 and replayed.count(True) >= 2
+
+
+def test_what_takes_more_memory_than_recordings_may_is_not_recorded(
+    replayed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, decoder = made("learned")
+    one, other = ids(1, 60), ids(1, 50)
+    decoder.prefill(one), decoder.prefill(one)
+    (recording,) = recordings(decoder)
+    monkeypatch.setattr(budgets, "RECORDED_BYTES", recording.nbytes)
+    for tokens in (one, other, other, one):
+        close(decoder.prefill(tokens)[0], whole(model, tokens))
+    assert sum(r.nbytes for r in recordings(decoder)) <= recording.nbytes
+    monkeypatch.setattr(budgets, "RECORDED_BYTES", 1000)
+    runs = len(replayed)
+    for _ in range(4):
+        close(decoder.prefill(ids(1, 70))[0], whole(model, ids(1, 70)))
+    assert len(replayed) == runs

@@ -56,10 +56,16 @@ static void write_token(const Kept *c, const char *from, char *to) {
                        from + a * c->fresh_strides[0] + b * c->fresh_strides[1] + d * c->fresh_strides[2], line);
 }
 
-/* So many of them, by the calling thread: where a ring's places are fewer than its new tokens, the last ones stay. */
-void attngraph_keep(const Kept *const *all, int64_t count) {
-    for (int64_t n = 0; n < count; ++n) {
-        const Kept *c = all[n];
+/* So many of them. Each is written by one thread: where a ring's places are fewer than its new tokens, the last ones
+   stay. */
+typedef struct {
+    const Kept *const *all;
+    int64_t count, item;
+} Keep;
+
+void attngraph_keep(Keep *k) {
+    for (int64_t n; (n = take(&k->item)) < k->count;) {
+        const Kept *c = k->all[n];
         for (int64_t r = 0; r < c->rows; ++r)
             for (int64_t t = c->starts[r]; t < c->starts[r + 1]; ++t) {
                 int64_t slot = (c->first[r] + t - c->starts[r]) % (c->columns * c->page);

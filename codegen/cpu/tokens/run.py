@@ -73,12 +73,13 @@ class Tokens:
         return None if made is None else made.run(given)
 
     def link(self, text: str, given: Sequence[Tensor]) -> Link | None:
-        """A call for few tokens, ready to run; None if it is not supported."""
+        """A call that computes everything at once, ready to run; None if it is not supported, or if it is not
+        known that this is the fastest way."""
         made = self.prepared(text)
         if made is None or not made.has_types(given):
             return None
         tokens = tokens_in(made.program, given)
-        if not 0 < tokens <= FEW or any(not made.is_usable(n, t) for n, t in enumerate(given)):
+        if not made.is_one_call(tokens) or any(not made.is_usable(n, t) for n, t in enumerate(given)):
             return None
         return made.link(given, memory_of_results(made.program, tokens, floating(given)), tokens)
 
@@ -161,7 +162,7 @@ class Prepared:
         def with_pytorch() -> None:
             self._around_products(given, results, tokens)
 
-        if tokens <= FEW or tokens * self.multiplications < LARGE:
+        if not self._is_measured(tokens):
             ours()
             return
         kind = self._kind(tokens)
@@ -173,6 +174,20 @@ class Prepared:
             self._told.add(kind)
             _remarks.add(self.program.text, chosen.said(kind, times))
         ours() if chosen.best(times) == OURS else with_pytorch()
+
+    def _is_measured(self, tokens: int) -> bool:
+        """Whether the products of a block are large enough to be computed by whoever takes less time."""
+        return tokens > FEW and tokens * self.multiplications >= LARGE
+
+    def is_one_call(self, tokens: int) -> bool:
+        """Whether so many tokens are computed by one call of C: they are one block, and where there is a
+        choice it has been made."""
+        if not 0 < tokens <= self.at_once:
+            return False
+        if not self._is_measured(tokens):
+            return True
+        times = chosen.known(self._kind(tokens))
+        return times is not None and chosen.best(times) == OURS
 
     def _kind(self, tokens: int) -> str:
         """What calls have in common that are taken to be served best by the same products."""
@@ -230,7 +245,7 @@ class Prepared:
         def renew(number: int) -> Tensor | None:
             if where.count(where[number]) > 1:
                 return None  # shared with another result
-            made = torch.empty_like(results[number])
+            made = _empty_like(results[number])
             call[len(places) + where[number]] = made.data_ptr()
             return made
 
@@ -300,6 +315,11 @@ class Prepared:
             rows = slice(start, start + step)
             part = weight_rows(self.program, product, given, left.dtype, rows)
             torch.mm(left, part.T, out=out[:, rows])
+
+
+def _empty_like(result: Tensor) -> Tensor:
+    """New memory for a result, with the same strides."""
+    return memory.empty_like_strided(result, result.shape, result.stride())
 
 
 _PANELS, _ARRANGED, _PHASE, _MEMBER = 2, 3, 4, 5
