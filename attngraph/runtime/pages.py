@@ -210,11 +210,12 @@ class Pages:
         if keep is not None:
             row, positions = row[keep], positions[keep]
         places: Any
+        capacity = self.capacity
         if len(row) <= FEW and row.is_cpu:  # separate copies are faster than indexing with a tensor
-            slots = [(r, p % self.capacity) for r, p in self._kept(firsts, counts)]
+            slots = [(r, p % capacity) for r, p in self._kept(firsts, counts)]
             places = [(self.rows[r][slot // self.page], slot % self.page) for r, slot in slots]
         else:
-            slot = positions % self.capacity
+            slot = positions % capacity
             places = self.table()[row, slot // self.page], slot % self.page
         for members, arena in self.arenas.values():
             dims = members[0].row_dim, members[0].token_dim
@@ -230,11 +231,11 @@ class Pages:
     def _runs(self, firsts: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """New tokens that are written to consecutive places: the page, the first place, the packed index of
         the first token, and how many they are."""
-        begin = 0
+        begin, capacity = 0, self.capacity
         for pages, first, count in zip(self.rows, firsts, counts, strict=True):
             done = 0
             while done < count:
-                slot = (first + done) % self.capacity
+                slot = (first + done) % capacity
                 page, place = divmod(slot, self.page)
                 many = min(self.page - place, count - done)
                 yield pages[page], place, begin + done, many
