@@ -78,6 +78,7 @@ class Recorder:
         if not any(isinstance(piece, Chain) for piece in self.pieces):
             raise NotRecorded
         self.keeping, self.movers = self._kept()
+        self.kept = [self.keeping is not None and output.kind == "pages" for output in graph.outputs]
         self.renewed = self._renewed()
         self.made = self._made()
         self.recording = self._recording(inputs)
@@ -278,11 +279,10 @@ class Recorder:
         if self.keeping is not None:
             self.keeping.run()
         made: list[Any] = []
-        for output, node in zip(self.kinds.graph.outputs, self.results, strict=True):
+        for output, node, kept in zip(self.kinds.graph.outputs, self.results, self.kept, strict=True):
             value = self.values[node] if isinstance(node, fx.Node) else node
-            is_kept = output.kind == "pages" and self.keeping is not None
             stays = output.kind != "pages" and isinstance(value, Tensor)
-            made.append(None if is_kept else value.clone() if stays else value)
+            made.append(None if kept else value.clone() if stays else value)
         return made
 
     def _recording(self, inputs: Sequence[Tensor]) -> Recording:
@@ -298,7 +298,7 @@ class Recorder:
             kinds, self.pieces, self.results, {n: v for n, v in self.values.items() if n in needed}, self.own,
             [*self.pages, *made, *(carry.after for carry in self.carries)],
             [(n, own, own.data_ptr() if own.is_cpu else 0, own.nbytes) for n, own in copied.items()],
-            [n for n in (*kinds.still, *kinds.pages) if self.placeholders[n] in needed],
+            [n for n in (*kinds.still, *kinds.pages) if self.placeholders[n] in needed], self.kept,
             [output.kind != "pages" and value not in fresh
              for output, value in zip(kinds.graph.outputs, self.results, strict=True)],
             self.readers, self.carries, self.renewed, self.keeping, self.movers,

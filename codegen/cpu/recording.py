@@ -76,6 +76,7 @@ class Recording:
         passing: values of one run alone.
         copies: the inputs that are copied: by number, where to, its address (0: not on the CPU) and bytes.
         taken: the inputs that PyTorch's operations take where they lie, by number.
+        kept: for each result, whether `keeping` writes it to the pages of a cache.
         copied: for each result, whether it lies in memory that the next run writes to.
         still, where: where weights and pages lay.
         nbytes: of the results of its compiled calls.
@@ -89,6 +90,7 @@ class Recording:
     passing: list[fx.Node]
     copies: list[tuple[int, Tensor, int, int]]
     taken: list[int]
+    kept: list[bool]
     copied: list[bool]
     readers: list[Reader]
     carries: list[Carry]
@@ -185,8 +187,8 @@ class Recording:
             self.keeping.run()
         results = [values.get(n) if isinstance(n, fx.Node) else n for n in self.results]
         return [
-            value.clone() if copied and isinstance(value, Tensor) else value
-            for value, copied in zip(results, self.copied, strict=True)
+            None if kept else value.clone() if copied and isinstance(value, Tensor) else value
+            for value, kept, copied in zip(results, self.kept, self.copied, strict=True)
         ]
 
     def _forget(self) -> None:
