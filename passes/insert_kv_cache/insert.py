@@ -15,30 +15,28 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from attngraph.errors import NoDecoderError
-from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, is_size, op_name
+from attngraph.ir.graph.program_graph import RESULTS, Level, Output, ProgramGraph, op_name
 from attngraph.ir.graph.source import module_of, source_of
 from attngraph.ir.language import expr as E
-from attngraph.ir.language.expr import Expr
 from attngraph.ir.language.score import ScoreProgram
-from attngraph.ir.ops.cached_attention import CachePlan, Carried, Store
+from attngraph.ir.ops.cached_attention import CachePlan, Carried
 from attngraph.ir.ops.nodes import AttentionOp
-from attngraph.meaning.algebra.sizes import size_expression
 from attngraph.meaning.tokens.facts import Fact, History, Kind, RunningFold, TokenLoop, Window
-from attngraph.meaning.tokens.kv_cut import bytes_per_token, choose_kept, moved_operands
 from attngraph.meaning.tokens.tokens import Tokens
-from attngraph.passes.build import Builder, NoSize, built
+from attngraph.passes.build import Builder, NoSize
 from attngraph.passes.dtypes import forget_operands_of_dtype
 from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.analyse import analyse
 from attngraph.passes.insert_kv_cache.carry import Carry
-from attngraph.passes.insert_kv_cache.free_tokens import free_tokens, replace_number
+from attngraph.passes.insert_kv_cache.free_tokens import free_tokens
+from attngraph.passes.insert_kv_cache.kept_values import KeptValues
 from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.run_again import run_again
@@ -126,7 +124,7 @@ class _Insertion:
         self.space, self.meaning = tokens.space, tokens.meaning
         self.inputs = StepInputs(graph, ids, tokens)
         self.fixed = FixedValues(graph, ids, tokens, self.inputs)
-        self.stores: dict[fx.Node, Store] = {}
+        self.kept = KeptValues(graph, tokens, self.inputs)
         self.carried: dict[fx.Node, Carried] = {}
         self.rounding = 0.0
         self.anew: list[str] = []
@@ -139,7 +137,7 @@ class _Insertion:
         most_tokens = self.tokens.most_tokens()
         attentions = [n for n in self.graph.attentions() if n in self.needed and self._looks_at_tokens(n)]
         scans = [n for n, f in self.tokens.facts.items() if f.kind is Kind.SCAN and n in self.needed]
-        self._choose_stores([*attentions, *scans])
+        self.kept.choose([*attentions, *scans])
         for node in list(self.graph.graph.nodes):
             fact = self.tokens.facts.get(node)
             if fact is not None and fact.formula is not None and node in self.needed:
@@ -156,8 +154,8 @@ class _Insertion:
                     self._carry(node)
         for node, new in self.made.items():
             node.replace_all_uses_with(new)
-        self.stores = {self.made.get(kept, kept): store for kept, store in self.stores.items()}
-        kept = list(self.stores)
+        self.kept.move(self.made)
+        kept = list(self.kept.stores)
         for node in attentions:
             self._look_at_pages(node)
         self.fixed.take()
@@ -165,7 +163,8 @@ class _Insertion:
         output = self.graph.graph.output_node()
         values: Any = output.args[0]
         output.args = ((*values, *kept, *self.carried),)
-        pages = (Output("pages", self.stores[n].name) for n in kept)
+        stores = self.kept.stores
+        pages = (Output("pages", stores[n].name) for n in kept)
         carried = (Output("carried", about.name) for about in self.carried.values())
         self.graph.outputs = (*self.graph.outputs, *pages, *carried)
         self.graph.clean()
@@ -174,7 +173,7 @@ class _Insertion:
             vectors = tuple(self.inputs.rows(name) for name in ("positions", "row"))
             tokens = str(free_tokens(self.graph, self.ids, self.tokens.traced, vectors))
         self.graph.state = CachePlan(
-            tuple(self.stores.values()),
+            tuple(stores.values()),
             tuple(self.fixed.found.values()),
             self.expanded,
             len(attentions),
@@ -203,66 +202,6 @@ class _Insertion:
     def _looks_at_tokens(self, node: fx.Node) -> bool:
         return self.tokens[node].kind is Kind.ATTENTION
 
-    # --- cached values ---
-
-    def _choose_stores(self, readers: Sequence[fx.Node]) -> None:
-        """Choose what is kept for the values that read earlier tokens: attentions, and windows of tokens."""
-        operands = [o for node in readers for o in self._kept_operands(node)]
-        kept = choose_kept(self.tokens, operands)
-        for number, value in enumerate(kept):
-            users = [n for n in readers for o in self._kept_operands(n) if value in self._path(o, kept)]
-            windows = [self._window(n) for n in users]
-            window = None if None in windows else max(w for w in windows if w is not None)
-            space = self.space
-            fact = self.tokens[value]
-            row, token = space.place(fact.axes, space.row), space.place(fact.axes, space.token)
-            if token is None or bytes_per_token(self.tokens, value) is None:
-                raise NoDecoderError(
-                    f"{op_name(value)} at {source_of(value)}: what later tokens need of it does not have the "
-                    "tokens as a dimension of their own."
-                )
-            counted = [isinstance(n, int) and not digits for n, digits in
-                       zip(value.meta["val"].shape, fact.axes, strict=True)]  # fmt: skip
-            shape = [int(n) if own else 0 for n, own in zip(value.meta["val"].shape, counted, strict=True)]
-            if row is None:  # no batch dimension: the dimension of pages is added in front
-                shape, row, token = [0, *shape], 0, token + 1
-            label = module_of(users[0]) or source_of(value) if users else source_of(value)
-            name = f"kept{number}"
-            self.stores[value] = Store(
-                name, tuple(shape), row, token, value.meta["val"].dtype, window, label, len(users)
-            )
-
-    def _kept_operands(self, node: fx.Node) -> list[fx.Node]:
-        """Operands to cache: keys, values, and the tensors that scores read at key positions; what is read of
-        earlier tokens."""
-        scan = self.tokens[node].scan
-        if scan is not None:
-            return list(scan.operands)
-        view = AttentionOp.of(node)
-        reads_tokens = [r for r in view.reads if any(self.space.token in d for d in self.tokens[r].axes)]
-        return [*([] if self.tokens[view.keys[0]].kind is Kind.FIXED else view.keys), *reads_tokens]
-
-    def _window(self, node: fx.Node) -> int | None:
-        """How many of the latest tokens a value needs; None: all."""
-        fact = self.tokens[node]
-        if isinstance(fact.scan, Window):
-            return fact.scan.width
-        if isinstance(fact.scan, History):
-            return None
-        assert fact.causality is not None
-        return fact.causality.window
-
-    def _path(self, operand: fx.Node, kept: Iterable[fx.Node]) -> list[fx.Node]:
-        """The cached values that an operand is a view of."""
-        stop, found, stack = set(kept), [], [operand]
-        while stack:
-            node = stack.pop()
-            if node in stop:
-                found.append(node)
-            else:
-                stack += moved_operands(self.tokens, node)
-        return found
-
     # --- positions ---
 
     def _shift(self, node: fx.Node, fact: Fact) -> None:
@@ -287,7 +226,7 @@ class _Insertion:
         assert isinstance(fact.scan, Window)
         builder = Builder(self.graph, node)
         try:
-            new = LookBack(self.tokens, self.inputs, self._pages_of).replace(builder, node, fact)
+            new = LookBack(self.tokens, self.inputs, self.kept.pages_of).replace(builder, node, fact)
         except (shift_positions.NoFormula, NoSize) as problem:
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: it is computed from the last {fact.scan.width} "
@@ -301,7 +240,7 @@ class _Insertion:
         fact = self.tokens[node]
         builder = Builder(self.graph, node)
         try:
-            new = run_again(self.tokens, self.inputs, self._pages_of, builder, node, fact)
+            new = run_again(self.tokens, self.inputs, self.kept.pages_of, builder, node, fact)
         except (NoSize, RuntimeError) as problem:  # torch may not follow the operations for such sizes
             raise NoDecoderError(
                 f"{op_name(node)} at {source_of(node)}: it is computed from all earlier tokens, and what "
@@ -313,14 +252,6 @@ class _Insertion:
             f"{op_name(node)} at {source_of(node)} is computed anew from all tokens at every step, because "
             "what it does with them is no attention that is known here"
         )
-
-    def _pages_of(self, builder: Builder, operand: fx.Node) -> tuple[fx.Node, Store]:
-        """An operand as a view of pages, and the store that has them."""
-        stores = [self.stores[n] for n in self._path(operand, self.stores)]
-        if len({s.window for s in stores}) > 1:
-            self._widen(stores)
-            stores = [self.stores[n] for n in self._path(operand, self.stores)]
-        return self._replay(builder, operand), stores[0]
 
     # --- sums over tokens ---
 
@@ -378,11 +309,8 @@ class _Insertion:
             about = node.meta["attention"]
             width = about.heads * (about.head_dim + about.value_dim)
             self.expanded += width * whole.q.meta["val"].dtype.itemsize
-            stores = [self.stores[n] for o in whole.keys for n in self._path(o, self.stores)]
-            window = stores[0].window if len({s.window for s in stores}) == 1 else None
-            if window is None:
-                self._widen(stores)
-            pages = [self._replay(builder, n) for n in whole.keys]
+            window = self.kept.of(whole.keys)[0].window
+            pages = [self.kept.view(builder, n) for n in whole.keys]
             new, table, held = list(whole.keys), self.inputs.table(window), self.inputs.rows("first")
         self._note_rows(whole.program, whole.reads)
         cached = whole.over_cache(
@@ -407,62 +335,14 @@ class _Insertion:
                 if index.op == "var" and index.value == "b":
                     self.fixed.row_dims[reads[node.value]] = dim
 
-    def _widen(self, stores: Sequence[Store]) -> None:
-        """Cache all operands of one attention without a window, so that they are equally long."""
-        for value, store in self.stores.items():
-            if store in stores:
-                self.stores[value] = dataclasses.replace(store, window=None)
-
-    def _replay(self, builder: Builder, operand: fx.Node) -> fx.Node:
-        """An operand as a view of pages: repeats the steps from the cached value, with pages instead of rows
-        and the tokens of a page instead of all tokens."""
-        done: dict[fx.Node, fx.Node] = {}
-
-        def replay(node: fx.Node) -> fx.Node:
-            if node in done:
-                return done[node]
-            if node in self.stores:
-                done[node] = self.inputs.pages(self.stores[node])
-                return done[node]
-            copies = {n: replay(n) for n in moved_operands(self.tokens, node)}
-            first = next(iter(copies))
-            sizes = self._page_sizes(builder, done, first)
-            for size in (n for n in node.all_input_nodes if is_size(n)):
-                copies[size] = built(builder, self.meaning.renamed(size_expression(size.meta["val"])), sizes)
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
-            numbered = self.space.is_of_one_length
-            tokens = built(builder, self.space.tokens, sizes) if numbered else None
-            done[node] = builder.call(node.target, *args, **kwargs)
-            if numbered:
-                replace_number(done[node], self.tokens.traced, tokens, self.graph.fake_mode())
-            return done[node]
-
-        return replay(operand)
-
-    def _page_sizes(
-        self, builder: Builder, done: dict[fx.Node, fx.Node], node: fx.Node
-    ) -> dict[Expr, fx.Node]:
-        fact = self.tokens[node]
-        row, token = (
-            self.space.place(fact.axes, self.space.row),
-            self.space.place(fact.axes, self.space.token),
-        )
-        assert token is not None
-        shift = 1 if self.space.row is None else 0
-        found = {self.space.tokens: builder.call(aten.sym_size.int, done[node], token + shift)}
-        if row is not None:
-            found[self.space.rows] = builder.call(aten.sym_size.int, done[node], row)
-        return found
-
     def _read(self, builder: Builder, node: fx.Node) -> fx.Node:
         """A tensor that the scores read: over all positions of each row if it depends on the tokens."""
         fact = self.tokens[node]
         token = self.space.place(fact.axes, self.space.token)
         if token is not None:
-            value = next(iter(self._path(node, self.stores)))
-            if value is not node:
+            if self.kept.is_kept_as(node) is not node:
                 raise NoDecoderError(f"what scores read at {source_of(node)} is a view of something kept.")
-            store = self.stores[value]
+            store = self.kept.stores[node]
             if self.space.row is None:
                 raise NoDecoderError(
                     f"scores read a value of each token ({source_of(node)}) without a batch."
