@@ -7,8 +7,8 @@
     attngraph.hf.generation_model(decoder).generate(ids, max_new_tokens=64)
 
 This is the only part of attngraph that imports transformers (5.0 or newer). `fused.py` is the attention,
-`masks.py` describes masks for it, `generation.py` wraps a decoder as a transformers model, `cache_name.py` knows what
-transformers calls a cache.
+`masks.py` describes masks for it, `generation.py` wraps a decoder as a transformers model, `cache_name.py`
+knows what transformers calls a cache.
 """
 
 _WANTED = "attngraph.hf needs transformers 5.0 or newer, found {}: pip install 'attngraph[transformers]'."

@@ -1,5 +1,5 @@
-"""What transformers calls the cache among the arguments and results of a model: `cache` from 5.24 on, before that
-`past_key_values`."""
+"""What transformers calls the cache among the arguments and results of a model: `cache` from 5.24 on,
+before that `past_key_values`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """The logits `[B, S, V]` of `input_ids`, `[B, S]`, and the state after them.
 
         `attention_mask`, `[B, T]`, also covers the tokens of the state; padding may be on either side of a
-        prompt. The state is given by either of its names, and returned by the one that transformers has for it.
+        prompt. The state is given by either of its names, and returned by the one that transformers has for
+        it.
         """
         past_key_values = cache if past_key_values is None else past_key_values
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
@@ -149,9 +150,9 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     ) -> dict[str, Any]:  # fmt: skip
         """The arguments of the next `forward`: only the tokens that the state does not contain yet.
 
-        Newer versions of transformers say how many these are (`next_sequence_length`; None: all that are given),
-        because they leave out a mask without padding. (Other inputs that versions of transformers prepare give
-        token positions, which the state knows.)
+        Newer versions of transformers say how many these are (`next_sequence_length`; None: all that are
+        given), because they leave out a mask without padding. (Other inputs that versions of transformers
+        prepare give token positions, which the state knows.)
         """
         past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:

@@ -99,6 +99,7 @@ class Recording:
         if not any(isinstance(piece, Chain) for piece in self.pieces):
             raise NotRecorded
         self.keeping, self.movers = self._kept()
+        self.paged = [self.keeping is not None and output.kind == "pages" for output in graph.outputs]
         self.renewed = self._renewed()
         fresh = {carry.after for carry in self.carries} | {self.results[r.place] for r in self.renewed}
         self.copied = [
@@ -389,7 +390,8 @@ class Recording:
                     values[node] = value
         if self.keeping is not None:
             self.keeping.run()
-        results = [values.get(n) if isinstance(n, fx.Node) else n for n in self.results]
+        nodes_or_none = [None if paged else n for n, paged in zip(self.results, self.paged, strict=True)]
+        results = [values.get(n) if isinstance(n, fx.Node) else n for n in nodes_or_none]
         return [
             value.clone() if copied and isinstance(value, Tensor) else value
             for value, copied in zip(results, self.copied, strict=True)
