@@ -254,8 +254,9 @@ class _Fusion:
             again = computed_again(group, groups)
             entries += [(whole, claim, verdict, again) for whole, claim in zip(wholes, claims, strict=True)]
             replaced |= results
-        for each in together:
-            self.freed |= each.starts
+        read = frozenset(n for each in together for n in each.bases | each.reads)
+        for each in together:  # scores of one may be a bias of another
+            self.freed |= {start: what for start, what in each.starts.items() if start not in read}
         self.seeds |= {read.dropout: seed for read, seed in seeds.items()}
         for old, new in replaced.items():
             old.replace_all_uses_with(new)

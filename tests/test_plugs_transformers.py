@@ -19,6 +19,7 @@ from attngraph.ir.ops import nodes
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
 
 transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
+CACHE = pytest.importorskip("attngraph.hf").CACHE
 
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -122,7 +123,7 @@ def test_greedy_tokens_of_a_padded_batch_are_those_of_eager(name: str) -> None:
         for m in (ours, eager)
     )
     assert torch.equal(found.sequences, wanted.sequences)
-    assert isinstance(found.past_key_values, transformers.DynamicCache)
+    assert isinstance(found[CACHE], transformers.DynamicCache)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -249,7 +250,7 @@ def test_a_prompt_in_two_parts_sees_the_same_keys(name: str) -> None:
             answers.append(
                 model(
                     input_ids=inputs["input_ids"][:, 6:], attention_mask=inputs["attention_mask"],
-                    past_key_values=first.past_key_values,
+                    **{CACHE: first[CACHE]},
                 ).logits
             )  # fmt: skip
     torch.testing.assert_close(*answers, rtol=0, atol=2e-6 * float(answers[1].abs().max()))
@@ -455,8 +456,50 @@ def test_generate_goes_on_from_the_state_that_it_returned(derived: tuple[Any, An
         first = model.generate(**prompts(), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, prompts()["input_ids"][:, -2:]], 1)
         mask = torch.cat([prompts()["attention_mask"], torch.ones(3, 8, dtype=torch.int64)], 1)
-        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": first.past_key_values}
+        given = {"input_ids": ids, "attention_mask": mask, CACHE: first[CACHE]}
         answers.append(model.generate(**given, max_new_tokens=6, do_sample=False))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all tokens", "new tokens alone"])
+def test_generate_goes_on_from_a_state_without_padding(derived: tuple[Any, Any], whole: bool) -> None:
+    answers = []
+    for model in derived:
+        first = model.generate(
+            torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False, return_dict_in_generate=True
+        )
+        ids = torch.cat([first.sequences, torch.tensor([[7, 5]])], 1)
+        given = {"attention_mask": torch.ones_like(ids), CACHE: first[CACHE], "max_new_tokens": 4}
+        new = ids if whole else ids[:, first[CACHE].get_seq_length() :]
+        answers.append(model.generate(new, **given, do_sample=False)[:, -4:])
+    assert torch.equal(*answers)
+
+
+def test_after_a_prompt_each_new_token_is_computed_alone(
+    derived: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = derived
+    computed: list[int] = []
+    decode = model.decoder.decode
+
+    def counted(ids: torch.Tensor, *rest: Any) -> Any:
+        computed.append(ids.shape[1])
+        return decode(ids, *rest)
+
+    monkeypatch.setattr(model.decoder, "decode", counted)
+    model.generate(**prompts(), max_new_tokens=5, do_sample=False)
+    assert computed == [1] * 4
+
+
+def test_generate_of_a_compiled_model_goes_on_from_its_state() -> None:
+    model = build("GPT2LMHeadModel", *DECODERS["GPT2LMHeadModel"], attention="eager")
+    compiled = attngraph.compile(copy.deepcopy(model))
+    answers = []
+    for each in (model, compiled):
+        first = each.generate(**prompts(), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        mask = torch.cat([prompts()["attention_mask"], torch.ones(3, 4, dtype=torch.int64)], 1)
+        given = {"attention_mask": mask, CACHE: first[CACHE], "max_new_tokens": 4, "do_sample": False}
+        answers.append(each.generate(first.sequences, **given))
     assert torch.equal(*answers)
 
 

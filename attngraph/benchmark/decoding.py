@@ -79,17 +79,19 @@ def one_token(model: Any, decoder: attngraph.Decoder, ids: Tensor, count: int) -
     """Median milliseconds for one token of every row, with candidates timed in turn."""
     from transformers import StaticCache
 
+    from attngraph.hf import CACHE
+
     rows = ids.shape[0]
     last = ids[:, -1:]
     _, state = decoder.prefill(ids)
-    dynamic = model(ids, use_cache=True).past_key_values
+    dynamic = model(ids, use_cache=True)[CACHE]
     static = StaticCache(config=model.config, max_cache_len=PROMPT + count + 1)
-    model(ids, past_key_values=static, use_cache=True)
+    model(ids, **{CACHE: static}, use_cache=True)
     candidates: dict[str, Callable[[], object]] = {
         "floor": floor(model, rows),
         "attngraph": lambda: decoder.decode(last, state),
-        "transformers": lambda: model(last, past_key_values=dynamic, use_cache=True),
-        "transformers, static": lambda: model(last, past_key_values=static, use_cache=True),
+        "transformers": lambda: model(last, **{CACHE: dynamic}, use_cache=True),
+        "transformers, static": lambda: model(last, **{CACHE: static}, use_cache=True),
     }
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(count):

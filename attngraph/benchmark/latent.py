@@ -93,6 +93,8 @@ def formulas(entry: Any, config: Any, linear: int, length: int) -> dict[str, int
 
 def measure(theirs: Any, decoders: dict[str, attngraph.Decoder], length: int) -> dict[str, Any]:
     token = torch.zeros(1, 1, dtype=torch.int64)
+    from attngraph.hf import CACHE
+
     states = {name: filled(decoder, length) for name, decoder in decoders.items()}
     cache = their_cache(theirs, length)
     candidates: dict[str, Callable[[], object]] = {
@@ -100,7 +102,7 @@ def measure(theirs: Any, decoders: dict[str, attngraph.Decoder], length: int) ->
     }
 
     def transformers() -> None:
-        theirs(token, past_key_values=cache, use_cache=True)
+        theirs(token, **{CACHE: cache}, use_cache=True)
         cache.crop(-1)
 
     candidates["transformers"] = transformers
@@ -128,6 +130,8 @@ def _token(decoder: attngraph.Decoder, token: Tensor, state: attngraph.KVCache) 
 
 def operations(theirs: Any, length: int) -> dict[str, dict[str, int]]:
     """Operations as counted, and by the formulas."""
+    from attngraph.hf import CACHE
+
     token = torch.zeros(1, 1, dtype=torch.int64)
     found: dict[str, int] = {}
     entry: Any = None
@@ -137,7 +141,7 @@ def operations(theirs: Any, length: int) -> dict[str, dict[str, int]]:
         found[name] = count(functools.partial(decoder.decode, token, state))
         entry = entry or decoder.report.attention[0].latent
     cache = their_cache(theirs, length)
-    found["transformers"] = count(lambda: theirs(token, past_key_values=cache, use_cache=True))
+    found["transformers"] = count(lambda: theirs(token, **{CACHE: cache}, use_cache=True))
     weights = [m for m in theirs.modules() if isinstance(m, nn.Linear)]
     linear = sum(2 * m.in_features * m.out_features for m in weights)
     return {"counted": found, "formula": formulas(entry, theirs.config, linear, length)}

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, Pr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attngraph.errors import AttnGraphError, DisagreementError
+from attngraph.hf.cache_name import CACHE, CACHE_NAMES
 from attngraph.runtime.decoder import Decoder
 from attngraph.runtime.kv_cache import KVCache
 
@@ -58,7 +59,7 @@ def generation_model(decoder: Decoder, config: PreTrainedConfig | None = None) -
 
 NOT_BY_A_DECODER = (
     "assistant_model", "cache_implementation", "inputs_embeds", "output_attentions", "output_hidden_states",
-    "past_key_values", "prompt_lookup_num_tokens",
+    "prompt_lookup_num_tokens",
 )  # fmt: skip
 """Arguments of `generate` that ask for something that a derived decoder does not have."""
 
@@ -99,6 +100,7 @@ class Generation:
                 none.
         """
         asked = [name for name in NOT_BY_A_DECODER if options.get(name)]
+        asked += [name for name in CACHE_NAMES if not isinstance(options.get(name), State | None)]
         if asked:
             raise ValueError(f"a derived decoder has no {asked[0]}")
         if self._runs is None:
@@ -122,13 +124,15 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: State | None = None,
-        use_cache: bool | None = None, return_dict: bool | None = None,
+        use_cache: bool | None = None, return_dict: bool | None = None, *, cache: State | None = None,
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """The logits `[B, S, V]` of `input_ids`, `[B, S]`, and the state after them.
 
         `attention_mask`, `[B, T]`, also covers the tokens of the state; padding may be on either side of a
-        prompt.
+        prompt. The state is given by either of its names, and returned by the one that transformers has for
+        it.
         """
+        past_key_values = cache if past_key_values is None else past_key_values
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
         if past_key_values is None:
             logits, state = self.decoder.prefill(input_ids, mask)
@@ -137,21 +141,26 @@ class GenerationModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             logits = self.decoder.decode(input_ids, past_key_values.state, mask)
         past_key_values.length += input_ids.shape[1]
         return CausalLMOutputWithPast(
-            logits=logits, past_key_values=None if use_cache is False else past_key_values
+            logits=logits, **{CACHE: None if use_cache is False else past_key_values}
         )
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, past_key_values: State | None = None, attention_mask: Tensor | None = None,
-        use_cache: bool | None = None, **kwargs: Any,
+        use_cache: bool | None = None, *, cache: State | None = None, **kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """The arguments of the next `forward`: only the tokens that the state does not contain yet. (Other
-        inputs that versions of transformers prepare give token positions, which the state knows.)
+        """The arguments of the next `forward`: only the tokens that the state does not contain yet.
+
+        Newer versions of transformers say how many these are (`next_sequence_length`; None: all that are
+        given), because they leave out a mask without padding. (Other inputs that versions of transformers
+        prepare give token positions, which the state knows.)
         """
+        past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:
             total = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
-            input_ids = input_ids[:, past_key_values.length - total :]
+            new = kwargs.get("next_sequence_length", total - past_key_values.length)
+            input_ids = input_ids if new is None else input_ids[:, -new:]
         return {
-            "input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values,
+            "input_ids": input_ids, "attention_mask": attention_mask, CACHE: past_key_values,
             "use_cache": use_cache,
         }  # fmt: skip
 
@@ -168,6 +177,8 @@ class State:
     """A decoder's state, passed where transformers expects a `Cache`. `length` includes padding."""
 
     is_compileable = False
+    is_linear = (False,)
+    """As layers of a `Cache` say it: `get_seq_length` tells how many tokens it contains."""
 
     def __init__(self, state: KVCache, length: int) -> None:
         self.state, self.length = state, length

@@ -175,6 +175,7 @@ _INSTEAD: dict[str, str] = {
     "num_return_sequences": "repeat the prompts: ids.repeat_interleave(n, 0)",
     "generation_config": "pass its values as arguments",
     "past_key_values": "prefill returns a state, and decode goes on from it",
+    "cache": "prefill returns a state, and decode goes on from it",
     "use_cache": "the cache is what a decoder is; call the model itself to compute without it",
     "return_dict_in_generate": _LOGITS,
     "output_scores": _LOGITS,
@@ -205,7 +206,8 @@ _NOTHING: dict[str, Any] = {
 
 def _refuse_others(inputs: dict[str, Any], names: Container[str]) -> None:
     known = (n for n in inputs if n in _INSTEAD or n in _OTHERS)
-    for name in [n for n in known if n not in names or n in _ALWAYS]:
+    theirs = (*_ALWAYS, "cache") if hasattr(inputs.get("cache"), "get_seq_length") else _ALWAYS
+    for name in [n for n in known if n not in names or n in theirs]:
         value = inputs.pop(name)
         nothing = _NOTHING.get(name)
         asks = value is not None and nothing is not ... and (isinstance(value, Tensor) or value != nothing)

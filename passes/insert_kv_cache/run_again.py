@@ -42,9 +42,13 @@ def rerun(
         space.rows: (sequence, space.place(axes, space.row)),
     }
     done: dict[fx.Node, fx.Node] = dict(given)
+    extents = {e for step in region for e in _extents(step)}
     for step in region:
         for size in (n for n in step.all_input_nodes if is_size(n) and n not in done):
-            done[size] = built(builder, meaning.renamed(size_expression(size.meta["val"])), sizes)
+            formula = size_expression(size.meta["val"])
+            done[size] = built(builder, meaning.renamed(formula), sizes)
+            if formula in extents:  # torch does not see it in every formula of an unknown number
+                torch._check(done[size].meta["val"] >= 0)
         args, kwargs = fx.map_arg((step.args, step.kwargs), lambda n: done.get(n, n))
         numbered = space.is_of_one_length
         count = built(builder, space.tokens, sizes) if numbered else None
@@ -54,6 +58,13 @@ def rerun(
         if numbered:
             replace_number(done[step], tokens.traced, count, tokens.graph.fake_mode())
     return done
+
+
+def _extents(node: fx.Node) -> set[Expr]:
+    """The extents of what a node gives, as formulas of sizes."""
+    found = node.meta.get("val")
+    tensors = found if isinstance(found, tuple | list) else [found]
+    return {size_expression(s) for t in tensors if isinstance(t, torch.Tensor) for s in t.shape}
 
 
 def run_again(

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from attngraph.ir.language.expr import Expr
+from attngraph.meaning.attention.program import within
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.tokens.axes import Space
 from attngraph.meaning.tokens.facts import Fact
@@ -44,9 +45,10 @@ class Emitter:
         self, builder: Builder, meaning: Meaning, space: Space, node: fx.Node, fact: Fact, positions: fx.Node
     ) -> None:
         self.builder, self.space, self.node, self.fact = builder, space, node, fact
+        self.meaning, self.guarded = meaning, False
         self.shape = meaning.shape(node)
         self.positions = positions
-        self.made: dict[Expr, Any] = {}
+        self.made: dict[tuple[bool, Expr], Any] = {}
 
     def emit(self) -> fx.Node:
         assert self.fact.formula is not None
@@ -78,9 +80,10 @@ class Emitter:
         return vector
 
     def _value(self, node: Expr) -> Any:
-        if node not in self.made:
-            self.made[node] = self._written(node)
-        return self.made[node]
+        key = self.guarded, node
+        if key not in self.made:
+            self.made[key] = self._written(node)
+        return self.made[key]
 
     def _written(self, node: Expr) -> Any:
         call = self.builder.call
@@ -98,7 +101,9 @@ class Emitter:
             return self._along(vector, place)
         if node.op == "read":
             return self.read(node)
+        before, self.guarded = self.guarded, self.guarded or node.op in ("where", "and", "or")
         args = [self._value(a) for a in node.args]
+        self.guarded = before
         if not any(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor) for a in args):
             raise NoFormula(f"{node!r}, which does not depend on the place")
         if node.op in ("add", "mul"):
@@ -115,7 +120,11 @@ class Emitter:
             like = next((a for a in args[1:] if _is_tensor(a)), None)
             if like is None:
                 like = call(aten._to_copy.default, args[0], dtype=self._dtype(node))
-            branches = [a if _is_tensor(a) else call(aten.full_like.default, like, a) for a in args[1:]]
+            dtype = like.meta["val"].dtype
+            dtype = self._dtype(node) if any(isinstance(a, float) for a in args[1:]) else dtype
+            branches = [
+                a if _is_tensor(a) else call(aten.full_like.default, like, a, dtype=dtype) for a in args[1:]
+            ]
             return call(aten.where.self, args[0], *branches)
         if node.op == "not":
             return call(aten.logical_not.default, *args)
@@ -140,8 +149,12 @@ class Emitter:
         return value
 
     def read(self, node: Expr) -> fx.Node:
-        """An element of a table."""
-        return self._indexed(node.value, [self._value(a) for a in node.args])
+        """An element of a table. All of them are read, also those that a condition does not choose."""
+        indices = node.args
+        if self.guarded:
+            shape = self.meaning.shape(node.value)
+            indices = tuple(within(i, extent) for i, extent in zip(indices, shape, strict=True))
+        return self._indexed(node.value, [self._value(i) for i in indices])
 
     def _indexed(self, table: fx.Node, indices: list[Any]) -> fx.Node:
         like = next((a for a in indices if _is_tensor(a)), None)

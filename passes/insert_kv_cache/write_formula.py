@@ -97,7 +97,7 @@ class FormulaWriter:
                     getattr(getattr(aten, op), "Tensor" if _is_tensor(other) else "Scalar"), value, other
                 )
             return value
-        tensors = [a if _is_tensor(a) else call(aten.full_like.default, like, a) for a in args]
+        tensors = [a if _is_tensor(a) else self._number(a, args) for a in args]
         if op == "where":
             return call(aten.where.self, *tensors)
         if op == "pow":
@@ -108,6 +108,19 @@ class FormulaWriter:
         if target is None:
             raise NotWritten(f"the function {op}")
         return call(target, *tensors)
+
+    def _number(self, value: Any, args: list[Any]) -> fx.Node:
+        """A number beside the tensors among `args`, of which some may be conditions: whole beside whole
+        numbers."""
+        others = [a.meta["val"].dtype for a in args if _is_tensor(a)]
+        dtype = torch.bool if isinstance(value, bool) else self.dtype
+        if not isinstance(value, bool | float) and not any(d.is_floating_point for d in others):
+            dtype = torch.int64
+        elif isinstance(value, int) and dtype.is_floating_point:
+            value = float(value)  # as large as a float32 may be
+        shape = [1] * (2 + len(self.variables))
+        made: fx.Node = self.builder.call(aten.full.default, shape, value, dtype=dtype, device=self.device)
+        return made
 
     def _index(self, variable: Expr) -> fx.Node:
         """The index along one of the variables, as numbers."""

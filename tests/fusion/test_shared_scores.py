@@ -86,6 +86,37 @@ def test_a_sum_that_is_left_keeps_its_weights_and_is_named() -> None:
     assert "its weights are also used in another product (" in missed.reason
 
 
+class DistancesInKeysAndValues(nn.Module):
+    """Shaw et al. 2018 (arXiv 1803.02155) as lectures write it: products of queries and of weights with
+    tables of distances, one batch for each query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Embedding(9, 8), nn.Embedding(9, 8)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, tokens, width = q.shape
+        place = torch.arange(tokens)
+        distance = (place - place[:, None]).clamp(-4, 4) + 4
+        keys, values = self.keys(distance), self.values(distance)
+        flat = q.permute(2, 0, 1, 3).reshape(tokens, batch * heads, width) @ keys.mT
+        scores = (q @ k.mT + flat.transpose(0, 1).reshape(batch, heads, tokens, tokens)) / width**0.5
+        p = scores.masked_fill(torch.ones(tokens, tokens).triu(1) == 1, -1e10).softmax(-1)
+        more = p.permute(2, 0, 1, 3).reshape(tokens, batch * heads, tokens) @ values
+        return p @ v + more.transpose(0, 1).reshape(batch, heads, tokens, width)
+
+
+def test_scores_of_one_attention_that_another_reads_are_computed_in_the_call() -> None:
+    torch.manual_seed(0)
+    model = DistancesInKeysAndValues()
+    compiled = attngraph.compile(model)
+    for batch, tokens in ((2, 7), (1, 9)):
+        inputs = torch.randn(3, batch, 4, tokens, 8).unbind()
+        torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+    assert len(compiled.report.attention) == 2
+    assert not compiled.report.later
+
+
 class TwoValues(nn.Module):
     """One layer whose weights, given the sign of their score if `signed`, weigh two tensors."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import attngraph
 
 transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
+CACHE = pytest.importorskip("attngraph.hf").CACHE
 
 B, T = 2, 9
 TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -518,13 +519,13 @@ def test_results_keep_their_class_and_their_cache(
     assert type(mine) is type(theirs)
     assert list(mine.keys()) == list(theirs.keys())
     assert mine["logits"] is mine.logits is mine[0]
-    cache = mine.past_key_values
-    assert type(cache) is type(theirs.past_key_values)
+    cache = mine[CACHE]
+    assert type(cache) is type(theirs[CACHE])
     assert cache.get_seq_length() == T
     assert type(cache.layers[0].keys) is Tensor
     with torch.no_grad():
         step = {"input_ids": torch.tensor([[5], [6]])}
-        first = model(**step, past_key_values=cache)
+        first = model(**step, **{CACHE: cache})
     assert first.logits.shape == (B, 1, 64)
 
 
@@ -536,8 +537,8 @@ def test_a_cache_given_as_an_argument_is_extended_as_eager_extends_it(
     results = []
     with torch.no_grad():
         for model in gpt2:
-            cache = model(prompt, use_cache=True).past_key_values
-            logits = model(step, past_key_values=cache, use_cache=True).logits
+            cache = model(prompt, use_cache=True)[CACHE]
+            logits = model(step, **{CACHE: cache}, use_cache=True).logits
             results.append((logits, cache.get_seq_length()))
     assert results[0][1] == results[1][1] == T + 1
     assert torch.allclose(results[0][0], results[1][0], atol=1e-5)

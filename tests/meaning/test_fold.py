@@ -216,6 +216,8 @@ def test_a_hidden_pair_turned_to_plus_infinity_stays_unknown(language: types.Sim
         ("keep k < 4; keep k < 6 else s - nan", False, False, True),
         ("keep k < 4; s = s + 1", False, False, False),
         ("keep k < 4; p = 0.5 * p", True, True, True),
+        ("keep k < 4; p = -p", True, True, True),
+        ("keep k < 4; p = -p * (exp(r0[]) - 0.5)", True, True, True),
         ("keep k < 4; p = p + 1", False, False, False),
         ("keep k < 4; sink 1", True, True, True),
     ],

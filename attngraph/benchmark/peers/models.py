@@ -68,6 +68,8 @@ class WithPast(nn.Module):
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
+        from attngraph.hf import CACHE
+
         past = list(rest)
         if self.has_beams:
             beams = past.pop(0)
@@ -82,7 +84,7 @@ class WithPast(nn.Module):
         positions = torch.arange(new) + kept
         mask = (torch.arange(kept + new)[None] <= positions[:, None])[None, None]
         found = self.model(
-            ids, attention_mask=mask, position_ids=positions[None], past_key_values=cache, use_cache=True
+            ids, attention_mask=mask, position_ids=positions[None], **{CACHE: cache}, use_cache=True
         )
         return found.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
 

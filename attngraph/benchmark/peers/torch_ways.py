@@ -22,14 +22,18 @@ class Eager:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.cache: Any = None
+        self.past: dict[str, Any] = {}
 
     def begin(self, rows: int, room: int) -> None:
         from transformers import DynamicCache
 
+        from attngraph.hf import CACHE
+
         self.cache = DynamicCache(config=self.model.config)
+        self.past = {CACHE: self.cache}
 
     def advance(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.model(ids, past_key_values=self.cache, use_cache=True).logits
+        found: Tensor = self.model(ids, **self.past, use_cache=True).logits
         return found
 
     def rewind(self, kept: int) -> None:
@@ -51,19 +55,23 @@ class Compiled:
         self.model = model
         self.compiled = torch.compile(model, backend=self.backend, dynamic=False)
         self.cache: Any = None
+        self.past: dict[str, Any] = {}
         self.size: tuple[int, int] | None = None
 
     def begin(self, rows: int, room: int) -> None:
         from transformers import StaticCache
 
+        from attngraph.hf import CACHE
+
         if self.size == (rows, room):
             self.cache.reset()
         else:
             self.size, self.cache = (rows, room), StaticCache(config=self.model.config, max_cache_len=room)
+            self.past = {CACHE: self.cache}
 
     def advance(self, ids: Tensor) -> Tensor:
         run = self.compiled if ids.shape[1] in (1, self.cache.layers[0].max_cache_len) else self.model
-        found: Tensor = run(ids, past_key_values=self.cache, use_cache=True).logits
+        found: Tensor = run(ids, **self.past, use_cache=True).logits
         return found
 
     def rewind(self, kept: int) -> None:

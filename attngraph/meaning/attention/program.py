@@ -26,6 +26,7 @@ from attngraph.ir.language.score import (
 from attngraph.meaning.algebra import ranges
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import size_expression
+from attngraph.meaning.attention.finite_scores import with_finite_dots
 from attngraph.meaning.masks.fold import UNDERFLOWS
 
 LOWERED = M.add(SCORE, E.NEG_INF)
@@ -55,6 +56,7 @@ def build(score: Expr, weight: Expr, sink: Expr | None) -> Built:
     """The program of a score (a formula of `dot`), a weight (a formula of `p`) and a sink. All variables
     are the program's own `b h q k` (extents are allowed and dropped)."""
     statements: list[Statement] = []
+    score, weight = with_finite_dots(score), with_finite_dots(weight)
     masks, narrowed = _peel_masks(score)
     writer = _Writer(guarded=narrowed)
     if _rows_are_numbers(masks):
@@ -279,7 +281,7 @@ class _Writer:
             self.reads.append(source)
         if self.guarded and isinstance(source, fx.Node):
             shape = (size_expression(s) for s in source.meta["val"].shape)
-            indices = tuple(_within(i, extent) for i, extent in zip(indices, shape, strict=True))
+            indices = tuple(within(i, extent) for i, extent in zip(indices, shape, strict=True))
         return E.read(self.reads.index(source), tuple(self.write(i) for i in indices))
 
     def _ordered(self, nodes: tuple[Expr, ...]) -> list[Expr]:
@@ -338,7 +340,7 @@ class _Writer:
         return whole
 
 
-def _within(index: Expr, extent: Expr) -> Expr:
+def within(index: Expr, extent: Expr) -> Expr:
     """The index, clamped unless it is known to be in range."""
     if index.op == "const":
         return index  # the model itself reads this element

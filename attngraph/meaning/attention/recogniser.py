@@ -83,11 +83,22 @@ class Recogniser:
     def near(self, node: fx.Node) -> frozenset[fx.Node]:
         """The exponentials that this node's elements are computed from, without a contraction or
         an opaque op in between. Weights that follow from positions alone count as such."""
-        if node not in self._near:
-            self._near[node] = self._find_near(node)
+        stack, ends = [node], dict[fx.Node, frozenset[fx.Node] | None]()
+        while stack:  # not by recursion: a model may write a table element by element
+            top = stack[-1]
+            if top not in ends:
+                ends[top] = None if top in self._near else self._end(top)
+                inputs = () if top in self._near or ends[top] is not None else top.all_input_nodes
+                stack += [n for n in inputs if n not in self._near]
+                continue
+            stack.pop()
+            if top not in self._near:
+                found = ends[top]
+                self._near[top] = self._of_inputs(top) if found is None else found
         return self._near[node]
 
-    def _find_near(self, node: fx.Node) -> frozenset[fx.Node]:
+    def _end(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        """The exponentials of a node whose inputs are not asked; None for others."""
         if node.op != "call_function":
             return frozenset()
         if str(node.target) in _EXPONENTIALS:
@@ -101,11 +112,13 @@ class Recogniser:
             return frozenset()
         if category is Category.REDUCTION and not _adds_up(node):
             return frozenset()
-        found = frozenset().union(*(self.near(n) for n in node.all_input_nodes))
+        return None
+
+    def _of_inputs(self, node: fx.Node) -> frozenset[fx.Node]:
         if not self._too_long.isdisjoint(node.all_input_nodes):
             self._too_long.add(node)
             return frozenset()
-        return found
+        return frozenset().union(*(self._near[n] for n in node.all_input_nodes))
 
     def is_index(self, node: fx.Node) -> bool:
         """Whether a node is computed from indices alone, as ALiBi's slopes are."""

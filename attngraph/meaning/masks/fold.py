@@ -168,12 +168,14 @@ def is_of_row(value: Expr) -> bool:
 
 
 def keeps_zero(weight: Expr) -> bool:
-    """Whether a changed weight is zero where the weight was zero, and NaN only where the weight was: p times
-    or divided by a number, times a function of bounded values, a selection between that and zero, or zero
-    in place of NaN. Or p times what is the same for all keys: where that is infinite, the row is not finite
-    whichever keys are looked at."""
+    """Whether a changed weight is zero where the weight was zero, and NaN only where the weight was: p
+    negated, or times or divided by a number, times a function of bounded values, a selection between that
+    and zero, or zero in place of NaN. Or p times what is the same for all keys: where that is infinite, the
+    row is not finite whichever keys are looked at."""
     if weight is WEIGHT or E.is_const(weight, 0):
         return True
+    if weight.op == "neg":
+        return keeps_zero(weight.args[0])
     if weight.op == "mul" and any(factor.op in _BOUNDED for factor in weight.args):
         return any(map(keeps_zero, weight.args))
     if weight.op in ("mul", "div"):

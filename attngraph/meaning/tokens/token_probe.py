@@ -131,7 +131,7 @@ class TokenProbe:
         order, _ = self.region(node, resolved)
         numbers = given_numbers(order)
         small = [n for n in numbers if n <= budgets.PROBE_TOKENS]
-        longest = max([TOKENS, *small]) + 3
+        longest = self._at_most(max([TOKENS, *small]) + 3)
         ends = {1, 2, TOKENS, longest - 1, *(n + more for n in small for more in (-1, 0, 1))}
         selections = [
             [(row, token) for token in range(end)] for end in sorted(ends) if 0 < end < longest
@@ -141,6 +141,12 @@ class TokenProbe:
         kinds = [({}, 1.0), ({}, LOUD), *([(small_ones, 1.0)] if small_ones else [])]
         found = min(self._probe(node, axes, resolved, longest, selections, *kind) for kind in kinds)
         return found
+
+    def _at_most(self, longest: int) -> int:
+        """The longest sequences up to this length that the graph serves (a table may end before)."""
+        while longest > TOKENS and not self.graph.admits(self._counted(ROWS, longest)):
+            longest -= 1
+        return longest
 
     def _probe(
         self, node: fx.Node, axes: Axes, resolved: Mapping[fx.Node, Axes], tokens: int,
@@ -245,6 +251,12 @@ class TokenProbe:
     def _inputs(
         self, leaves: Sequence[fx.Node], rows: int, tokens: int, seed: int
     ) -> tuple[Sample, dict[fx.Node, Tensor]]:
+        run = Sample(self.values, self._counted(rows, tokens), seed)
+        with torch.no_grad():
+            return run, {leaf: run.draw(leaf) for leaf in leaves}
+
+    def _counted(self, rows: int, tokens: int) -> dict[str, int]:
+        """The sizes of the graph for so many sequences of so many tokens."""
         sizes = dict(self.graph.hints)
         for name in sizes:
             size = self.meaning.named(E.size(name))
@@ -252,9 +264,7 @@ class TokenProbe:
                 sizes[name] = tokens
             elif size is self.space.rows:
                 sizes[name] = rows
-        run = Sample(self.values, sizes, seed)
-        with torch.no_grad():
-            return run, {leaf: run.draw(leaf) for leaf in leaves}
+        return sizes
 
     def _selections(self, of_one_row: bool) -> Sequence[Sequence[Pick]]:
         """Tokens of the two sequences, which then are one sequence. Where a graph is of one number of tokens

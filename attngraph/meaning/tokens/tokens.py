@@ -319,6 +319,8 @@ class Tokens:
 
     def _reads_others(self, fact: Fact, at: Indices) -> str:
         place = self.space.place(fact.axes, self.space.token)
+        if place is None and any(self.space.moves(index) for index in at):
+            return "reads a table at the token's place"
         if place is None or self.space.follows_digits(fact.axes[place], at[place]):
             return "a sequence reads another one of the batch"
         index = at[place]
@@ -350,13 +352,18 @@ class Tokens:
             try:
                 lifted = self.meaning.lift(
                     self.meaning.read(node, at),
-                    lambda r: r.value is node or self.facts[r.value].kind is Kind.POSITION,
+                    lambda r: r.value is node or self._is_given_by_place(self.facts[r.value]),
                 )
             except Unliftable:
                 return None
             if self._is_formula(lifted):
                 return Fact(Kind.POSITION, axes, "a formula of the token's place", lifted)
         return None
+
+    @staticmethod
+    def _is_given_by_place(fact: Fact) -> bool:
+        """Whether a value follows from the token's place, or may be a table repeated for each sequence."""
+        return fact.kind is Kind.POSITION or (fact.kind is Kind.FIXED and any(fact.axes))
 
     def _is_formula(self, element: Expr) -> bool:
         """Whether an element depends only on its token's position and on fixed tensors without a batch."""
