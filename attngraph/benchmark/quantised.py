@@ -1,4 +1,4 @@
-"""Decoding with weights of integers on the CPU: attngraph's decoders of a model in float32, in int8 by
+"""Decoding with fewer bytes on the CPU: attngraph's decoders of a model in float32, in bfloat16, in int8 by
 torchao, and with integers of 4 bits by hand, two in a byte (torchao packs none on a CPU).
 
     python -m attngraph.benchmark.quantised [--models gpt2 llama] [--batches 1 8] [--small] [--json F]
@@ -12,6 +12,7 @@ compared with those of the quantised models themselves.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -109,7 +110,8 @@ def _replaced(model: nn.Module, kind: str, by: Callable[[Any], nn.Module]) -> nn
 
 
 KINDS: Mapping[str, Callable[[Callable[[], nn.Module]], nn.Module]] = {
-    "float32": lambda make: make(), "int8": quantised, "int4": packed,
+    "float32": lambda make: make(), "bfloat16": lambda make: make().bfloat16(), "int8": quantised,
+    "int4": packed,
 }  # fmt: skip
 QUANTISED = ("int8", "int4")
 
@@ -143,11 +145,20 @@ def bandwidth(size: int = 1 << 28) -> float:
 def one_token(decoders: Mapping[str, attngraph.Decoder], ids: Tensor, count: int) -> dict[str, float]:
     """Median milliseconds for one token of every row, in turns."""
     states = {name: decoder.prefill(ids)[1] for name, decoder in decoders.items()}
-    times: dict[str, list[float]] = {name: [] for name in decoders}
+    ways = {
+        name: functools.partial(decoder.decode, ids[:, -1:], states[name])
+        for name, decoder in decoders.items()
+    }
+    return median_times(ways, count)
+
+
+def median_times(ways: Mapping[str, Callable[[], Any]], count: int) -> dict[str, float]:
+    """Median milliseconds of each, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(count):
-        for name, decoder in decoders.items():
+        for name, way in ways.items():
             start = time.perf_counter()
-            decoder.decode(ids[:, -1:], states[name])
+            way()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(spent[SKIPPED:]) * 1000 for name, spent in times.items()}
 
@@ -176,7 +187,7 @@ def measure(name: str, batches: Sequence[int], prompt: int, count: int) -> dict[
         print(f"{name}, batch {rows}, milliseconds of one token after {prompt}, at {speed / 1e9:.1f} GB/s:")
         for kind, spent in times.items():
             print(f"  {kind:8} {spent:8.2f}   floor {floors[kind]:8.2f}   {spent / floors[kind]:.2f} of it")
-        for kind in QUANTISED:
+        for kind in list(KINDS)[1:]:
             print(f"  {kind} is {times['float32'] / times[kind]:.2f} times as fast", flush=True)
         found[f"batch {rows}"] = {"one token": times, "floor": floors, "bytes per second": speed}
     ids = torch.randint(0, vocabulary, (1, 16))

@@ -1,10 +1,10 @@
 """Which of two kernels takes less time for attention in 16 bits, measured once on each machine.
 
 ATen's kernel multiplies 16-bit numbers by the processor's own instructions where it has them (AVX512-BF16,
-AMX); ours widens them and multiplies in float32. Which is faster differs by machine, width and length. So the
-first large call of a kind runs both, in turns, and the faster one serves such calls from then on. What was
-measured is stored beside the compiled libraries, for this processor and compiler alone, as
-`chosen_<machine>.json`:
+AMX); so does ours with bfloat16 and AVX512-BF16 (`c/tile.h`), and elsewhere it widens them and multiplies in
+float32. Which is faster differs by machine, width and length. So the first large call of a kind runs both, in
+turns, and the faster one serves such calls from then on. What was measured is stored beside the compiled
+libraries, for this processor, compiler and version of our C alone, as `chosen_<machine>_<version>.json`:
 
     {"forward, bfloat16, 64 wide, causal, 512 queries, 2 threads": {"cpu.flash": 0.004, "cpu.compiled": 0.01}}
 
@@ -14,6 +14,8 @@ The times are seconds. A file that is malformed, or that cannot be written, is l
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -98,7 +100,14 @@ def _table() -> dict[str, Times]:
 
 
 def _path() -> Path:
-    return toolchain.folder() / f"chosen_{toolchain.machine()}.json"
+    return toolchain.folder() / f"chosen_{toolchain.machine()}_{_version()}.json"
+
+
+@functools.cache
+def _version() -> str:
+    """A digest of the C that is written by hand: other C takes other times."""
+    texts = [path.read_bytes() for path in sorted((Path(__file__).parent / "c").glob("*.h"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
 
 
 def _read(path: Path) -> dict[str, Times]:

@@ -138,6 +138,8 @@ def write(plan: Plan) -> Source:
     if plan.dtype != torch.float32 or plan.kept is not None:
         draft.defines.append("SHORT_ELEMENTS")
     if plan.kept is None:
+        if plan.dtype == torch.bfloat16 and not after:  # weights that were changed keep their digits
+            draft.defines.append("PAIRED")
         return draft.source("tile.h", "block.h", "pass.h", "loop.h", "elements.h", "decode.h")
     draft.defines += [f"KEPT {KEPT[plan.kept]}", f"SCALED {int(plan.kept in LARGEST)}"]
     return draft.source("tile.h", "block.h", "elements.h", "decode.h")

@@ -89,6 +89,12 @@ def test_what_was_measured_is_used_by_other_processes(folder: Path, monkeypatch:
     assert torch.equal(out, Flash().forward(parse(CAUSAL), operands(), [], ())[0])
 
 
+def test_times_of_other_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = chosen._path()
+    monkeypatch.setattr(chosen, "_version", lambda: "other")
+    assert chosen._path() != before and chosen._path().parent == before.parent
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"b": 1}}', '{"a": {"b": 1, "c": "x"}}'])
 def test_a_malformed_file_is_ignored(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "chosen.json").write_text(text)

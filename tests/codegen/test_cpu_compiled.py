@@ -104,8 +104,12 @@ def test_other_functions(text: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_results_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
-    """One key: the output is the value itself, whatever it is."""
+    """One key: the output is the value itself, whatever it is. (Where the processor multiplies pairs of
+    bfloat16, it takes numbers below the least normal one as zeros, in ATen's products too: there are none
+    among these.)"""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    if dtype == torch.bfloat16:
+        every = every.where(every.isnan() | (every.abs() >= torch.finfo(dtype).tiny), 0)
     v = every.view(1, 1, 1, -1)
     q = torch.zeros(1, 1, 1, 4, dtype=dtype)
     out = KERNELS["cpu.compiled"].forward(parse("s = dot"), (q, q, v), [], [])[0]

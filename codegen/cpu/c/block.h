@@ -4,32 +4,41 @@
 /* multiply_tile for any number of rows that is a multiple of STEP_Q. */
 INLINE void multiply_panel(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
                            const float *restrict B, int64_t ldb, int64_t depth, int rows, const float *by,
-                           const int vectors) {
+                           const int vectors, const int in_place) {
     for (int row = 0; row < rows; row += STEP_Q)
-        multiply_tile(C + row * ldc, ldc, A + row * lda, lda, step, B, ldb, depth, by ? by + row : 0, STEP_Q, vectors);
+        multiply_tile(C + row * ldc, ldc, A + row * lda, lda, step, B, ldb, depth, by ? by + row : 0, STEP_Q, vectors,
+                      in_place);
 }
 
 INLINE void multiply_panels(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, int64_t step,
-                     const float *restrict B, int64_t ldb, int64_t depth, int rows, int64_t columns, const float *by) {
+                            const float *restrict B, int64_t ldb, int64_t depth, int rows, int64_t columns,
+                            const float *by, const int in_place) {
     int64_t n = 0;
     for (; n + STEP_N * LANES <= columns; n += STEP_N * LANES)
-        by ? multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, by, STEP_N)
-           : multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, 0, STEP_N);
+        by ? multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, by, STEP_N, in_place)
+           : multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, 0, STEP_N, in_place);
     for (; n < columns; n += LANES)
-        by ? multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, by, 1)
-           : multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, 0, 1);
+        by ? multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, by, 1, in_place)
+           : multiply_panel(C + n, ldc, A, lda, step, B + n, ldb, depth, rows, 0, 1, in_place);
 }
 
 static void multiply(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda, const float *restrict B,
                      int64_t ldb, int64_t depth, int rows, int64_t columns, const float *by) {
-    multiply_panels(C, ldc, A, lda, 1, B, ldb, depth, rows, columns, by);
+    multiply_panels(C, ldc, A, lda, 1, B, ldb, depth, rows, columns, by, 1);
+}
+
+/* The same for operands of packed places. */
+static void multiply_packed(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda,
+                            const float *restrict B, int64_t ldb, int64_t depth, int rows, int64_t columns,
+                            const float *by) {
+    multiply_panels(C, ldc, A, lda, 1, B, ldb, depth, rows, columns, by, IN_PLACE);
 }
 
 /* The same with A transposed: [depth][rows]. */
 static void multiply_turned(float *restrict C, int64_t ldc, const float *restrict A, int64_t lda,
                             const float *restrict B, int64_t ldb, int64_t depth, int rows, int64_t columns,
                             const float *by) {
-    multiply_panels(C, ldc, A, 1, lda, B, ldb, depth, rows, columns, by);
+    multiply_panels(C, ldc, A, 1, lda, B, ldb, depth, rows, columns, by, 1);
 }
 
 const int attngraph_lanes = LANES;
@@ -38,7 +47,7 @@ static int64_t blocks(int64_t extent, int64_t block) { return (extent + block - 
 
 /* The buffers of one thread. */
 typedef struct {
-    float S[BLOCK_Q * BLOCK_K], sums[BLOCK_Q * LANES];
+    float S[BLOCK_Q * BLOCK_K], sums[BLOCK_Q * LANES], rounded[BLOCK_Q * LANES];
     float top[BLOCK_Q], next[BLOCK_Q], total[BLOCK_Q], decay[BLOCK_Q];
     float *Q, *O; /* [BLOCK_Q][D], [BLOCK_Q][wide] */
 } Block;

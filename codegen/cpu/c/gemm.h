@@ -119,7 +119,7 @@ static void multiply_by_panel(const float *x, int64_t ldx, const float *panel, i
             fetch_part(soon, step++, steps);
             if (outs < PANEL) to = whole, ld = PANEL;
 #define TILE(BY, ROWS) \
-    multiply_tile(to, ld, left, ldx, 1, panel + (d - from) * PANEL, PANEL, smaller(part, until - d), BY, ROWS, STEP_N)
+    multiply_tile(to, ld, left, ldx, 1, panel + (d - from) * PANEL, PANEL, smaller(part, until - d), BY, ROWS, STEP_N, 1)
             if (count == STEP_Q) d ? TILE(ONES, STEP_Q) : TILE(0, STEP_Q);
             else d ? TILE(ONES, STEP_Q - 1) : TILE(0, STEP_Q - 1);
 #undef TILE

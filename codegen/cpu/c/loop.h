@@ -1,15 +1,15 @@
 /* Attention: each block of queries of a head makes its pass over packed keys and values (pass.h). */
 
-/* Pack one block of keys with the width outermost, and its values as rows of whole vectors, both in float32
-   and padded with zeros. */
+/* Pack one block of keys with the width outermost, and its values as rows of whole vectors, both in places of the
+   tile and padded with zeros. */
 static void pack(const Call *c, int64_t head, int64_t k0, float *to_k, float *to_v) {
     int64_t b = head / c->Hkv, h = head % c->Hkv;
     int keys = (int)smaller(BLOCK_K, c->Sk - k0);
     turn_rows(at_token(c->k, c->k_stride, b, h, k0), c->k_stride[2], keys, c->D, to_k);
-    widen_rows(at_token(c->v, c->v_stride, b, h, k0), c->v_stride[2], keys, c->Dv, 1, to_v, BLOCK_K, c->wide);
+    pack_values(at_token(c->v, c->v_stride, b, h, k0), c->v_stride[2], keys, c->Dv, to_v, c->wide);
 }
 
-static const float *keys_of(const Call *c, const Place *at, int64_t k0) { return at->k + k0 * c->D; }
+static const float *keys_of(const Call *c, const Place *at, int64_t k0) { return at->k + k0 * places(c->D); }
 
 #ifdef HAS_WEIGHTS
 /* The output by weights that are normalised before the program's `p = ...` statements change them. */
@@ -59,13 +59,7 @@ static void attend_block(Call *c, const Place *at, Block *t) {
     Element *out = (Element *)c->out + at->b * c->out_stride[0] + at->h * c->out_stride[1];
     for (int i = 0; i < at->rows; ++i) {
         int64_t q = at->q0 + i;
-        float by = 1;
-        if (!divided) {
-            by /= t->total[i];
-#ifdef HAS_SINK
-            by *= t->decay[i];
-#endif
-        }
+        float by = divided ? 1 : t->decay[i] / t->total[i];
         for (int64_t d = 0; d < c->Dv; ++d) out[q * c->out_stride[2] + d] = narrow(t->O[i * c->wide + d] * by);
         c->lse[(at->b * c->H + at->h) * c->Sq + q] = t->top[i] + logf(t->total[i]);
     }
@@ -77,8 +71,8 @@ static void attend_item(Call *c, Block *t, int64_t head, int64_t item, const flo
     Place at = {head / c->Hkv, head % c->Hkv * group + item / steps, (steps - 1 - item % steps) * BLOCK_Q, 0, 0, k, v};
     at.rows = (int)smaller(BLOCK_Q, c->Sq - at.q0);
     at.padded = (at.rows + STEP_Q - 1) / STEP_Q * STEP_Q;
-    widen_rows(at_token(c->q, c->q_stride, at.b, at.h, at.q0), c->q_stride[2], at.rows, c->D, c->scale, t->Q,
-               at.padded, c->D);
+    pack_queries(at_token(c->q, c->q_stride, at.b, at.h, at.q0), c->q_stride[2], at.rows, c->D, c->scale, t->Q,
+                 at.padded);
     attend_block(c, &at, t);
 }
 
@@ -87,7 +81,8 @@ static void attend_item(Call *c, Block *t, int64_t head, int64_t item, const flo
    buffer that another still reads. */
 void attngraph_attend(Call *c) {
     int64_t heads = c->B * c->Hkv, group = c->H / c->Hkv;
-    int64_t steps = blocks(c->Sk, BLOCK_K), length = steps * BLOCK_K, items = group * blocks(c->Sq, BLOCK_Q);
+    int64_t steps = blocks(c->Sk, BLOCK_K), items = group * blocks(c->Sq, BLOCK_Q);
+    int64_t k_block = places(c->D) * BLOCK_K, v_block = places(BLOCK_K) * c->wide;
     Block t;
     t.Q = c->scratch + take(&c->slot) * c->scratch_size;
     t.O = t.Q + BLOCK_Q * c->D;
@@ -95,17 +90,16 @@ void attngraph_attend(Call *c) {
     for (int64_t first = 0, number = 0; first < heads; first += c->together, ++number) {
         struct Round *round = c->rounds + number;
         int64_t here = smaller(c->together, heads - first);
-        float *k = c->k_packed + number % 2 * c->together * length * c->D;
-        float *v = c->v_packed + number % 2 * c->together * length * c->wide;
+        float *k = c->k_packed + number % 2 * c->together * steps * k_block;
+        float *v = c->v_packed + number % 2 * c->together * steps * v_block;
         if (number >= 2) wait_for(&round[-2].finished, c->together * items);
         for (int64_t item; (item = take(&round->next_pack)) < here * steps; take(&round->packed)) {
-            int64_t pair = item / steps, k0 = item % steps * BLOCK_K, row = pair * length + k0;
-            pack(c, first + pair, k0, k + row * c->D, v + row * c->wide);
+            pack(c, first + item / steps, item % steps * BLOCK_K, k + item * k_block, v + item * v_block);
         }
         wait_for(&round->packed, here * steps);
         for (int64_t item; (item = take(&round->next_item)) < here * items; take(&round->finished)) {
             int64_t pair = item / items;
-            attend_item(c, &t, first + pair, item % items, k + pair * length * c->D, v + pair * length * c->wide);
+            attend_item(c, &t, first + pair, item % items, k + pair * steps * k_block, v + pair * steps * v_block);
         }
     }
 }

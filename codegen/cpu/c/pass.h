@@ -11,7 +11,7 @@
 
    S is [BLOCK_Q][BLOCK_K]. */
 
-/* A block of keys with the width outermost, [D][BLOCK_K]: defined by loop.h and backward.h. */
+/* A block of keys with the width outermost, [places of D][BLOCK_K]: defined by loop.h and backward.h. */
 static const float *keys_of(const Call *c, const Place *at, int64_t k0);
 
 /* Rows of elements as rows of whole vectors in float32, padded with zeros, and times a number. */
@@ -25,11 +25,37 @@ static void widen_rows(const Element *from, int64_t stride, int count, int64_t w
     }
 }
 
-/* The same with the width outermost: [width][BLOCK_K]. */
+/* Rows as [places of the width][BLOCK_K]. */
 static void turn_rows(const Element *from, int64_t stride, int count, int64_t width, float *to) {
-    for (int64_t d = 0; d < width; ++d) {
-        for (int j = 0; j < count; ++j) to[d * BLOCK_K + j] = widen(from[j * stride + d]);
-        for (int j = count; j < BLOCK_K; ++j) to[d * BLOCK_K + j] = 0;
+    for (int64_t d = 0; d < width; d += IN_PLACE, to += BLOCK_K) {
+        for (int j = 0; j < count; ++j) to[j] = place_at(from + j * stride + d, 1, width - d);
+        for (int j = count; j < BLOCK_K; ++j) to[j] = 0;
+    }
+}
+
+/* Queries as rows of places of the width. Those of floats are multiplied by the scale; of others, dots are. */
+static void pack_queries(const Element *from, int64_t stride, int count, int64_t width, float scale, float *to,
+                         int to_rows) {
+    int64_t row = places(width);
+    if (IN_PLACE == 1) {
+        widen_rows(from, stride, count, width, scale, to, to_rows, width);
+        return;
+    }
+    for (int i = 0; i < count; ++i, to += row)
+        for (int64_t d = 0; d < row; ++d)
+            to[d] = place_at(from + i * stride + d * IN_PLACE, 1, width - d * IN_PLACE);
+    memset(to, 0, sizeof(float) * row * (to_rows - count));
+}
+
+/* Values as [places of BLOCK_K][to_width]. */
+static void pack_values(const Element *from, int64_t stride, int count, int64_t width, float *to, int64_t to_width) {
+    for (int j = 0; j < BLOCK_K; j += IN_PLACE, to += to_width) {
+        int64_t d = 0;
+        if (j + 1 < count)              /* whole, if places have two */
+            for (; d < width; ++d) to[d] = place_at(from + j * stride + d, stride, 2);
+        else if (j < count)
+            for (; d < width; ++d) to[d] = place_at(from + j * stride + d, stride, 1);
+        for (; d < to_width; ++d) to[d] = 0;
     }
 }
 
@@ -38,11 +64,31 @@ static const Element *at_token(const void *data, const int64_t *stride, int64_t 
 }
 
 static void dots(const Call *c, const Place *at, Block *t, int64_t k0) {
-    multiply(t->S, BLOCK_K, t->Q, c->D, keys_of(c, at, k0), BLOCK_K, c->D, at->padded, BLOCK_K, 0);
+    int64_t depth = places(c->D);
+    multiply_packed(t->S, BLOCK_K, t->Q, depth, keys_of(c, at, k0), BLOCK_K, depth, at->padded, BLOCK_K, 0);
+    if (IN_PLACE > 1)
+        for (int n = 0; n < at->padded * BLOCK_K; n += LANES) *(Vector *)(t->S + n) *= c->scale;
+}
+
+/* Weights as pairs, in the first half of each row of S. They are rounded, and so they are added up once more, because
+   what is weighed by rounded weights should be divided by their sum. */
+static void round_weights(const Place *at, Block *t, const float *decay) {
+    for (int i = 0; i < at->padded; ++i) {
+        float *row = t->S + i * BLOCK_K;
+        Vector sum = *(Vector *)(t->rounded + i * LANES) * decay[i];
+        for (int j = 0; j < BLOCK_K; j += 2 * LANES) {
+            Vector pairs = rounded(*(Vector *)(row + j), *(Vector *)(row + j + LANES));
+            *(Vector *)(row + j / 2) = pairs;
+            sum += sum_of_pairs(pairs);
+        }
+        *(Vector *)(t->rounded + i * LANES) = sum;
+    }
 }
 
 static void weigh_values(const Call *c, const Place *at, Block *t, int64_t k0, const float *decay) {
-    multiply(t->O, c->wide, t->S, BLOCK_K, at->v + k0 * c->wide, c->wide, BLOCK_K, at->padded, c->wide, decay);
+    if (IN_PLACE > 1) round_weights(at, t, decay);
+    multiply_packed(t->O, c->wide, t->S, BLOCK_K, at->v + places(k0) * c->wide, c->wide, places(BLOCK_K), at->padded,
+                    c->wide, decay);
 }
 
 static void score(Call *c, const Place *at, Block *t, int64_t k0, int class) {
@@ -54,10 +100,12 @@ static void score(Call *c, const Place *at, Block *t, int64_t k0, int class) {
 }
 
 /* One pass over the blocks of keys that the map does not leave out. With `values` the output is
-   accumulated too, with weights that are not normalised yet. */
+   accumulated too, with weights that are not normalised yet: it is to be multiplied by `decay` and divided by
+   `total`. */
 static void pass(Call *c, const Place *at, Block *t, const uint8_t *map, int values) {
     for (int i = 0; i < BLOCK_Q; ++i) t->top[i] = t->next[i] = -INFINITY;
     memset(t->sums, 0, sizeof t->sums);
+    memset(t->rounded, 0, sizeof t->rounded);
     if (values) memset(t->O, 0, sizeof(float) * BLOCK_Q * c->wide);
     for (int64_t k0 = 0; k0 < c->Sk; k0 += BLOCK_K) {
         int class = map ? map[k0 / BLOCK_K] : 1;
@@ -71,13 +119,15 @@ static void pass(Call *c, const Place *at, Block *t, const uint8_t *map, int val
         if (values) weigh_values(c, at, t, k0, t->decay);
     }
     for (int i = 0; i < at->rows; ++i) {
-        float sum = 0;
-        for (int l = 0; l < LANES; ++l) sum += t->sums[i * LANES + l];
+        float sum = 0, rounded = 0;
+        for (int l = 0; l < LANES; ++l) sum += t->sums[i * LANES + l], rounded += t->rounded[i * LANES + l];
+        t->decay[i] = rounded > 0 ? sum / rounded : 1;
 #ifdef HAS_SINK
         float other = sink(c, at->b, at->h, at->q0 + i), top = t->top[i];
         float joint = maximum(top, other); /* infinite or NaN: the total is NaN */
-        t->decay[i] = joint == joint && top == -INFINITY ? 0.0f : exp_(top - joint);
-        sum = sum * t->decay[i] + exp_(other - joint);
+        float by = joint == joint && top == -INFINITY ? 0.0f : exp_(top - joint);
+        sum = sum * by + exp_(other - joint);
+        t->decay[i] *= by;
         t->top[i] = joint;
 #endif
         t->total[i] = t->top[i] == -INFINITY ? NAN : sum;
