@@ -15,9 +15,9 @@ import pytest
 
 from attngraph import cli
 from attngraph.benchmark.scorecard import amd, budgets, flex, nvidia, plain
-from attngraph.benchmark.scorecard.cards import CARDS
+from attngraph.benchmark.scorecard.cards import CARDS, DRAIN
 from attngraph.benchmark.scorecard.cells import CELLS, TOKENS, plan, visited
-from attngraph.benchmark.scorecard.code import Code, Instruction, Work, tile_loops
+from attngraph.benchmark.scorecard.code import Code, Instruction, Step, Work, tile_loops
 from attngraph.benchmark.scorecard.figures import CodeError, Compiled, Figures, Part, figures
 from attngraph.benchmark.scorecard.run import FLEX, OURS, PLAIN, Row, run
 from attngraph.benchmark.scorecard.table import side_by_side, table
@@ -68,7 +68,11 @@ SASS = """
 
 def test_loops_are_found_and_what_they_execute_is_counted() -> None:
     first, second = (nvidia.count(loop) for loop in tile_loops(nvidia.read(SASS), nvidia.multiplies))
-    assert first == Work(
+    assert [(one.instructions, one.flops, one.closes, one.waits) for one in first.steps] == [
+        (5, 2 * 64 * 64 * 16 // 4, True, None), (1, 2 * 64 * 128 * 16 // 4, True, None), (1, 0, False, 0),
+        (10, 0, False, None),
+    ]  # fmt: skip
+    assert dataclasses.replace(first, steps=()) == Work(
         instructions=17, products=2, flops=2 * 64 * (64 + 128) * 16 // 4,
         operand_bytes=((64 + 64) * 16 * 2 + 128 * 16 * 2) // 4, by_groups=True, exponentials=1, special=2,
         fused=1, integer=1, shared_bytes=512 + 128, loaded_bytes=512, stops=2, pending=2, groups=1,
@@ -168,6 +172,28 @@ def test_parts_overlap_only_between_programs() -> None:
     a, b = (card.cycles(one, 4, 1) for one in (products, others))
     assert card.cycles(both, 4, 1) == pytest.approx(a + b)
     assert card.cycles(both, 4, 2) == pytest.approx(max(a, b) + min(a, b) / 2)
+
+
+def step(**changes: object) -> Step:
+    return dataclasses.replace(Step(0, 0, 0, 0, 0, 0, 0), **changes)  # type: ignore[arg-type]
+
+
+def test_products_by_groups_go_on_beside_other_instructions_until_they_are_waited_for() -> None:
+    """400 instructions of four warps take as long as products of 4096 * 0.8 * 400 operations a warp group."""
+    card, flops = CARDS["sm_90"], int(4096 * 0.8 * 400 / 4)
+    product, others = step(instructions=1, flops=flops, closes=True), step(instructions=400)
+    both = dataclasses.replace(NOTHING, instructions=402, flops=flops, by_groups=True, stops=1)
+
+    def cycles(*steps: Step) -> float:
+        return card.cycles(dataclasses.replace(both, steps=steps), 4, 1) - DRAIN
+
+    before, after = (step(instructions=1, waits=n) for n in (0, 1))
+    assert cycles(product, before, others) == pytest.approx(400 + 402, abs=2)
+    assert cycles(product, others, before) == pytest.approx(402, abs=2)
+    assert cycles(others, product, after) == pytest.approx(402, abs=2)  # a turn later is soon enough
+    assert cycles(product, step(instructions=200), before, step(instructions=200)) == pytest.approx(
+        600, abs=4
+    )
 
 
 def test_programs_share_registers_and_memory() -> None:

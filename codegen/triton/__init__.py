@@ -3,7 +3,8 @@
     plan.py        all that fixes a kernel        expression.py  formulas as Triton
     ../scalar/     what C and Triton share        helpers.py     functions that Triton lacks
     emit.py        a plan as source               store.py       where the source is kept
-    schedule.py    which of two schedules a kernel gets, and why not the other
+    schedule.py    which kernels are warp-specialised, and why not the others
+    emit_ahead.py  a plan as source that multiplies a tile ahead
     emit_specialised.py  a plan as warp-specialised source
     launch.py      `triton.forward`, the kernel of the registry
     call.py        arguments of launched kernels        device.py      the GPU and its limits

@@ -33,8 +33,9 @@ R = TypeVar("R")
 
 
 def smaller(blocks: Blocks) -> list[Blocks]:
-    """Blocks to try after these, in order: without pipelining, then tiles of half the size, and so on."""
-    found = [dataclasses.replace(blocks, stages=1)]
+    """Blocks to try after these, in order: without pipelining, then tiles of half the size, and so on; none
+    with products ahead."""
+    found = [dataclasses.replace(blocks, stages=1, ahead=False)]
     while found[-1].q > 16 or found[-1].k > 16:
         last = found[-1]
         found.append(Blocks(max(16, last.q // 2), max(16, last.k // 2), min(4, last.warps), 1))

@@ -27,6 +27,9 @@ from attngraph.ir.language.score import DOT, SCORE, Keep, Score, formulas
 
 NEGATIVE_INFINITY = 'float("-inf")'
 INFINITY = 'float("inf")'
+LOWEST = "-3.4028234663852886e+38"
+"""The lowest finite float32: the maximum of a row that has no key yet. Differences from it are finite or
+minus infinity, so that hidden scores weigh zero from it, too, where infinity minus itself would be NaN."""
 LISTS = ("tiles", "counts", "row_b", "row_h")
 """Arguments of a kernel that is given lists: see `visits.Visits`."""
 ABOUT_LISTS = (
@@ -69,7 +72,8 @@ class Emitter:
     def kernel(self) -> Kernel:
         # The loops are emitted first, because they determine the lines before them.
         loops, start, finish = self.loops(), self.start(), self.finish()
-        lines = [*self.begin(), *self.writer.before, *start, *self.loop_bounds(), *loops, *finish]
+        bounds = [*self.loop_bounds(), *self.last_keys()]
+        lines = [*self.begin(), *self.writer.before, *start, *bounds, *loops, *finish]
         functions = [self.absorb(), module.function(self.name, groups(self.plan), self.contract, lines)]
         return module.assemble(self.name, groups(self.plan), self.header(), self.writer.calls, functions)
 
@@ -143,15 +147,14 @@ class Emitter:
         linear = self.plan.is_linear
         weighs = not self.multiple.is_plain
         scaled = " * RATE" if linear else ""
-        # Rounded once, so that the rounding error of base affects all weights of the row alike.
-        w = "tl.fma(s, RATE, -base)" if linear else "(s - base) * LOG2E"
-        shrink = "m - base" if linear else "(m - base) * LOG2E"
+        # Rounded once, so that the rounding error of top affects all weights of the row alike.
+        w = "tl.fma(s, RATE, -top)" if linear else "(s - top) * LOG2E"
+        shrink = "m - top" if linear else "(m - top) * LOG2E"
         lines = [
             "@triton.jit",
             f"def absorb(m, l, acc, s, {'multiple, ' if weighs else ''}value_tile):",
             '    """Join a tile of scores and values to the rows\' maximum m, sum l and weighted sum acc."""',
             f"    top = tl.maximum(m, tl.max(s, 1, keep_dims=True){scaled})",
-            f"    base = tl.where(top == {NEGATIVE_INFINITY}, 0.0, top)  # a row may have no key yet",
             f"    w = tl.exp2({w})",
             f"    shrink = tl.exp2({shrink})",
             "    l = l * shrink + tl.sum(w, 1, keep_dims=True)",
@@ -231,13 +234,13 @@ class Emitter:
         zeros = "tl.zeros([BLOCK_Q, 1], tl.float32)"
         acc = f"acc = tl.zeros([BLOCK_Q, {self.Dv}], tl.float32)"
         if self.plan.program.sink is None:
-            return [f"m = {zeros} + {NEGATIVE_INFINITY}", f"l = {zeros}", acc]
+            return [f"m = {zeros} + {LOWEST}  # no key yet", f"l = {zeros}", acc]
         # The rounding error of the sink enters its weight, as that of scores enters theirs.
         m, weight = (
             ("sink * RATE", "tl.exp2(tl.fma(sink, RATE, -m))") if self.plan.is_linear else ("sink", "1.0")
         )
         return [
-            f"sink = {self.sink()}", f"m = {m}",
+            f"sink = {self.sink()}", f"m = tl.where(sink == {NEGATIVE_INFINITY}, {LOWEST}, {m})",
             f"l = tl.where(sink == {NEGATIVE_INFINITY}, 0.0, {weight})", acc,
         ]  # fmt: skip
 
@@ -283,41 +286,56 @@ class Emitter:
         whole, stop = f"tl.load({counts} + 3 * block)", f"tl.load({counts} + 3 * block + 1)"
         return lines, whole, stop, "last + 1"
 
+    @property
+    def at_the_end(self) -> tuple[Keep, ...]:
+        """The causal mask, which is one comparison with the end of the keys."""
+        return () if self.plan.diagonal is None else (self.plan.diagonal[0],)
+
+    def last_keys(self) -> list[str]:
+        """The last key that each query sees."""
+        if self.plan.diagonal is None:
+            return []
+        offset = self.plan.diagonal[1]
+        shift = "" if offset is E.ZERO else f" + {self.writer.integer(offset, PRODUCT)}"
+        return [f"last_key = tl.minimum(q{shift}, Skv - 1)  # [BLOCK_Q, 1]"]
+
     def body(self, edge: bool) -> list[str]:
         """One tile: its scores, and its step of the online softmax."""
         plan, writer = self.plan, self.writer
         writer.begin_body()
-        skipped = plan.keeps_of_whole_tiles if not edge else ()
+        skipped = plan.keeps_of_whole_tiles if not edge else self.at_the_end
         statements = [s for s in plan.statements if s not in skipped]
         for statement in statements:
             writer.assign("s", statement)
         multiple = writer.real(self.multiple.factor)
         shown = [p for s in statements for p in formulas(s)] + [self.multiple.factor]
         lines = []
-        if edge or any(S.index("k") in formula.free for formula in shown):
+        if any(S.index("k") in formula.free for formula in shown):
             k = "start + across"
             lines.append(f"k = tl.cast({k}, tl.int64)" if plan.wide else f"k = {k}")
-        lines += [self.load("key", "d", edge), *self.product(statements), *writer.inside]
+        lines += [*self.products(statements, edge), *writer.inside]
         if edge:
-            lines.append(f"s = tl.where(k < Skv, s, {NEGATIVE_INFINITY})")
+            seen = "across <= last_key - start" if self.at_the_end else "across < Skv - start"
+            lines.append(f"s = tl.where({seen}, s, {NEGATIVE_INFINITY})")
         lines.append(self.load("value", self.dv, edge))
         factor = "" if self.multiple.is_plain else f"{multiple}, "
         return [*lines, f"m, l, acc = absorb(m, l, acc, s, {factor}value_tile)"]
 
-    def load(self, name: str, columns: str, edge: bool) -> str:
+    def load(self, name: str, columns: str, edge: bool, start: str = "start") -> str:
         extent = "Skv" if name in ("key", "value") else "Sq"
-        mask = self.inside(f"start + down < {extent}" if edge else "", columns)
+        mask = self.inside(f"{start} + down < {extent}" if edge else "", columns)
         guard = f", mask={mask}, other=0.0" if mask else ""
-        return f"{name}_tile = tl.load({name}_head + tl.cast(start, tl.int64) * {name}_s{guard})"
+        return f"{name}_tile = tl.load({name}_head + tl.cast({start}, tl.int64) * {name}_s{guard})"
+
+    def products(self, statements: list[Score | Keep], edge: bool) -> list[str]:
+        """Lines that load a tile of keys and multiply it with the queries: `dot` and `s`."""
+        return [self.load("key", "d", edge), *self.product(statements)]
 
     def product(self, statements: list[Score | Keep]) -> list[str]:
-        code = self.dot()
-        named = [_mentions(s, DOT) for s in statements]
-        if not any(named):
-            return [f"s = {code}"]
-        first = statements[0]
-        replaced = isinstance(first, Score) and not _mentions(first, SCORE)
-        return [f"dot = {code}"] if replaced else [f"dot = {code}", "s = dot"]
+        mentions, replaces = uses_of_dot(statements)
+        if not mentions:
+            return [f"s = {self.dot()}"]
+        return [f"dot = {self.dot()}", *([] if replaces else ["s = dot"])]
 
     def dot(self) -> str:
         return f"tl.dot(query_tile, tl.trans(key_tile){self.exact})"
@@ -340,6 +358,13 @@ class Emitter:
             f"tl.store(out_row + {self.dv}, out_tile, mask={self.inside('q < Sq', self.dv)})",
             f"tl.store(lse + tl.cast(place // blocks, tl.int64) * Sq + q, {lse}, mask=q < Sq)",
         ]
+
+
+def uses_of_dot(statements: Sequence[Score | Keep]) -> tuple[bool, bool]:
+    """Whether statements mention the dot, and whether the first replaces the score without looking at it."""
+    mentions = any(_mentions(s, DOT) for s in statements)
+    replaces = bool(statements) and isinstance(statements[0], Score) and not _mentions(statements[0], SCORE)
+    return mentions, mentions and replaces
 
 
 def _mentions(statement: Score | Keep, name: E.Expr) -> bool:

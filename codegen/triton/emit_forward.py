@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attngraph.codegen.triton.emit import Emitter
+from attngraph.codegen.triton.emit_ahead import AheadEmitter
 from attngraph.codegen.triton.emit_specialised import SpecialisedEmitter
 from attngraph.codegen.triton.module import Kernel
 from attngraph.codegen.triton.plan import Plan
@@ -14,4 +15,6 @@ def emit(plan: Plan) -> Kernel:
     Raises:
         UnsupportedError: the score program has an operation that cannot be emitted; says which.
     """
-    return (SpecialisedEmitter if plan.blocks.specialised else Emitter)(plan).kernel()
+    if plan.blocks.specialised:
+        return SpecialisedEmitter(plan).kernel()
+    return (AheadEmitter if plan.blocks.ahead else Emitter)(plan).kernel()

@@ -41,13 +41,15 @@ WIDEST = 512
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """A tile's rows (queries) and columns (keys), and how the GPU computes it: the number of warps, the
-    pipeline stages (tiles of keys in flight), and whether it is warp-specialised (`schedule.py`)."""
+    pipeline stages (tiles of keys in flight), and whether it is warp-specialised (`schedule.py`) or its
+    products are a tile ahead (`emit_ahead.py`)."""
 
     q: int
     k: int
     warps: int = 4
     stages: int = 2
     specialised: bool = False
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +269,8 @@ _SINGLE = {
     256: Blocks(32, 16, 8, 2),
     512: Blocks(16, 16, 8, 1),
 }
+_GROUP = 64
+"""The rows that four warps multiply together, from sm_90 on."""
 _MUCH = 200_000
 """Bytes of shared memory of a program, from which on there is room for three stages of wide tiles."""
 
@@ -285,9 +289,10 @@ def blocks_for(
     """
     width = max(64, padded(D), padded(Dv))
     wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
-    q, k, warps, stages = wanted.q, wanted.k, wanted.warps, wanted.stages
+    q, k, warps, stages, ahead = wanted.q, wanted.k, wanted.warps, wanted.stages, False
     if dtype is not torch.float32 and width < 512 and shared > _MUCH and (capability or (9, 0))[0] < 10:
         k, stages = _wide_tile(program, D, Dv), 3
+        ahead = _fits_two(program, D, Dv) and Sq > _GROUP // 2
     elif width == 128 and (tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
         k = max(16, k // (4 if tiles_read(program) and shared <= _MUCH else 2))
     elif width == 256 and shared <= _MUCH:
@@ -297,7 +302,8 @@ def blocks_for(
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
     row = (padded(D) + padded(Dv)) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
-    while q * padded(D) * dtype.itemsize + stages * k * row > shared:
+    tile = padded(D) * dtype.itemsize
+    while (q + k * ahead) * tile + stages * k * row > shared:
         if stages > 1:
             stages -= 1
         elif k > 16:
@@ -306,7 +312,7 @@ def blocks_for(
             q //= 2
         else:
             break
-    return Blocks(q, k, warps, stages)
+    return Blocks(q, k, warps, stages, ahead=ahead)
 
 
 def _takes_registers(program: ScoreProgram, D: int, Dv: int) -> bool:
@@ -319,13 +325,19 @@ def _is_exact(D: int, Dv: int) -> bool:
     return padded(D) == D and padded(Dv) == Dv
 
 
+def _fits_two(program: ScoreProgram, D: int, Dv: int) -> bool:
+    """Whether there are registers for the scores of two tiles on sm_90: not beside wider values, nor beside a
+    tile of reads, nor, for wider keys, in programs that are not linear."""
+    return padded(Dv) <= 128 and not tiles_read(program) and (padded(D) <= 128 or is_linear(program))
+
+
 def _wide_tile(program: ScoreProgram, D: int, Dv: int) -> int:
     """The keys of a tile on sm_90, whose products read tiles from shared memory: what is done once for each
     row of a tile (the accumulator is scaled, tiles are fetched) is shared by more keys. The masks of padded
     widths, reads for each score, and programs that are not linear take registers."""
     width = max(64, padded(D), padded(Dv))
     if tiles_read(program):
-        return 64 if width == 64 else 32
+        return 64 if width == 64 and not _reads_by_formula(program) else 32
     if width == 64:
         return 128  # at width 128 this spills, depending on Triton's version
     return 64 if padded(Dv) <= 128 or (is_linear(program) and _is_exact(D, Dv)) else 32
@@ -367,6 +379,12 @@ def backward_blocks(
 def tiles_read(program: ScoreProgram) -> int:
     """How many tensor elements the program reads for each score."""
     return sum({S.index("q"), S.index("k")} <= n.free for n in _reads(program))
+
+
+def _reads_by_formula(program: ScoreProgram) -> bool:
+    """Whether an index of a read is computed for each score."""
+    indices = (index for read in _reads(program) for index in read.args)
+    return any({S.index("q"), S.index("k")} <= index.free for index in indices)
 
 
 def _keys_read(program: ScoreProgram) -> int:

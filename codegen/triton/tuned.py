@@ -44,8 +44,8 @@ from attngraph.codegen.triton.plan import (
 from attngraph.ir.language.score import ScoreProgram
 
 _log = logging.getLogger("attngraph.codegen.triton")
-SPECIALISED = "warp-specialised"
-"""Follows the sizes of warp-specialised blocks in a table."""
+SPECIALISED, AHEAD = "warp-specialised", "products ahead"
+"""Follow the sizes of blocks with such a schedule in a table."""
 _SHIPPED = Path(__file__).parent / "tuned"
 
 
@@ -152,14 +152,17 @@ def _version() -> str:
 
 def _blocks(numbers: Any) -> Blocks:
     *sizes, last = numbers
-    specialised = last == SPECIALISED
-    q, k, warps, stages = sizes = tuple(sizes if specialised else numbers)
+    q, k, warps, stages = sizes = tuple(sizes if last in (SPECIALISED, AHEAD) else numbers)
     if not all(type(n) is int for n in sizes):
         raise ValueError(f"{numbers} are not four whole numbers")
     powers = all(n & (n - 1) == 0 for n in (q, k, warps))
     if not (powers and 16 <= q <= 256 and 16 <= k <= 256 and 1 <= warps <= 16 and 1 <= stages <= 8):
         raise ValueError(f"{numbers} are no block sizes")
-    return Blocks(q, k, warps, stages, specialised)
+    return Blocks(q, k, warps, stages, last == SPECIALISED, last == AHEAD)
+
+
+def _schedule(blocks: Blocks) -> list[str]:
+    return [SPECIALISED] if blocks.specialised else [AHEAD] if blocks.ahead else []
 
 
 def _count(number: Any) -> int:
@@ -181,7 +184,7 @@ def add(name: str, found: Mapping[str, Blocks], counts: Mapping[str, int] | None
         old = Table({}, {})
     lines, numbers = {**old.blocks, **found}, {**old.programs, **(counts or {})}
     content = {"device": name, "triton": _version(), "blocks": {
-        line: [*dataclasses.astuple(blocks)[:4], *([SPECIALISED] if blocks.specialised else [])]
+        line: [blocks.q, blocks.k, blocks.warps, blocks.stages, *_schedule(blocks)]
         for line, blocks in sorted(lines.items())
     }, "programs": dict(sorted(numbers.items()))}  # fmt: skip
     store.write(path, json.dumps(content, indent=1))

@@ -82,7 +82,7 @@ def tune(
     exact = Tiled()
     wanted = functools.cache(lambda: exact.forward(parsed, operands, reads, sizes))
     classic = launch.classic_blocks(parsed, operands)
-    choose = [classic, *options, *specialised_choices(plan, operands)]
+    choose = [classic, *options, *ahead_choices(options, q), *specialised_choices(plan, operands)]
     half = begin + seconds / (2 if gradients else 1)
     best = _fastest(choose, forward, clock, "forward", wanted, half)
     if best is not None:
@@ -215,6 +215,14 @@ def choices(width: int, dtype: torch.dtype, shared: int) -> Iterator[Blocks]:
                     fits = (q + 2 * stages * k) * row <= shared
                     if fits and q * (padded(width) + k) <= _NUMBERS // 2 * (warps // 4):
                         yield Blocks(q, k, warps, stages)
+
+
+def ahead_choices(options: Sequence[Blocks], q: Tensor) -> Iterator[Blocks]:
+    """Those of classic blocks that are worth measuring with products a tile ahead: where four warps multiply
+    together and go on meanwhile."""
+    if (device.capability(q.device) or (0, 0))[0] == 9 and q.dtype is not torch.float32:
+        tall = (one for one in options if one.q >= 64 * (one.warps // 4) and one.stages > 1)
+        yield from (dataclasses.replace(one, ahead=True) for one in tall)
 
 
 def specialised_choices(plan: Plan, operands: Operands) -> Iterator[Blocks]:

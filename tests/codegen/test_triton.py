@@ -72,6 +72,11 @@ def test_the_causal_kernel_reads_as_its_golden_file_says(golden: Check) -> None:
     golden("causal.py.txt", emit(plan("s = 0.125 * dot; keep k <= q")).source)
 
 
+def test_the_kernel_with_products_ahead_reads_as_its_golden_file_says(golden: Check) -> None:
+    blocks = Blocks(128, 128, 8, 3, ahead=True)
+    golden("ahead.py.txt", emit(plan("s = 0.125 * dot; keep k <= q", blocks=blocks)).source)
+
+
 RICH = (
     "s = 0.125 * dot; s = 50 * tanh(s / 50) + r0[h, k - q + n0]; keep k <= q and r1[b, k]; sink r2[h]; "
     "p = where(random(r3[], b, h, q, k) < 0.1, 0, p / 0.9)"
@@ -98,14 +103,15 @@ def test_equal_plans_give_equal_source_whatever_came_before() -> None:
 
 def test_a_plain_program_has_no_mask_and_no_formula() -> None:
     source = emit(plan("s = 0.125 * dot")).source
-    assert source.count("tl.where") == 2  # a row without a key yet, and the end of the keys
+    assert source.count("tl.where") == 1  # the end of the keys
     assert "<= q" not in source and "minimum" not in source
 
 
 def test_a_causal_program_looks_at_its_mask_on_the_diagonal_only() -> None:
     source = emit(plan("keep k <= q and r0[b, k]", reads=(Read(0, 2, "bool"),))).source
     whole, edge = re.split(r"# at an edge", source.split("tl.range(0, whole)")[1])
-    assert "k <= q" not in whole and edge.count("k <= q") == 1
+    assert "last_key" not in whole and edge.count("across <= last_key - start") == 1
+    assert source.count("last_key = tl.minimum(q, Skv - 1)") == 1
     assert whole.count("r0_at0, s") == edge.count("r0_at0, s") == 1
 
 
@@ -136,6 +142,17 @@ def test_loops_count_tiles(text: str, changes: dict[str, object]) -> None:
     for kernel in (emit(plan(text, **changes)), emit_backward(backward_plan(text, **changes))):
         loops = [node for node in ast.walk(ast.parse(kernel.source)) if isinstance(node, ast.For)]
         assert loops and all("start = " in ast.unparse(loop) for loop in loops)
+
+
+def test_products_are_a_tile_ahead_only_where_warps_go_on_meanwhile_and_two_tiles_of_scores_fit() -> None:
+    def ahead(text: str, D: int = 128, Dv: int = 128, Sq: int = 4096, target: str = "sm_90") -> bool:
+        gpu = ahead_of_time.TARGETS[target]
+        return blocks_for(parse(text), D, Dv, torch.bfloat16, Sq, gpu.shared, gpu.capability).ahead
+
+    assert ahead("keep k <= q") and ahead("", 64, 64) and ahead("", 192) and ahead("s = tanh(dot)", 80, 80)
+    assert not any(ahead("", target=target) for target in ("sm_80", "sm_100", "gfx942"))
+    assert not (ahead("", 256, 256) or ahead("s = dot + r0[q, k]") or ahead("s = tanh(dot)", 192))
+    assert ahead("", Sq=33) and not ahead("", Sq=32)
 
 
 def test_scores_are_linear_only_where_nothing_can_overflow() -> None:

@@ -58,7 +58,7 @@ def count(loop: Sequence[Instruction]) -> Work:
         found["stops"] += name == "s_barrier"
         if name == "s_waitcnt" and (waited := re.search(r"vmcnt\((\d+)\)", instruction.operands)):
             pending.append(int(waited[1]))
-    return Work(len(loop), pending=min(pending, default=None), by_groups=False, **found)
+    return Work(len(loop), pending=min(pending, default=None), by_groups=False, steps=(), **found)
 
 
 def _product(name: str) -> int:

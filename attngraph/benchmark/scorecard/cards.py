@@ -1,22 +1,24 @@
 """GPUs in numbers, and the model that turns what a loop executes into time.
 
 A multiprocessor's time for a tile has two parts: products on tensor cores, and all other instructions, of
-which the busiest unit decides. Warps of one program wait for each other in every tile, so the two parts
-overlap only between programs that share a multiprocessor:
+which the busiest unit decides. In one program, the parts overlap as far as the machine code lets them:
+products by warp groups (sm_90) go on until the code waits for them; others keep their warp. What a program
+leaves idle, programs that share a multiprocessor fill:
 
-    time of a tile = larger part + smaller part / programs
+    time of a tile = larger part + (time of a program alone - larger part) / programs
 
 and no less than the memory needs to deliver the tile. Products run at `ATTAINED` of the rate in the data
-sheet, as large matrix products do. The model has no other constant that was fitted to a measurement. Checked
-against published figures for an H100 at width 128: docs/gpu.md.
+sheet, as large matrix products do. One other constant was fitted to a measurement, `DRAIN`.
+Checked against published figures for an H100 at width 128: docs/gpu.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-from attngraph.benchmark.scorecard.code import Work
+from attngraph.benchmark.scorecard.code import Step, Work
 
 ATTAINED = 0.8
 """The share of the data sheet's rate that a plain matrix product was measured to reach on an H200 (790 of
@@ -25,8 +27,9 @@ DELIVERED = 0.9
 """The share of the data sheet's memory bandwidth that a copy was measured to reach on an H200."""
 LATENCY = 1000
 """Cycles from the request of a tile to its arrival from memory, under load (H100: 600 to 1000)."""
-DRAIN = 24
-"""Cycles that a warp loses where it waits for products to finish before it goes on."""
+DRAIN = 48
+"""Cycles that a warp loses at a barrier, or where it waits for products to finish before it goes on. With it
+number the plain kernel at width 128 is as fast on an H100 as was published of such kernels at best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +72,49 @@ class Card:
 
     def cycles(self, work: Work, warps: int, programs: int) -> float:
         """Cycles of a multiprocessor for one turn of the loop in each of its programs, per program."""
-        rate = self.flops if work.by_groups else self.flops_of_warps
-        tensor = max(warps * work.flops / rate / ATTAINED, warps * work.operand_bytes / self.shared_rate)
+        tensor = self._products(work, warps, self.flops if work.by_groups else self.flops_of_warps)
+        other = self._others(work, warps, work.products)
+        larger = max(tensor, other)
+        alone = max(self._in_order(work, warps), larger) if work.steps else tensor + other
+        return larger + (alone - larger) / programs + DRAIN * work.stops / programs
+
+    def _products(self, work: Work | Step, warps: int, rate: int) -> float:
+        return max(warps * work.flops / rate / ATTAINED, warps * work.operand_bytes / self.shared_rate)
+
+    def _others(self, work: Work | Step, warps: int, products: int) -> float:
+        """Cycles of the busiest unit besides that for products."""
         lanes = warps * self.lanes
-        other = max(
-            lanes * (work.instructions - work.products * self.frees_issue) / self.issued,
+        return max(
+            lanes * (work.instructions - products * self.frees_issue) / self.issued,
             lanes * work.fused / self.fused, lanes * work.integer / self.integer,
             lanes * work.special / self.special, warps * work.shared_bytes / self.shared_rate,
         )  # fmt: skip
-        waits = DRAIN * work.stops / programs
-        return max(tensor, other) + min(tensor, other) / programs + waits
+
+    def _in_order(self, work: Work, warps: int) -> float:
+        """Cycles of one turn in a program alone, whose products go on beside its other instructions until it
+        waits for them. Between two waits, instructions are spread evenly over the time that the busiest unit
+        takes for them."""
+        turns = 4
+        order = work.steps * turns
+        now, idle, groups, since = 0.0, 0.0, list[float](), 0
+        ends: list[float] = []
+        for place, step in enumerate(order):
+            if step.waits is None:
+                continue
+            between = order[since : place + 1]
+            took = self._others(_together(between), warps, 0)
+            each = took / sum(one.instructions for one in between)
+            for one in between:
+                now += each * one.instructions
+                if one.flops:
+                    idle = max(idle, now) + self._products(one, warps, self.flops)
+                    groups += [idle] if one.closes else []
+            under_way = groups[-step.waits :] if step.waits else []
+            now = max([now, *groups[: len(groups) - len(under_way)]])
+            groups, since = under_way, place + 1
+            ends.append(now)
+        each_turn = len(ends) // turns
+        return ends[-1] - ends[-1 - each_turn] if each_turn else idle
 
     @property
     def frees_issue(self) -> int:
@@ -98,6 +134,11 @@ class Card:
     def rate(self, amount: float, cycles: float) -> float:
         """Amounts (operations, bytes) per second, of all multiprocessors."""
         return amount / cycles * self.gigahertz * 1e9 * self.multiprocessors
+
+
+def _together(steps: Sequence[Step]) -> Step:
+    names = [f.name for f in dataclasses.fields(Step) if f.name not in ("closes", "waits")]
+    return Step(*(sum(getattr(step, name) for step in steps) for name in names))
 
 
 CARDS = {

@@ -33,6 +33,27 @@ class Code:
 
 
 @dataclasses.dataclass(frozen=True)
+class Step:
+    """What a warp executes up to the next product by warp groups, or the next wait for such products.
+
+    Attributes:
+        instructions, fused, integer, special, shared_bytes: as in `Work`; the product or wait included.
+        flops, operand_bytes: of the product. closes: whether the product ends a group of products, for which
+            warps may wait. waits: how many groups may still be under way after the wait; None: no wait.
+    """
+
+    instructions: int
+    fused: int
+    integer: int
+    special: int
+    shared_bytes: int
+    flops: int
+    operand_bytes: int
+    closes: bool = False
+    waits: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """What one warp does in one turn of a loop.
 
@@ -45,6 +66,8 @@ class Work:
         loaded_bytes: from global memory. stops: waits for products and barriers. groups: of loads begun.
         pending: those of them that may be under way while the warp goes on after the strictest wait for them;
             None: it waits for none.
+        steps: the turn in order, where products are by groups, which go on while the warp executes other
+            instructions.
     """
 
     instructions: int
@@ -61,6 +84,7 @@ class Work:
     stops: int
     pending: int | None
     groups: int
+    steps: tuple[Step, ...] = ()
 
 
 COUNTS = tuple(f.name for f in dataclasses.fields(Work) if f.type == "int" and f.name != "instructions")

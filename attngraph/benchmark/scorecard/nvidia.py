@@ -6,6 +6,7 @@ use (TRITON_NVDISASM_PATH, TRITON_PTXAS_PATH).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import re
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from attngraph.benchmark.scorecard.code import COUNTS, Code, Instruction, Work, parse
+from attngraph.benchmark.scorecard.code import COUNTS, Code, Instruction, Step, Work, parse
 from attngraph.errors import AttnGraphError
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -112,8 +113,38 @@ def multiplies(instruction: Instruction) -> bool:
 
 def count(loop: Sequence[Instruction]) -> Work:
     """What a warp does in one turn of a loop."""
+    waited = [re.match(r"SB0, 0x([0-9a-f]+)", i.operands) for i in loop if i.name.startswith("DEPBAR")]
+    pending = [int(one[1], 16) for one in waited if one]
+    by_groups = any(_by_group(i) for i in loop)
+    return Work(
+        len(loop), pending=min(pending, default=None), by_groups=by_groups, **_sums(loop),
+        steps=_steps(loop) if by_groups else (),
+    )  # fmt: skip
+
+
+def _by_group(instruction: Instruction) -> bool:
+    return instruction.name.startswith(("HGMMA", "QGMMA"))
+
+
+def _steps(loop: Sequence[Instruction]) -> tuple[Step, ...]:
+    found: list[Step] = []
+    since = 0
+    for place, one in enumerate(loop):
+        waits = re.match(r"gsb0, 0x([0-9a-f]+)", one.operands) if one.name == "WARPGROUP.DEPBAR.LE" else None
+        if not (_by_group(one) or waits or place == len(loop) - 1):
+            continue
+        sums = _sums(loop[since : place + 1])
+        kept = {f.name: sums[f.name] for f in dataclasses.fields(Step) if f.name in sums}
+        closes = _by_group(one) and "gsb0" in one.operands
+        found.append(
+            Step(place + 1 - since, **kept, closes=closes, waits=int(waits[1], 16) if waits else None)
+        )
+        since = place + 1
+    return tuple(found)
+
+
+def _sums(loop: Sequence[Instruction]) -> dict[str, int]:
     found = dict.fromkeys(COUNTS, 0)
-    pending: list[int] = []
     for instruction in loop:
         name, base = instruction.name, instruction.name.split(".")[0]
         if multiplies(instruction):
@@ -142,10 +173,7 @@ def count(loop: Sequence[Instruction]) -> Work:
             found["integer"] += 1
         found["groups"] += base in ("LDGDEPBAR", "UTMALDG")
         found["stops"] += name.startswith(("WARPGROUP.DEPBAR", "BAR."))
-        if base == "DEPBAR" and (waited := re.match(r"SB0, 0x([0-9a-f]+)", instruction.operands)):
-            pending.append(int(waited[1], 16))
-    by_groups = any(i.name.startswith(("HGMMA", "QGMMA")) for i in loop)
-    return Work(len(loop), pending=min(pending, default=None), by_groups=by_groups, **found)
+    return found
 
 
 def _product(instruction: Instruction) -> tuple[int, int]:
