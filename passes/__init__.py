@@ -32,19 +32,19 @@ from attngraph.pipeline import Pass
 
 def order(
     backend: str = "auto", absorb: str = "auto", decoder: bool = False, rounded: str = "",
-    heads: Axis | None = None, tokens: Axis | None = None, cache: str = "auto",
+    heads: Axis | None = None, tokens: Axis | None = None, cache: str = "auto", parameters: str = "sharded",
 ) -> tuple[Pass, ...]:  # fmt: skip
     """The passes in the order in which they run, for whole sequences or for a decoder.
 
     The order is defined only here. `backend` names the kernels that compute attention; `absorb` as for
     `attngraph.compile`. `rounded`: the dtype of 8 bits in which a decoder keeps keys and values, if it does.
     `heads`, `tokens`: the ranks that run the graph together, dividing heads and hidden units, or tokens; of
-    both, tokens of what each rank has of the heads. `cache`: as in `ShardConfig`.
+    both, tokens of what each rank has of the heads. `cache`, `parameters`: as in `ShardConfig`.
     """
     family = "" if backend == "auto" else backend
     shard: tuple[Pass, ...] = ()
     if heads is not None and heads.count > 1:
-        shard += (ShardHeads(heads.count, heads.group),)
+        shard += (ShardHeads(heads.count, heads.group, runs=parameters != "even"),)
     if tokens is not None and tokens.count > 1:
         shard += (ShardTokens(tokens.count, tokens.group),)
     rest: tuple[Pass, ...] = (ReassociateLinear(), *shard)

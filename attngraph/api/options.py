@@ -73,7 +73,8 @@ class Options:
     @property
     def _ranks(self) -> dict[str, Any]:
         axes = {} if self.mesh is None else {"heads": self.mesh.tensor, "tokens": self.mesh.context}
-        return {what: Axis(axis.count, axis.group) for what, axis in axes.items() if axis is not None}
+        found: dict[str, Any] = {w: Axis(a.count, a.group) for w, a in axes.items() if a is not None}
+        return found if self.mesh is None else {**found, "parameters": self.mesh.config.parameters}
 
     def decoder_pipeline(self, rounded: str = "") -> tuple[Pass, ...]:
         """The passes for a decoder; the argument and the result of `InsertKVCache` are filled in later.

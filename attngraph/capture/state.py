@@ -30,7 +30,9 @@ from attngraph.ir import budgets
 PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device)
 _BY_VALUE = (*PLAIN, float)
 _COMPARED_EXACTLY = frozenset({int, str, bytes, type(None), torch.dtype, torch.device})
-MODULES_OWN = frozenset(vars(nn.Module())) | {"_is_torch_compile"}
+_MARKS = {"_is_torch_compile", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+"""Attributes by which PyTorch's own tools mark modules: no forward reads them."""
+MODULES_OWN = frozenset(vars(nn.Module())) | _MARKS
 MODULES_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, (dict, set)))
 NAMING = ("_parameters", "_buffers", "_modules")
 """Of a module's tables those whose entries are read as attributes of it."""

@@ -231,7 +231,9 @@ def _refuse_what_a_graph_would_lose(target: Callable[..., Any]) -> None:
     for path, kind, hook in (found for module in modules for found in hooks_not_traced(module)):
         function = getattr(hook, "__qualname__", type(hook).__qualname__)
         where = f"the module {path}" if path else "the model"
-        raise refusal(f"the {kind} {function} of {where} would not run", advice="remove the hook")
+        moves = kind == "hook"  # those of torch.distributed, as `fully_shard` registers them
+        advice = "call fully_shard once, on the compiled module" if moves else "remove the hook"
+        raise refusal(f"the {kind} {function} of {where} would not run", advice=advice)
     if any(is_lazy(p) for module in modules for p in module.parameters()):
         raise CaptureError("the model has lazy modules that are not initialised yet", "lazy modules")
 

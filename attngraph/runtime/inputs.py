@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attngraph.ir.graph.program_graph import Input, ProgramGraph, Rate
+from attngraph.runtime.fully_sharded import collected
 
 Fetch = Callable[[Any], Tensor]
 
@@ -94,9 +95,12 @@ def _place(given: Input, owner: nn.Module) -> tuple[dict[str, Tensor | None], st
     return None if inside else (store, name)
 
 
-def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) -> Fetch:
+def own_tensor(
+    given: Input, owner: nn.Module, constants: Mapping[str, Tensor], axis: Any = None
+) -> Fetch:  # fmt: skip
     """The function that looks up a constant, a parameter or a buffer, or a tensor inside of one that wraps
-    others: its name follows that of the weight."""
+    others: its name follows that of the weight. Of a DTensor it is what this rank has along `axis`, a mesh of
+    one dimension, which must be all of it along others."""
     if given.kind == "constant":
         constant = constants[given.name]
         return lambda _: constant
@@ -106,7 +110,7 @@ def own_tensor(given: Input, owner: nn.Module, constants: Mapping[str, Tensor]) 
     def fetch(_: Any) -> Tensor:
         tensor = store.get(name)
         tensor = getattr(module, name) if tensor is None else tensor
-        return tensor if type(tensor) in _PLAIN else _of_this_rank(tensor)
+        return tensor if type(tensor) in _PLAIN else collected(tensor, given.name, axis)
 
     return functools.partial(_inside, fetch, inside) if inside else fetch
 
@@ -116,8 +120,3 @@ def _inside(fetch: Fetch, names: Sequence[str], source: Any) -> Tensor:
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-
-
-def _of_this_rank(tensor: Any) -> Tensor:
-    """What this rank has of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "_local_tensor") else tensor  # type: ignore[no-any-return]

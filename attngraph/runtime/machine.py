@@ -19,6 +19,7 @@ from attngraph.errors import CheckError
 from attngraph.ir.graph.program_graph import Output, ProgramGraph, Rate
 from attngraph.ir.ops.sharing import one_run
 from attngraph.ir.versions import version_of
+from attngraph.runtime.fully_sharded import is_fully_sharded
 from attngraph.runtime.inputs import Inputs, own_tensor
 
 Run = Callable[..., Sequence[Any]]
@@ -115,11 +116,11 @@ class _ValuesOfWeights:
     """The results of the weights stage, computed again when a weight changes.
 
     Changes are detected by address and version, as for buffers (`capture/guards.py`): writes through `.data`
-    are not noticed.
+    are not noticed. `fully_shard` collects weights at one address without counting, so there it is always.
     """
 
     def __init__(self, graph: ProgramGraph, owner: nn.Module) -> None:
-        self.machine = Machine(graph, owner)
+        self.machine, self._owner = Machine(graph, owner), owner
         self._names = [output.name for output in graph.outputs]
         self._stamps: list[Any] = []
         self._current: dict[str, Tensor] = {}
@@ -129,7 +130,7 @@ class _ValuesOfWeights:
             return self._named(self.machine((), None, interpret))
         weights = self.machine._inputs((), None, None)
         stamps = [(w.data_ptr(), _stamp(w), w.dtype, w.device, w.shape) for w in weights]
-        if stamps != self._stamps:
+        if stamps != self._stamps or is_fully_sharded(self._owner):
             with torch.no_grad():
                 self._current = self._named(self.machine(()))
             self._stamps = stamps

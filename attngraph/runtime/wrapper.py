@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 _SHARED = ("_parameters", "_buffers", "_modules")
 _OF_THE_MODEL = (
-    "_apply", "_load_from_state_dict", "_save_to_state_dict", "add_module", "apply", "bfloat16", "buffers",
+    "_apply", "_load_from_state_dict", "_register_load_state_dict_pre_hook", "_register_state_dict_hook",
+    "_save_to_state_dict", "add_module", "apply", "bfloat16", "buffers",
     "children", "cpu", "cuda", "double", "eval", "float", "get_buffer", "get_parameter", "get_submodule",
-    "half", "modules", "named_buffers", "named_children", "named_modules", "named_parameters",
-    "parameters", "register_buffer", "register_module", "register_parameter", "requires_grad_",
+    "half", "named_buffers", "named_children", "named_parameters", "parameters", "register_buffer",
+    "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_module",
+    "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_",
     "set_submodule", "share_memory", "state_dict", "to", "to_empty", "train", "type", "zero_grad",
 )  # fmt: skip
-"""The methods of torch.nn.Module that read or change weights, submodules and modes: models may override
-them."""
+"""The methods of torch.nn.Module that read or change weights, submodules and modes, and what runs before and
+after state dicts: models may override them."""
 
 
 class ModelWrapper(nn.Module):
@@ -94,6 +96,19 @@ class ModelWrapper(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share()
+
+    def modules(self) -> Iterator[nn.Module]:
+        return (module for _, module in self.named_modules())
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The model's modules, with this one in place of the model."""
+        if not isinstance(self._model, nn.Module):
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        for name, module in self._model.named_modules(memo, prefix, remove_duplicate):
+            yield name, self if module is self._model else module
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict into the model; one of torch.compile's modules has a prefix, which is removed."""

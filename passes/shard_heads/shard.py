@@ -35,13 +35,15 @@ from attngraph.report.ranks import DividedEntry
 
 @dataclasses.dataclass(frozen=True)
 class ShardHeads(Divide):
-    """Divides heads, hidden units and vocabulary."""
+    """Divides heads, hidden units and vocabulary. `runs`: whether ranks may hold several runs of a parameter,
+    as they need of packed projections."""
 
     group: str = "tensor"
     name: str = "shard-heads"
+    runs: bool = True
 
     def divide(self, graph: ProgramGraph, ranks: Ranks, axis: Axis) -> list[str]:
-        return _Sharding(graph, ranks, axis).run()
+        return _Sharding(graph, ranks, axis).run(self.runs)
 
 
 class _Sharding:
@@ -58,7 +60,7 @@ class _Sharding:
         """Of each node that is computed by parts: its twin, the cut, what its region begins with."""
         self.checks = RankChecks(graph, self.parts.learns)
 
-    def run(self) -> list[str]:
+    def run(self, runs: bool) -> list[str]:
         sizes = {
             i.name: _elements(n) for n, i in self.parts.names.items() if i.kind == "parameter" and n.users
         }
@@ -75,7 +77,7 @@ class _Sharding:
         self.entries += vocabulary.divide(self.decided, self.reasons)
         self.graph.clean()
         merge_sums(self.graph)
-        kept = settle(self.graph, self.parts)
+        kept = settle(self.graph, self.parts, runs)
         unused = [i for i in self.graph.inputs if i.kind in ("shard", "places", "parameter")]
         self.graph.drop_inputs(lambda node, given: given in unused and not node.users)
         reasons = {self.parts.names[n].name: reason for n, reason in self.reasons.items()} | kept

@@ -20,8 +20,9 @@ HOLDS_RUNS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
 """Whether this torch's DTensors can have several equal runs of a dimension, and be made whole again."""
 
 
-def settle(graph: ProgramGraph, parts: Parts) -> dict[str, str]:
-    """Let ranks take their part of what cannot be held divided; returns why not, by the parameter's name."""
+def settle(graph: ProgramGraph, parts: Parts, runs: bool = True) -> dict[str, str]:
+    """Let ranks take their part of what cannot be held divided; returns why not, by the parameter's name.
+    `runs`: whether a part may be several runs."""
     kept: dict[str, str] = {}
     for (parameter, dim, table), shard in list(parts.shards.items()):
         if not shard.users:
@@ -33,6 +34,8 @@ def settle(graph: ProgramGraph, parts: Parts) -> dict[str, str]:
             kept[name] = f"ranks share parts of it ({table.describe()})"
         elif table.runs() is None:
             kept[name] = f"a rank's part is no equal runs of it ({table.describe()})"
+        elif table.runs() != 1 and not runs:
+            kept[name] = 'a rank\'s part is several runs of it, which ShardConfig(parameters="even") leaves whole'
         elif table.runs() != 1 and not HOLDS_RUNS:
             kept[name] = "torch holds parts of packed projections from version 2.14 on"
         elif others:

@@ -1,7 +1,11 @@
-"""Comparing a model on simulated ranks with itself on one device, values and gradients."""
+"""Comparing a model on simulated ranks with itself on one device, values and gradients; and processes that are
+ranks, by gloo."""
 
 import copy
+import multiprocessing
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +87,42 @@ def same_on_mesh() -> Callable[..., Entries]:
         return found
 
     return compared
+
+
+_SCRIPTS = Path(__file__).parent / "ranks"
+
+
+@pytest.fixture
+def ranks() -> Callable[..., list[str]]:
+    """Runs a task of a script in `ranks/` in several processes; returns what each of them says last. They are
+    forked from one that has imported attngraph."""
+
+    def run(task: str, folder: Path, ranks: int = 2, script: str = "run.py") -> list[str]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["attngraph.api"])
+        said = [folder / f"said by {rank}" for rank in range(ranks)]
+        started = [
+            context.Process(
+                target=runpy.run_path,
+                args=(
+                    str(_SCRIPTS / script),
+                    {"given": (task, rank, ranks, folder / "meet", said[rank])},
+                    "__main__",
+                ),
+            )
+            for rank in range(ranks)
+        ]
+        for process in started:
+            process.start()
+        try:
+            for process in started:
+                process.join(timeout=240)
+        finally:
+            for process in started:
+                process.kill()
+        texts = [file.read_text() for file in said]
+        for process, text in zip(started, texts, strict=True):
+            assert process.exitcode == 0, text[-3000:]
+        return [text.strip().splitlines()[-1] for text in texts]
+
+    return run

@@ -1,7 +1,6 @@
 """Two processes on this machine, by gloo: training, checkpoints, disagreement, and a rank that dies."""
 
-import multiprocessing
-import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,86 +8,60 @@ import torch
 
 from attngraph.passes.shard_heads.storage import HOLDS_RUNS
 
-RUN = Path(__file__).parent / "ranks" / "run.py"
+Ranks = Callable[..., list[str]]
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 
 
-def _run(task: str, folder: Path, ranks: int = 2) -> list[str]:
-    """What each rank says last. The processes are forked from one that has imported attngraph."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["attngraph.api"])
-    said = [folder / f"said by {rank}" for rank in range(ranks)]
-    started = [
-        context.Process(
-            target=runpy.run_path,
-            args=(str(RUN), {"given": (task, rank, ranks, folder / "meet", said[rank])}, "__main__"),
-        )
-        for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    try:
-        for process in started:
-            process.join(timeout=240)
-    finally:
-        for process in started:
-            process.kill()
-    texts = [file.read_text() for file in said]
-    for process, text in zip(started, texts, strict=True):
-        assert process.exitcode == 0, text[-3000:]
-    return [text.strip().splitlines()[-1] for text in texts]
-
-
-def test_training_is_that_of_one_device_and_ranks_hold_their_part(tmp_path: Path) -> None:
+def test_training_is_that_of_one_device_and_ranks_hold_their_part(tmp_path: Path, ranks: Ranks) -> None:
     """Losses, norms of gradients, parameters after SGD with momentum, and evaluation; held as reported."""
-    for said in _run("train", tmp_path):
+    for said in ranks("train", tmp_path):
         held, reported = said.removeprefix("held ").split(" reported ")
         whole, part = (int(n) for n in reported.strip("()").split(", "))
         assert int(held) == part and part < (0.55 if HOLDS_RUNS else 0.8) * whole
 
 
-def test_parameters_may_stay_whole_on_every_rank(tmp_path: Path) -> None:
-    for said in _run("train_whole", tmp_path):
+def test_parameters_may_stay_whole_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks("train_whole", tmp_path):
         held, reported = said.removeprefix("held ").split(" reported ")
         assert int(held) == int(reported.strip("()").split(", ")[0])
 
 
-def test_training_with_heads_and_tokens_divided_is_that_of_one_device(tmp_path: Path) -> None:
+def test_training_with_heads_and_tokens_divided_is_that_of_one_device(tmp_path: Path, ranks: Ranks) -> None:
     """Four processes, 2 x 2: each holds its part of the heads."""
-    for said in _run("train_on_both", tmp_path, 4):
+    for said in ranks("train_on_both", tmp_path, 4):
         held, reported = said.removeprefix("held ").split(" reported ")
         whole, part = (int(n) for n in reported.strip("()").split(", "))
         assert int(held) == part and part < (0.55 if HOLDS_RUNS else 0.8) * whole
 
 
-def test_ranks_of_two_axes_all_say_who_differs(tmp_path: Path) -> None:
-    for said in _run("disagree_on_both", tmp_path, 4):
+def test_ranks_of_two_axes_all_say_who_differs(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks("disagree_on_both", tmp_path, 4):
         lines = [said.split(f"rank {r}: ")[1].split("rank ")[0].strip() for r in range(4)]
         assert lines[0] == lines[1] == lines[2] != lines[3], said
 
 
-def test_shared_heads_are_held_as_reported(tmp_path: Path) -> None:
+def test_shared_heads_are_held_as_reported(tmp_path: Path, ranks: Ranks) -> None:
     """Projections that ranks need overlapping parts of are held whole; the others are not."""
-    for said in (s for line in _run("train_grouped", tmp_path) for s in line.split("; ")):
+    for said in (s for line in ranks("train_grouped", tmp_path) for s in line.split("; ")):
         held, reported = said.removeprefix("held ").split(" reported ")
         whole, part = (int(n) for n in reported.strip("()").split(", "))
         assert int(held) == part < whole
 
 
-def test_ranks_that_divide_tokens_receive_what_the_report_says(tmp_path: Path) -> None:
+def test_ranks_that_divide_tokens_receive_what_the_report_says(tmp_path: Path, ranks: Ranks) -> None:
     """Values and gradients are those of one device; with documents, no more than the report's bound."""
-    for said in _run("tokens", tmp_path):
+    for said in ranks("tokens", tmp_path):
         (exact, told), (less, most) = (map(int, part.split(" reported ")) for part in said.split("; "))
         assert 0 < exact == told and 0 < less < most
 
 
-def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path) -> None:
-    assert _run("checkpoint", tmp_path) == ["loaded"] * 2
+def test_checkpoints_are_saved_and_loaded_part_by_part(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks("checkpoint", tmp_path) == ["loaded"] * 2
 
 
-def test_a_model_on_meta_is_loaded_part_by_part(tmp_path: Path) -> None:
+def test_a_model_on_meta_is_loaded_part_by_part(tmp_path: Path, ranks: Ranks) -> None:
     """From safetensors, packed projections too, and from torch's checkpoints. A missing weight is named."""
-    for said in _run("on_meta", tmp_path):
+    for said in ranks("on_meta", tmp_path):
         *loaded, problem = said.split("; ")
         assert len(loaded) == 3 and problem == "the files have no weight."
         for held, reported in (line.removeprefix("held ").split(" reported ") for line in loaded):
@@ -96,67 +69,67 @@ def test_a_model_on_meta_is_loaded_part_by_part(tmp_path: Path) -> None:
             assert int(held) == part and part < (0.55 if HOLDS_RUNS else 0.8) * whole
 
 
-def test_ranks_that_are_called_differently_all_say_so(tmp_path: Path) -> None:
-    for said in _run("disagree", tmp_path):
+def test_ranks_that_are_called_differently_all_say_so(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks("disagree", tmp_path):
         shapes, dtypes = said.split(" | ")
         assert "disagree about the call" in shapes and "[2, 4]" in shapes and "[2, 5]" in shapes
         assert "rank 0: tensor 0: int64" in dtypes and "rank 1: tensor 0: float32" in dtypes
 
 
-def test_ranks_with_other_tokens_all_say_so(tmp_path: Path) -> None:
+def test_ranks_with_other_tokens_all_say_so(tmp_path: Path, ranks: Ranks) -> None:
     """What they hold may decide what is fetched: ranks that differ would wait for each other."""
-    for said in _run("disagree_in_tokens", tmp_path):
+    for said in ranks("disagree_in_tokens", tmp_path):
         assert "disagree about the call" in said and "with contents" in said
 
 
-def test_ranks_with_other_code_all_say_so(tmp_path: Path) -> None:
-    assert all("disagree about the graph" in said for said in _run("disagree_in_code", tmp_path))
+def test_ranks_with_other_code_all_say_so(tmp_path: Path, ranks: Ranks) -> None:
+    assert all("disagree about the graph" in said for said in ranks("disagree_in_code", tmp_path))
 
 
-def test_ranks_with_other_random_numbers_all_say_so(tmp_path: Path) -> None:
-    assert all("random numbers" in said for said in _run("disagree_in_numbers", tmp_path))
+def test_ranks_with_other_random_numbers_all_say_so(tmp_path: Path, ranks: Ranks) -> None:
+    assert all("random numbers" in said for said in ranks("disagree_in_numbers", tmp_path))
 
 
-def test_a_rank_that_is_gone_is_an_error_of_the_others(tmp_path: Path) -> None:
-    alive, gone = _run("die", tmp_path)
+def test_a_rank_that_is_gone_is_an_error_of_the_others(tmp_path: Path, ranks: Ranks) -> None:
+    alive, gone = ranks("die", tmp_path)
     assert gone == "gone" and alive.endswith("within the time-out: True")
 
 
-def test_decoders_give_the_tokens_of_one_device_and_a_rank_keeps_its_heads(tmp_path: Path) -> None:
+def test_decoders_give_the_tokens_of_one_device_and_a_rank_keeps_its_heads(tmp_path: Path, ranks: Ranks) -> None:
     """4 heads of 8 values: 256 bytes a token on one device. The same with parameters that stay whole."""
-    for said in _run("decode", tmp_path):
+    for said in ranks("decode", tmp_path):
         kept, rest = said.split(" held ")
         held, reported = rest.split(" reported ")
         whole, part = (int(n) for n in reported.strip("()").split(", "))
         assert kept == "bytes [128, 32]" and int(held) == part < 0.8 * whole
 
 
-def test_decoders_on_whole_parameters(tmp_path: Path) -> None:
-    assert all(said.startswith("bytes [128, 32]") for said in _run("decode_whole", tmp_path))
+def test_decoders_on_whole_parameters(tmp_path: Path, ranks: Ranks) -> None:
+    assert all(said.startswith("bytes [128, 32]") for said in ranks("decode_whole", tmp_path))
 
 
 @pytest.mark.slow
-def test_four_ranks_divide_the_tokens_of_two_key_heads(tmp_path: Path) -> None:
+def test_four_ranks_divide_the_tokens_of_two_key_heads(tmp_path: Path, ranks: Ranks) -> None:
     """Each of two ranks keeps half of the tokens of one of them: a quarter of what one device keeps."""
-    assert _run("decode_shared", tmp_path, 4) == ["[128, 32, 32]"] * 4
+    assert ranks("decode_shared", tmp_path, 4) == ["[128, 32, 32]"] * 4
 
 
-def test_two_ranks_divide_the_tokens_of_a_latent(tmp_path: Path) -> None:
+def test_two_ranks_divide_the_tokens_of_a_latent(tmp_path: Path, ranks: Ranks) -> None:
     """12 numbers a token; the second cache keeps them in bfloat16."""
-    assert _run("decode_latent", tmp_path) == ["[[48, 24], [24, 12]]"] * 2
+    assert ranks("decode_latent", tmp_path) == ["[[48, 24], [24, 12]]"] * 2
 
 
-def test_ranks_with_other_prompts_all_say_so(tmp_path: Path) -> None:
-    for said in _run("disagree_in_prompts", tmp_path):
+def test_ranks_with_other_prompts_all_say_so(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks("disagree_in_prompts", tmp_path):
         problems = said.split(" | ")
         assert len(problems) == 5 and all("disagree" in problem for problem in problems), said
         assert "contents" in problems[0] and "temperature" in problems[2] and "state of" in problems[4]
 
 
-def test_attention_of_dtensors_is_divided_by_rows_and_heads_where_that_is_right(tmp_path: Path) -> None:
-    assert _run("dtensor", tmp_path) == ["equal", "equal"]
+def test_attention_of_dtensors_is_divided_by_rows_and_heads_where_that_is_right(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks("dtensor", tmp_path) == ["equal", "equal"]
 
 
-def test_fully_shard_is_refused_before_anything_is_traced(tmp_path: Path) -> None:
-    for said in _run("with_fully_shard", tmp_path):
+def test_fully_shard_is_refused_before_anything_is_traced(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks("with_fully_shard", tmp_path):
         assert all("as fully_shard makes them" in problem for problem in said.split(" | ")), said

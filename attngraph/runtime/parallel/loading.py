@@ -69,17 +69,31 @@ def _named(names: list[str], tensor: Tensor, stored: Mapping[str, Any]) -> Any:
     if list(source.get_shape()) != list(tensor.shape):
         found = list(source.get_shape())
         raise PlacementError(f"{names[0]} is {list(tensor.shape)} in the model, and {found} in the files.")
+    if not _is_in_runs(tensor):
+        raise PlacementError(
+            f"{names[0]} is divided along two axes of the mesh, or unevenly.\nWhat to do: load weights before "
+            "fully_shard, or with torch.distributed.checkpoint."
+        )
     return source
+
+
+def _is_in_runs(tensor: Any) -> bool:
+    """Whether a tensor is whole, or what a rank has of it are equal runs of one dimension."""
+    placements, mesh = getattr(tensor, "placements", ()), getattr(tensor, "device_mesh", None)
+    if mesh is None or all(p.is_replicate() for p in placements):
+        return True
+    runs = getattr(placements[0], "split_factor", 1)
+    return mesh.ndim == 1 and tensor.shape[placements[0].dim] % (mesh.size() * runs) == 0
 
 
 def _part(source: Any, tensor: Any) -> Tensor:
     """What this rank has of a stored weight: equal runs of one dimension, or all of it."""
-    placement = next(iter(getattr(tensor, "placements", ())), None)
-    if placement is None or placement.is_replicate():
+    placement = next((p for p in getattr(tensor, "placements", ()) if not p.is_replicate()), None)
+    if placement is None:
         found: Tensor = source[...]
         return found
-    ranks, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
     dim, runs = placement.dim, getattr(placement, "split_factor", 1)
+    ranks, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
     size = tensor.shape[dim] // (ranks * runs)
     before = (slice(None),) * dim
     starts = [(run * ranks + rank) * size for run in range(runs)]

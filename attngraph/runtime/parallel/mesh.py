@@ -17,8 +17,10 @@ class ShardConfig:
     Attributes:
         tensor: the axis along which heads, hidden units and vocabulary are divided; None: along none.
         context: the axis along which tokens are divided; None: along none.
-        parameters: "sharded": the model's parameters become DTensors, each rank holding its part; "whole":
-            every rank keeps all of them and takes its part in each call.
+        parameters: "sharded": the model's parameters become DTensors, each rank holding its part; "even":
+            the same, but those of which a part is several runs (packed projections) stay whole, because
+            checkpoints and `fully_shard` cannot say what such a part is; "whole": every rank keeps all of
+            them and takes its part in each call.
         cache: what ranks that divide heads divide of a decoder's cache: "heads": every rank keeps what its
             heads attend to; "tokens": of what several of them attend to (latents, key/value heads that are
             fewer than ranks) each keeps a part of the tokens; "auto": tokens where that saves bytes.
@@ -32,8 +34,8 @@ class ShardConfig:
     agree: bool = True
 
     def __post_init__(self) -> None:
-        if self.parameters not in ("sharded", "whole"):
-            raise ValueError(f'parameters must be "sharded" or "whole", found {self.parameters!r}.')
+        if self.parameters not in ("sharded", "even", "whole"):
+            raise ValueError(f'parameters must be "sharded", "even" or "whole", found {self.parameters!r}.')
         if self.cache not in ("auto", "heads", "tokens"):
             raise ValueError(f'cache must be "auto", "heads" or "tokens", found {self.cache!r}.')
 
@@ -101,7 +103,7 @@ class RankMesh:
     def holds_parts(self) -> bool:
         """Whether each rank holds a part of the parameters, as DTensors. Ranks that divide tokens use all
         parameters, and add up what they learn of them."""
-        return self.tensor is not None and not self.is_simulated and self.config.parameters == "sharded"
+        return self.tensor is not None and not self.is_simulated and self.config.parameters != "whole"
 
     def place(self, group: str) -> int:
         """Where this process is along an axis."""

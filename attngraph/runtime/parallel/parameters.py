@@ -24,6 +24,7 @@ from attngraph.ir.graph.ranks import Shard
 from attngraph.ir.versions import version_of
 from attngraph.meaning.check.ranks import PerRank, parts_of
 from attngraph.meaning.placement.table import Table
+from attngraph.runtime.fully_sharded import is_fully_sharded
 from attngraph.runtime.inputs import own_tensor
 from attngraph.runtime.parallel.mesh import MeshAxis, RankMesh
 
@@ -45,8 +46,8 @@ def require_undivided(model: nn.Module, ranks: RankMesh) -> None:
             raise PlacementError(
                 f"{name} is a DTensor of another mesh already ({placed}), as fully_shard makes them. A "
                 "compiled model does not run the hooks of its modules, by which fully_shard collects them.\n"
-                "What to do: compile the model without fully_shard, and for data parallelism average the "
-                "gradients over the other axis of the mesh."
+                "What to do: compile the model first, call compiled.place(example), and then "
+                "fully_shard(compiled, mesh=...) along the other axis, once for all of it."
             )
 
 
@@ -71,7 +72,7 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
 
     Raises:
         PlacementError: another graph of the model divides a parameter otherwise, or it is no replicated
-        DTensor.
+        DTensor; or `fully_shard` was applied before.
     """
     from torch.distributed.tensor import DTensor
 
@@ -91,6 +92,11 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
         placements: tuple[Any, ...] = getattr(parameter, "placements", ())
         if placements == (wanted,):
             continue
+        if is_fully_sharded(owner):
+            raise PlacementError(
+                f"this call divides {shard.parameter.removeprefix('model.')} as {wanted}, but fully_shard has "
+                "it already.\nWhat to do: compiled.place(example) before fully_shard(compiled, mesh=...)."
+            )
         if _WHOLE in vars(parameter) or not (len(placements) == 1 and placements[0].is_replicate()):
             name, found = shard.parameter.removeprefix("model."), ", ".join(map(str, placements))
             raise PlacementError(
@@ -213,8 +219,9 @@ class Own:
         self.mesh, self.ranks = mesh, graph.ranks
         self._kept: dict[str, tuple[Any, Any]] | None = {} if keeps else None
         inputs = _inputs(graph)
+        axis = mesh.tensor.mesh if mesh.tensor is not None and mesh.holds_parts else None
         self._shards = [
-            (name, shard, own_tensor(Input("parameter", shard.parameter), owner, {}))
+            (name, shard, own_tensor(Input("parameter", shard.parameter), owner, {}, axis))
             for name, shard in graph.ranks.shards.items()
             if Input("shard", name) in inputs
         ]

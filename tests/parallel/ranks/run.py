@@ -472,15 +472,20 @@ def die(mesh, rank):
     return "nothing"
 
 
-if __name__ == "__main__":
-    task, rank, ranks, MEETING, said = given  # noqa: F821  (a global that `runpy` was given)
+def start(tasks, task, rank, ranks, meeting, said):
+    """Run a task of a script in this process, one of `ranks`, with the mesh of all of them."""
     sys.stdout = sys.stderr = said.open("w", buffering=1)
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{MEETING}", rank=rank, world_size=ranks,
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks,
         timeout=datetime.timedelta(seconds=20),
     )  # fmt: skip
-    result = globals()[task](init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)), rank)
+    result = tasks[task](init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)), rank)
     print(result, flush=True)
     # At the exit of Python, gloo in torch 2.14 aborts one process in ten, in scripts without attngraph too.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    MEETING = given[3]  # noqa: F821  (a global that `runpy` was given)
+    start(globals(), *given)  # noqa: F821

@@ -1,0 +1,58 @@
+"""A compiled module whose parameters `torch.distributed.fsdp.fully_shard` divides along another axis of the mesh.
+
+    compiled = attngraph.compile(model, mesh=mesh, shard=ShardConfig(tensor="tensor"))
+    compiled.place(ids)                            # each rank's part along "tensor"
+    fully_shard(compiled, mesh=mesh["data"])       # and of that its part along "data"
+
+Its hooks are those of the compiled module: before a call they collect the parameters along "data", after the
+backward pass they add up gradients and divide both again. The graph reads what they have collected. Where
+nothing was collected it would read parts as if they were whole, so that is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attngraph.errors import PlacementError
+
+
+def is_fully_sharded(owner: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a model, or to the one that `owner` holds."""
+    return any(getattr(m, "_is_fsdp_managed_module", False) for m in (owner, *owner.children()))
+
+
+def collected(tensor: Any, name: str, axis: Any) -> Tensor:
+    """What a rank has of a parameter: all of it, or its part along `axis`, a one-dimensional mesh.
+
+    Raises:
+        PlacementError: it is divided along another axis.
+    """
+    if not hasattr(tensor, "_local_tensor"):
+        return tensor  # type: ignore[no-any-return]
+    if tensor.device_mesh != axis and not all(p.is_replicate() for p in tensor.placements):
+        raise PlacementError(
+            f"{name} is divided ({', '.join(map(str, tensor.placements))}) and was not collected: fully_shard "
+            "does that where the compiled module is called, not in its other methods or for decoders.\n"
+            "What to do: call compiled.unshard() before and compiled.reshard() after, or the module itself."
+        )
+    return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def require_whole_again(model: nn.Module) -> None:
+    """Check that parameters which `fully_shard` has just divided can be put together again.
+
+    Raises:
+        PlacementError: a rank had several runs of one, and was given a part of these.
+    """
+    for name, parameter in model.named_parameters():
+        *added, first = getattr(parameter, "placements", (None,))
+        runs = getattr(first, "split_factor", 1)
+        if runs > 1 and any(p.is_shard(first.dim) or hasattr(p, "split_factor") for p in added):
+            raise PlacementError(
+                f"fully_shard divided {name}, a packed projection of which a rank has {runs} runs, and torch's "
+                "DTensors have no way to say which rows these parts are: full_tensor() and checkpoints would "
+                'be wrong.\nWhat to do: shard=ShardConfig(parameters="even"), which leaves such parameters '
+                "whole for fully_shard to divide."
+            )

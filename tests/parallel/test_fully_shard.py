@@ -1,0 +1,42 @@
+"""`fully_shard` on a compiled module, along an axis of its own: losses, norms, parameters, checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+Ranks = Callable[..., list[str]]
+
+
+def _parts(said: str) -> list[float]:
+    """Which part of all elements a rank has."""
+    pairs = (part.split(" of ") for part in said.split("; "))
+    return [int(held) / int(everything) for held, everything in pairs]
+
+
+def test_rows_and_parameters_divided_among_two_ranks_train_as_one_device(tmp_path: Path, ranks: Ranks) -> None:
+    assert [_parts(said) for said in ranks("data", tmp_path, script="sharded.py")] == [[0.5], [0.5]]
+
+
+def test_parameters_divided_along_two_axes_train_as_on_one_device(tmp_path: Path, ranks: Ranks) -> None:
+    """A quarter of each, beside vectors that both ranks of the axis `tensor` have; of a packed projection, and
+    where all stay whole along that axis, half."""
+    for said in ranks("data_and_tensor", tmp_path, 4, "sharded.py"):
+        sharded, even, undivided = _parts(said)
+        assert 0.25 < sharded < 0.26 and sharded < even < 0.35 and undivided == 0.5
+
+
+@pytest.mark.slow
+def test_tokens_and_rows_divided_train_as_on_one_device(tmp_path: Path, ranks: Ranks) -> None:
+    assert [_parts(said) for said in ranks("data_and_context", tmp_path, 4, "sharded.py")] == [[0.5]] * 4
+
+
+def test_what_cannot_be_collected_or_put_together_again_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    for said in ranks("refusals", tmp_path, script="sharded.py"):
+        packed, early, blocks, decoder = said.split(" | ")
+        assert "qkv.0.weight, a packed projection" in packed and 'parameters="even"' in packed
+        assert "compiled.place(example) before fully_shard" in early
+        assert "blocks.0 would not run" in blocks and "fully_shard once, on the compiled module" in blocks
+        assert "was not collected" in decoder and "compiled.unshard()" in decoder
