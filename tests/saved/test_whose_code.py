@@ -15,7 +15,7 @@ import sympy
 import torch
 
 import attngraph
-from attngraph.capture import content, executed
+from attngraph.capture import code_content, content, executed
 from attngraph.capture.executed import is_users
 from attngraph.models import targets
 
@@ -69,7 +69,7 @@ def test_of_thousands_of_modules_only_those_of_the_codes_files_are_resolved(
     resolved: list[str] = []
     resolve = os.path.realpath
     monkeypatch.setattr(os.path, "realpath", lambda path: (resolved.append(path), resolve(path))[1])
-    found, lost = content.code_behind([code], content.Content())
+    found, lost = code_content.code_behind([code], content.Content())
     assert [name for name, _ in found] == ["attngraph.models.targets:tiny_decoder_lm"] and not lost
     assert {os.path.basename(path) for path in resolved} == {os.path.basename(code.co_filename)}
 
@@ -85,7 +85,7 @@ def uses_a_name_as_an_attribute(x: torch.Tensor) -> int:
 def test_a_name_that_code_uses_as_an_attribute_is_no_global(monkeypatch: pytest.MonkeyPatch) -> None:
     def described() -> str | None:
         name = f"{__name__}:{uses_a_name_as_an_attribute.__name__}"
-        return content.described(name, content.Content(), content.Content())
+        return code_content.described(name, content.Content(), content.Content())
 
     before = described()
     monkeypatch.setitem(globals(), "size", 5)
