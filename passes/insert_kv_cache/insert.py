@@ -39,6 +39,7 @@ from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.analyse import analyse
 from attngraph.passes.insert_kv_cache.carry import Carry
 from attngraph.passes.insert_kv_cache.free_tokens import free_tokens, replace_number
+from attngraph.passes.insert_kv_cache.join_pieces import join_pieces
 from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
 from attngraph.passes.insert_kv_cache.run_again import run_again
@@ -78,8 +79,9 @@ class InsertKVCache:
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
         refuted: dict[fx.Node, str] = {}
+        joined = join_pieces(graph)
         while True:
-            outcome = Outcome()
+            outcome = Outcome(list(joined))
             tokens = analyse(graph, ids, self.number, outcome, refuted)
             try:
                 _Insertion(graph, ids, tokens, outcome).run()
