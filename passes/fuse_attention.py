@@ -178,15 +178,16 @@ class _Fusion:
         found = [node for node in order if sums.kind(node) is not None and sums.pieces(node)]
         refusals: dict[frozenset[fx.Node], tuple[fx.Node, Refusal]] = {}
         done: set[frozenset[fx.Node]] = set()
-        obstacles = set(self.meaning.obstacles)
+        obstacles, alive = set(self.meaning.obstacles), set(order)
         for node in reversed(found):
-            pieces = sums.pieces(node)
-            if pieces in done or any(pieces < others for others in (*done, *refusals)):
+            pieces = sums.pieces(node) if node in alive else frozenset()  # replaced with another one
+            if not pieces or pieces in done or any(pieces < others for others in (*done, *refusals)):
                 continue
             before = self.fused
             weights = frozenset(n for n in sums.below(node) if sums.begins(n))
             refused = self._attempt(node, functools.partial(self.recogniser.examine_pieces, sums), weights)
             if self.fused > before:
+                sums, alive = PartialSums(self.meaning), set(self.graph.graph.nodes)
                 done.add(pieces)
                 refusals.pop(pieces, None)
                 self.in_pieces |= weights

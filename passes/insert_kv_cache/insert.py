@@ -36,6 +36,7 @@ from attngraph.passes.insert_kv_cache import shift_positions
 from attngraph.passes.insert_kv_cache.analyse import analyse
 from attngraph.passes.insert_kv_cache.carry import Carry
 from attngraph.passes.insert_kv_cache.free_tokens import free_tokens
+from attngraph.passes.insert_kv_cache.join_pieces import join_pieces
 from attngraph.passes.insert_kv_cache.kept_values import KeptValues
 from attngraph.passes.insert_kv_cache.look_back import LookBack
 from attngraph.passes.insert_kv_cache.pick_results import pick_results
@@ -76,8 +77,9 @@ class InsertKVCache:
             if given.kind == "argument" and int(given.name) == self.argument
         )  # fmt: skip
         refuted: dict[fx.Node, str] = {}
+        joined = join_pieces(graph)
         while True:
-            outcome = Outcome()
+            outcome = Outcome(list(joined))
             tokens = analyse(graph, ids, self.number, outcome, refuted)
             try:
                 _Insertion(graph, ids, tokens, outcome).run()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attngraph
+from attngraph.capture.trace import capture
 from attngraph.models.decoder_lm import DecoderLM, DecoderLMConfig
+from attngraph.passes.insert_kv_cache.join_pieces import join_pieces
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 16, 2, 24, 64
 EACH = WIDTH // HEADS
@@ -138,3 +142,53 @@ class Positions(nn.Module):
 def test_a_table_of_rows_and_columns_repeated_for_each_sequence_decodes(decodes: Any) -> None:
     torch.manual_seed(0)
     decodes(Positions(), VOCABULARY, 24)
+
+
+class InPieces(Mixer):
+    """A feed-forward layer after attention, on as many pieces of the tokens as `cut` makes."""
+
+    def __init__(self, cut: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.cut, self.wide, self.narrow = cut, nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        x = x + self.joined((q @ k.mT).masked_fill(~causal(x.shape[1]), -math.inf).softmax(-1) @ v)
+        return torch.cat([self.narrow(F.gelu(self.wide(piece))) for piece in self.cut(x)], 1)
+
+
+CUTS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "four": lambda x: x.chunk(4, 1),
+    "one for each token": lambda x: x.chunk(100, 1),
+    "of five": lambda x: x.split(5, 1),
+    "slices": lambda x: [x[:, at : at + 3] for at in range(0, x.shape[1], 3)],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_layer_on_pieces_of_the_tokens_is_computed_as_one(cut: str, decodes: Any) -> None:
+    torch.manual_seed(0)
+    config = DecoderLMConfig(VOCABULARY, layers=1, width=WIDTH, heads=HEADS, max_tokens=LONGEST)
+    decodes(DecoderLM(config, functools.partial(InPieces, CUTS[cut])).eval(), VOCABULARY, 24)
+
+
+def test_pieces_that_are_treated_differently_or_see_each_other_are_left() -> None:
+    def differently(x: Tensor) -> Tensor:
+        a, b = x.split(4, 1)
+        return torch.cat([a.sin(), b.cos()], 1)
+
+    def by_themselves(x: Tensor) -> Tensor:
+        return torch.cat([p - p.mean(1, keepdim=True) for p in x.split(4, 1)], 1)
+
+    def in_another_order(x: Tensor) -> Tensor:
+        a, b = x.split(4, 1)
+        return torch.cat([b.sin(), a.sin()], 1)
+
+    def alike(x: Tensor) -> Tensor:
+        return torch.cat([p.sin() * 2 for p in x.split(4, 1)], 1)
+
+    found = []
+    for model in (differently, by_themselves, in_another_order, alike):
+        graph = capture(model, (torch.randn(2, 8, 3),), {}).graph
+        found.append(len(join_pieces(graph)))
+    assert found == [0, 0, 0, 1]

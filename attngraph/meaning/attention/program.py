@@ -310,7 +310,8 @@ class _Writer:
         return operation("le", self.write(left), self.write(right))
 
     def _sum(self, node: Expr) -> Expr:
-        terms = sorted(node.args, key=_term_key)
+        # What is far larger than scores comes last: what is added to it loses digits.
+        terms = sorted(node.args, key=lambda t: (_is_of_large(t), _term_key(t)))
         whole: Expr | None = None
         for term in terms:
             factor, rest = (term.value, None) if term.op == "const" else M.coefficient(term)
@@ -354,6 +355,13 @@ def within(index: Expr, extent: Expr) -> Expr:
     if high is None or not ranges.is_nonnegative(ranges.subtract(last, high)):
         index = M.function("min", index, M.from_polynomial(last))
     return index
+
+
+def _is_of_large(term: Expr) -> bool:
+    """Whether a term that is read from tensors is multiplied by a number that is far larger than scores."""
+    factor = M.coefficient(term)[0] if term.op != "const" else 0
+    reads = any(n.op == "read" for n in E.walk(term))
+    return reads and not isinstance(factor, str) and abs(factor) >= UNDERFLOWS
 
 
 def _factors(node: Expr) -> tuple[Expr, ...]:

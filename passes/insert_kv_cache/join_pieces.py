@@ -1,0 +1,171 @@
+"""One function of several pieces of a tensor, put together again, becomes that function of the whole.
+
+Matches `cat([f(c) for c in x.chunk(4, 1)], 1)` and its kin: operands of a `cat` that equal operations
+compute from pieces that follow each other and are all of `x` (a feed-forward layer in chunks, to save
+memory). How many pieces there are may follow from how many tokens there are, which a decoder cannot have.
+Numbers that differ among the pieces are taken for sizes of theirs, and become the size of the whole. Right
+because both are run in float64 and compared. Refuses, silently, operations that differ, and pieces that see
+each other. Used by `insert_kv_cache`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attngraph.errors import AttnGraphError
+from attngraph.ir import budgets
+from attngraph.ir.graph.program_graph import ProgramGraph, is_random
+from attngraph.ir.graph.source import source_of
+from attngraph.meaning.check.once import Checks
+from attngraph.passes.build import Builder
+
+aten = torch.ops.aten
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections)
+_SLICES = (aten.slice.Tensor, aten.narrow.default)
+
+
+class _Differs(Exception):
+    """The pieces are not treated alike."""
+
+
+def join_pieces(graph: ProgramGraph) -> list[str]:
+    """Put together what a graph computes in pieces; notes for the report."""
+    notes: list[str] = []
+    checks = Checks(graph)
+    for node in list(graph.graph.nodes):
+        pieces = node.args[0] if node.target in (aten.cat.default, aten.concat.default) else ()
+        if not isinstance(pieces, list | tuple) or len(pieces) < 2 or len(set(pieces)) < len(pieces):
+            continue
+        builder = Builder(graph, node)
+        try:
+            joint = _Joint(node, pieces)
+            whole = joint.whole(builder)
+            held = checks.same_value(node, whole, [joint.source, *joint.others])
+        except (_Differs, AttnGraphError, RuntimeError, TypeError, ValueError, IndexError):
+            builder.discard()  # torch does not run the operations so
+            continue
+        if held.problem:
+            builder.discard()
+            continue
+        node.replace_all_uses_with(whole)
+        notes.append(f"{len(pieces)} pieces of one tensor are computed together ({source_of(node)})")
+    if notes:
+        graph.graph.eliminate_dead_code()
+    return notes
+
+
+class _Joint:
+    """Equal operations on pieces: `source` is what they are pieces of, `others` what all operations share."""
+
+    def __init__(self, node: fx.Node, pieces: Sequence[fx.Node]) -> None:
+        self.node, self.pieces = node, pieces
+        self.begins: list[list[fx.Node]] = []
+        self.others: dict[fx.Node, None] = {}
+        self.order: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._match(tuple(pieces))
+        found = {_source_of(group) for group in self.begins}
+        if len(found) != 1:
+            raise _Differs
+        (self.source,) = found
+
+    def _match(self, same: tuple[fx.Node, ...]) -> None:
+        """Enter operations that the pieces have at one place of their formulas."""
+        first = same[0]
+        if first in self.order:
+            if self.order[first] != same:
+                raise _Differs
+            return
+        if all(n is first for n in same):
+            self.others[first] = None
+            return
+        if len(self.order) > budgets.PROBE_NODES or len(set(same)) < len(same):
+            raise _Differs
+        if _are_pieces(same):
+            self.begins.append(list(same))
+            self.order[first] = same
+            return
+        if any(n.op != "call_function" or n.target is not first.target for n in same):
+            raise _Differs
+        if is_random(first.target, first.args) or first.target in _SPLITS:
+            raise _Differs
+        operands = [n.all_input_nodes for n in same]
+        if any(len(o) != len(operands[0]) or n.kwargs.keys() != first.kwargs.keys()
+               for o, n in zip(operands, same, strict=True)):  # fmt: skip
+            raise _Differs
+        for group in zip(*operands, strict=True):
+            self._match(group)
+        self.order[first] = same
+
+    def whole(self, builder: Builder) -> fx.Node:
+        """The operations on the source."""
+        made: dict[fx.Node, fx.Node] = {group[0]: self.source for group in self.begins}
+
+        def joined(*given: Any) -> Any:
+            first = given[0]
+            if isinstance(first, fx.Node):
+                return made.get(first, first)
+            if isinstance(first, list | tuple):
+                if any(len(g) != len(first) for g in given):
+                    raise _Differs
+                return type(first)(joined(*each) for each in zip(*given, strict=True))
+            if all(g == first for g in given):
+                return first
+            if any(type(g) is not int for g in given):
+                raise _Differs
+            return sum(given)
+
+        for first, same in self.order.items():
+            if first in made:
+                continue
+            args = joined(*(n.args for n in same))
+            kwargs = {name: joined(*(n.kwargs[name] for n in same)) for name in first.kwargs}
+            made[first] = builder.call(first.target, *args, **kwargs)
+        found = made[self.pieces[0]]
+        if tuple(found.meta["val"].shape) != tuple(self.node.meta["val"].shape):
+            raise _Differs
+        return found
+
+
+def _are_pieces(nodes: Sequence[fx.Node]) -> bool:
+    """Whether these are all pieces of one tensor, one after the other."""
+    first = nodes[0]
+    if first.target is operator.getitem:
+        split = first.args[0]
+        if not isinstance(split, fx.Node) or split.target not in _SPLITS:
+            return False
+        value: Any = split.meta["val"]
+        return len(value) == len(nodes) and all(
+            n.target is operator.getitem and n.args == (split, place) for place, n in enumerate(nodes)
+        )
+    if any(n.target not in _SLICES or n.target is not first.target for n in nodes):
+        return False
+    source, dim, end = _whole(first.args[0]), first.args[1], 0
+    if any(_whole(n.args[0]) is not source or n.args[1] != dim for n in nodes):
+        return False
+    whole: Any = source.meta["val"].shape[dim]
+    for node in nodes:
+        start = node.args[2] if len(node.args) > 2 else 0
+        size: Any = node.meta["val"].shape[dim]
+        if start != end or not isinstance(size, int) or (len(node.args) > 4 and node.args[4] != 1):
+            return False
+        end += size
+    return bool(end == whole)
+
+
+def _whole(node: Any) -> fx.Node:
+    """What a slice of all places is taken from (`x[:, a:b]` begins with one)."""
+    while node.target is aten.slice.Tensor and node.args[0].meta["val"].shape == node.meta["val"].shape:
+        node = node.args[0]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _source_of(pieces: Sequence[fx.Node]) -> fx.Node:
+    """What the pieces are cut from."""
+    found: Any = pieces[0].args[0]
+    return _whole(found.args[0] if pieces[0].target is operator.getitem else found)
