@@ -46,9 +46,7 @@ from attngraph.report.remarks import with_remarks
 from attngraph.report.report import CompileReport
 from attngraph.report.times import Times
 from attngraph.runtime.executable import Executable
-from attngraph.runtime.extended import extend
 from attngraph.runtime.fingerprints import Fingerprints
-from attngraph.runtime.fully_sharded import require_whole_again
 from attngraph.runtime.graphs import Graphs, KeyOf
 from attngraph.runtime.parallel.agree import agree, describe_call, draws_numbers, random_state
 from attngraph.runtime.parallel.parameters import is_unfilled, require_contents
@@ -85,7 +83,6 @@ class CompiledModule(ModelWrapper):
     _small: SmallCalls
     _settling: int
     _draws: bool
-    _kind: type
     _forward: Callable[..., Any]
     _generate: Generate | None
 
@@ -111,21 +108,10 @@ class CompiledModule(ModelWrapper):
         self._forward = with_signature_of(self._model, self._run)
         self._generate = None
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
-        """The model's class for `isinstance`, by which libraries tell what they can do with a model."""
+    def _said_class(self) -> type:
+        """The model's class, by which libraries tell what they can do with a model."""
         model = self.__dict__.get("_model")
-        if not isinstance(model, nn.Module):
-            return CompiledModule
-        return self.__dict__.get("_kind", model.__class__)  # type: ignore[no-any-return]
-
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        """A class that extends the model's, as `fully_shard` sets: what it adds is this module's, and its
-        forward is still the compiled one."""
-        extend(self, kind, self.__class__)
-        self._kind = kind
-        require_whole_again(self)
+        return model.__class__ if isinstance(model, nn.Module) else CompiledModule
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]

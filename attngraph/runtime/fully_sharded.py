@@ -1,4 +1,4 @@
-"""A compiled module whose parameters `torch.distributed.fsdp.fully_shard` divides along another axis of the mesh.
+"""A compiled module whose parameters `torch.distributed.fsdp.fully_shard` divides along another axis.
 
     compiled = attngraph.compile(model, mesh=mesh, shard=ShardConfig(tensor="tensor"))
     compiled.place(ids)                            # each rank's part along "tensor"
@@ -33,8 +33,8 @@ def collected(tensor: Any, name: str, axis: Any) -> Tensor:
         return tensor  # type: ignore[no-any-return]
     if tensor.device_mesh != axis and not all(p.is_replicate() for p in tensor.placements):
         raise PlacementError(
-            f"{name} is divided ({', '.join(map(str, tensor.placements))}) and was not collected: fully_shard "
-            "does that where the compiled module is called, not in its other methods or for decoders.\n"
+            f"{name} is divided ({', '.join(map(str, tensor.placements))}) and was not collected: "
+            "fully_shard does that where the compiled module is called, not for its other methods.\n"
             "What to do: call compiled.unshard() before and compiled.reshard() after, or the module itself."
         )
     return tensor.to_local()  # type: ignore[no-any-return]
@@ -47,12 +47,14 @@ def require_whole_again(model: nn.Module) -> None:
         PlacementError: a rank had several runs of one, and was given a part of these.
     """
     for name, parameter in model.named_parameters():
-        *added, first = getattr(parameter, "placements", (None,))
+        placements: Any = getattr(parameter, "placements", (None,))
+        *added, first = placements
         runs = getattr(first, "split_factor", 1)
-        if runs > 1 and any(p.is_shard(first.dim) or hasattr(p, "split_factor") for p in added):
+        if runs > 1 and any(not p.is_replicate() and p.dim == first.dim for p in added):
             raise PlacementError(
-                f"fully_shard divided {name}, a packed projection of which a rank has {runs} runs, and torch's "
-                "DTensors have no way to say which rows these parts are: full_tensor() and checkpoints would "
-                'be wrong.\nWhat to do: shard=ShardConfig(parameters="even"), which leaves such parameters '
-                "whole for fully_shard to divide."
+                f"fully_shard divided {name}, a packed projection of which a rank has {runs} runs, and "
+                "torch's DTensors have no way to say which rows these parts are: full_tensor() and "
+                "checkpoints would be wrong.\n"
+                'What to do: shard=ShardConfig(parameters="even"), with which such parameters are whole for '
+                "fully_shard to divide."
             )

@@ -15,15 +15,18 @@ from typing import Any
 
 from torch import nn
 
+from attngraph.runtime.fully_sharded import require_whole_again
+
 _SHARED = ("_parameters", "_buffers", "_modules")
 _OF_THE_MODEL = (
     "_apply", "_load_from_state_dict", "_register_load_state_dict_pre_hook", "_register_state_dict_hook",
     "_save_to_state_dict", "add_module", "apply", "bfloat16", "buffers",
     "children", "cpu", "cuda", "double", "eval", "float", "get_buffer", "get_parameter", "get_submodule",
-    "half", "named_buffers", "named_children", "named_parameters", "parameters", "register_buffer",
-    "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_module",
-    "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_",
-    "set_submodule", "share_memory", "state_dict", "to", "to_empty", "train", "type", "zero_grad",
+    "half", "modules", "named_buffers", "named_children", "named_modules", "named_parameters", "parameters",
+    "register_buffer", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook",
+    "register_module", "register_parameter", "register_state_dict_post_hook",
+    "register_state_dict_pre_hook", "requires_grad_", "set_submodule", "share_memory", "state_dict", "to",
+    "to_empty", "train", "type", "zero_grad",
 )  # fmt: skip
 """The methods of torch.nn.Module that read or change weights, submodules and modes, and what runs before and
 after state dicts: models may override them."""
@@ -34,6 +37,7 @@ class ModelWrapper(nn.Module):
 
     _model: Callable[..., Any]
     _mode: bool
+    _kind: type
 
     def __init__(self, model: Callable[..., Any]) -> None:
         super().__init__()
@@ -43,6 +47,25 @@ class ModelWrapper(nn.Module):
     def _share(self) -> None:
         if isinstance(self._model, nn.Module):
             self.__dict__.update({name: self._model.__dict__[name] for name in _SHARED})
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        return self.__dict__.get("_kind") or self._said_class()
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        """Take what a tool adds to the class that this module is said to have, as `fully_shard` does.
+
+        Raises:
+            TypeError: `kind` is not derived from that class. PlacementError: as `require_whole_again`.
+        """
+        _REAL_CLASS.__set__(self, _extended(type(self), kind, self.__class__))
+        self._kind = kind
+        require_whole_again(self)
+
+    def _said_class(self) -> type:
+        """What `__class__` says, by which `isinstance` also goes."""
+        return type(self)
 
     @property
     def _orig_mod(self) -> nn.Module:
@@ -97,19 +120,6 @@ class ModelWrapper(nn.Module):
         self.__dict__.update(state)
         self._share()
 
-    def modules(self) -> Iterator[nn.Module]:
-        return (module for _, module in self.named_modules())
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The model's modules, with this one in place of the model."""
-        if not isinstance(self._model, nn.Module):
-            yield from super().named_modules(memo, prefix, remove_duplicate)
-            return
-        for name, module in self._model.named_modules(memo, prefix, remove_duplicate):
-            yield name, self if module is self._model else module
-
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict into the model; one of torch.compile's modules has a prefix, which is removed."""
         if not isinstance(self._model, nn.Module):
@@ -125,6 +135,36 @@ def own_names(kind: Any) -> frozenset[str]:
     """What the class of a wrapper and its bases declare."""
     declared = ((*vars(k), *inspect.get_annotations(k)) for k in kind.__mro__ if k is not object)
     return frozenset(name for names in declared for name in names)
+
+
+class _Extended:
+    """Of a wrapper that a tool extended: it finds the wrapper among the modules, where it looks for the one
+    that it extended, in place of the model."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        return (module for _, module in self.named_modules())
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        wrapper: Any = self
+        for name, module in wrapper._model.named_modules(*args, **kwargs):
+            yield name, wrapper if module is wrapper._model else module
+
+
+def _extended(real: type, kind: type, known: type) -> type:
+    """The class of a wrapper, with what `kind` adds to `known`, the class that it is said to have."""
+    if not issubclass(kind, known):
+        raise TypeError(f"{kind.__qualname__} is not derived from {known.__qualname__}.")
+    added = [k for k in kind.__mro__ if k not in known.__mro__]
+    mixins = [k for k in added if not issubclass(k, known)]
+    own: dict[str, Any] = {}
+    for derived in (k for k in reversed(added) if issubclass(k, known)):
+        own.update({name: value for name, value in vars(derived).items() if name not in _OF_EVERY_CLASS})
+    return type(real.__name__, (*mixins, _Extended, real), own)
+
+
+_OF_EVERY_CLASS = ("__module__", "__dict__", "__weakref__", "__doc__", "__qualname__", "__firstlineno__")
+_REAL_CLASS: Any = vars(object)["__class__"]
+"""A wrapper's own is a property."""
 
 
 def _of_the_model(name: str) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ def settle(graph: ProgramGraph, parts: Parts, runs: bool = True) -> dict[str, st
         elif table.runs() is None:
             kept[name] = f"a rank's part is no equal runs of it ({table.describe()})"
         elif table.runs() != 1 and not runs:
-            kept[name] = 'a rank\'s part is several runs of it, which ShardConfig(parameters="even") leaves whole'
+            kept[name] = 'a rank\'s part is several runs of it, and parameters="even" leaves it whole'
         elif table.runs() != 1 and not HOLDS_RUNS:
             kept[name] = "torch holds parts of packed projections from version 2.14 on"
         elif others:

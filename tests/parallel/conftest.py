@@ -1,5 +1,5 @@
-"""Comparing a model on simulated ranks with itself on one device, values and gradients; and processes that are
-ranks, by gloo."""
+"""Comparing a model on simulated ranks with itself on one device, values and gradients; and processes that
+are ranks, by gloo."""
 
 import copy
 import multiprocessing

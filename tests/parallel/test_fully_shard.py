@@ -16,13 +16,13 @@ def _parts(said: str) -> list[float]:
     return [int(held) / int(everything) for held, everything in pairs]
 
 
-def test_rows_and_parameters_divided_among_two_ranks_train_as_one_device(tmp_path: Path, ranks: Ranks) -> None:
+def test_rows_and_parameters_divided_train_as_one_device(tmp_path: Path, ranks: Ranks) -> None:
     assert [_parts(said) for said in ranks("data", tmp_path, script="sharded.py")] == [[0.5], [0.5]]
 
 
 def test_parameters_divided_along_two_axes_train_as_on_one_device(tmp_path: Path, ranks: Ranks) -> None:
-    """A quarter of each, beside vectors that both ranks of the axis `tensor` have; of a packed projection, and
-    where all stay whole along that axis, half."""
+    """A quarter of each, beside vectors that both ranks of the axis `tensor` have; half of a packed
+    projection, and where all stay whole along that axis."""
     for said in ranks("data_and_tensor", tmp_path, 4, "sharded.py"):
         sharded, even, undivided = _parts(said)
         assert 0.25 < sharded < 0.26 and sharded < even < 0.35 and undivided == 0.5

@@ -95,7 +95,9 @@ def test_a_rank_that_is_gone_is_an_error_of_the_others(tmp_path: Path, ranks: Ra
     assert gone == "gone" and alive.endswith("within the time-out: True")
 
 
-def test_decoders_give_the_tokens_of_one_device_and_a_rank_keeps_its_heads(tmp_path: Path, ranks: Ranks) -> None:
+def test_decoders_give_the_tokens_of_one_device_and_a_rank_keeps_its_heads(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     """4 heads of 8 values: 256 bytes a token on one device. The same with parameters that stay whole."""
     for said in ranks("decode", tmp_path):
         kept, rest = said.split(" held ")
@@ -126,7 +128,9 @@ def test_ranks_with_other_prompts_all_say_so(tmp_path: Path, ranks: Ranks) -> No
         assert "contents" in problems[0] and "temperature" in problems[2] and "state of" in problems[4]
 
 
-def test_attention_of_dtensors_is_divided_by_rows_and_heads_where_that_is_right(tmp_path: Path, ranks: Ranks) -> None:
+def test_attention_of_dtensors_is_divided_by_rows_and_heads_where_that_is_right(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     assert ranks("dtensor", tmp_path) == ["equal", "equal"]
 
 

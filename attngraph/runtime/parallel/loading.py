@@ -71,19 +71,19 @@ def _named(names: list[str], tensor: Tensor, stored: Mapping[str, Any]) -> Any:
         raise PlacementError(f"{names[0]} is {list(tensor.shape)} in the model, and {found} in the files.")
     if not _is_in_runs(tensor):
         raise PlacementError(
-            f"{names[0]} is divided along two axes of the mesh, or unevenly.\nWhat to do: load weights before "
-            "fully_shard, or with torch.distributed.checkpoint."
+            f"{names[0]} is divided along two axes of the mesh, or unevenly.\nWhat to do: load weights "
+            "before fully_shard, or with torch.distributed.checkpoint."
         )
     return source
 
 
 def _is_in_runs(tensor: Any) -> bool:
     """Whether a tensor is whole, or what a rank has of it are equal runs of one dimension."""
-    placements, mesh = getattr(tensor, "placements", ()), getattr(tensor, "device_mesh", None)
-    if mesh is None or all(p.is_replicate() for p in placements):
+    divided: list[Any] = [p for p in getattr(tensor, "placements", ()) if not p.is_replicate()]
+    if not divided:
         return True
-    runs = getattr(placements[0], "split_factor", 1)
-    return mesh.ndim == 1 and tensor.shape[placements[0].dim] % (mesh.size() * runs) == 0
+    parts = tensor.device_mesh.size() * getattr(divided[0], "split_factor", 1)
+    return tensor.device_mesh.ndim == 1 and bool(tensor.shape[divided[0].dim] % parts == 0)
 
 
 def _part(source: Any, tensor: Any) -> Tensor:

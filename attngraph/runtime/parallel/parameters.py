@@ -94,8 +94,8 @@ def distribute(graph: ProgramGraph, owner: nn.Module, axis: MeshAxis) -> None:
             continue
         if is_fully_sharded(owner):
             raise PlacementError(
-                f"this call divides {shard.parameter.removeprefix('model.')} as {wanted}, but fully_shard has "
-                "it already.\nWhat to do: compiled.place(example) before fully_shard(compiled, mesh=...)."
+                f"this call divides {shard.parameter.removeprefix('model.')} as {wanted}, but fully_shard "
+                "has it already.\nWhat to do: compiled.place(example) before fully_shard(compiled, mesh=...)."
             )
         if _WHOLE in vars(parameter) or not (len(placements) == 1 and placements[0].is_replicate()):
             name, found = shard.parameter.removeprefix("model."), ", ".join(map(str, placements))
