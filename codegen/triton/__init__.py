@@ -5,6 +5,7 @@
     emit.py        a plan as source               store.py       where the source is kept
     schedule.py    which kernels are warp-specialised, and why not the others
     emit_ahead.py  a plan as source that multiplies a tile ahead
+    blocks.py      block sizes by rule
     emit_specialised.py  a plan as warp-specialised source
     launch.py      `triton.forward`, the kernel of the registry
     call.py        arguments of launched kernels        device.py      the GPU and its limits

@@ -73,8 +73,6 @@ class Decode:
     ) -> Tensor | None:  # fmt: skip
         if q.shape[2] == 0 or no_device(q) is not None or any(by is not None for by in scales):
             return None
-        if lse is not None:  # its second kernel combines parts and keeps no sums
-            return None
         about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
         brought = [n for n in about.new if n]
         if not brought or min(brought) > FEW:
@@ -98,7 +96,7 @@ class Decode:
         return attempts.run(
             found.plan,
             q.device,
-            lambda plan: launch_decode(plan, q, new, pages, reads, sizes, rows, splits),
+            lambda plan: launch_decode(plan, q, new, pages, reads, sizes, rows, splits, lse),
             lambda: None,
         )
 
@@ -246,9 +244,10 @@ def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.
 
 def launch_decode(
     plan: DecodePlan, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int,
+    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The output, by the plan's two kernels, with each row's keys split into `splits` parts."""
+    """The output, by the plan's two kernels, with each row's keys split into `splits` parts. The log-sum-exps
+    are written to `lse`, float32 `[1, heads, N]`."""
     (k, v), (k_new, v_new) = pages, new
     _, heads, tokens, _ = q.shape
     most = max(counts_for(rows, q, k, k_new.shape[2] == 0).new)
@@ -270,7 +269,10 @@ def launch_decode(
         first[(items * splits, shares)](*arguments, **launch_options(plan))
         lanes = plan.group * most
         grid = (items * lanes, -(-dv // COLUMNS))
-        second[grid](acc, m, l, rows.starts, out, heads, k.shape[1], splits, shares, lanes)
+        sums = None if lse is None else lse if lse.is_contiguous() else torch.empty_like(lse).contiguous()
+        second[grid](acc, m, l, rows.starts, out, sums, heads, k.shape[1], splits, shares, lanes, tokens)
+        if lse is not None and sums is not None and sums is not lse:
+            lse.copy_(sums)
     return out.transpose(1, 2)
 
 

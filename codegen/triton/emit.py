@@ -292,12 +292,12 @@ class Emitter:
         return () if self.plan.diagonal is None else (self.plan.diagonal[0],)
 
     def last_keys(self) -> list[str]:
-        """The last key that each query sees."""
+        """The last key that each query sees, by the causal mask."""
         if self.plan.diagonal is None:
             return []
         offset = self.plan.diagonal[1]
         shift = "" if offset is E.ZERO else f" + {self.writer.integer(offset, PRODUCT)}"
-        return [f"last_key = tl.minimum(q{shift}, Skv - 1)  # [BLOCK_Q, 1]"]
+        return [f"last_key = tl.minimum(q{shift}, Skv - 1)  # [{self.extents[0]}, 1]"]
 
     def body(self, edge: bool) -> list[str]:
         """One tile: its scores, and its step of the online softmax."""
@@ -323,7 +323,7 @@ class Emitter:
 
     def load(self, name: str, columns: str, edge: bool, start: str = "start") -> str:
         extent = "Skv" if name in ("key", "value") else "Sq"
-        mask = self.inside(f"{start} + down < {extent}" if edge else "", columns)
+        mask = self.inside(f"down < {extent} - {start}" if edge else "", columns)
         guard = f", mask={mask}, other=0.0" if mask else ""
         return f"{name}_tile = tl.load({name}_head + tl.cast({start}, tl.int64) * {name}_s{guard})"
 

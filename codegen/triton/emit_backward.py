@@ -136,7 +136,8 @@ class _BackwardEmitter(TileEmitter):
         summed = self.numbers(ROWS)
         self.writer.forget()
         # Rows beyond the end are not stored.
-        whole, edge = self.tile(summed), self.tile(summed, within="k < Skv")
+        within = "across <= last_key - start" if self.at_the_end else "across < Skv - start"
+        whole, edge = self.tile(summed), self.tile(summed, within)
         first, look, last = ([], [], []) if self.is_trusted else self.far_rows()
         before = list(self.writer.before)
         if not self.is_trusted:
@@ -149,7 +150,7 @@ class _BackwardEmitter(TileEmitter):
             "row = tl.cast(place // blocks, tl.int64) * Sq + q",
             "row_lse = tl.load(lse + row, mask=q < Sq, other=0.0)",
             *self.head("key", "kv", "down", "d"), *self.head("value", "kv", "down", self.dv),
-            *before, *self.loop_bounds(), *self.unless_low_rows(), *first, *look, *last,
+            *before, *self.loop_bounds(), *self.last_keys(), *self.unless_low_rows(), *first, *look, *last,
             *self.rows_of_queries(), *self.delta_of_rows(),
             f"sum = tl.zeros([OWN, {self.D}], tl.float32)",
             *(f"sum{i} = tl.zeros([OWN, 1], tl.float32)" for i in summed),
@@ -201,7 +202,7 @@ class _BackwardEmitter(TileEmitter):
         ]  # fmt: skip
         if self.plan.group > 1:
             heads = [f"for member in range({self.plan.group}):", *indented(heads)]
-        row, stores = "(tl.cast(place // blocks, tl.int64) * Skv + k)", []
+        row, stores = "(tl.cast(place // blocks, tl.int64) * Skv + first + own)", []
         for name, columns, width in (("key", "d", self.plan.D), ("value", self.dv, self.plan.Dv)):
             total = self.scaled("sum_key") if name == "key" else "sum_value"
             if name == "value" and self.multiple.keeps_nan:
@@ -209,16 +210,24 @@ class _BackwardEmitter(TileEmitter):
             stores += [
                 f"result = grad_{name} + {row} * {width} + {columns}",
                 f"tl.store(result, {total}.to(grad_{name}.dtype.element_ty), "
-                f"mask={self.inside('k < Skv', columns)})",
+                f"mask={self.inside('own < Skv - first', columns)})",
             ]
+        stores = ["own = tl.arange(0, OWN)[:, None]", *stores]
         return [
             *self.places("k"),
             "at = k",
-            *self.tiles_of_keys(),
+            *self.tiles_of_keys(), *self.first_queries(),
             f"sum_key = tl.zeros([OWN, {self.D}], tl.float32)",
             f"sum_value = tl.zeros([OWN, {self.Dv}], tl.float32)",
             *heads, *stores,
         ]  # fmt: skip
+
+    def first_queries(self) -> list[str]:
+        """The first query that sees each key, by the causal mask."""
+        if not self.at_the_end:
+            return []
+        shift, lines = self.shift()
+        return [*lines, f"first_query = k{f' - ({shift})' if shift else ''}  # [OWN, 1]"]
 
     def with_queries(self, summed: list[int], edge: bool) -> list[str]:
         """One turn of the kernel of keys: load queries, compute their tile, add to the sums."""
@@ -226,9 +235,13 @@ class _BackwardEmitter(TileEmitter):
         delta = f"row_delta = tl.load(delta + row{', mask=q < Sq, other=0.0' if edge else ''})"
         row, *numbers = self.numbers_of_rows(edge)
         # Keys beyond the end are not stored.
-        tile = self.tile(summed, "q < Sq" if edge else "", True, numbers, [delta])
+        within, inside = "across < Sq - start", []
+        if self.at_the_end:
+            inside = [f"inside = (across >= first_query - start) & ({within})"] if edge else []
+            within = "inside"
+        tile = self.tile(summed, within if edge else "", True, numbers, [delta])
         return [
-            f"q = {self.long('start + across')}", row,
+            f"q = {self.long('start + across')}", row, *inside,
             self.load("query", "d", edge), self.load("grad", self.dv, edge), *self.writer.before, *tile,
             self.added("sum_value", "p", "grad_tile"),
             self.added("sum_key", "ds", "query_tile"),

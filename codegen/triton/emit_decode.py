@@ -12,6 +12,7 @@ latents, each tile is loaded once and used as both.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from attngraph.codegen.triton import module
 from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
@@ -21,9 +22,10 @@ from attngraph.codegen.triton.plan import DTYPES, Plan, padded
 JOIN = "join_parts"
 """The name of the second kernel."""
 JOINED = (
-    "part_acc", "part_m", "part_l", "starts", "out", "Hq", "Hkv", "splits", "shares", "lanes",
+    "part_acc", "part_m", "part_l", "starts", "out", "lse", "Hq", "Hkv", "splits", "shares", "lanes",
+    "tokens",
 )  # fmt: skip
-"""Its arguments in order."""
+"""Its arguments in order; `lse` `[Hq, tokens]` may be None."""
 TOGETHER = 16
 """How many parts it looks at together."""
 COLUMNS = 128
@@ -235,6 +237,7 @@ class _DecodeEmitter(Emitter):
         plan = self.plan
         weigh = "tl.exp2(own - base)" if plan.is_linear else "tl.exp2((own - base) * LOG2E)"
         result = "acc / l" if self.multiple.keeps_nan else "tl.where(l > 0.0, acc / l, 0.0)"
+        sums = f"(top + tl.log2(l)) * {math.log(2)!r}" if plan.is_linear else "top + tl.log(l)"
         is_whole = plan.Dv % self.columns == 0
         mask = "there" if is_whole else f"there & (d < {plan.Dv})"
         return "\n".join([
@@ -277,6 +280,11 @@ class _DecodeEmitter(Emitter):
                 f"place = out + ((begin + lane % queries) * Hq + h) * {plan.Dv} + d",
                 f"there = d < tl.where(inside, {plan.Dv}, 0)",
                 f"tl.store(place, ({result}).to(out.dtype.element_ty), mask=there)",
+                "if lse is not None:",
+                "    one = tl.zeros([1, 1], tl.int64)",
+                "    place = lse + tl.cast(h, tl.int64) * tokens + begin + lane % queries + one",
+                "    is_first = inside & (tl.program_id(1) == 0)",
+                f"    tl.store(place, {sums}, mask=one < tl.where(is_first, 1, 0))",
             ]),
         ])  # fmt: skip
 

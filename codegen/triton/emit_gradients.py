@@ -122,13 +122,14 @@ class TileEmitter(Emitter):
         queries alone.
 
         Args:
-            within: where a tile is cut off, and all of these are zero outside; "": nowhere, and no mask that
-                whole tiles do without is evaluated. turned: keys are the rows of the tile.
+            within: where a tile is cut off, by the causal mask too if it has a comparison for that; all of
+                these are zero outside. "": nowhere, and no mask that whole tiles do without is evaluated.
+                turned: keys are the rows of the tile.
         """
         plan, writer, factor = self.plan, self.writer, self.multiple.factor
         writer.begin_body()
         chain = Chain(writer, self.reads)
-        skipped = () if within else plan.keeps_of_whole_tiles
+        skipped = plan.keeps_of_whole_tiles if not within else () if within == WITHIN else self.at_the_end
         statements = [(n, s) for n, s in enumerate(plan.statements) if s not in skipped]
         for number, statement in statements:
             chain.forward(number, statement)

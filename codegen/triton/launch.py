@@ -20,6 +20,8 @@ from attngraph.codegen.cpu.tiled import Tiled
 from attngraph.codegen.scalar.form import SMALL
 from attngraph.codegen.scalar.read_ranges import reads_by_data, require_in_range
 from attngraph.codegen.triton import attempts, isolated, launch_backward, schedule, store, tuned, visits
+from attngraph.codegen.triton.blocks import WIDEST_BACKWARD, backward_blocks
+from attngraph.codegen.triton.blocks import blocks_for as choose_blocks
 from attngraph.codegen.triton.call import is_wide, launch_options, read_arguments
 from attngraph.codegen.triton.device import (
     capability,
@@ -36,15 +38,12 @@ from attngraph.codegen.triton.plan import (
     DTYPES,
     READS,
     WIDEST,
-    WIDEST_BACKWARD,
     BackwardPlan,
     Blocks,
     Plan,
     Read,
-    backward_blocks,
     is_linear,
 )
-from attngraph.codegen.triton.plan import blocks_for as choose_blocks
 from attngraph.codegen.unsupported import UnsupportedError
 from attngraph.ir.language import expr as E
 from attngraph.ir.language.score import ScoreProgram

@@ -11,7 +11,7 @@ multiprocessor:
 
 A line's numbers are those of `Blocks`: queries, keys, warps, stages. Tables of devices that we measured are
 shipped in `tuned/`. Those that a user measures (`tuning.py`, or `attngraph bench --tune`) are stored beside
-the emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry the rules of `plan.py`
+the emitted kernels as `tuned_<device>.json`, and take precedence. Without an entry the rules of `blocks.py`
 apply. Malformed tables are logged and ignored; tables measured with another version of Triton are logged.
 """
 

@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 import attngraph.codegen  # noqa: F401  (registers the kernels)
 from attngraph.codegen.scalar.read_gradients import FLOATING, PAIRS, ROWS, Totals, read_gradients
 from attngraph.codegen.triton import ahead_of_time, attempts, device, launch, store, tuned, visits
+from attngraph.codegen.triton.blocks import backward_blocks, blocks_for
 from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit import arguments
 from attngraph.codegen.triton.emit_backward import emit_backward
@@ -33,8 +34,6 @@ from attngraph.codegen.triton.plan import (
     Blocks,
     Plan,
     Read,
-    backward_blocks,
-    blocks_for,
 )
 from attngraph.codegen.triton.plan import diagonal as find_diagonal
 from attngraph.codegen.triton.plan import is_linear as linear

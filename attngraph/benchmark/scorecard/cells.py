@@ -11,6 +11,7 @@ import torch
 from attngraph.benchmark.scorecard.flex import Mods, Pass
 from attngraph.codegen.triton import visits
 from attngraph.codegen.triton.ahead_of_time import Target
+from attngraph.codegen.triton.blocks import backward_blocks, blocks_for
 from attngraph.codegen.triton.decode import decode_blocks
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import (
@@ -18,8 +19,6 @@ from attngraph.codegen.triton.plan import (
     Blocks,
     Plan,
     Read,
-    backward_blocks,
-    blocks_for,
     is_linear,
     soft_diagonal,
 )

@@ -70,7 +70,8 @@ def over_pages(
     text: str, lengths: Sequence[tuple[int, int]], heads: tuple[int, int], widths: tuple[int, int],
     splits: int | None, ring: int = 0, latent: bool = False, dtype: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
-    """Assert that new tokens over pages get what they get in whole sequences, in float64."""
+    """Assert that new tokens over pages get what they get in whole sequences, in float64, and that their
+    log-sum-exps are those."""
     g = torch.Generator().manual_seed(len(lengths) + sum(widths))
     (hq, hkv), (d, dv) = heads, widths
     total, rows = max(h + n for h, n in lengths), len(lengths)
@@ -81,12 +82,17 @@ def over_pages(
     paged = Paged(k, v, lengths, ring=ring, latent=latent)
     program = parse(text)
     kernel = Decode(Blocks(16, 16), splits)
-    found = kernel.attend(program, paged.packed(q), paged.new, paged.pages, reads, (), paged.rows)
+    asked = paged.packed(q)
+    sums = torch.full(asked.shape[:3], 7.0)
+    found = kernel.attend(program, asked, paged.new, paged.pages, reads, (), paged.rows, lse=sums)
     assert found is not None
     exact = [r.double() if r.is_floating_point() else r for r in reads]
-    wanted = paged.packed(REFERENCE.forward(program, (q.double(), k.double(), v.double()), exact, ())[0])
+    results = REFERENCE.forward(program, (q.double(), k.double(), v.double()), exact, ())
+    wanted, wanted_sums = paged.packed(results[0]), paged.packed(results[1][..., None]).squeeze(-1)
     tolerance = {torch.float32: 3e-5, torch.float16: 5e-3}[dtype]
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+    wanted_sums = wanted_sums.nan_to_num(-torch.inf, neginf=-torch.inf)  # a row without keys
+    torch.testing.assert_close(sums.double(), wanted_sums, rtol=tolerance, atol=tolerance)
 
 
 def compare_gradients(

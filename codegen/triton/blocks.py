@@ -1,0 +1,168 @@
+"""Which block sizes a call gets that nobody has measured: rules, by widths, dtype, program and GPU.
+
+A choice is checked ahead of time (`ahead_of_time.py`, and the scorecard of the benchmarks): the first choice
+for a width spills no registers, or few outside of loops; what is left is said where it is chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attngraph.codegen.triton.plan import (
+    Blocks,
+    is_linear,
+    largest_filled,
+    padded,
+    reads_of,
+    tiles_read,
+)
+from attngraph.ir.language import score as S
+from attngraph.ir.language.score import ScoreProgram
+
+# (128, 64) at width 256 spills on sm_100, and 128 keys on sm_100 and with the masks of padded widths.
+_HALF = {
+    64: Blocks(128, 64, 8, 3),
+    128: Blocks(128, 64, 8, 3),
+    256: Blocks(128, 32, 8, 2),
+    512: Blocks(32, 32, 8, 2),
+}
+_SINGLE = {
+    64: Blocks(64, 32, 8, 2),
+    128: Blocks(32, 16, 8, 2),
+    256: Blocks(32, 16, 8, 2),
+    512: Blocks(16, 16, 8, 1),
+}
+_IN_LITTLE = {64: (128, 64), 128: (128, 32), 256: (128, 32)}
+"""Queries and keys of tiles where a program has little shared memory (AMD GPUs)."""
+_GROUP = 64
+"""The rows that four warps multiply together, from sm_90 on."""
+_LITTLE = 100_000
+"""Bytes of shared memory of a program: AMD's GPUs have less. With four warps each has more registers there,
+and none computes a part twice."""
+_MUCH = 200_000
+"""Bytes of shared memory of a program, from which on there is room for three stages of wide tiles."""
+
+
+def blocks_for(
+    program: ScoreProgram, D: int, Dv: int, dtype: torch.dtype, Sq: int, shared: int,
+    capability: tuple[int, int] | None = None,
+) -> Blocks:  # fmt: skip
+    """Block sizes for a GPU that gives a program `shared` bytes of shared memory.
+
+    Up to a width of 128 the first choice does not spill registers. Where the pipeline of keys and values does
+    not fit, first its stages are reduced, then the tile.
+
+    Args:
+        capability: of an NVIDIA GPU; None: another, or unknown.
+    """
+    width = max(64, padded(D), padded(Dv))
+    wanted = (_SINGLE if dtype is torch.float32 else _HALF)[width]
+    q, k, warps, stages, ahead = wanted.q, wanted.k, wanted.warps, wanted.stages, False
+    if dtype is not torch.float32 and width < 512 and shared > _MUCH and (capability or (9, 0))[0] < 10:
+        k, stages = _wide_tile(program, D, Dv), 3
+        ahead = _fits_two(program, D, Dv) and Sq > _GROUP // 2
+    elif width == 128 and (tiles_read(program) or (shared <= _MUCH and _takes_registers(program, D, Dv))):
+        k = max(16, k // (4 if tiles_read(program) and shared <= _MUCH else 2))
+    elif width == 64 and shared <= _MUCH and dtype is not torch.float32:
+        q, k, warps = 64, 32 if tiles_read(program) else 64, 4  # room for two programs on a multiprocessor
+    elif width == 256 and shared <= _MUCH and padded(Dv) > 128:
+        q, k, warps = (32, 64, 4) if dtype is not torch.float32 else (q, k, warps)
+    if shared < _LITTLE:
+        warps, stages = 4, 1
+        if dtype is not torch.float32:
+            q, k = _IN_LITTLE.get(width, (q, k))
+            k = 2 * k if width == 256 and padded(Dv) <= 128 else k
+    if Sq < q:
+        q, warps = padded(Sq), min(warps, 4)
+    row = (padded(D) + padded(Dv)) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
+    tile = padded(D) * dtype.itemsize
+
+    def taken() -> int:
+        """Queries and keys lie side by side, or, without a pipeline on AMD's GPUs, in the same place."""
+        queries, keys = (q + k * ahead) * tile, stages * k * row
+        return max(queries, keys) if shared < _LITTLE else queries + keys
+
+    while taken() > shared:
+        if stages > 1:
+            stages -= 1
+        elif k > 16:
+            k //= 2
+        elif q > 16:
+            q //= 2
+        else:
+            break
+    return Blocks(q, k, warps, stages, ahead=ahead)
+
+
+def _takes_registers(program: ScoreProgram, D: int, Dv: int) -> bool:
+    """Whether a tile is computed with masks of its padding, or with a third loop over what a fill hides."""
+    return not _is_exact(D, Dv) or largest_filled(program) is not None
+
+
+def _is_exact(D: int, Dv: int) -> bool:
+    """Whether rows fill tiles of their width."""
+    return padded(D) == D and padded(Dv) == Dv
+
+
+def _fits_two(program: ScoreProgram, D: int, Dv: int) -> bool:
+    """Whether there are registers for the scores of two tiles on sm_90: not beside wider values, nor beside a
+    tile of reads, nor, for wider keys, in programs that are not linear."""
+    return padded(Dv) <= 128 and not tiles_read(program) and (padded(D) <= 128 or is_linear(program))
+
+
+def _wide_tile(program: ScoreProgram, D: int, Dv: int) -> int:
+    """The keys of a tile on sm_90, whose products read tiles from shared memory: what is done once for each
+    row of a tile (the accumulator is scaled, tiles are fetched) is shared by more keys. The masks of padded
+    widths, reads for each score, and programs that are not linear take registers."""
+    width = max(64, padded(D), padded(Dv))
+    if tiles_read(program):
+        return 64 if width == 64 and not _reads_by_formula(program) else 32
+    if width == 64:
+        return 128  # at width 128 this spills, depending on Triton's version
+    return 64 if padded(Dv) <= 128 or (is_linear(program) and _is_exact(D, Dv)) else 32
+
+
+WIDEST_BACKWARD = 256
+"""For wider heads the two accumulators of a block of keys do not fit."""
+_HALF_BACKWARD = {64: Blocks(128, 32, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)}
+_SINGLE_BACKWARD = {64: Blocks(32, 32, 8, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+_HALF_SCORED = {**_HALF_BACKWARD, 128: Blocks(32, 64, 8, 2)}
+_HALF_WITH_READS = {64: Blocks(32, 32, 8, 2), 128: Blocks(32, 32, 8, 2), 256: Blocks(16, 64, 8, 1)}
+_HALF_IN_LITTLE = {64: Blocks(128, 32, 4, 1), 128: Blocks(128, 32, 4, 1), 256: Blocks(16, 32, 4, 1)}
+"""Where a program has little shared memory: AMD GPUs, where fewer warps have more registers each."""
+
+
+def backward_blocks(
+    width: int, dtype: torch.dtype, shared: int, has_reads: bool = False, linear: bool = True,
+    capability: tuple[int, int] | None = None,
+) -> Blocks:  # fmt: skip
+    """Block sizes of the backward kernels, that do not spill up to a width of 128 on NVIDIA GPUs. (On sm_90,
+    at a width of 128, some programs do and are still predicted to be faster: of heads that share keys, by 120
+    bytes, and with lists of tiles, by 16 to 56.) `q` is how many queries (in the kernel of keys: keys) a
+    program owns, `k` how many keys (queries) it takes at a time. `has_reads`: gradients of reads are summed
+    too. `linear`: see `is_linear`. `capability`: as for `blocks_for`."""
+    width = max(64, padded(width))
+    if dtype is torch.float32:
+        table = _SINGLE_BACKWARD
+    elif shared < _LITTLE:
+        table = _HALF_IN_LITTLE
+    elif shared > _MUCH and width <= 128:
+        is_new = (capability or (9, 0))[0] >= 10
+        if has_reads or is_new or not (linear or width == 64):
+            return Blocks(128, 16 if has_reads and (is_new or width == 128) else 32, 8, 2)
+        # Of the smaller ones, two programs share a multiprocessor.
+        return Blocks(64, 64, 4, 3) if width == 64 else Blocks(128, 64, 8, 3)
+    else:
+        table = _HALF_WITH_READS if has_reads else _HALF_BACKWARD if linear else _HALF_SCORED
+    return table[width]
+
+
+def _reads_by_formula(program: ScoreProgram) -> bool:
+    """Whether an index of a read is computed for each score."""
+    indices = (index for read in reads_of(program) for index in read.args)
+    return any({S.index("q"), S.index("k")} <= index.free for index in indices)
+
+
+def _keys_read(program: ScoreProgram) -> int:
+    """How many tensor elements the program reads for each key alone."""
+    return sum(S.index("k") in n.free and S.index("q") not in n.free for n in reads_of(program))
