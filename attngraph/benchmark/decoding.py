@@ -37,12 +37,12 @@ def gpt2() -> nn.Module:
     return _ready(GPT2LMHeadModel(GPT2Config(attn_implementation="eager")))
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 12) -> nn.Module:
     """A Llama of 100M parameters: 12 layers of width 768, 12 heads over 4 key heads, tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
         num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=True, attn_implementation="eager",
     )  # fmt: skip
     return _ready(LlamaForCausalLM(config))

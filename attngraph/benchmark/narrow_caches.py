@@ -1,6 +1,6 @@
 """Decoding over a long cache of 8 bits on the CPU, beside one of float32.
 
-    python -m attngraph.benchmark.narrow_caches [--models gpt2 llama] [--tokens 8192] [--small] [--json F]
+    python -m attngraph.benchmark.narrow_caches [--models gpt2 llama] [--tokens 8192] [--layers 12] [--json F]
 
 For GPT-2 (124M) and a Llama of 100M parameters: what a kept token takes, and the time of one new token over
 many kept ones, all caches in turns within one run. For four stock models of 4 layers: how far rounding in the
@@ -31,16 +31,18 @@ KEPT, TOKENS, SEQUENCES, LENGTH = 8192, 40, 4, 128
 STOCK = ("gpt2", "llama", "mistral", "qwen3")
 
 
-def gpt2(tokens: int) -> nn.Module:
-    """GPT-2 (124M) with as many positions as are needed."""
+def gpt2(tokens: int, layers: int) -> nn.Module:
+    """GPT-2 with as many positions as are needed (124M parameters with 12 layers)."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    made: nn.Module = GPT2LMHeadModel(GPT2Config(attn_implementation="eager", n_positions=tokens)).eval()
+    made: nn.Module = GPT2LMHeadModel(
+        GPT2Config(attn_implementation="eager", n_positions=tokens, n_layer=layers)
+    ).eval()
     return made
 
 
-MODELS: Mapping[str, Callable[[int], nn.Module]] = {
-    "gpt2": gpt2, "llama": lambda tokens: llama(), "small": lambda tokens: small(),
+MODELS: Mapping[str, Callable[[int, int], nn.Module]] = {
+    "gpt2": gpt2, "llama": lambda tokens, layers: llama(layers), "small": lambda *_: small(),
 }  # fmt: skip
 
 
@@ -69,10 +71,10 @@ def decoders_of(model: nn.Module) -> dict[str, attngraph.Decoder]:
     }
 
 
-def prepare(name: str, kept: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
+def prepare(name: str, kept: int, layers: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
     """What computes one more token after `kept` ones, and the bytes of a kept token, by cache."""
     torch.manual_seed(0)
-    model: Any = MODELS[name](kept + TOKENS + SKIPPED)
+    model: Any = MODELS[name](kept + TOKENS + SKIPPED, layers)
     ids = torch.randint(0, model.config.vocab_size, (1, kept))
     ways: dict[str, Callable[[], Any]] = {}
     sizes: dict[str, int] = {}
@@ -121,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["gpt2", "llama"])
     parser.add_argument("--tokens", type=int, default=KEPT, help="kept ones")
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="a tiny model, few tokens and one stock model")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args(argv)
@@ -130,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     with torch.no_grad():
         for name in names:
-            results[name] = measure(name, kept, *prepare(name, kept))
+            results[name] = measure(name, kept, *prepare(name, kept, options.layers))
         results["drift"] = {kind: drifts(kind) for kind in kinds}
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -33,6 +33,7 @@ from attngraph.codegen.triton.plan import BackwardPlan, Plan
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+    torch.int8: "*i8", torch.float8_e4m3fn: "*u8",
     "bool": "*u8", "int": "*i64", "half": "*fp16", "float": "*fp32", "double": "*fp64",
 }  # fmt: skip
 
@@ -40,7 +41,9 @@ _POINTERS = {
 _OPERANDS = {"query", "key", "value", "out", "new_key", "new_value", "grad"} | {
     f"grad_{name}" for name in ("query", "key", "value")
 }
-_NUMBERS = {"lse", "grad_lse", "delta", "tops", "totals", "unseen", "part_acc", "part_m", "part_l"}
+_NUMBERS = {"lse", "grad_lse", "delta", "tops", "totals", "unseen", "part_acc", "part_m", "part_l"} | {
+    "key_scale", "value_scale"
+}  # fmt: skip
 _PLACES = {"table", "starts", "first", "held"}
 _LISTS = {"tiles", "counts", "column_tiles", "column_counts"}
 
@@ -145,6 +148,9 @@ def _request_for(
 
 def _type(plan: Plan, name: str) -> str:
     kinds = {f"r{read.number}": read.kind for read in plan.reads}
+    kept = plan.kept if isinstance(plan, DecodePlan) else None
+    if kept is not None and name in ("key", "value"):
+        return _POINTERS[kept]
     if name in _OPERANDS:
         return _POINTERS[plan.dtype]
     if name in _NUMBERS or re.fullmatch(r"sums\d+", name):

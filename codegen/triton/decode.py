@@ -37,6 +37,7 @@ from attngraph.codegen.triton.module import window_of
 from attngraph.codegen.triton.plan import DTYPES, READS, WIDEST, Blocks, Read, padded
 from attngraph.ir.language.score import ScoreProgram
 from attngraph.ir.ops.cached_attention import UNSCALED, Counts, Rows, Scales, counts, told
+from attngraph.ir.ops.quantised import LARGEST
 
 FEW = 16
 """A row's keys are split among programs if it has at most this many new tokens."""
@@ -71,7 +72,9 @@ class Decode:
         reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, scales: Scales = UNSCALED,
         lse: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        if q.shape[2] == 0 or no_device(q) is not None or any(by is not None for by in scales):
+        if q.shape[2] == 0 or no_device(q) is not None:
+            return None
+        if _is_part(pages[1], pages[0]) and not _are_equal(*scales):
             return None
         about = counts_for(rows, q, pages[0], new[0].shape[2] == 0)
         brought = [n for n in about.new if n]
@@ -96,7 +99,7 @@ class Decode:
         return attempts.run(
             found.plan,
             q.device,
-            lambda plan: launch_decode(plan, q, new, pages, reads, sizes, rows, splits, lse),
+            lambda plan: launch_decode(plan, q, new, pages, reads, sizes, rows, splits, scales, lse),
             lambda: None,
         )
 
@@ -113,7 +116,7 @@ class Decode:
         self, program: ScoreProgram, q: Tensor, pages: tuple[Tensor, Tensor], reads: Sequence[Tensor]
     ) -> bool:
         k, v = pages
-        if q.dtype not in DTYPES or not k.dtype == v.dtype == q.dtype:
+        if q.dtype not in DTYPES or k.dtype != v.dtype or k.dtype not in (q.dtype, *LARGEST):
             return False
         if q.dtype is torch.bfloat16 and q.device.type != "cuda":
             return False  # whose products the interpreter computes wrongly
@@ -132,12 +135,12 @@ class Decode:
         k, v = pages
         line = tuned_line(program, lanes, k.shape[3], v.shape[3], q.dtype)
         blocks = self._blocks or tuned.find(name_of(q.device), line, padded(lanes)) or decode_blocks(
-            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device)
+            lanes, max(k.shape[3], v.shape[3]), q.dtype, shared_memory(q.device), k.dtype in LARGEST
         )  # fmt: skip
         return DecodePlan(
             program, q.dtype, k.shape[3], v.shape[3], q.shape[1] // k.shape[1],
             tuple(Read(n, r, READS[reads[n].dtype]) for n, r in program.reads.items()), blocks,
-            shared=_is_part(v, k), window=window_of(program),
+            shared=_is_part(v, k), window=window_of(program), kept=k.dtype if k.dtype in LARGEST else None,
         )  # fmt: skip
 
     def plan(
@@ -244,7 +247,8 @@ def tuned_line(program: ScoreProgram, lanes: int, D: int, Dv: int, dtype: torch.
 
 def launch_decode(
     plan: DecodePlan, q: Tensor, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor],
-    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int, lse: Tensor | None = None,
+    reads: Sequence[Tensor], sizes: Sequence[int], rows: Rows, splits: int, scales: Scales = UNSCALED,
+    lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The output, by the plan's two kernels, with each row's keys split into `splits` parts. The log-sum-exps
     are written to `lse`, float32 `[1, heads, N]`."""
@@ -257,7 +261,10 @@ def launch_decode(
     acc = torch.empty((parts, dv), dtype=torch.float32, device=q.device)
     m, l = torch.empty((2, parts), dtype=torch.float32, device=q.device)
     out = torch.empty((1, tokens, heads, dv), dtype=q.dtype, device=q.device)
+    if plan.kept is torch.float8_e4m3fn:  # which not every GPU converts: its bits are read
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
     given = [q, k, k_new] if plan.shared else [q, k, v, k_new, v_new]
+    given += [by for by in scales[: 1 if plan.shared else 2] if by is not None]
     arguments: list[Any] = [*given, acc, m, l, rows.table, rows.starts, rows.first, rows.held]
     arguments += [heads, k.shape[1], rows.table.shape[1], k.shape[2], splits, int(k_new.shape[2] > 0)]
     arguments += q.stride()[1:]
@@ -276,17 +283,18 @@ def launch_decode(
     return out.transpose(1, 2)
 
 
-def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int) -> Blocks:
+def decode_blocks(lanes: int, width: int, dtype: torch.dtype, shared: int, narrow: bool = False) -> Blocks:
     """Tiles high enough for all heads of a group, as far as registers allow, and wide enough to stream keys
-    through `shared` bytes. Widths beyond 256 are latents. On sm_90 nothing spills (see
+    through `shared` bytes: half as many keys of 8 bits (`narrow`), because a tile of them passes registers
+    and lies in shared memory twice. Widths beyond 256 are latents. On sm_90 nothing spills (see
     `ahead_of_time.py`)."""
     single, wide = dtype is torch.float32, width > 256
-    q = min(16 if wide and single else 32 if wide else TALLEST, padded(lanes))
+    q = min(16 if wide and (single or narrow) else 32 if wide else TALLEST, padded(lanes))
     if wide:
-        fits = not single and shared > 100_000
-        return Blocks(q, (64 if q == 16 else 32) if fits else 16, 8, 2)
+        k = (64 if q == 16 else 32) if not single and shared > 100_000 else 16
+        return Blocks(q, max(16, k // (1 + narrow)), 8, 2)
     k = 32 if single or shared < 100_000 else 64
-    return Blocks(q, k, 8 if q > 32 else 4, 3 if shared > 80_000 else 2)
+    return Blocks(q, k // (1 + narrow), 8 if q > 32 else 4, 3 if shared > 80_000 else 2)
 
 
 def _is_part(v: Tensor, k: Tensor) -> bool:
@@ -297,6 +305,13 @@ def _is_part(v: Tensor, k: Tensor) -> bool:
         own = v.untyped_storage()._cdata == k.untyped_storage()._cdata
         return own and bool(v.storage_offset() == k.storage_offset())
     return v.data_ptr() == k.data_ptr()
+
+
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether both are the same memory, or none."""
+    if first is None or second is None:
+        return first is second
+    return first.data_ptr() == second.data_ptr() and first.stride() == second.stride()
 
 
 @functools.cache

@@ -6,13 +6,16 @@ looked up in the row's table, and in the last part the new tokens. It stores the
 the normaliser of its part. The second combines the parts ("split-KV", Dao et al. 2023, Flash-Decoding), with
 a program for each query and head and each 128 columns. Both take lengths from memory alone, so launches that
 a CUDA graph has captured serve rows that have grown. Where values are the first elements of the keys, as for
-latents, each tile is loaded once and used as both.
+latents, each tile is loaded once and used as both. Pages of 8 bits have a scale for each token and head: a
+tile of them is widened, multiplied by its scales and rounded to the dtype of queries, as PyTorch does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+
+import torch
 
 from attngraph.codegen.triton import module
 from attngraph.codegen.triton.emit import NEGATIVE_INFINITY, Emitter
@@ -35,10 +38,11 @@ COLUMNS = 128
 @dataclasses.dataclass(frozen=True)
 class DecodePlan(Plan):
     """`shared`: values are the first Dv elements of the keys. `window`: the most keys that a query sees
-    (0: all)."""
+    (0: all). `kept`: the dtype of pages of 8 bits, which have scales; None: they have the queries' dtype."""
 
     shared: bool = False
     window: int = 0
+    kept: torch.dtype | None = None
 
     @property
     def rest(self) -> int:
@@ -63,9 +67,12 @@ def arguments(plan: DecodePlan) -> tuple[str, ...]:
 
 def _groups(plan: DecodePlan) -> Groups:
     pages, new = (("key",), ("new_key",)) if plan.shared else (("key", "value"), ("new_key", "new_value"))
+    scales = tuple(f"{name}_scale" for name in pages) if plan.kept else ()
     strides = [("query", "hsd"), *((t, "phsd") for t in pages), *((t, "hsd") for t in new)]
+    strides += [(name, "phs") for name in scales]
     return [
-        ("query", *pages, *new), ("part_acc", "part_m", "part_l"), ("table", "starts", "first", "held"),
+        ("query", *pages, *new, *scales), ("part_acc", "part_m", "part_l"),
+        ("table", "starts", "first", "held"),
         ("Hq", "Hkv", "columns", "page", "splits", "news"),
         *(tuple(f"{tensor}_{axis}" for axis in axes) for tensor, axes in strides), *names_of_reads(plan),
     ]  # fmt: skip
@@ -107,6 +114,9 @@ class _DecodeEmitter(Emitter):
             f"query [Hq, tokens, {plan.D}], key [pages, Hkv, page, {plan.D}], {values};",
             f"{DTYPES[plan.dtype]}, Hkv = {self.heads_of_keys}; out [tokens, Hq, {plan.Dv}] in memory.",
         ]
+        if plan.kept:
+            name = str(plan.kept).removeprefix("torch.")
+            about.append(f"Pages are {name}; their scales [pages, Hkv, page] are float32.")
         return module.header(title, plan, about, module.rate(plan) or [module.LOG2E])
 
     def begin(self) -> list[str]:
@@ -178,6 +188,7 @@ class _DecodeEmitter(Emitter):
                 "slot = (start + down) % (columns * page)",
                 "number = tl.load(table + b * columns + slot // page, mask=there, other=0)",
                 *self.rows("key", "number * key_p", "tl.cast(slot % page, tl.int64)"),
+                *self.scales("key"),
             ]
         else:
             lines += self.rows("new_key", "", "(begin + start - kept + down)")
@@ -192,6 +203,7 @@ class _DecodeEmitter(Emitter):
             lines += self.rows(
                 f"{prefix}value", *(place if source == "held" else ("", "(begin + start - kept + down)"))
             )
+            lines += self.scales("value") if source == "held" else []
             lines.append(self.load_tile("value", prefix, "d" if plan.Dv == plan.D else "dv"))
             value = "value_tile"
         factor = "" if self.multiple.is_plain else f"{multiple}, "
@@ -203,10 +215,26 @@ class _DecodeEmitter(Emitter):
         code = f"{name}_rows = {name}{page} + tl.cast(kv, tl.int64) * {name}_h + {token} * {name}_s"
         return [code]
 
+    def scales(self, name: str) -> list[str]:
+        """The scales of a tile of pages of 8 bits, one for each row."""
+        if not self.plan.kept:
+            return []
+        place = f"number * {name}_scale_p + tl.cast(kv, tl.int64) * {name}_scale_h"
+        place += f" + tl.cast(slot % page, tl.int64) * {name}_scale_s"
+        return [f"{name}_by = tl.load({name}_scale + {place}, mask=there, other=0.0)"]
+
     def load_tile(self, name: str, prefix: str, columns: str) -> str:
         tile = f"{name}_rest" if columns == "rest" else f"{name}_tile"
         address = f"{prefix}{name}_rows + {columns} * {prefix}{name}_d"
-        return f"{tile} = tl.load({address}, mask={self.masked('there', columns)}, other=0.0)"
+        mask = self.masked("there", columns)
+        if prefix or not self.plan.kept:
+            return f"{tile} = tl.load({address}, mask={mask}, other=0.0)"
+        numbers = f"tl.load({address}, mask={mask}, other=0)"
+        wide = f"{numbers}.to(tl.float32)"
+        if self.plan.kept.is_floating_point:
+            wide = f"from_float8({numbers})"
+            self.writer.calls.add("from_float8")
+        return f"{tile} = ({wide} * {name}_by).to(query_tile.dtype)"
 
     def dot(self) -> str:
         code = super().dot()

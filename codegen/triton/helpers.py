@@ -94,6 +94,15 @@ def uniform(seed, b, h, q, k):
     return tl.cast(state >> 8, tl.float32) * (1.0 / (1 << 24))
 ''')
 
+_define('''
+def from_float8(x):
+    """Numbers of float8_e4m3fn by their bits: a sign, an exponent whose bias is 7, 3 digits. None is NaN."""
+    size = (x & 0x7F).to(tl.int32)
+    usual = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    found = tl.where(size < 8, size.to(tl.float32) * 0.001953125, usual)
+    return tl.where(x >= 128, -found, found)
+''')
+
 NEEDS = {"uniform": ("stir",)}
 """The helpers that a helper calls."""
 

@@ -7,12 +7,13 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from attngraph.codegen.cpu import source
+from attngraph.codegen.cpu import library, source, toolchain
 from attngraph.codegen.cpu.source import Plan
 from attngraph.ir.language.parser import parse
 from attngraph.ir.ops.kernels import KERNELS
@@ -56,7 +57,27 @@ def eager(text: str, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return weights @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-@pytest.mark.usefixtures("compiled_at_any_size", "served")
+needs_gcc = pytest.mark.skipif(
+    shutil.which("gcc") is None or platform.machine() not in ("x86_64", "AMD64"), reason="needs gcc on x86"
+)
+
+
+@pytest.fixture(params=["as they are here", pytest.param("without pairs", marks=needs_gcc)])
+def instructions(
+    request: pytest.FixtureRequest, compiled_at_any_size: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The processor's, or those without products of pairs."""
+    if request.param == "without pairs":
+        monkeypatch.setenv("CC", "gcc -mno-avx512bf16")
+    monkeypatch.setattr(library, "_libraries", {})
+    for cached in (toolchain.compiler, toolchain._identity):
+        cached.cache_clear()
+    yield
+    for cached in (toolchain.compiler, toolchain._identity):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("instructions", "served")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_errors_are_at_most_twice_those_of_an_eager_model(program: str) -> None:
     for shape, seed in itertools.product(SHAPES, range(3)):
@@ -113,11 +134,6 @@ def loops_for(target: str, dtype: torch.dtype) -> list[list[str]]:
 
 def count(body: list[str], name: str) -> int:
     return sum(line.split()[0].startswith(name) for line in body)
-
-
-needs_gcc = pytest.mark.skipif(
-    shutil.which("gcc") is None or platform.machine() not in ("x86_64", "AMD64"), reason="needs gcc on x86"
-)
 
 
 @needs_gcc

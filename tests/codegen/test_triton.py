@@ -526,6 +526,40 @@ def test_decoding_compiles_for_every_target_without_spills(name: str, target: st
     assert usage.spilled == 0 or (gpu.backend == "hip" and usage.spilled <= 96), usage
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kept", "name", "target"),
+    [
+        pytest.param(
+            k, n, t, marks=[] if (n, t) == ("128 wide, 8 heads on one", "sm_90") else pytest.mark.slow
+        )
+        for k in (torch.int8, torch.float8_e4m3fn)
+        for n in DECODING
+        for t in ahead_of_time.TARGETS
+    ],
+)
+def test_pages_of_8_bits_compile_for_every_target_without_spills(
+    kept: torch.dtype, name: str, target: str, cache: Path
+) -> None:
+    D, Dv, group, shared = DECODING[name]
+    gpu = ahead_of_time.TARGETS[target]
+    blocks = decode_blocks(group, D, torch.bfloat16, gpu.shared, narrow=True)
+    made = DecodePlan(
+        parse("s = 0.125 * dot; keep k <= q"),
+        torch.bfloat16,
+        D,
+        Dv,
+        group,
+        (),
+        blocks,
+        shared=shared,
+        kept=kept,
+    )
+    usage = ahead_of_time.compile_ahead(made, gpu)
+    assert 0 < usage.shared <= gpu.shared
+    assert usage.spilled == 0 or (gpu.backend == "hip" and usage.spilled <= 96), usage
+
+
 DELTA = SumsPlan(128, True, True, "one", 1, True, torch.bfloat16, torch.float32)
 SUMS = {
     "a delta rule": DELTA,

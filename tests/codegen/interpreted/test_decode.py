@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.paging import Paged
 from frames import REFERENCE, over_pages
 
 import attngraph
@@ -14,7 +15,8 @@ from attngraph.codegen.triton.decode import Decode
 from attngraph.codegen.triton.emit_decode import DecodePlan
 from attngraph.codegen.triton.plan import Blocks
 from attngraph.ir.language.parser import parse
-from attngraph.ir.ops.cached_attention import Rows
+from attngraph.ir.ops.cached_attention import Rows, row_by_row
+from attngraph.ir.ops.quantised import quantise
 from attngraph.models.mla import MLAConfig, MLADecoder
 
 DECODED = (
@@ -196,3 +198,39 @@ def test_launches_that_were_captured_serve_rows_that_have_grown(monkeypatch: pyt
         held += 1
         for tensor, values in zip((q, k, v), whole, strict=True):
             tensor.copy_(new_tokens(values))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("widths", "heads", "latent", "dtype"),
+    [
+        ((16, 16), (4, 2), False, torch.float32),
+        ((20, 13), (4, 2), False, torch.float16),
+        ((24, 16), (20, 1), True, torch.float32),
+    ],
+)
+def test_pages_of_8_bits(
+    kept: torch.dtype, widths: tuple[int, int], heads: tuple[int, int], latent: bool, dtype: torch.dtype
+) -> None:
+    """Equal to PyTorch's operations on the same pages and scales; what no token wrote is NaN, or any number
+    with NaN as its scale."""
+    lengths, (d, dv) = [(21, 1), (0, 2), (9, 3)], widths
+    g = torch.Generator().manual_seed(d)
+    q, k, v = (
+        torch.randn(3, n, 22, w, generator=g).to(dtype)
+        for n, w in ((heads[0], d), (heads[1], d), (heads[1], dv))
+    )
+    k[..., 0] *= 40  # numbers of all sizes
+    paged = Paged(k, k[..., :dv] if latent else v, lengths, latent=latent)
+    keys, key_scales = quantise(paged.pages[0], kept)
+    values, value_scales = (keys[..., :dv], key_scales) if latent else quantise(paged.pages[1], kept)
+    program = parse("s = 0.05 * dot; keep k <= q; sink r0[h]")
+    reads, pages, scales = [torch.randn(heads[0], generator=g)], (keys, values), (key_scales, value_scales)
+    given = (program, paged.packed(q), paged.new, pages, reads, (), paged.rows)
+    kernel = Decode(Blocks(16, 16), 2)
+    found = kernel.attend(*given, scales)
+    assert found is not None
+    wanted = row_by_row(*given, "reference", scales)
+    tolerance = {torch.float32: 3e-5, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
