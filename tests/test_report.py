@@ -48,6 +48,15 @@ def test_equal_attentions_are_folded_with_their_number_and_the_names_of_first_an
     assert "error 1e-15" in text  # the largest of them
 
 
+def test_a_mask_too_long_to_be_read_is_left_to_the_program() -> None:
+    conditions = " or ".join(f"k == {n} and q == {n + 1}" for n in range(20))
+    report = CompileReport((entry(mask=conditions, program=f"s = dot\nkeep {conditions}"),))
+    text = str(report)
+    assert "mask: the conditions below" in text
+    assert text.count(conditions) == 1
+    assert report.attention[0].mask == conditions
+
+
 @pytest.mark.parametrize(
     "other",
     [

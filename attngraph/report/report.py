@@ -28,6 +28,9 @@ from attngraph.report.entries import (
 from attngraph.report.times import Times
 from attngraph.report.units import binary
 
+_MASK_WORDS = 160
+"""Characters of a mask that are shown in one line."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport(Entries):
@@ -183,7 +186,7 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         "",
         f"  attention{times}   {first.source}   {names}",
         *_caller_lines(first),
-        f"      {first.heads_in_words()}, mask: {first.mask}",
+        f"      {first.heads_in_words()}, mask: {_in_short(first.mask)}",
         *(f"      | {_shown(line)}" for line in first.program.splitlines()),
         *([f"      look: {first.warning}"] if first.warning else []),
         *([f"      {first.again}"] if first.again else []),
@@ -191,6 +194,11 @@ def _attention_lines(entries: list[AttentionEntry]) -> list[str]:
         f"      kernel {first.kernel}, {first.numerics}, checked in float64 (error {error:.0e})",
         *(f"        {remark}" for remark in first.kernel.remarks),
     ]
+
+
+def _in_short(mask: str) -> str:
+    """A mask in words; where that is too long to be read, the lines of the program say it."""
+    return mask if len(mask) <= _MASK_WORDS else "the conditions below"
 
 
 def _caller_lines(entry: AttentionEntry | Missed) -> list[str]:

@@ -157,6 +157,15 @@ def test_a_convolution_over_neighbouring_scores_is_told() -> None:
     assert reason.endswith("a convolution over several places")
 
 
+def test_a_convolution_over_neighbouring_weights_is_told() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, kernel: Tensor) -> Tensor:
+        return F.conv2d((q @ k.mT).softmax(-1), kernel, padding=1) @ v
+
+    (reason,) = why(model, *qkv(), normal(4, 4, 3, 3))
+    stands = "between its scores and the sum of its values stands a convolution over several places"
+    assert reason.startswith(stands)
+
+
 def test_scores_that_are_a_tensor_are_told() -> None:
     (reason,) = why(lambda bias, v: bias.softmax(-1) @ v, normal(2, 7, 9), normal(2, 9, 6))
     assert reason.startswith("its scores are a tensor that the model is given")

@@ -27,7 +27,7 @@ from attngraph.meaning.attention.key_pieces import Piece, cover, join, separate
 from attngraph.meaning.attention.normaliser import logarithm, split_by
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.positional import PositionWeights, as_exponentials, has_no_product
-from attngraph.meaning.attention.refusal import Refusal
+from attngraph.meaning.attention.refusal import Refusal, stands_between
 from attngraph.meaning.attention.score_sets import join_equal_products, split_by_product
 from attngraph.meaning.attention.weighted_sums import (
     KeyPart,
@@ -152,7 +152,7 @@ class Recogniser:
             self._too_long.add(node)  # formulas of nodes computed from it are longer still
             return Refusal(str(problem)) if softmaxes else None
         except Unliftable as problem:
-            found = Refusal(str(problem))
+            found = Refusal(stands_between(str(problem)))
         if isinstance(found, (Refusal, tuple)) and not adds_parts:
             self._parts[node] = frozenset((node,))
         if isinstance(found, Refusal) and all(map(self.positions.follow, self.exponentials(node))):

@@ -124,28 +124,3 @@ def graph_attention(of_query, of_key, v, edges):
     scores = F.leaky_relu(of_query[:, :, None] + of_key[:, None], 0.2)
     scores = scores.masked_fill(~edges[..., None], -9e15)
     return torch.einsum("bqkh,bkhd->bqhd", scores.softmax(2), v)
-
-
-@spelling(qkv)
-def scores_made_numbers_before_the_mask(q, k, v):
-    scores = torch.nan_to_num(q @ k.mT / math.sqrt(D))
-    return (scores + torch.triu(torch.full((q.shape[-2], k.shape[-2]), -INF), 1)).softmax(-1) @ v
-
-
-@spelling(qkv)
-def scores_made_numbers_after_the_mask(q, k, v):
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(q.shape[-2]), -INF)
-    return torch.nan_to_num(scores, neginf=-1e9).softmax(-1) @ v
-
-
-@spelling(qkv)
-def scores_that_are_no_numbers_replaced(q, k, v):
-    scores = q @ k.mT / math.sqrt(D)
-    scores = torch.where(torch.isnan(scores) | torch.isinf(scores), torch.zeros_like(scores), scores)
-    return scores.masked_fill(~causal(q.shape[-2]), -INF).softmax(-1) @ v
-
-
-@spelling(qkv)
-def weights_zero_where_scores_are_hidden(q, k, v):
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~causal(q.shape[-2]), -INF)
-    return scores.softmax(-1).masked_fill(scores == -INF, 0.0) @ v
