@@ -89,6 +89,14 @@ class Parts(Entering):
         for node, part, cut in parts:
             self.twins[node], self.cuts[node] = self._twin(node, part, cut), cut
 
+    def part(
+        self, use: Use, parts: Mapping[fx.Node, Part], cuts: Mapping[fx.Node, Cut],
+        parameters: Mapping[fx.Node, Cut],
+    ) -> fx.Node:  # fmt: skip
+        """A rank's part of a value that is moved from a parameter."""
+        self._twins([(n, parts[n], cuts[n]) for n in reversed(list(parts))], parameters)
+        return self.twins[use.operand]
+
     # --- one node ---
 
     def _twin(self, node: fx.Node, part: Part, cut: Cut) -> fx.Node:
@@ -275,7 +283,11 @@ class Parts(Entering):
                 raise Unplaced(f"the bias of {target} cannot be added after the sum")
             operands = [a for a in product.node.args if a is not product.bias]
             mine = builder.call(plain[target], *(given[a] for a in operands))  # type: ignore[index]
-        last = product.node
+        return self.added(product, mine, tail)
+
+    def added(self, product: Product, mine: fx.Node, tail: Sequence[fx.Node]) -> fx.Node:
+        """What all ranks have of a product together, after `tail`."""
+        builder, last = Builder(self.graph, product.node), product.node
         for node in tail:
             builder = Builder(self.graph, node)
             others = {n: self.enter(n) for n in node.all_input_nodes if n is not last}

@@ -21,11 +21,13 @@ from attngraph.ir.graph.source import module_of, source_of
 from attngraph.meaning.check.ranks import RankChecks
 from attngraph.meaning.element import Meaning
 from attngraph.meaning.placement.demand import Unplaced
+from attngraph.meaning.placement.elements import grouped
 from attngraph.meaning.placement.regions import Product, Region, Regions, rows_of
 from attngraph.meaning.placement.table import Cut
 from attngraph.passes.build import Builder
 from attngraph.passes.shard.divide import Divide
 from attngraph.passes.shard_heads.account import account
+from attngraph.passes.shard_heads.experts import Experts
 from attngraph.passes.shard_heads.merge_sums import merge_sums
 from attngraph.passes.shard_heads.parts import Parts
 from attngraph.passes.shard_heads.storage import settle
@@ -59,12 +61,17 @@ class _Sharding:
         self.twins: dict[fx.Node, tuple[fx.Node, Cut, tuple[fx.Node, ...]]] = {}
         """Of each node that is computed by parts: its twin, the cut, what its region begins with."""
         self.checks = RankChecks(graph, self.parts.learns)
+        sorted_tokens = filter(None, map(grouped, graph.graph.nodes))
+        self.checks.ends = {told.ends: told.x for told in sorted_tokens}
 
     def run(self, runs: bool) -> list[str]:
         sizes = {
             i.name: _elements(n) for n, i in self.parts.names.items() if i.kind == "parameter" and n.users
         }
         for only_attention in (True, False):
+            if not only_attention:
+                mixtures = Experts(self.graph, self.regions, self.parts, self._is_proved)
+                self.entries += mixtures.divide(self.decided)
             for node in list(self.graph.graph.nodes):
                 if node.users and any(
                     self._divide(product, only_attention) for product in self.regions.products(node)

@@ -16,6 +16,7 @@ def _parts(said: str) -> list[float]:
     return [int(held) / int(everything) for held, everything in pairs]
 
 
+@pytest.mark.slow
 def test_rows_and_parameters_divided_train_as_one_device(tmp_path: Path, ranks: Ranks) -> None:
     assert [_parts(said) for said in ranks("data", tmp_path, script="sharded.py")] == [[0.5], [0.5]]
 

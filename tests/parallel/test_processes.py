@@ -121,6 +121,12 @@ def test_two_ranks_divide_the_tokens_of_a_latent(tmp_path: Path, ranks: Ranks) -
     assert ranks("decode_latent", tmp_path) == ["[[48, 24], [24, 12]]"] * 2
 
 
+@pytest.mark.slow
+def test_two_ranks_divide_the_ring_of_a_window(tmp_path: Path, ranks: Ranks) -> None:
+    """Three rows with the last 4 tokens of a key and a value of 8 numbers; a rank has 2 of them."""
+    assert ranks("decode_window", tmp_path) == ["[768, 384]"] * 2
+
+
 def test_ranks_with_other_prompts_all_say_so(tmp_path: Path, ranks: Ranks) -> None:
     for said in ranks("disagree_in_prompts", tmp_path):
         problems = said.split(" | ")

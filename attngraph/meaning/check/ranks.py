@@ -112,11 +112,13 @@ def _together(node: fx.Node, found: Mapping[fx.Node, Any], ranks: Ranks) -> PerR
 
 class RankChecks(Checks):
     """The verdicts on what ranks compute together. `learns` tells to which values gradients flow; `below` has
-    the number of rows of the table that integers choose from."""
+    the number of rows of the table that integers choose from, `ends` the tokens in which integers say where
+    each expert's end."""
 
     def __init__(self, graph: ProgramGraph, learns: Callable[[fx.Node], bool]) -> None:
         super().__init__(graph)
         self.learns, self.below = learns, dict[fx.Node, int]()
+        self.ends = dict[fx.Node, fx.Node]()
 
     def about(self, node: fx.Node, order: Sequence[fx.Node]) -> Any:
         ranks, told = self.graph.ranks, _given(self.graph).get(node)
@@ -138,7 +140,7 @@ class RankChecks(Checks):
             if _bytes_needed(self.graph, order, self.graph.hints) > ranks.trusts:
                 ranks.unproved += 1
                 return Verdict(0.0, (), "")
-        return same_on_ranks(self.graph, old, new, leaves, self.learns, self.below)
+        return same_on_ranks(self.graph, old, new, leaves, self.learns, self.below, self.ends)
 
 
 def _given(graph: ProgramGraph) -> dict[fx.Node, Input]:
@@ -149,6 +151,7 @@ def _given(graph: ProgramGraph) -> dict[fx.Node, Input]:
 def same_on_ranks(
     graph: ProgramGraph, old: fx.Node, new: fx.Node, leaves: Sequence[fx.Node],
     learns: Callable[[fx.Node], bool], below: Mapping[fx.Node, int] | None = None,
+    ends: Mapping[fx.Node, fx.Node] | None = None,
 ) -> Verdict:  # fmt: skip
     """Whether `new`, computed by all ranks together, equals `old` on every rank, in float64: the value, and
     the gradients that the backward pass of the ranks gives, at two choices of sizes."""
@@ -170,6 +173,8 @@ def same_on_ranks(
         sample = Sample(graph.known_values(), at, number)
         for node, rows in (below or {}).items():
             sample.draw_below(node, rows)
+        for node, tokens in (ends or {}).items():
+            sample.draw_ends(node, tokens)
         try:
             pairs = _both(graph, old, new, (order, theirs), frozenset(leaves), sample, learns)
         except (IndexError, RuntimeError, ValueError) as cause:

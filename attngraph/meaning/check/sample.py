@@ -63,6 +63,14 @@ class Sample:
         shape = shape_at(value, self.sizes)
         self._drawn[node] = torch.randint(0, limit, shape, generator=self.generator, dtype=value.dtype)
 
+    def draw_ends(self, node: fx.Node, tokens: fx.Node) -> None:
+        """Draw for a node where each of several runs of tokens ends; some may be empty."""
+        value, total = node.meta["val"], shape_at(tokens.meta["val"], self.sizes)[0]
+        shape = shape_at(value, self.sizes)
+        found = torch.randint(0, total + 1, shape, generator=self.generator).sort().values
+        found[..., -1] = total
+        self._drawn[node] = found.to(value.dtype)
+
     def _random(self, value: Tensor) -> Tensor:
         shape = shape_at(value, self.sizes)
         if value.dtype == torch.bool:

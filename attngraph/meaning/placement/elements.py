@@ -7,6 +7,7 @@ operations are independent of each other (norms, complex views).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,9 +23,29 @@ GROUPED = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallba
 """Products `x[t] @ weight[expert of t]` of tokens that are sorted by expert."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """The operands of such a product: `ends` says where each expert's tokens end."""
+
+    x: fx.Node
+    weight: fx.Node
+    ends: fx.Node
+
+
+def grouped(node: fx.Node) -> Grouped | None:
+    """A product of tokens with the weights of their experts, if a node is one."""
+    if str(node.target) not in GROUPED or node.kwargs.get("bias") is not None:
+        return None
+    operands: list[Any] = [*node.args, *(node.kwargs[k] for k in ("offs",) if k in node.kwargs)]
+    if len(operands) < 3 or not all(isinstance(n, fx.Node) for n in operands[:3]):
+        return None
+    found = Grouped(*operands[:3])
+    return found if (found.x.meta["val"].ndim, found.weight.meta["val"].ndim) == (2, 3) else None
+
+
 def category(meaning: Meaning, node: fx.Node) -> Category | None:
     """The category of a node's operation."""
-    return Category.CONTRACTION if _is_grouped(node) else meaning.category(node)
+    return Category.CONTRACTION if grouped(node) is not None else meaning.category(node)
 
 
 def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
@@ -33,8 +54,9 @@ def element(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
     Raises:
         Unliftable: nothing is known of it.
     """
-    if _is_grouped(node):
-        return _grouped(meaning, node, at)
+    told = grouped(node)
+    if told is not None:
+        return _grouped(meaning, told, at)
     if str(node.target) == "aten.cross_entropy_loss.default":
         return _loss(meaning, node, at)
     try:
@@ -52,20 +74,11 @@ def _is_pointwise(node: fx.Node) -> bool:
     return detached or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _is_grouped(node: fx.Node) -> bool:
-    if str(node.target) not in GROUPED or node.kwargs.get("bias") is not None:
-        return False
-    ranks = [n.meta["val"].ndim for n in node.args[:2] if isinstance(n, fx.Node)]
-    return ranks == [2, 3]
-
-
-def _grouped(meaning: Meaning, node: fx.Node, at: Indices) -> Expr:
+def _grouped(meaning: Meaning, told: Grouped, at: Indices) -> Expr:
     """Which expert a token goes to follows from where the experts' tokens end, and is not looked into."""
-    x, weight, *rest = node.args
-    ends: Any = rest[0] if rest else node.kwargs["offs"]
-    inner = meaning.fresh(meaning.shape(x)[1])
-    expert = E.make("raw", (at[0], meaning.read(ends, (E.ZERO,))), "group", "int")
-    factors = meaning.read(x, (at[0], inner)), E.read(weight, (expert, inner, at[1]), "float")
+    inner = meaning.fresh(meaning.shape(told.x)[1])
+    expert = E.make("raw", (at[0], meaning.read(told.ends, (E.ZERO,))), "group", "int")
+    factors = meaning.read(told.x, (at[0], inner)), E.read(told.weight, (expert, inner, at[1]), "float")
     return M.total(inner, M.mul(*factors))
 
 

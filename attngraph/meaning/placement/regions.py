@@ -140,7 +140,7 @@ class Regions:
             (Use(product.source, {product.source_dim: blocks}),
              Use(product.weight, {product.weight_dim: blocks})),
         )  # fmt: skip
-        parts, cuts, stops = self._followed(part)
+        parts, cuts, stops = self.followed(part)
         region = self._kept(product, part, parts, cuts, stops)
         if product.parameter not in region.cuts or not any(map(self._is_divided_product, region.parts)):
             because = next((f": {r}" for r in stops.values() if r), "")
@@ -187,7 +187,7 @@ class Regions:
     def given_kind(self, node: fx.Node) -> str:
         return self.given[node].kind if node in self.given else ""
 
-    def _followed(self, part: Part) -> tuple[dict[fx.Node, Part], dict[fx.Node, Cut], dict[fx.Node, str]]:
+    def followed(self, part: Part) -> tuple[dict[fx.Node, Part], dict[fx.Node, Cut], dict[fx.Node, str]]:
         """What is demanded of the values before a product, how it is computed, and where that ends and
         why."""
         order = {node: place for place, node in enumerate(self.graph.graph.nodes)}

@@ -18,8 +18,11 @@ from attngraph.models.modern_decoder import ModernDecoder, ModernDecoderConfig
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0, packed: bool = True, kv_heads: int = 4) -> None:
+    def __init__(
+        self, dropout: float = 0.0, packed: bool = True, kv_heads: int = 4, window: int | None = None
+    ) -> None:
         super().__init__()
+        self.window = window
         self.sizes = [32, 8 * kv_heads, 8 * kv_heads]
         self.group = 4 // kv_heads
         self.table, self.dropout = nn.Embedding(64, 32), nn.Dropout(dropout)
@@ -34,7 +37,11 @@ class Block(nn.Module):
         parts = torch.cat([p(y) for p in self.qkv], -1) if len(self.qkv) > 1 else self.qkv[0](y)
         q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in parts.split(self.sizes, -1))
         k, v = (t.repeat_interleave(self.group, 1) for t in (k, v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.window is None:
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            back = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
+            y = nn.functional.scaled_dot_product_attention(q, k, v, (back >= 0) & (back < self.window))
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
         x = x + self.down(self.up(x).relu())
         return x @ self.table.weight.T
@@ -353,6 +360,30 @@ def decode_shared(mesh, rank):
     torch.manual_seed(0)
     model = ModernDecoder(ModernDecoderConfig(**sizes, layers=1)).eval()
     return divided(mesh, model, [attngraph.ShardConfig(cache=how) for how in ("tokens", "auto")])
+
+
+def decode_window(mesh, rank):
+    """One key/value head and a window: each rank keeps half of the last tokens, and overwrites them."""
+    torch.manual_seed(0)
+    model = Block(packed=False, kv_heads=1, window=3).eval()
+    config = attngraph.CacheConfig(rollback=2)
+    on = {"mesh": mesh, "shard": attngraph.ShardConfig(cache="tokens")}
+    ids = torch.randint(3, 64, (3, 30), generator=torch.Generator().manual_seed(1))
+    both, kept = [], []
+    for given in ({}, on):
+        decoder = attngraph.compile(copy.deepcopy(model), cache=config, **given)
+        _, state = decoder.prefill([ids[0, :9], ids[1, :1], ids[2, :2]])
+        found = [decoder.decode(ids[:, n], state) for n in range(9, 16)]
+        found.append(decoder.decode(ids[:, 16:21], state))
+        state.crop([n - 2 for n in state.lengths])
+        found.append(decoder.decode(ids[:, 21], state))
+        state.reorder([2, 0, 0])
+        found += [decoder.decode(ids[:, 22:24], state), decoder.generate(ids[:, :5], 8)]
+        both.append(found)
+        kept.append(state.nbytes)
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
+    assert decoder.report.cache.ranks.tokens, str(decoder.report)
+    return kept
 
 
 def decode_latent(mesh, rank):

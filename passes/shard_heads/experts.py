@@ -1,0 +1,156 @@
+"""Mixtures of experts, divided by expert: a rank has some of the experts, whole.
+
+An expert's product is one of tokens that are sorted by expert, with the weight of each token's own expert. Of
+the last of such products each rank computes the rows of its own experts (`attngraph::expert_rows`), and zero
+elsewhere, so ranks are added up where they would be if hidden units were divided. What the last is computed
+from needs to be right in those rows alone, as long as a row depends on nothing but itself. So earlier
+products with the same sorted tokens are computed for the same experts, and what stands between them is left
+as it is: it is followed back by the element rules, whatever operations that are.
+
+Where there are no more experts than ranks, or unequally many, hidden units are divided instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from attngraph.ir.graph.program_graph import ProgramGraph
+from attngraph.ir.graph.source import module_of, source_of
+from attngraph.ir.language import expr as E
+from attngraph.ir.ops.experts import EXPERT_ROWS
+from attngraph.meaning.placement.demand import How, Part, Unplaced, Use
+from attngraph.meaning.placement.elements import element, grouped, independent_dims
+from attngraph.meaning.placement.regions import Product, Regions
+from attngraph.meaning.placement.table import Cut, Table
+from attngraph.meaning.rule import Unliftable, is_part
+from attngraph.passes.build import Builder
+from attngraph.passes.shard_heads.parts import Parts
+from attngraph.report.ranks import DividedEntry
+
+Proved = Callable[[fx.Node, fx.Node, Iterable[fx.Node]], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mixture:
+    """The last product of a mixture, how many experts there are, and what the product is computed from in
+    rows of single tokens, operands first."""
+
+    product: Product
+    experts: int
+    inside: tuple[fx.Node, ...]
+
+
+class Experts:
+    """Divides the mixtures of one graph."""
+
+    def __init__(self, graph: ProgramGraph, regions: Regions, parts: Parts, prove: Proved) -> None:
+        self.graph, self.regions, self.parts, self.prove = graph, regions, parts, prove
+        self.meaning, self.ranks = regions.meaning, regions.ranks
+
+    def divide(self, decided: dict[fx.Node, Cut]) -> list[DividedEntry]:
+        """Divide what can be divided, and note in `decided` what ranks have of its weights."""
+        found = []
+        for node in reversed(list(self.graph.graph.nodes)):
+            mixture = self._mixture(node) if node.users else None
+            if mixture is None:
+                continue
+            try:
+                made, cuts = self._made(mixture, decided)
+                end = self.regions.tail(mixture.product)[-1:] or [node]
+                if self.prove(end[0], made, [*self.parts.whole, *cuts]):
+                    continue
+            except Unplaced:
+                continue
+            decided.update(cuts)
+            end[0].replace_all_uses_with(made)
+            self.meaning.forget_elements()
+            self.graph.clean()
+            found.append(DividedEntry("experts", module_of(node), source_of(node), mixture.experts))
+        return found[::-1]
+
+    # --- finding ---
+
+    def _mixture(self, last: fx.Node) -> _Mixture | None:
+        """The mixture that ends with a node, if ranks can have equally many experts, and more than one."""
+        told = grouped(last)
+        product = next(self.regions.products(last), None) if told is not None else None
+        if told is None or product is None:
+            return None
+        experts = self.meaning.shape(told.weight)[0]
+        if experts.op != "const" or experts.value % self.ranks or experts.value == self.ranks:
+            return None
+        reached: dict[fx.Node, bool] = {}
+        if not self._reaches(told.x, told.ends, reached):
+            return None
+        order = {node: place for place, node in enumerate(self.graph.graph.nodes)}
+        inside = sorted((n for n, found in reached.items() if found), key=order.__getitem__)
+        if any(user is not last and not reached.get(user) for node in inside for user in node.users):
+            return None
+        return _Mixture(product, int(experts.value), tuple(inside))
+
+    def _reaches(self, node: fx.Node, ends: fx.Node, known: dict[fx.Node, bool]) -> bool:
+        """Whether rows of a node are computed, each from the same row, from a product of the same sorted
+        tokens."""
+        if node not in known:
+            known[node] = False
+            told = grouped(node)
+            if told is not None and told.ends is ends:
+                known[node] = self.regions.parameter_of(told.weight) is not None
+            elif node.op == "call_function":
+                operands = [n for n in node.all_input_nodes if self._reaches(n, ends, known)]
+                known[node] = bool(operands) and self._is_by_rows(node, operands)
+        return known[node]
+
+    def _is_by_rows(self, node: fx.Node, operands: list[fx.Node]) -> bool:
+        """Whether a row of a node reads the same row of these operands alone. Of an operation with several
+        results each of them is asked."""
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            return True
+        if is_part(node):
+            operands = operands[0].all_input_nodes
+        first = independent_dims(node)
+        if first is not None:
+            return first > 0 and operands == [node.args[0]]
+        try:
+            at, places = self.meaning.places(node)
+            value = element(self.meaning, node, places)
+        except Unliftable:
+            return False
+        reads = [n for n in E.walk(value) if n.op == "read" and n.value in operands]
+        return all(r.args and r.args[0] is at[0] for r in reads)
+
+    # --- building ---
+
+    def _made(self, mixture: _Mixture, decided: dict[fx.Node, Cut]) -> tuple[fx.Node, dict[fx.Node, Cut]]:
+        """What ranks compute for a mixture, and what they have of its parameters."""
+        self.parts.begin()
+        last, experts = mixture.product.node, mixture.experts
+        blocks = Table.blocks(experts, self.ranks)
+        cuts: dict[fx.Node, Cut] = {}
+        first = self.parts.number("experts", blocks.places[:, :1])
+        twins: dict[fx.Node, fx.Node] = {}
+
+        def operand(node: fx.Node) -> fx.Node:
+            return twins[node] if node in twins else self.parts.enter(node)
+
+        for node in (*mixture.inside, last):
+            told, builder = grouped(node), Builder(self.graph, node)
+            if told is None or not (node is last or self._has_weight(told.weight)):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+                twins[node] = builder.call(node.target, *args, **kwargs)
+                continue
+            use = Use(told.weight, {0: blocks})
+            chain, demanded, _ = self.regions.followed(Part(How.SAME, (use,)))
+            own = {n: c for n, c in demanded.items() if self.regions.is_parameter(n)}
+            if any(decided.get(n, c) != c or cuts.get(n, c) != c for n, c in own.items()):
+                raise Unplaced("its parameters are divided otherwise elsewhere")
+            cuts.update(own)
+            weight = self.parts.part(use, chain, demanded, own)
+            twins[node] = builder.call(EXPERT_ROWS, operand(told.x), weight, operand(told.ends), first)
+        return self.parts.added(mixture.product, twins[last], self.regions.tail(mixture.product)), cuts
+
+    def _has_weight(self, weight: fx.Node) -> bool:
+        return self.regions.parameter_of(weight) is not None
