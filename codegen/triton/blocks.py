@@ -71,7 +71,8 @@ def blocks_for(
         warps, stages = 4, 1
         if dtype is not torch.float32:
             q, k = _IN_LITTLE.get(width, (q, k))
-            k = 2 * k if width == 256 and padded(Dv) <= 128 else k
+            wider = width == 128 and not is_linear(program) and not tiles_read(program)
+            k = 2 * k if wider or (width == 256 and padded(Dv) <= 128) else k
     if Sq < q:
         q, warps = padded(Sq), min(warps, 4)
     row = (padded(D) + padded(Dv)) * dtype.itemsize + 4 * q * tiles_read(program) + 16 * _keys_read(program)
@@ -138,9 +139,9 @@ def backward_blocks(
 ) -> Blocks:  # fmt: skip
     """Block sizes of the backward kernels, that do not spill up to a width of 128 on NVIDIA GPUs. (On sm_90,
     at a width of 128, some programs do and are still predicted to be faster: of heads that share keys, by 120
-    bytes, and with lists of tiles, by 16 to 56.) `q` is how many queries (in the kernel of keys: keys) a
-    program owns, `k` how many keys (queries) it takes at a time. `has_reads`: gradients of reads are summed
-    too. `linear`: see `is_linear`. `capability`: as for `blocks_for`."""
+    bytes, and with finite fills or lists of tiles, by 8 to 56.) `q` is how many queries (in the kernel of
+    keys: keys) a program owns, `k` how many keys (queries) it takes at a time. `has_reads`: gradients of
+    reads are summed too. `linear`: see `is_linear`. `capability`: as for `blocks_for`."""
     width = max(64, padded(width))
     if dtype is torch.float32:
         table = _SINGLE_BACKWARD
@@ -148,7 +149,7 @@ def backward_blocks(
         table = _HALF_IN_LITTLE
     elif shared > _MUCH and width <= 128:
         is_new = (capability or (9, 0))[0] >= 10
-        if has_reads or is_new or not (linear or width == 64):
+        if has_reads or is_new:
             return Blocks(128, 16 if has_reads and (is_new or width == 128) else 32, 8, 2)
         # Of the smaller ones, two programs share a multiprocessor.
         return Blocks(64, 64, 4, 3) if width == 64 else Blocks(128, 64, 8, 3)
