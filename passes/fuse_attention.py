@@ -29,9 +29,10 @@ from attngraph.ir.ops import nodes
 from attngraph.meaning.algebra import simplify as M
 from attngraph.meaning.algebra.sizes import to_sympy
 from attngraph.meaning.attention.claim import Attention
+from attngraph.meaning.attention.equal_claims import OnceRecogniser
 from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
-from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE, Recogniser
+from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
 from attngraph.meaning.attention.refusal import Refusal
 from attngraph.meaning.attention.routing import describe_edges, find_choice
 from attngraph.meaning.check.check import Verdict
@@ -101,7 +102,7 @@ class _Fusion:
         # The results that may wait: none, until attentions that share weights have been found.
         self.may_wait: Kinds = ()
         self.meaning = Meaning.of(graph)
-        self.recogniser = Recogniser(self.meaning, graph.gradients)
+        self.recogniser = OnceRecogniser(self.meaning, graph.gradients)
         self.outcome = Outcome()
         self.fused = 0
         self.reasons: dict[fx.Node, Refusal] = {}

@@ -34,6 +34,7 @@ from attngraph.capture.captured import Captured, Structure
 from attngraph.capture.equal_calls import equal_calls_inferred_once
 from attngraph.capture.equal_formulas import equal_formulas_computed_once
 from attngraph.capture.equal_modules import equal_modules_traced_twice
+from attngraph.capture.export_steps import steps_shortened
 from attngraph.capture.flags import flags_of_sizes
 from attngraph.capture.flat import Flat, Trace, closed_over_modules
 from attngraph.capture.functional import functional, views_taken_apart
@@ -184,6 +185,7 @@ def _export(
         equal_formulas_computed_once(),
         short_formulas(kept, any_number),
         views_taken_apart(),
+        steps_shortened(),
         _mode_of_weights(flat),
     ):
         return torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)

@@ -119,9 +119,9 @@ class Recogniser:
     def examine(self, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attentions whose sum this node is, usually one; None where it does not look like attention
         at all."""
-        adds_parts = _is_sum(node) and len(self._parts_below(node)) > 1
-        if not adds_parts and not self._is_root(node):
+        if not self.may_be_attention(node):
             return None
+        adds_parts = self._adds_parts(node)
         try:
             found = self._examine(node, adds_parts, frozenset())
             for of_values in self._may_be_values(node) if isinstance(found, Refusal) else ():
@@ -140,8 +140,8 @@ class Recogniser:
             return Refusal(str(problem)) if softmaxes else None
         except Unliftable as problem:
             found = Refusal(str(problem))
-        if isinstance(found, (Refusal, tuple)) and not adds_parts:
-            self._parts[node] = frozenset((node,))
+        if isinstance(found, (Refusal, tuple)):
+            self.note_found(node)
         if isinstance(found, Refusal) and all(map(self.positions.follow, self.exponentials(node))):
             return None  # a table, not weights: nothing that a user would call attention
         if isinstance(found, Refusal) and self.meaning.obstacles:
@@ -151,6 +151,18 @@ class Recogniser:
             self._near.pop(node, None)
             return None
         return found
+
+    def may_be_attention(self, node: fx.Node) -> bool:
+        """Whether a node weighs something with exponentials, or adds up parts that do."""
+        return self._adds_parts(node) or self._is_root(node)
+
+    def _adds_parts(self, node: fx.Node) -> bool:
+        return _is_sum(node) and len(self._parts_below(node)) > 1
+
+    def note_found(self, node: fx.Node) -> None:
+        """Note that a node is a sum weighted by exponentials."""
+        if not self._adds_parts(node):
+            self._parts[node] = frozenset((node,))
 
     def examine_pieces(self, sums: PartialSums, node: fx.Node) -> tuple[Attention, ...] | Refusal | None:
         """The attention that this node is, computed in pieces of its keys that were rescaled and added up;
