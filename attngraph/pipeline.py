@@ -158,8 +158,9 @@ def run(
 def _run_one(
     step: Pass, graph: ProgramGraph, head: str, text: str, is_first: bool
 ) -> tuple[Outcome, PassRecord, str, str]:
-    """Run a pass on a graph that prints as `head` and `text`, and verify what it leaves. A graph that an earlier
-    pass left is verified. Returns the pass's outcome, its record, and the graph's new header and text."""
+    """Run a pass on a graph that prints as `head` and `text`, and verify what it leaves. A graph that an
+    earlier pass left is verified. Returns the pass's outcome, its record, and the graph's new header and
+    text."""
     start = time.perf_counter()
     before, parts = graph.op_count(), seen(graph)
     outcome = step.run(graph)

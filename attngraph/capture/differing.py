@@ -1,8 +1,8 @@
 """Attributes that differ between the modules of a class, and which of them a call reads.
 
-The layers of a model often know their number, and few forwards read it. A call that does not read such an attribute
-does not depend on it. Reads are noticed where `attributes.can_be_watched` says that they can; else the attribute
-counts as read. Used by `equal_modules.py`.
+The layers of a model often know their number, and few forwards read it. A call that does not read such an
+attribute does not depend on it. Reads are noticed where `attributes.can_be_watched` says that they can; else
+the attribute counts as read. Used by `equal_modules.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Reads:
         self._open.close()
 
     def of(self, modules: Sequence[nn.Module]) -> Differing:
-        """The attributes that differ between these modules of one class; from now on their reads are noted."""
+        """The attributes that differ between these modules of one class; from now on their reads are
+        noted."""
         found = _differing(modules)
         seen = {place for place, owners in found.items() if all(self._watch(o, place[1]) for o in owners)}
         return Differing(self, frozenset(seen))

@@ -1,11 +1,11 @@
 """Within one trace, equal calls of equal modules are traced twice, and repeated after that.
 
-The layers of a model do the same with weights of their own. What a module's forward does follows from the module,
-its arguments, and what its code reads besides (`module_state.py`). Where all of that is equal to an earlier call's,
-and two earlier calls recorded the same operations, these operations are copied with the other tensors in their
-places, as a trace of the call would have recorded them (`repeated.py`). A call that changes something, reads
-something that a key cannot describe, or records anything but plain operations on its operands is always traced.
-Used by `flat.py`.
+The layers of a model do the same with weights of their own. What a module's forward does follows from the
+module, its arguments, and what its code reads besides (`module_state.py`). Where all of that is equal to an
+earlier call's, and two earlier calls recorded the same operations, these operations are copied with the other
+tensors in their places, as a trace of the call would have recorded them (`repeated.py`). A call that changes
+something, reads something that a key cannot describe, or records anything but plain operations on its
+operands is always traced. Used by `flat.py`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MOST_DIFFERENT = 6
 
 @contextlib.contextmanager
 def equal_modules_traced_twice(root: nn.Module, ran: Ran, noted: Callable[[], Any]) -> Iterator[None]:
-    """Let the trace of `root` in the body repeat what it knows. `noted`: what the trace has noted so far that is
-    no operation; a call that adds to it is not repeated."""
+    """Let the trace of `root` in the body repeat what it knows. `noted`: what the trace has noted so far
+    that is no operation; a call that adds to it is not repeated."""
     trace: Any = _ModuleStackTracer.call_module
     with Reads() as reads:
         modules = _EqualModules(root, ran, noted, reads)
@@ -56,8 +56,8 @@ def equal_modules_traced_twice(root: nn.Module, ran: Ran, noted: Callable[[], An
 
 @dataclasses.dataclass
 class _Known:
-    """Calls with equal keys: what the last one recorded, and whether two recorded the same. `read`: the attributes
-    that differ between modules and that they read; `around`: what `surroundings` were."""
+    """Calls with equal keys: what the last one recorded, and whether two recorded the same. `read`: the
+    attributes that differ between modules and that they read; `around`: what `surroundings` were."""
 
     key: Any
     read: frozenset[tuple[str, str]]
@@ -69,10 +69,12 @@ class _Known:
 
 @dataclasses.dataclass
 class _Kind:
-    """What is known of the calls of one class of modules. `given_up`: they are traced."""
+    """What is known of the calls of one class of modules. `changes`: how many of them changed something.
+    `given_up`: all are traced."""
 
     differing: Differing
     known: list[_Known] = dataclasses.field(default_factory=list)
+    changes: int = 0
     given_up: bool = False
 
 
@@ -121,7 +123,8 @@ class _EqualModules:
             return False
         path = getattr(tracer, "submodule_paths", {}).get(module)
         several = len(self.modules.get(kind, ())) > 2 or tracer.num_calls.get(path, 0) > 0
-        return path is not None and several and not nn.modules.module._has_any_global_hook()
+        has_hooks: Any = nn.modules.module._has_any_global_hook
+        return path is not None and several and not has_hooks()
 
     def _traced(
         self, tracer: Any, module: nn.Module, trace: Callable[[], Any], args: Any, kwargs: Any, kind: _Kind,
@@ -142,6 +145,9 @@ class _EqualModules:
                 raise NotRepeatable("it depends on something that cannot be compared")
             after = Call.of(module, args, kwargs, self.mode, everything)
             if after is None or after.key != before.key or noted != self.noted():
+                kind.changes += 1  # the first one may have made a number of a size
+                if kind.changes == 1:
+                    return result
                 raise NotRepeatable("it changes something")
             found = self._noted(tracer, module, args, kwargs, kind, start, lines, ran, since, result)
             if len(found.recording.nodes) < _FEWEST_OPERATIONS:

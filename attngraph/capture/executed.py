@@ -69,7 +69,7 @@ class Ran:
         self._profile = profile
 
     def counts(self) -> dict[types.CodeType, int] | None:
-        """How often the user's code ran, and code without a file that it called; None if it cannot be seen."""
+        """How often the user's code ran, and code without a file that it called; None if it is not seen."""
         if self._profile is None:
             return None
         entries = self._profile.getstats()

@@ -1,7 +1,9 @@
-"""Steps of torch.export that look into every node of a trace, shortened where there is nothing to be found.
+"""Steps of torch.export that look into every node of a trace, shortened where there is nothing to be
+found.
 
-After a trace torch takes the wrapper's name off the modules of each node, by a function for trees of any kind, and
-looks for sizes that follow from values in each result, also where the trace has none. Used by `trace.py`.
+After a trace torch takes the wrapper's name off the modules of each node, by a function for trees of any
+kind, and looks for sizes that follow from values in each result, also where the trace has none. Used by
+`trace.py`.
 """
 
 from __future__ import annotations

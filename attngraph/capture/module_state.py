@@ -1,10 +1,10 @@
 """What the forward of a module can depend on, so that two calls with equal keys do the same.
 
-A key has what is reachable from the module and from the arguments: attributes, training flags, hooks, weights and
-tensors by their layouts and by which of them are the same or share memory, everything else as
-`capture/state.py` compares it; and torch's modes. What the code reads from its files is compared in `Surroundings`.
-Attributes that differ between modules of a class and that a call did not read can be left out of its key. Used by
-`equal_modules.py`.
+A key has what is reachable from the module and from the arguments: attributes, training flags, hooks, weights
+and tensors by their layouts and by which of them are the same or share memory, everything else as
+`capture/state.py` compares it; and torch's modes. What the code reads from its files is compared in
+`Surroundings`. Attributes that differ between modules of a class and that a call did not read can be left out
+of its key. Used by `equal_modules.py`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _ModuleWalk(Walk):
 
 @dataclasses.dataclass
 class Call(Operands):
-    """One call of a module. `key`: all that it follows from, but for the code's surroundings; `tensors`: those
-    among the arguments, and then the module's weights."""
+    """One call of a module. `key`: all that it follows from, but for the code's surroundings; `tensors`:
+    those among the arguments, and then the module's weights."""
 
     key: Any = None
 
@@ -106,10 +106,10 @@ def _modes() -> Any:
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
-    functions = torch.overrides._get_current_function_mode_stack()
+    stack: Any = torch.overrides._get_current_function_mode_stack
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-        torch.is_autocast_cache_enabled(), autocast, tuple(map(Same, functions)),
+        torch.is_autocast_cache_enabled(), autocast, tuple(map(Same, stack())),
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
@@ -152,7 +152,7 @@ class Surroundings:
             return
         self._fixed[place] = space, name, value
         if isinstance(value, types.ModuleType) and not is_foreign(value.__name__):
-            for inner in names & vars(value).keys():  # type: ignore[operator]
+            for inner in names & vars(value).keys():
                 self._add(vars(value), inner, names)
 
     def _add_closures(

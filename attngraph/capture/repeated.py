@@ -1,16 +1,16 @@
 """The operations that one call of a module recorded in a trace, and copies of them for other tensors.
 
-A recording knows its operands (tensors among the arguments, and the module's weights), the nodes between them and
-the result, and how the result is put together. It can be repeated for a call whose operands have equal layouts.
-Sizes are not copied: those of the first call stand for all, as they do in a trace. Used by `equal_modules.py`.
+A recording knows its operands (tensors among the arguments, and the module's weights), the nodes between them
+and the result, and how the result is put together. It can be repeated for a call whose operands have equal
+layouts. Sizes are not copied: those of the first call stand for all, as they do in a trace. Used by
+`equal_modules.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,9 +55,11 @@ class Start:
 
 @dataclasses.dataclass
 class _Result:
-    """A leaf of a call's result: an operand, by its number; a new tensor, of a node; or a plain value."""
+    """A leaf of a call's result: an operand, by its number; a new tensor, of a node; the same tensor as
+    another leaf; or a plain value."""
 
     operand: int | None = None
+    again: int | None = None
     node: fx.Node | None = None
     made: Made | None = None
     wants_gradient: bool = False
@@ -99,8 +101,10 @@ class Recording:
         if not set(containers(result)).isdisjoint(containers(args)):
             raise NotRepeatable("a container of its arguments is among its results")
         results: list[_Result] = []
-        for leaf in leaves:
-            results.append(_result(tracer, call, own, memory, leaf))
+        for place, leaf in enumerate(leaves):
+            same = next((n for n in range(place) if leaf is leaves[n] and isinstance(leaf, Tensor)), None)
+            again = same is not None and results[same].made is not None
+            results.append(_Result(again=same) if again else _result(tracer, call, own, memory, leaf))
         calls = {p: n - start.counts.get(p, 0) for p, n in tracer.num_calls.items()}
         return Recording(start, nodes, operands, results, tree, {p: n for p, n in calls.items() if n})
 
@@ -130,7 +134,7 @@ class Recording:
             for n in self.nodes
         ]  # fmt: skip
         results = [
-            (r.operand, told(r.node), None if r.made is None else _layout_of_made(r.made), r.wants_gradient,
+            (r.operand, r.again, told(r.node), r.made and _layout_of_made(r.made), r.wants_gradient,
              type(r.value), repr(r.value))
             for r in self.results
         ]  # fmt: skip
@@ -157,7 +161,8 @@ class Recording:
         leaves: list[Any] = []
         with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
             for result in self.results:
-                leaves.append(_made(tracer, call, result, copies))
+                again = result.again
+                leaves.append(_made(tracer, call, result, copies) if again is None else leaves[again])
         return unflatten(leaves, self.tree)
 
     def _path(self, path: str, place: str) -> str:

@@ -1,7 +1,7 @@
 """Whether a pass has changed a graph, by looking at which objects it consists of.
 
-Printing and verifying a graph look at every part of it. A pass that found nothing leaves all parts the very objects
-that they were, and then both say what they said before.
+Printing and verifying a graph look at every part of it. A pass that found nothing leaves all parts the very
+objects that they were, and then both say what they said before.
 """
 
 from __future__ import annotations

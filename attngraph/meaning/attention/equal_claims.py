@@ -1,9 +1,9 @@
 """Equal layers are recognised once.
 
-What a node is recognised as follows from how it is computed from the operands of the claim. Where another node is
-computed in the same way from operands of the same layouts, the claim is written with that node's operands. (Every
-claim is checked before it is used, however it was found.) A claim that relies on what a buffer holds is repeated for
-that very buffer only.
+What a node is recognised as follows from how it is computed from the operands of the claim. Where another
+node is computed in the same way from operands of the same layouts, the claim is written with that node's
+operands. (Every claim is checked before it is used, however it was found.) A claim that relies on what a
+buffer holds is repeated for that very buffer only.
 """
 
 from __future__ import annotations
@@ -106,7 +106,13 @@ class OnceRecogniser(Recogniser):
         if node not in self._about:
             known = node if node in self.meaning.values else None
             told = _told((node.args, node.kwargs)) if node.op == "call_function" else None
-            self._about[node] = node.op, node.op == "call_function" and node.target, told, _layout(node), known
+            self._about[node] = (
+                node.op,
+                node.op == "call_function" and node.target,
+                told,
+                _layout(node),
+                known,
+            )
         return self._about[node]
 
 
