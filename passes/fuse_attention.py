@@ -34,7 +34,7 @@ from attngraph.meaning.attention.partial_sums import PartialSums
 from attngraph.meaning.attention.program import Seed
 from attngraph.meaning.attention.recogniser import SOFTMAX_LIKE
 from attngraph.meaning.attention.refusal import Refusal
-from attngraph.meaning.attention.routing import describe_edges, find_choice
+from attngraph.meaning.attention.routing import describe_edges, find_choice, is_of_one_key
 from attngraph.meaning.check.check import Verdict
 from attngraph.meaning.check.once import Checks
 from attngraph.meaning.check.region import region
@@ -289,7 +289,7 @@ class _Fusion:
                 # The sum of values may follow a view that was not traced through.
                 unseen = Refusal(NO_VALUES, frozenset(self.meaning.obstacles))
                 unseen = Refusal(AS_VALUES) if node in self.recogniser.in_values else unseen
-                self.reasons[node] = Refusal(ONE_KEY) if _is_of_one_key(node) else unseen
+                self.reasons[node] = Refusal(ONE_KEY) if is_of_one_key(node) else unseen
             edges = describe_edges(self.meaning, node) if str(node.target) == "aten.exp.default" else None
             if edges is not None:
                 self.reasons[node] = Refusal(edges)
@@ -339,15 +339,6 @@ class _Fusion:
 
 def _claims_of(found: Found, node: fx.Node) -> tuple[Attention, ...]:
     return found.claims
-
-
-def _is_of_one_key(node: fx.Node) -> bool:
-    """Whether a softmax, or that of torch's attention, runs over a dimension of one element."""
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        keys = node.args[1]
-        return isinstance(keys, fx.Node) and keys.meta["val"].shape[-2] == 1
-    dim = node.args[1] if len(node.args) > 1 else None
-    return isinstance(dim, int) and node.meta["val"].shape[dim] == 1
 
 
 def _build(
