@@ -1,8 +1,8 @@
 """The backend for `torch.compile(model, backend="attngraph", options={...})`, and its errors.
 
-torch.compile splits the model into graphs; each is compiled here as a separate model. A graph that was compiled ahead
-of time (`torch.compile(model, backend="attngraph", fullgraph=True).forward.aot_compile(...)`) is saved as torch's graph
-with the options: attngraph's passes run again when it is first called.
+torch.compile splits the model into graphs; each is compiled here as a separate model. A graph that was
+compiled ahead of time (`aot_compile`) is saved as torch's graph with the options: attngraph's passes run again
+when it is first called.
 """
 
 from __future__ import annotations
