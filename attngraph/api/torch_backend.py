@@ -1,8 +1,8 @@
 """The backend for `torch.compile(model, backend="attngraph", options={...})`, and its errors.
 
 torch.compile splits the model into graphs; each is compiled here as a separate model. A graph that was
-compiled ahead of time (`aot_compile`) is saved as torch's graph with the options: attngraph's passes run again
-when it is first called.
+compiled ahead of time (`aot_compile`) is saved as the graph that torch made, with the options: the
+passes run again when it is first called.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Entries of the cache on disk as artifacts of torch's caches.
 
-`torch.compiler.save_cache_artifacts()` gives what a process compiled as bytes, and `load_cache_artifacts(bytes)`
-puts it into the caches of another process or machine. Here attngraph's graphs take part: an artifact is the
-files of one entry, with a digest over all of them. Where the installed torch has no such artifacts, nothing
-happens. An artifact that has changed is not put into the cache; whether an entry fits a model is decided when
-it is looked up.
+`torch.compiler.save_cache_artifacts()` gives what a process compiled as bytes, and
+`load_cache_artifacts(bytes)` puts it into the caches of another process or machine. Here attngraph's
+graphs take part: an artifact is the files of one entry, with a digest over all of them. Where the
+installed torch has no such artifacts, nothing happens. An artifact that has changed is not put into the
+cache; whether an entry fits a model is decided when it is looked up.
 """
 
 from __future__ import annotations
