@@ -424,3 +424,25 @@ def test_another_profiler_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) 
 
     with cProfile.Profile():
         assert repeats(monkeypatch, Stack(Layer), inputs()) == 0
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("GPT2Model", {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 32, "use_cache": False}),
+        ("LlamaModel", {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": 1, "use_cache": False}),
+        ("BertModel", {**SMALL, "num_hidden_layers": 4}),
+        (
+            "T5EncoderModel",
+            {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 4, "num_heads": 2, "vocab_size": 32},
+        ),
+    ],
+)
+def test_stock_models(monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**options)).eval()
+    assert repeats(monkeypatch, model, torch.randint(0, 32, (2, 9))) >= 1
